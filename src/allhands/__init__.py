@@ -1,0 +1,55 @@
+"""allhands: train one PyTorch model with many workers, provably the same training.
+
+Importing this package imports neither torch nor any other heavy library; each public name brings what it needs when it
+is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# public name -> module that defines it. A module of the package itself is written as its own name.
+_LAZY = {
+    "AllhandsError": "allhands.errors",
+    "UserError": "allhands.errors",
+    "WorldError": "allhands.errors",
+    "WorkerError": "allhands.errors",
+    "World": "allhands.world",
+    "init": "allhands.world",
+    "finalize": "allhands.world",
+    "current_world": "allhands.world",
+    "SupervisedRunner": "allhands.runner",
+    "Callback": "allhands.runner",
+    "EarlyStopping": "allhands.runner",
+    "Strategy": "allhands.strategies",
+    "Single": "allhands.strategies",
+    "DP": "allhands.strategies",
+    "DDP": "allhands.strategies",
+}
+_SUBMODULES = {"utils": "allhands.runner.utils"}
+
+__all__ = ["__version__", "utils", *_LAZY]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from allhands.errors import AllhandsError, UserError, WorkerError, WorldError
+    from allhands.runner import Callback, EarlyStopping, SupervisedRunner, utils
+    from allhands.strategies import DDP, DP, Single, Strategy
+    from allhands.world import World, current_world, finalize, init
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(_SUBMODULES[name])
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    # `import allhands; allhands.data.…` works without naming the module in an import.
+    if name in {"world", "launch", "comm", "data", "models", "step", "strategies", "runner", "config", "errors"}:
+        return importlib.import_module(f"allhands.{name}")
+    raise AttributeError(f"module 'allhands' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

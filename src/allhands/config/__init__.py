@@ -1,0 +1,1 @@
+"""Typed run files and their command-line overrides."""

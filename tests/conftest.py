@@ -1,0 +1,34 @@
+"""What every test shares: where real data lies, and a check that no test leaves a process behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests, with a reason, where no GPU can be used."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    for item in gpu_items:
+        marker = item.get_closest_marker("gpu")
+        assert marker is not None
+        needed = marker.args[0] if marker.args else 1
+        if count < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), found {count}"))
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data sets (see DATASETS.md there); skips where it is absent."""
+    candidates = [os.environ.get("ALLHANDS_DATA"), Path(__file__).parents[2] / "shared" / "data"]
+    for candidate in candidates:
+        if candidate and (Path(candidate) / "write_official.py").is_file():
+            return Path(candidate)
+    pytest.skip("no data folder with write_official.py: set ALLHANDS_DATA to one (looked at $ALLHANDS_DATA and ../shared/data)")
