@@ -1,0 +1,22 @@
+"""Who am I among the processes: detection, `init`, `finalize`.
+
+Importing this module imports no torch; `init` does.
+"""
+
+from __future__ import annotations
+
+from allhands.world.detection import detect
+from allhands.world.group import DEFAULT_TIMEOUT, World, current_world, finalize, init
+from allhands.world.hostlist import expand_hosts
+from allhands.world.layout import Layout
+
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "Layout",
+    "World",
+    "current_world",
+    "detect",
+    "expand_hosts",
+    "finalize",
+    "init",
+]

@@ -1,0 +1,70 @@
+"""Which network interface reaches the other hosts.
+
+Left alone, gloo resolves this host's own name, which on many systems is a loopback address (127.0.1.1) that no other host can
+reach: one side then fails with "connection refused" and the other waits for five times the group's timeout. So the interface
+is the one through which the kernel would send to another host of the world.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import struct
+from pathlib import Path
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+def address_towards(host: str, port: int = 9) -> str | None:
+    """This machine's own address on the route to `host`, None without a route. Nothing is sent."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, target in found:
+        try:
+            # Connecting a datagram socket only looks the route up.
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)
+                return str(probe.getsockname()[0]).partition("%")[0]
+        except OSError:
+            continue
+    return None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether `address` (numeric) stays within one host."""
+    return ipaddress.ip_address(address).is_loopback
+
+
+def interface_with(address: str) -> str | None:
+    """The name of the interface that has `address` (numeric, IPv4 or IPv6); None where the system does not tell."""
+    return _interfaces_v6().get(address) if ":" in address else _interface_v4(address)
+
+
+def _interface_v4(address: str) -> str | None:
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    # 127.0.0.1 and 127.0.1.1 are both lo's, which reports only the first.
+    wanted = "127.0.0.1" if is_loopback(address) else address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(reply[20:24]) == wanted:
+                    return name
+    return None
+
+
+def _interfaces_v6() -> dict[str, str]:
+    """Address -> interface, from the kernel's table (32 hex digits, four fields, name)."""
+    try:
+        rows = Path("/proc/net/if_inet6").read_text().split("\n")
+    except OSError:
+        return {}
+    fields = [row.split() for row in rows if row]
+    return {str(ipaddress.ip_address(bytes.fromhex(row[0]))): row[5] for row in fields}
