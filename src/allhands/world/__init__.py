@@ -6,9 +6,10 @@ Importing this module imports no torch; `init` does.
 from __future__ import annotations
 
 from allhands.world.detection import detect
-from allhands.world.group import DEFAULT_TIMEOUT, World, current_world, finalize, init
+from allhands.world.group import World, current_world, finalize, init
 from allhands.world.hostlist import expand_hosts
 from allhands.world.layout import Layout
+from allhands.world.request import DEFAULT_TIMEOUT
 
 __all__ = [
     "DEFAULT_TIMEOUT",

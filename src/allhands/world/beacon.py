@@ -1,10 +1,11 @@
 """How processes that know only the name of their job learn the port on which rank 0 listens.
 
-Nobody may pick a port and hope: a port that was probed and found free can be taken before it is used. So rank 0 opens its
-store on a port that the kernel gives it, and then answers on a *beacon*: a listener on the first free port of a short sequence
-that every rank can compute from the job's name. A rank asks along that sequence, presenting a digest of the job's name; only
-the beacon of that very job gives the right answer, and a foreign service, or the beacon of another job that drew the same
-ports, is passed over. Nothing else travels, and an answer is one short line of text.
+Nobody may pick a port and hope: a port that was probed and found free can be taken before it is used. So rank
+0 opens its store on a port that the kernel gives it, and then answers on a *beacon*: a listener on the first
+free port of a short sequence that every rank can compute from the job's name. A rank asks along that
+sequence, presenting a digest of the job's name; only the beacon of that very job gives the right answer, and
+a foreign service, or the beacon of another job that drew the same ports, is passed over. Nothing else
+travels, and an answer is one short line of text.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from collections.abc import Sequence
 from allhands.errors import WorldError
 
 _CANDIDATES = 24
-# Below the range from which Linux draws the ports of outgoing connections (32768 and up), so that a candidate is rarely taken.
+# Below the range from which Linux draws the ports of outgoing connections (32768 and up), so that a candidate
+# is rarely taken.
 _LOWEST, _HIGHEST = 15_000, 32_000
 _ANSWER_S = 2.0  # how long a service may take to answer before it is taken for a foreign one
 _LONGEST_LINE = 200
 
 
 def candidate_ports(job_key: str) -> list[int]:
-    """The ports on which the beacon of this job may be, in the order in which they are tried; the same on every rank."""
+    """The ports on which the beacon of this job may be, in the order in which they are tried; the same on
+    every rank.
+    """
     return random.Random(_digest(job_key, "ports")).sample(range(_LOWEST, _HIGHEST), _CANDIDATES)
 
 
@@ -55,7 +59,8 @@ class Beacon:
                     return
                 time.sleep(0.05)
                 continue
-            # One thread a caller: a caller that says nothing (a port scanner) must not keep the ranks waiting.
+            # One thread a caller: a caller that says nothing (a port scanner) must not keep the ranks
+            # waiting.
             threading.Thread(
                 target=self._reply, args=(connection,), name="allhands-beacon-reply", daemon=True
             ).start()
@@ -78,8 +83,9 @@ class Beacon:
 def ask(job_key: str, hosts: Sequence[str], timeout: float) -> tuple[str, int]:
     """Where rank 0's store is: `(host, port)`, asked of the beacon of this job on one of `hosts`.
 
-    The first host is asked in every round and one of the others in turn: Slurm's first host has rank 0 unless the user dealt
-    out the tasks. `timeout` is in seconds. Raises `WorldError`, which says what was met at each candidate, when it is over.
+    The first host is asked in every round and one of the others in turn: Slurm's first host has rank 0 unless
+    the user dealt out the tasks. `timeout` is in seconds. Raises `WorldError`, which says what was met at
+    each candidate, when it is over.
     """
     ports = candidate_ports(job_key)
     deadline = time.monotonic() + timeout
@@ -128,9 +134,9 @@ def _nobody(hosts: Sequence[str], ports: Sequence[int], timeout: float, met: dic
     seen = "; ".join(others[:4]) if others else "nothing listens on any of them"
     where = hosts[0] if len(hosts) == 1 else f"{hosts[0]} (and {len(hosts) - 1} more hosts)"
     return WorldError(
-        f"waited {timeout:.0f} s for rank 0 on {where}, ports {', '.join(map(str, ports[:3]))}… ({len(ports)} candidates): "
-        f"{seen}. Rank 0 did not start, does not call allhands.init(), or runs on a host that this one cannot reach; "
-        "set MASTER_ADDR and MASTER_PORT to name the place yourself."
+        f"waited {timeout:.0f} s for rank 0 on {where}, ports {', '.join(map(str, ports[:3]))}… "
+        f"({len(ports)} candidates): {seen}. Rank 0 did not start, does not call allhands.init(), or runs "
+        "on a host that this one cannot reach; set MASTER_ADDR and MASTER_PORT to name the place yourself."
     )
 
 
@@ -140,13 +146,15 @@ def _listen(ports: Sequence[int], local: bool) -> socket.socket:
         if listener is not None:
             return listener
     raise WorldError(
-        f"rank 0 could listen on none of the ports {', '.join(map(str, ports))}: all are taken. Set MASTER_ADDR and MASTER_PORT to the host of "
-        "rank 0 and a port that is free there."
+        f"rank 0 could listen on none of the ports {', '.join(map(str, ports))}: all are taken. Set "
+        "MASTER_ADDR and MASTER_PORT to the host of rank 0 and a port that is free there."
     )
 
 
 def _open(port: int, local: bool) -> socket.socket | None:
-    """A listener on `port`, or None where it is taken. One host: loopback only, so that nobody outside can ask."""
+    """A listener on `port`, or None where it is taken. One host: loopback only, so that nobody outside can
+    ask.
+    """
     # With IPv6 one socket serves both families; a kernel without it refuses to make or bind one.
     families = [socket.AF_INET] if local else [socket.AF_INET6, socket.AF_INET]
     for family in families:
@@ -172,7 +180,9 @@ def _digest(job_key: str, purpose: str) -> str:
 
 
 def _read_line(connection: socket.socket) -> str:
-    """One line without its end, at most `_LONGEST_LINE` bytes of it, and for `_ANSWER_S` in all however it dribbles in."""
+    """One line without its end, at most `_LONGEST_LINE` bytes of it, and for `_ANSWER_S` in all however it
+    dribbles in.
+    """
     deadline = time.monotonic() + _ANSWER_S
     data = b""
     while not data.endswith(b"\n") and len(data) < _LONGEST_LINE and time.monotonic() < deadline:

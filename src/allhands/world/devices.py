@@ -14,10 +14,11 @@ BACKENDS = ("auto", "gloo", "nccl", "mpi")
 
 
 def choose_backend(backend: str, device: str) -> tuple[str, str]:
-    """`(backend, device)` with "auto" resolved: nccl and "cuda" where this process sees a GPU, else gloo and "cpu".
+    """`(backend, device)` with "auto" resolved: nccl and "cuda" where this process sees a GPU, else gloo and
+    "cpu".
 
-    `device` is "auto", "cpu", "cuda" (one by local rank) or "cuda:N". gloo and mpi take GPUs only when `device` asks for them.
-    Raises `UserError` for what this machine or this build of torch cannot do.
+    `device` is "auto", "cpu", "cuda" (one by local rank) or "cuda:N". gloo and mpi take GPUs only when
+    `device` asks for them. Raises `UserError` for what this machine or this build of torch cannot do.
     """
     import torch
     import torch.distributed as dist
@@ -42,7 +43,8 @@ def choose_backend(backend: str, device: str) -> tuple[str, str]:
             else "torch sees no GPU (CUDA_VISIBLE_DEVICES?)"
         )
         raise UserError(
-            f"{asked} needs a GPU, but {built}: write backend='auto' and leave device out to train on the CPU."
+            f"{asked} needs a GPU, but {built}: write backend='auto' and leave device out to train on the "
+            "CPU."
         )
     if device.startswith("cuda:") and int(device[5:]) >= gpus:
         raise UserError(
@@ -54,14 +56,14 @@ def choose_backend(backend: str, device: str) -> tuple[str, str]:
         device = "cuda" if backend == "nccl" else "cpu"
     if backend == "mpi" and not dist.is_mpi_available():
         raise UserError(
-            "backend='mpi', but this torch has no MPI built in and allhands.comm's has not been installed: write backend='gloo', "
-            "or pip install 'allhands[mpi]' and install it first."
+            "backend='mpi', but this torch has no MPI built in and allhands.comm's has not been installed: "
+            "write backend='gloo', or pip install 'allhands[mpi]' and install it first."
         )
     return backend, device
 
 
 def visible_gpus() -> int:
-    """How many CUDA devices this process can use. Does not initialise CUDA, so that a fork after it is safe."""
+    """How many CUDA devices this process can use. Does not initialise CUDA: a fork after it is safe."""
     import torch
 
     return torch.cuda.device_count() if torch.version.cuda is not None else 0
@@ -78,7 +80,9 @@ def only_gpu_name(gpus: int) -> str:
 
 
 def pick_device(device: str, local_rank: int, gpus: int) -> torch.device:
-    """The device of this process, made the current one when it is a GPU. `device` as `choose_backend` returns it."""
+    """The device of this process, made the current one when it is a GPU. `device` as `choose_backend` returns
+    it.
+    """
     import torch
 
     if device == "cpu":

@@ -6,27 +6,23 @@ import logging
 import os
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from allhands.errors import UserError, WorldError
+from allhands.errors import WorldError
 from allhands.world import interface
-from allhands.world.detection import explicit_layout, find_environment
+from allhands.world.detection import find_environment
 from allhands.world.devices import choose_backend, only_gpu_name, pick_device, visible_gpus
-from allhands.world.layout import Environ, Layout, Meeting, given_meeting
+from allhands.world.layout import Environ, Layout
+from allhands.world.request import DEFAULT_TIMEOUT, Asked, agree, device_name, seconds_of, who_and_where
 from allhands.world.roster import Card, check_gpus, meet, own_card, place_of
-from allhands.world.stores import open_store, parse_method
+from allhands.world.stores import open_store
 
 if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger(__name__)
-_IFNAME = "GLOO_SOCKET_IFNAME"
-
-DEFAULT_TIMEOUT = timedelta(minutes=10)
-"""How long `init` waits for the other processes, and a collective for its peers. torch waits 30 minutes under gloo, which
-is longer than anybody watches a hung job; 10 is its own choice for nccl."""
 
 _FINALIZE_S = 10.0
 
@@ -35,9 +31,10 @@ _FINALIZE_S = 10.0
 class World:
     """The processes that train together, seen from this one. All numbers count from 0.
 
-    `backend` is "gloo", "nccl", "mpi", or "none" for a process alone, which has no group. `environment` names what started
-    the processes: "alone", "explicit" (arguments of `init`), "torchrun", "allhands launch", "slurm", "openmpi", "mpich" (also
-    Intel MPI), or "torch.distributed" when the group was there before `init`.
+    `backend` is "gloo", "nccl", "mpi", or "none" for a process alone, which has no group. `environment` names
+    what started the processes: "alone", "explicit" (arguments of `init`), "torchrun", "allhands launch",
+    "slurm", "openmpi", "mpich" (also Intel MPI), or "torch.distributed" when the group was there before
+    `init`.
     """
 
     rank: int
@@ -60,24 +57,10 @@ class World:
         return self.world_size == 1
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """The arguments of `init`, to tell a repeated call from a different one."""
-
-    backend: str
-    init_method: str | None
-    timeout: float | None
-    rank: int | None
-    world_size: int | None
-    local_rank: int | None
-    local_world_size: int | None
-    device: str
-
-
 @dataclass
 class _State:
     world: World
-    asked: _Asked
+    asked: Asked
     made_group: bool
     set_ifname: bool = False
     store: Any = None  # rank 0's listener lives as long as this object
@@ -105,37 +88,42 @@ def init(
 ) -> World:
     """Find the other processes, take a device, and make torch's default process group.
 
-    Who we are comes from the arguments, else torchrun's variables, else Slurm (a step of srun), else Open MPI, else MPICH or
-    Intel MPI, else this process is alone. A process that something started gets a group even when it is the only one, so that
-    a script which calls torch.distributed runs at any size; a process that is alone gets none.
+    Who we are comes from the arguments, else torchrun's variables, else Slurm (a step of srun), else Open
+    MPI, else MPICH or Intel MPI, else this process is alone. A process that something started gets a group
+    even when it is the only one, so that a script which calls torch.distributed runs at any size; a process
+    that is alone gets none.
 
     Args:
         backend: "auto" (nccl where this process sees a GPU, else gloo), "gloo", "nccl" or "mpi".
-        init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://HOST:PORT" (an address of rank 0's host) or
-            "file:///PATH" (a new file on a disk that all hosts share). None: as the environment tells.
-        timeout: seconds or a timedelta, for meeting and for every collective afterwards; None: `DEFAULT_TIMEOUT`, 10 minutes.
+        init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://HOST:PORT" (an address of
+            rank 0's host) or "file:///PATH" (a new file on a disk that all hosts share). None: as the
+            environment tells.
+        timeout: seconds or a timedelta, for meeting and for every collective afterwards. None:
+            `DEFAULT_TIMEOUT`, 10 minutes.
         rank, world_size: who we are, both or neither.
-        local_rank, local_world_size: our place on this host; counted when neither these nor the environment tell.
+        local_rank, local_world_size: our place on this host; counted when nobody tells them.
         device: None or "auto", "cpu" (forces gloo), "cuda" (one GPU a local rank), "cuda:N" or N.
 
     Returns:
-        The world. A second call with nothing that contradicts the first returns the same one. A group that the caller has
-        already made with torch.distributed is adopted: `finalize` will not destroy it.
+        The world. A second call with nothing that contradicts the first returns the same one. A group that
+        the caller has already made with torch.distributed is adopted: `finalize` will not destroy it.
 
     Raises:
-        UserError: an argument or variable cannot be honoured (more workers than GPUs, nccl without one, an unreadable number).
-        WorldError: two settings contradict each other, or processes did not come within `timeout`; the message names them.
+        UserError: an argument or variable cannot be honoured (more workers than GPUs, nccl without one, an
+            unreadable number).
+        WorldError: two settings contradict each other, or processes did not come within `timeout`; the
+            message names them.
     """
     global _state
-    asked = _Asked(
+    asked = Asked(
         backend,
         init_method,
-        _seconds(timeout),
+        seconds_of(timeout),
         rank,
         world_size,
         local_rank,
         local_world_size,
-        _device_name(device),
+        device_name(device),
     )
     with _lock:
         if _state is not None:
@@ -151,22 +139,24 @@ def init(
 
 
 def finalize() -> None:
-    """Leave the world: destroy the group that `init` made. Safe to call twice, or without `init`; returns within 10 s."""
+    """Leave the world: destroy the group that `init` made. Safe to call twice, or without `init`; returns
+    within 10 s.
+    """
     global _state
     with _lock:
         state, _state = _state, None
         if state is None:
             return
         if state.set_ifname:
-            os.environ.pop(_IFNAME, None)
+            os.environ.pop(interface.VARIABLE, None)
         import torch.distributed as dist
 
         if state.made_group and dist.is_initialized():
             _destroy_group(state.world.backend)
 
 
-def _start(asked: _Asked, environ: Environ) -> _State:
-    layout, meeting = _who_and_where(asked, environ)
+def _start(asked: Asked, environ: Environ) -> _State:
+    layout, meeting = who_and_where(asked, environ)
     backend, device = choose_backend(asked.backend, asked.device)
     gpus = visible_gpus() if device.startswith("cuda") else 0
     if meeting is None:
@@ -196,69 +186,12 @@ def _start(asked: _Asked, environ: Environ) -> _State:
     check_gpus(cards)
     local_rank, local_size, node_rank = place_of(cards, layout.rank)
     chosen = pick_device(device, local_rank, gpus)
-    set_ifname = _choose_interface(cards, layout.rank)
+    set_ifname = interface.set_for_gloo(cards, layout.rank)
     _make_group(opened.store, backend, chosen, layout, timeout)
     world = World(
         layout.rank, local_rank, node_rank, layout.world_size, local_size, chosen, backend, layout.environment
     )
     return _State(world, asked, made_group=True, set_ifname=set_ifname, store=opened.store)
-
-
-def _who_and_where(asked: _Asked, environ: Environ) -> tuple[Layout, Meeting | None]:
-    """Our layout, and where to meet; no meeting for a process that nothing started and nobody asked to meet."""
-    method = asked.init_method
-    meeting: Meeting | None = None
-    rank, size = asked.rank, asked.world_size
-    if method is not None and method != "env://":
-        meeting, url_rank, url_size = parse_method(method)
-        rank, size = _agree("rank", rank, url_rank), _agree("world_size", size, url_size)
-    if (rank is None) != (size is None):
-        have, lack = ("rank", "world_size") if size is None else ("world_size", "rank")
-        raise UserError(
-            f"init({have}={rank if size is None else size}) without {lack}=: pass both, or neither."
-        )
-
-    if rank is not None and size is not None:
-        layout = explicit_layout(environ, rank, size, asked.local_rank, asked.local_world_size)
-        if meeting is None:
-            meeting = given_meeting(environ)
-        if meeting is None and (size > 1 or method is not None):
-            raise UserError(
-                f"init(rank={rank}, world_size={size}) does not say where to meet: pass init_method='tcp://HOST:PORT' with an "
-                "address of rank 0's host, or set MASTER_ADDR and MASTER_PORT."
-            )
-        return layout, meeting
-
-    environment = find_environment(environ)
-    if environment is None or (method == "env://" and environment.name != "torchrun"):
-        if method is None:
-            return _alone(asked), None
-        needed = "RANK and WORLD_SIZE in the environment" if method == "env://" else "rank= and world_size="
-        raise UserError(f"init_method={method!r} needs {needed}, but nothing says who this process is.")
-    layout = environment.layout(environ)
-    layout = replace(
-        layout,
-        local_rank=_agree("local_rank", asked.local_rank, layout.local_rank),
-        local_world_size=_agree("local_world_size", asked.local_world_size, layout.local_world_size),
-    )
-    return layout, meeting if meeting is not None else environment.meeting(environ, layout)
-
-
-def _alone(asked: _Asked) -> Layout:
-    if (asked.local_rank or 0) > 0 or (asked.local_world_size or 1) > 1:
-        raise UserError(
-            f"init(local_rank={asked.local_rank}, local_world_size={asked.local_world_size}), but this process is alone: "
-            "pass rank= and world_size= too, or leave them out."
-        )
-    return Layout(0, 1, 0, 1, 0, 1, environment="alone")
-
-
-def _agree(name: str, passed: int | None, told: int | None) -> int | None:
-    if passed is not None and told is not None and passed != told:
-        raise WorldError(
-            f"init({name}={passed}), but the environment or the URL says {name}={told}: leave the argument out."
-        )
-    return passed if passed is not None else told
 
 
 def _meet(store: Any, card: Card, place: str, deadline: float) -> list[Card]:
@@ -282,43 +215,15 @@ def _make_group(store: Any, backend: str, device: torch.device, layout: Layout, 
         )
     except RuntimeError as error:
         raise WorldError(
-            f"rank {layout.rank} met the other {layout.world_size - 1} processes, but {backend} could not connect them: {error} "
-            f"({_IFNAME}={os.environ.get(_IFNAME, '(unset)')})"
+            f"rank {layout.rank} met the other {layout.world_size - 1} processes, but {backend} could not "
+            f"connect them: {error} ({interface.VARIABLE}={os.environ.get(interface.VARIABLE, '(unset)')})"
         ) from error
 
 
-def _choose_interface(cards: list[Card], rank: int) -> bool:
-    """Set GLOO_SOCKET_IFNAME to the interface that reaches the other hosts; True when it was set (it was unset before)."""
-    own = cards[rank]
-    if os.environ.get(_IFNAME) or own.backend == "mpi":
-        return False
-    others = [card for card in cards if card.host != own.host]
-    if others:
-        # Rank 0's host is what the others reached; rank 0 itself looks towards one of them.
-        peers = [card.address for card in others if card.address and not interface.is_loopback(card.address)]
-        routes = [interface.address_towards(peer) for peer in peers[:1]] + [own.address or None]
-    else:
-        routes = ["127.0.0.1"]
-    for address in routes:
-        if address is None or (others and interface.is_loopback(address)):
-            continue
-        name = interface.interface_with(address)
-        if name is not None:
-            os.environ[_IFNAME] = name
-            if others:
-                _log.info("rank %d: gloo uses interface %s (%s)", rank, name, address)
-            return True
-    if others:
-        _log.warning(
-            "rank %d found no interface towards the other hosts; if gloo cannot connect, set %s",
-            rank,
-            _IFNAME,
-        )
-    return False
-
-
-def _adopt(asked: _Asked, environ: Environ) -> _State:
-    """The world of a group that the caller made. Collective when the environment does not tell the local ranks."""
+def _adopt(asked: Asked, environ: Environ) -> _State:
+    """The world of a group that the caller made. Collective when the environment does not tell the local
+    ranks.
+    """
     import torch.distributed as dist
 
     rank, size, backend = (
@@ -331,7 +236,7 @@ def _adopt(asked: _Asked, environ: Environ) -> _State:
             f"init(backend={asked.backend!r}), but torch.distributed already runs with {backend!r}."
         )
     for name, passed, told in (("rank", asked.rank, rank), ("world_size", asked.world_size, size)):
-        _agree(name, passed, told)
+        agree(name, passed, told)
     environment = find_environment(environ)
     layout = environment.layout(environ) if environment is not None else None
     if layout is None or (layout.rank, layout.world_size) != (rank, size):
@@ -343,8 +248,8 @@ def _adopt(asked: _Asked, environ: Environ) -> _State:
         world_size=size,
         backend=backend,
         device=device,
-        local_rank=_agree("local_rank", asked.local_rank, layout.local_rank),
-        local_world_size=_agree("local_world_size", asked.local_world_size, layout.local_world_size),
+        local_rank=agree("local_rank", asked.local_rank, layout.local_rank),
+        local_world_size=agree("local_world_size", asked.local_world_size, layout.local_world_size),
         node_rank=layout.node_rank,
         gpus=gpus,
         gpu=only_gpu_name(gpus),
@@ -364,7 +269,7 @@ def _adopt(asked: _Asked, environ: Environ) -> _State:
     return _State(world, asked, made_group=False)
 
 
-def _check_same(asked: _Asked, state: _State) -> None:
+def _check_same(asked: Asked, state: _State) -> None:
     """A later `init` may repeat what the first said, or say less; anything else would be silently ignored."""
     world, first = state.world, state.asked
     told: dict[str, tuple[Any, Any]] = {
@@ -396,7 +301,8 @@ def _destroy_group(backend: str) -> None:
     if backend != "nccl":
         dist.destroy_process_group()
         return
-    # nccl waits for what is still queued on the GPU, for ever when a peer has gone; a process that leaves must not.
+    # nccl waits for what is still queued on the GPU, for ever when a peer has gone; a process that leaves
+    # must not.
     worker = threading.Thread(target=dist.destroy_process_group, name="allhands-finalize", daemon=True)
     worker.start()
     worker.join(_FINALIZE_S)
@@ -404,20 +310,3 @@ def _destroy_group(backend: str) -> None:
         _log.warning(
             "nccl did not stop within %.0f s, probably because a peer has gone; left as it is", _FINALIZE_S
         )
-
-
-def _seconds(timeout: timedelta | float | None) -> float | None:
-    if timeout is None:
-        return None
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < 10**8:
-        raise UserError(
-            f"timeout={timeout!r} must be a timedelta or a number of seconds above 0, e.g. timeout=600."
-        )
-    return float(seconds)
-
-
-def _device_name(device: str | int | torch.device | None) -> str:
-    if device is None:
-        return "auto"
-    return f"cuda:{device}" if isinstance(device, int) and not isinstance(device, bool) else str(device)

@@ -1,4 +1,6 @@
-"""Slurm's short forms, expanded here because `scontrol` is not on every compute node and costs a process a rank."""
+"""Slurm's short forms, expanded here because `scontrol` is not on every compute node and costs a process a
+rank.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """Tasks on each node from Slurm's count list: `2(x2),1` gives [2, 2, 1]. Raises `UserError` on anything else."""
+    """Tasks on each node from Slurm's count list: `2(x2),1` gives [2, 2, 1]. Raises `UserError` on anything
+    else.
+    """
     counts: list[int] = []
     for part in text.split(","):
         match = _TASKS.fullmatch(part.strip())

@@ -1,17 +1,24 @@
 """Which network interface reaches the other hosts.
 
-Left alone, gloo resolves this host's own name, which on many systems is a loopback address (127.0.1.1) that no other host can
-reach: one side then fails with "connection refused" and the other waits for five times the group's timeout. So the interface
-is the one through which the kernel would send to another host of the world.
+Left alone, gloo resolves this host's own name, which on many systems is a loopback address (127.0.1.1) that
+no other host can reach: one side then fails with "connection refused" and the other waits for five times the
+group's timeout. So the interface is the one through which the kernel would send to another host of the world.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
+import os
 import socket
 import struct
 from pathlib import Path
+
+from allhands.world.roster import Card
+
+_log = logging.getLogger(__name__)
+VARIABLE = "GLOO_SOCKET_IFNAME"
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
@@ -39,7 +46,9 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_with(address: str) -> str | None:
-    """The name of the interface that has `address` (numeric, IPv4 or IPv6); None where the system does not tell."""
+    """The name of the interface that has `address` (numeric, IPv4 or IPv6); None where the system does not
+    tell.
+    """
     return _interfaces_v6().get(address) if ":" in address else _interface_v4(address)
 
 
@@ -68,3 +77,35 @@ def _interfaces_v6() -> dict[str, str]:
         return {}
     fields = [row.split() for row in rows if row]
     return {str(ipaddress.ip_address(bytes.fromhex(row[0]))): row[5] for row in fields}
+
+
+def set_for_gloo(cards: list[Card], rank: int) -> bool:
+    """Set GLOO_SOCKETVARIABLE to the interface that reaches the other hosts; True when it was set (it was
+    unset before).
+    """
+    own = cards[rank]
+    if os.environ.get(VARIABLE) or own.backend == "mpi":
+        return False
+    others = [card for card in cards if card.host != own.host]
+    if others:
+        # Rank 0's host is what the others reached; rank 0 itself looks towards one of them.
+        peers = [card.address for card in others if card.address and not is_loopback(card.address)]
+        routes = [address_towards(peer) for peer in peers[:1]] + [own.address or None]
+    else:
+        routes = ["127.0.0.1"]
+    for address in routes:
+        if address is None or (others and is_loopback(address)):
+            continue
+        name = interface_with(address)
+        if name is not None:
+            os.environ[VARIABLE] = name
+            if others:
+                _log.info("rank %d: gloo uses interface %s (%s)", rank, name, address)
+            return True
+    if others:
+        _log.warning(
+            "rank %d found no interface towards the other hosts; if gloo cannot connect, set %s",
+            rank,
+            VARIABLE,
+        )
+    return False

@@ -14,8 +14,8 @@ Environ = Mapping[str, str]
 class Layout:
     """The place of this process among all processes, as far as its environment tells.
 
-    `None` means "not told": such numbers are worked out when the processes meet, from the hosts that they run on.
-    Ranks count from 0.
+    `None` means "not told": such numbers are worked out when the processes meet, from the hosts that they run
+    on. Ranks count from 0.
 
     Raises `WorldError` when two of the numbers contradict each other.
     """
@@ -44,13 +44,13 @@ class Layout:
                 raise WorldError(f"{self.environment}: {name}={index}, but it must be {last}.")
         if self.local_world_size is not None and self.local_world_size > self.world_size:
             raise WorldError(
-                f"{self.environment}: local_world_size={self.local_world_size} is more than world_size="
-                f"{self.world_size}; one host cannot hold more processes than there are."
+                f"{self.environment}: local_world_size={self.local_world_size} is more than "
+                f"world_size={self.world_size}; one host cannot hold more processes than there are."
             )
         if self.num_nodes is not None and self.num_nodes > self.world_size:
             raise WorldError(
-                f"{self.environment}: {self.num_nodes} hosts for world_size={self.world_size}; "
-                "a host of the world holds at least one process."
+                f"{self.environment}: {self.num_nodes} hosts for world_size={self.world_size}; a host of "
+                "the world holds at least one process."
             )
 
     @property
@@ -58,7 +58,7 @@ class Layout:
         """Whether all processes run on one host; None when the environment does not tell."""
         if self.num_nodes is not None:
             return self.num_nodes == 1
-        if self.world_size == 1 or self.local_world_size == self.world_size:
+        if self.world_size in {1, self.local_world_size}:
             return True
         return None if self.local_world_size is None else False
 
@@ -67,9 +67,9 @@ class Layout:
 class Meeting:
     """Where the processes meet.
 
-    With `port`, rank 0 (or, with `agent_store`, the program that started the processes) listens on `host:port`. Without,
-    the port is agreed through rank 0 on one of `hosts`, by the secret-free name of the job, `job_key`
-    (see `allhands.world.beacon`). `path` is the shared file of `file://`.
+    With `port`, rank 0 (or, with `agent_store`, the program that started the processes) listens on
+    `host:port`. Without, the port is agreed through rank 0 on one of `hosts`, by the secret-free name of the
+    job, `job_key` (see `allhands.world.beacon`). `path` is the shared file of `file://`.
     """
 
     hosts: tuple[str, ...] = ()
@@ -87,7 +87,9 @@ class Meeting:
 
 
 def read_int(environ: Environ, name: str) -> int | None:
-    """The whole number in variable `name`, None when it is unset or empty; `UserError` names a variable that is none."""
+    """The whole number in variable `name`, None when it is unset or empty; `UserError` names a variable that
+    is none.
+    """
     text = environ.get(name, "").strip()
     if not text:
         return None
@@ -114,6 +116,8 @@ def read_port(environ: Environ, name: str = "MASTER_PORT") -> int | None:
 
 
 def given_meeting(environ: Environ) -> Meeting | None:
-    """The meeting point that MASTER_ADDR and MASTER_PORT name, if both are set. They are believed in any environment."""
+    """The meeting point that MASTER_ADDR and MASTER_PORT name, if both are set. They are believed in any
+    environment.
+    """
     host, port = environ.get("MASTER_ADDR", "").strip(), read_port(environ)
     return Meeting((host,), port) if host and port is not None else None

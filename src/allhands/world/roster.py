@@ -1,8 +1,10 @@
-"""What the processes tell each other when they meet, before any group exists: who came, from which host, with which GPUs.
+"""What the processes tell each other when they meet, before any group exists: who came, from which host, with
+which GPUs.
 
-Every rank writes one card; rank 0 waits for all of them, checks them against one another, and publishes the roster or the
-reason why there is none. So a missing rank is named, on every rank, instead of leaving the others to time out in a collective,
-and everything that depends on several ranks (devices, interfaces, hosts) is decided from the same table everywhere.
+Every rank writes one card; rank 0 waits for all of them, checks them against one another, and publishes the
+roster or the reason why there is none. So a missing rank is named, on every rank, instead of leaving the
+others to time out in a collective, and everything that depends on several ranks (devices, interfaces, hosts)
+is decided from the same table everywhere.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ _GRACE_S = 5.0  # the others wait this much longer than rank 0, so that its verd
 
 @dataclass(frozen=True)
 class Card:
-    """What one process says of itself. `gpus` is how many it can see; `gpu` identifies the one when it sees only one."""
+    """What one process says of itself. `gpus` is how many it can see; `gpu` identifies the one when it sees
+    only one.
+    """
 
     rank: int
     world_size: int
@@ -56,7 +60,8 @@ def host_id() -> str:
 def meet(store: Store, card: Card, place: str, deadline: float) -> list[Card]:
     """All cards in rank order. Collective; `deadline` is on the monotonic clock.
 
-    Raises `WorldError`, on every rank that reached the store, when ranks are missing, came twice, or contradict one another.
+    Raises `WorldError`, on every rank that reached the store, when ranks are missing, came twice, or
+    contradict one another.
     """
     claim = f"claim/{card.rank}"
     if store.add(claim, 1) > 1:
@@ -66,8 +71,8 @@ def meet(store: Store, card: Card, place: str, deadline: float) -> list[Card]:
             else ""
         )
         trouble = (
-            f"two processes say that they are rank {card.rank} of {card.world_size} at {place}: give each its own rank, or, if "
-            f"these are two jobs, each its own port.{stale}"
+            f"two processes say that they are rank {card.rank} of {card.world_size} at {place}: give each "
+            f"its own rank, or, if these are two jobs, each its own port.{stale}"
         )
         store.set("trouble", trouble)
         raise WorldError(trouble)
@@ -97,8 +102,9 @@ def _collect(store: Store, own: Card, place: str, deadline: float) -> dict[str, 
     if error is None and missing:
         hosts = ", ".join(f"{name} ({count})" for name, count in Counter(card.name for card in cards).items())
         error = (
-            f"{len(cards)} of {own.world_size} processes met at {place} within {time.monotonic() - started:.0f} s; "
-            f"missing: rank {_ranks(missing)}. Came: {hosts}. Start the missing ranks, or raise timeout= if they start slowly."
+            f"{len(cards)} of {own.world_size} processes met at {place} within "
+            f"{time.monotonic() - started:.0f} s; missing: rank {_ranks(missing)}. Came: {hosts}. Start the "
+            "missing ranks, or raise timeout= if they start slowly."
         )
     if error is not None:
         return {"error": error, "came": len(cards)}
@@ -112,7 +118,8 @@ def _wait_for_all(store: Store, keys: list[str], deadline: float) -> list[int]:
         left = deadline - time.monotonic()
         if left <= 0:
             return missing
-        # One key at a time in short waits: a contradiction between ranks that have come should not wait for the last one.
+        # One key at a time in short waits: a contradiction between ranks that have come should not wait for
+        # the last one.
         try:
             store.wait([keys[missing[0]]], timedelta(seconds=min(left, 1.0)))
         except RuntimeError:  # DistStoreError, and plain RuntimeError from the file store: not there yet
@@ -134,8 +141,9 @@ def _contradiction(cards: list[Card]) -> str | None:
             mine, theirs = getattr(first, what), getattr(card, what)
             if mine != theirs:
                 return (
-                    f"rank {first.rank} ({first.name}) has {what}={mine} but rank {card.rank} ({card.name}) has "
-                    f"{what}={theirs}; every process must be given the same.{_why_backend(what, first, card)}"
+                    f"rank {first.rank} ({first.name}) has {what}={mine} but rank {card.rank} ({card.name}) "
+                    f"has {what}={theirs}; every process must be given the "
+                    f"same.{_why_backend(what, first, card)}"
                 )
     return None
 
@@ -143,7 +151,8 @@ def _contradiction(cards: list[Card]) -> str | None:
 def _why_backend(what: str, first: Card, card: Card) -> str:
     if what != "backend":
         return ""
-    return f" (Rank {first.rank} sees {first.gpus} GPUs, rank {card.rank} sees {card.gpus}; device='cpu' uses none.)"
+    seen = f"Rank {first.rank} sees {first.gpus} GPUs, rank {card.rank} sees {card.gpus}"
+    return f" ({seen}; device='cpu' uses none.)"
 
 
 def _await_verdict(store: Store, card: Card, place: str, deadline: float) -> dict[str, Any]:
@@ -155,8 +164,8 @@ def _await_verdict(store: Store, card: Card, place: str, deadline: float) -> dic
         came = [rank for rank in range(card.world_size) if _is_there(store, f"card/{rank}")]
         known = f"rank {_ranks(came)} came" if came else "the store no longer answers"
         raise WorldError(
-            f"rank {card.rank} waited {left:.0f} s at {place} for rank 0 to count the {card.world_size} processes; {known}. "
-            f"Look at rank 0's output. ({error})"
+            f"rank {card.rank} waited {left:.0f} s at {place} for rank 0 to count the {card.world_size} "
+            f"processes; {known}. Look at rank 0's output. ({error})"
         ) from None
     return verdict
 
@@ -181,7 +190,9 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def place_of(cards: list[Card], rank: int) -> tuple[int, int, int]:
-    """`(local_rank, local_world_size, node_rank)` of `rank`: what its environment told, else counted over the hosts."""
+    """`(local_rank, local_world_size, node_rank)` of `rank`: what its environment told, else counted over the
+    hosts.
+    """
     card = cards[rank]
     hosts = list(dict.fromkeys(other.host for other in cards))
     neighbours = [other.rank for other in cards if other.host == card.host]
@@ -196,10 +207,11 @@ def place_of(cards: list[Card], rank: int) -> tuple[int, int, int]:
 
 
 def check_gpus(cards: list[Card]) -> None:
-    """Raise `UserError` when the workers of a host are more than its GPUs, or share the only one that they see.
+    """Raise `UserError` when the workers of a host are more than its GPUs, or share the only one that they
+    see.
 
-    A worker that sees exactly one GPU was given that one (Slurm's `--gpus-per-task=1`, a CUDA_VISIBLE_DEVICES a rank), which
-    is fine as long as the GPUs differ; so they are compared, not counted.
+    A worker that sees exactly one GPU was given that one (Slurm's `--gpus-per-task=1`, a CUDA_VISIBLE_DEVICES
+    a rank), which is fine as long as the GPUs differ; so they are compared, not counted.
     """
     for card in cards:
         if not card.device.startswith("cuda") or ":" in card.device:
@@ -211,8 +223,9 @@ def check_gpus(cards: list[Card]) -> None:
         if card.gpus == 1 and len(twins) == 1:
             continue
         raise UserError(
-            f"{local_size} workers on {card.name} but {card.gpus} GPU{'s' * (card.gpus != 1)} that rank {card.rank} can use: "
-            f"start at most one worker a GPU (workers={card.gpus}, or -n {card.gpus}), or pass device='cpu' to train without GPUs."
+            f"{local_size} workers on {card.name} but {card.gpus} GPU{'s' * (card.gpus != 1)} that rank "
+            f"{card.rank} can use: start at most one worker a GPU (workers={card.gpus}, or -n {card.gpus}), "
+            "or pass device='cpu' to train without GPUs."
         )
 
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class OpenStore:
-    """A store that all ranks reach, the words that say where it is, and rank 0's beacon while others may still ask it."""
+    """A store that all ranks reach, the words that say where it is, and rank 0's beacon while others may
+    still ask it.
+    """
 
     def __init__(
         self, store: Store, place: str, own_address: str = "", lighthouse: beacon.Beacon | None = None
@@ -36,7 +38,8 @@ class OpenStore:
 
 
 def parse_method(method: str) -> tuple[Meeting, int | None, int | None]:
-    """`tcp://host:port[?rank=r&world_size=n]` or `file:///path`, as a meeting and the rank and world size it names.
+    """`tcp://host:port[?rank=r&world_size=n]` or `file:///path`, as a meeting and the rank and world size it
+    names.
 
     Raises `UserError` for anything else.
     """
@@ -55,14 +58,16 @@ def parse_method(method: str) -> tuple[Meeting, int | None, int | None]:
             host, port = None, None
         if not host or not port:
             raise UserError(
-                f"init_method={method!r} must be tcp://HOST:PORT with a port from 1 to 65535, e.g. tcp://10.0.0.1:23456."
+                f"init_method={method!r} must be tcp://HOST:PORT with a port from 1 to 65535, e.g. "
+                "tcp://10.0.0.1:23456."
             )
         meeting = Meeting((host,), port)
     elif parts.scheme == "file" and not parts.netloc and parts.path not in {"", "/"}:
         meeting = Meeting(path=parts.path)
     else:
         raise UserError(
-            f"init_method={method!r} must be 'env://', 'tcp://HOST:PORT' or 'file:///ABSOLUTE/PATH' (three slashes)."
+            f"init_method={method!r} must be 'env://', 'tcp://HOST:PORT' or 'file:///ABSOLUTE/PATH' (three "
+            "slashes)."
         )
     return meeting, numbers.get("rank"), numbers.get("world_size")
 
@@ -96,7 +101,8 @@ def _open_file(meeting: Meeting, layout: Layout) -> OpenStore:
     folder = Path(meeting.path).parent
     if not folder.is_dir():
         raise UserError(
-            f"init_method=file://{meeting.path}: the folder {folder} does not exist; create it on a disk that all hosts share."
+            f"init_method=file://{meeting.path}: the folder {folder} does not exist; create it on a disk "
+            "that all hosts share."
         )
     try:
         return OpenStore(FileStore(meeting.path, layout.world_size), str(meeting))
@@ -109,7 +115,8 @@ def _open_given(host: str, port: int, meeting: Meeting, layout: Layout, timeout:
 
     listens = layout.rank == 0 and not meeting.agent_store
     try:
-        # multi_tenant, as torch's own env:// does: a library in rank 0 that opens MASTER_PORT again shares the listener.
+        # multi_tenant, as torch's own env:// does: a library in rank 0 that opens MASTER_PORT again shares
+        # the listener.
         store: Store = TCPStore(
             host,
             port,
@@ -120,9 +127,10 @@ def _open_given(host: str, port: int, meeting: Meeting, layout: Layout, timeout:
             multi_tenant=listens,
         )
     except (RuntimeError, ValueError) as error:
-        raise _no_store(host, port, listens, layout, timeout, error) from None
+        raise _no_store(host, port, listens=listens, layout=layout, timeout=timeout, error=error) from None
     if meeting.agent_store:
-        # The launcher's store outlives its workers: a restarted attempt must not read what the last one wrote.
+        # The launcher's store outlives its workers: a restarted attempt must not read what the last one
+        # wrote.
         store = PrefixStore(f"attempt{meeting.attempt}", store)
     return OpenStore(store, f"{host}:{port}", address_towards(host) or "")
 
@@ -143,7 +151,9 @@ def _open_as_rank_0(meeting: Meeting, layout: Layout, timeout: float) -> OpenSto
 
 
 def _own_addresses(name: str) -> list[str]:
-    """Addresses of this host under which others may reach it: that of the default route, then those of its name."""
+    """Addresses of this host under which others may reach it: that of the default route, then those of its
+    name.
+    """
     routed = [
         address_towards("192.0.2.1") or ""
     ]  # an address reserved for documentation: any route there is the default one
@@ -159,28 +169,29 @@ def _first_that_answers(hosts: tuple[str, ...], port: int, deadline: float) -> s
                 return host
         if time.monotonic() > deadline:
             raise WorldError(
-                f"rank 0 listens on port {port} of {' or '.join(hosts)}, but this host reaches none of them; open the port, or "
-                "set MASTER_ADDR and MASTER_PORT to an address of rank 0 that every host reaches."
+                f"rank 0 listens on port {port} of {' or '.join(hosts)}, but this host reaches none of "
+                "them; open the port, or set MASTER_ADDR and MASTER_PORT to an address of rank 0 that "
+                "every host reaches."
             )
         time.sleep(0.2)
 
 
 def _no_store(
-    host: str, port: int, listens: bool, layout: Layout, timeout: float, error: Exception
+    host: str, port: int, *, listens: bool, layout: Layout, timeout: float, error: Exception
 ) -> WorldError:
     reason = str(error).split("\n", maxsplit=1)[0]
     if not listens:
         who = "the launcher" if layout.rank == 0 else "rank 0"
         return WorldError(
-            f"rank {layout.rank} waited {timeout:.0f} s for {who} at {host}:{port} and nobody answered. Is rank 0 started, and can "
-            f"this host reach {host}? ({reason})"
+            f"rank {layout.rank} waited {timeout:.0f} s for {who} at {host}:{port} and nobody answered. Is "
+            f"rank 0 started, and can this host reach {host}? ({reason})"
         )
     if "EADDRINUSE" in reason or "in use" in reason:
         return WorldError(
-            f"rank 0 cannot listen on port {port}: it is taken on this host. Choose another port (MASTER_PORT or "
-            "init_method='tcp://HOST:PORT')."
+            f"rank 0 cannot listen on port {port}: it is taken on this host. Choose another port "
+            "(MASTER_PORT or init_method='tcp://HOST:PORT')."
         )
     return WorldError(
-        f"rank 0 opened port {port}, but {host} does not lead to it: MASTER_ADDR (or the host in init_method) must be an address "
-        f"of the host that rank 0 runs on. ({reason})"
+        f"rank 0 opened port {port}, but {host} does not lead to it: MASTER_ADDR (or the host in "
+        f"init_method) must be an address of the host that rank 0 runs on. ({reason})"
     )

@@ -1,4 +1,4 @@
-"""What the MPI environments share: one host needs no MPI to meet, several hosts ask MPI to carry the address."""
+"""What the MPI environments share: one host needs no MPI to meet, several ask it to carry the address."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _LAUNCHERS = ("pmi_proxy", "mpiexec", "mpirun", "orted", "prted", "prterun")
 
 
 def mpi_meeting(environ: Environ, layout: Layout, job_key: str | None) -> Meeting:
-    """Where the ranks of one mpirun meet: MASTER_ADDR and MASTER_PORT, else this host, else told by an MPI broadcast.
+    """Where the ranks of one mpirun meet: MASTER_ADDR and MASTER_PORT, else this host, else told by an MPI
+    broadcast.
 
     `job_key` names the mpirun; None lets the launcher process that is our ancestor name it.
 
@@ -29,14 +30,16 @@ def mpi_meeting(environ: Environ, layout: Layout, job_key: str | None) -> Meetin
         return Meeting(mpi_broadcast=True)
     share = "an unknown part" if layout.local_world_size is None else str(layout.local_world_size)
     raise WorldError(
-        f"{layout.environment}: {layout.world_size} processes on several hosts ({share} of them here) need to learn where "
-        "rank 0 is. Install mpi4py on every host (pip install 'allhands[mpi]'), or set MASTER_ADDR to the host of rank 0 "
-        "and MASTER_PORT to a free port there."
+        f"{layout.environment}: {layout.world_size} processes on several hosts ({share} of them here) need "
+        "to learn where rank 0 is. Install mpi4py on every host (pip install 'allhands[mpi]'), or set "
+        "MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there."
     )
 
 
 def broadcast_meeting(meeting: Meeting | None) -> Meeting:
-    """Rank 0 passes where it listens, the others None; every rank gets rank 0's value. Collective over MPI's world."""
+    """Rank 0 passes where it listens, the others None; every rank gets rank 0's value. Collective over MPI's
+    world.
+    """
     from mpi4py import MPI
 
     told = MPI.COMM_WORLD.bcast((meeting.hosts, meeting.port) if meeting is not None else None, root=0)
@@ -44,7 +47,9 @@ def broadcast_meeting(meeting: Meeting | None) -> Meeting:
 
 
 def _launcher_key(layout: Layout) -> str:
-    """A name for the mpirun on this host that is our ancestor: its process number and start time, unique until reboot."""
+    """A name for the mpirun on this host that is our ancestor: its process number and start time, unique
+    until reboot.
+    """
     pid = os.getppid()
     while pid > 1:
         try:
@@ -56,8 +61,9 @@ def _launcher_key(layout: Layout) -> str:
             return f"{layout.environment} {os.getuid()} {pid} {fields[19]}"
         pid = int(fields[1])
     raise WorldError(
-        f"{layout.environment}: no process above this one is an MPI launcher ({', '.join(_LAUNCHERS)}), so that the ranks "
-        "have no common name to meet under. Set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port."
+        f"{layout.environment}: no process above this one is an MPI launcher ({', '.join(_LAUNCHERS)}), so "
+        "that the ranks have no common name to meet under. Set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a "
+        "free port."
     )
 
 

@@ -1,9 +1,10 @@
 """A step that srun started.
 
-What is *not* such a step, although Slurm's variables are there: the shell that salloc opens (no SLURM_PROCID, or the step
-"interactive", whose number is 0xfffffffa), the script that sbatch runs (no SLURM_STEP_ID, or the step "batch", 0xfffffffb),
-and the shell of `srun --pty bash` (SLURM_PTY_PORT is set and the process has a terminal; the terminal matters because
-an srun typed in that shell inherits SLURM_PTY_PORT, and its tasks have none). A program there trains alone.
+What is *not* such a step, although Slurm's variables are there: the shell that salloc opens (no SLURM_PROCID,
+or the step "interactive", whose number is 0xfffffffa), the script that sbatch runs (no SLURM_STEP_ID, or the
+step "batch", 0xfffffffb), and the shell of `srun --pty bash` (SLURM_PTY_PORT is set and the process has a
+terminal; the terminal matters because an srun typed in that shell inherits SLURM_PTY_PORT, and its tasks have
+none). A program there trains alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _SPECIAL_STEPS = {"batch", "extern", "interactive"}
 
 
 class Slurm(Environment):
-    """SLURM_PROCID, SLURM_STEP_NUM_TASKS and SLURM_LOCALID say who we are; rank 0's host is a host of the step's list."""
+    """SLURM_PROCID, SLURM_STEP_NUM_TASKS and SLURM_LOCALID say who we are; rank 0's host is a host of the
+    step's list.
+    """
 
     name = "slurm"
 
@@ -36,12 +39,14 @@ class Slurm(Environment):
         tasks = _step_tasks(environ)
         if tasks is None:
             raise UserError(
-                f"neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS is set, but {because}; pass rank= and world_size=."
+                f"neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS is set, but {because}; pass rank= and "
+                "world_size=."
             )
         told = read_int(environ, "WORLD_SIZE")
         if told is not None and told != tasks:
             raise WorldError(
-                f"WORLD_SIZE={told}, but srun started {tasks} tasks: start `srun --ntasks={told}`, or unset WORLD_SIZE."
+                f"WORLD_SIZE={told}, but srun started {tasks} tasks: start `srun --ntasks={told}`, or unset "
+                "WORLD_SIZE."
             )
         node = read_int(environ, "SLURM_NODEID")
         counts = self._tasks_per_node(environ, tasks)
@@ -97,8 +102,8 @@ class Slurm(Environment):
         if not environ.get("SLURM_STEP_TASKS_PER_NODE"):
             return None  # the variable is the allocation's: a step may use fewer nodes or tasks than its job
         raise WorldError(
-            f"SLURM_STEP_TASKS_PER_NODE={text!r} adds up to {sum(counts)} tasks, but SLURM_STEP_NUM_TASKS={tasks}. "
-            "Unset whichever was set by hand."
+            f"SLURM_STEP_TASKS_PER_NODE={text!r} adds up to {sum(counts)} tasks, but "
+            f"SLURM_STEP_NUM_TASKS={tasks}. Unset whichever was set by hand."
         )
 
 
@@ -121,7 +126,8 @@ def _num_nodes(environ: Environ) -> int | None:
 
 
 def _daemon_of_mpirun(environ: Environ) -> bool:
-    """mpirun starts its daemons with srun, so that its ranks see the daemon's task number. MPI's own numbers count then.
+    """mpirun starts its daemons with srun, so that its ranks see the daemon's task number. MPI's own numbers
+    count then.
 
     `srun --mpi=pmi2` sets PMI_RANK as well, but equal to Slurm's number.
     """
@@ -140,8 +146,8 @@ def _terminal_shell(environ: Environ) -> bool:
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1":
         _log.warning(
-            "srun --pty started %s tasks; this program runs in the shell of the first of them and trains alone. "
-            "Start it with srun, without --pty, to use them all.",
+            "srun --pty started %s tasks; this program runs in the shell of the first of them and trains "
+            "alone. Start it with srun, without --pty, to use them all.",
             tasks,
         )
     return True

@@ -1,4 +1,4 @@
-"""torchrun's variables, which `allhands launch`, Kubernetes operators and hand-written scripts set as well."""
+"""torchrun's variables, which `allhands launch`, Kubernetes operators and hand-written scripts also set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from allhands.world.layout import Environ, Layout, Meeting, need_int, read_int, 
 
 
 class Torchrun(Environment):
-    """RANK and WORLD_SIZE say who we are; MASTER_ADDR and MASTER_PORT where we meet; LOCAL_* may be absent."""
+    """RANK and WORLD_SIZE say who we are; MASTER_ADDR and MASTER_PORT where we meet; LOCAL_* may be unset."""
 
     name = "torchrun"
 
@@ -35,8 +35,8 @@ class Torchrun(Environment):
         if absent:
             raise UserError(
                 f"RANK={layout.rank} and WORLD_SIZE={layout.world_size} are set, but {' and '.join(absent)} "
-                f"{'is' if len(absent) == 1 else 'are'} not: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a "
-                "free port there, or unset RANK and WORLD_SIZE to train alone."
+                f"{'is' if len(absent) == 1 else 'are'} not: set MASTER_ADDR to the host of rank 0 and "
+                "MASTER_PORT to a free port there, or unset RANK and WORLD_SIZE to train alone."
             )
         return Meeting(
             hosts=(host,),
@@ -47,17 +47,17 @@ class Torchrun(Environment):
 
 
 def _check_against_slurm(environ: Environ, layout: Layout) -> None:
-    """Inside srun, one torchrun a task must make one world; the usual slip is one whole world in each task."""
+    """Inside srun, the torchruns of all tasks make one world; the usual slip is one world a task."""
     tasks = read_int(environ, "SLURM_STEP_NUM_TASKS")
     if tasks is None or tasks < 2 or layout.environment == "allhands launch":
         return
     agents = layout.num_nodes
-    by_hand = agents is None and layout.world_size == tasks
-    if by_hand or agents == tasks or layout.world_size == tasks:
+    if tasks in {agents, layout.world_size}:
         return
     told = f"GROUP_WORLD_SIZE={agents}" if agents is not None else f"WORLD_SIZE={layout.world_size}"
     raise WorldError(
-        f"srun started {tasks} tasks (SLURM_STEP_NUM_TASKS={tasks}), but torchrun's variables say {told}: these would be "
-        f"separate worlds that each train alone. Start one torchrun a node (srun --ntasks-per-node=1 torchrun "
-        f"--nnodes={tasks} --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT …), or leave torchrun out and let srun start the workers."
+        f"srun started {tasks} tasks (SLURM_STEP_NUM_TASKS={tasks}), but torchrun's variables say {told}: "
+        "these would be separate worlds that each train alone. Start one torchrun a node (srun "
+        f"--ntasks-per-node=1 torchrun --nnodes={tasks} --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT …), "
+        "or leave torchrun out and let srun start the workers."
     )
