@@ -1,0 +1,115 @@
+"""The `allhands` command.
+
+Each subcommand lives in a module of its own that is imported only when it is asked for, so that `allhands --help` and
+a command that starts workers never wait for torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from allhands.errors import AllhandsError, UserError, WorkerError, WorldError
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """Where a subcommand is defined.
+
+    Attributes:
+        module: the module to import.
+        function: its function, with typer's annotations.
+        help: one line for `allhands --help`.
+        ends_options: everything after the first argument that is not an option belongs to that argument, options included.
+    """
+
+    module: str
+    function: str
+    help: str
+    ends_options: bool = False
+
+
+SUBCOMMANDS = {
+    "launch": Subcommand(
+        "allhands.cli.launch",
+        "launch",
+        "Run a script, module or program in several workers.",
+        ends_options=True,
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its code: 0, a worker's, or 2 for what the user has to change."""
+    sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
+
+
+def run(argv: list[str]) -> int:
+    """Run the command line; returns the exit code."""
+    if argv in (["--version"], ["-V"]):
+        import allhands
+
+        print(f"allhands {allhands.__version__}")
+        return 0
+    wanted = next((word for word in argv if not word.startswith("-")), None)
+    if wanted is not None and wanted not in SUBCOMMANDS and argv[0] == wanted:
+        return _refuse(f"there is no subcommand {wanted!r}{nearest(wanted, SUBCOMMANDS)}")
+    try:
+        result = _app(wanted)(args=argv or ["--help"], prog_name="allhands", standalone_mode=False)
+    except WorkerError as error:
+        return _refuse(str(error), error.exit_code)
+    except (UserError, WorldError, AllhandsError) as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        # typer's own errors (an unknown option, a value of the wrong type); where their class lives depends on its version.
+        if hasattr(error, "format_message"):
+            return _refuse(
+                f"{error.format_message()}; see `allhands {wanted or ''} --help`".replace("  ", " ")
+            )
+        if type(error).__name__ == "Abort":
+            return 130
+        raise
+    return result if isinstance(result, int) else 0
+
+
+def nearest(word: str, names: Any) -> str:
+    """`; did you mean …?` for a name that was probably misspelled, else the names that exist."""
+    close = difflib.get_close_matches(word, list(names), n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; there are: {', '.join(names)}"
+
+
+def _refuse(message: str, code: int = 2) -> int:
+    print(f"allhands: error: {message}", file=sys.stderr)
+    return code
+
+
+def _app(wanted: str | None) -> Callable[..., Any]:
+    """The typer application, with only the wanted subcommand's module imported."""
+    import typer
+
+    app = typer.Typer(
+        help="Train one PyTorch model with many workers, provably the same training.",
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+
+    @app.callback()
+    def options(
+        version: bool = typer.Option(False, "--version", "-V", help="Show the version and exit."),
+    ) -> None:
+        """Train one PyTorch model with many workers, provably the same training."""
+
+    for name, sub in SUBCOMMANDS.items():
+        function: Callable[..., Any] = lambda: None
+        if name == wanted:
+            function = getattr(importlib.import_module(sub.module), sub.function)
+        settings = {"allow_interspersed_args": not sub.ends_options, "help_option_names": ["-h", "--help"]}
+        app.command(name, help=sub.help if name != wanted else None, context_settings=settings)(function)
+    return app

@@ -1,0 +1,411 @@
+"""The process that starts the workers of one host and never leaves one behind.
+
+The launcher starts one keeper a host and talks to it over the keeper's standard streams (see `protocol`). The keeper
+imports torch once and forks every worker from itself, which takes milliseconds instead of seconds a worker. For the fork
+to be safe it is single-threaded, makes no tensors and never touches a GPU. It passes output on, watches heartbeats,
+reports exits, and when the launcher is gone, however it went, stops the workers and everything they started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import platform
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from typing import Any
+
+from allhands.launch import processes, worker
+from allhands.launch.lines import LineCutter
+from allhands.launch.protocol import CHUNK, Inbox, encode, text_of, write_all
+from allhands.launch.store import StoreHost
+
+TICK = 1.0
+# Seconds between SIGTERM and SIGKILL when the launcher is gone, and for what a worker left behind.
+LAST_GRACE = 2.0
+# Seconds a worker may be in the stopped state before that counts as a failure.
+STOPPED_FOR = 5.0
+# A loop that comes round this late was itself suspended, and so probably were the workers.
+LATE = 3.0
+
+
+class Child:
+    """One worker, as the keeper sees it."""
+
+    def __init__(self, rank: int, beats: bool) -> None:
+        self.rank = rank
+        self.pid = 0
+        self.beats = beats  # whether it sends heartbeats: Python does, other programs do not
+        self.fds: dict[int, LineCutter | Inbox] = {}
+        self.names: dict[int, int] = {}  # reading end -> 1 (stdout) or 2 (stderr)
+        self.last_beat = time.monotonic()
+        self.stopped_since: float | None = None
+        self.blamed = False
+        self.exited = False
+        self.gone = False
+        self.kill_at: float | None = None
+
+
+class Keeper:
+    """The loop of one keeper. `requests` and `events` are the descriptors from and to the launcher."""
+
+    def __init__(self, requests: int, events: int) -> None:
+        self.requests, self.events = requests, events
+        self.inbox = Inbox()
+        self.selector = selectors.PollSelector()  # holds no descriptor that forks would share
+        self.wake, wake_end = os.pipe()
+        self.own_fds = {requests, events, self.wake, wake_end}
+        os.set_blocking(self.wake, False)
+        os.set_blocking(wake_end, False)
+        signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+        self.selector.register(requests, selectors.EVENT_READ)
+        self.selector.register(self.wake, selectors.EVENT_READ)
+        self.children: dict[int, Child] = {}
+        self.store: StoreHost | None = None
+        self.parent = 0
+        self.beat_timeout = 0.0
+        self.running = False  # a round was started and is not idle yet
+        self.ending = False
+        self.end_by = float("inf")
+        self.sweep_until = 0.0  # when to give up on processes that do not end even after SIGKILL
+        self.last_tick = time.monotonic()
+        self.task: dict[str, Any] | None = None
+
+    def send(self, **event: Any) -> None:
+        """Tell the launcher; when it is gone there is nobody to tell."""
+        try:
+            write_all(self.events, encode(event))
+        except OSError:
+            self.end()
+
+    def end(self, grace: float = LAST_GRACE) -> None:
+        """Stop everything and leave the loop once nothing is left."""
+        if not self.ending:
+            self.ending = True
+            self.end_by = time.monotonic() + grace + 10
+            self.stop(None, grace)
+
+    def serve(self) -> dict[str, Any] | None:
+        """Run until the launcher is done or gone. In a forked worker it returns that worker's task."""
+        while not (self.ending and (not self.running or time.monotonic() > self.end_by)):
+            ready = self.selector.select(0.05 if self._is_stopping() else TICK)
+            # First of all who has ended: the time of an exit is the time at which it is seen here.
+            self._reap()
+            for key, _ in ready:
+                if key.fd == self.requests:
+                    self._read_requests()
+                elif key.fd == self.wake:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self.wake, 4096)
+                elif key.data is not None:
+                    self._read_child(key.data, key.fd)
+                if self.task is not None:
+                    return self.task
+            self._tick()
+        if self.store:
+            self.store.stop()
+        return None
+
+    def _is_stopping(self) -> bool:
+        """Whether something shall end soon, so that it pays to look often."""
+        waits = [
+            not child.gone and (child.exited or child.kill_at is not None) for child in self.children.values()
+        ]
+        return any(waits) or (self.running and all(child.gone for child in self.children.values()))
+
+    # What the launcher asks for
+
+    def _read_requests(self) -> None:
+        try:
+            data = os.read(self.requests, CHUNK)
+        except OSError:
+            data = b""
+        if not data:
+            self.selector.unregister(self.requests)
+            self.end()
+            return
+        for request in self.inbox.feed(data):
+            op = request.pop("op")
+            try:
+                getattr(self, f"on_{op}")(**request)
+            except Exception as error:
+                self.send(
+                    event="failed",
+                    op=op,
+                    text=f"{type(error).__name__}: {error}",
+                    traceback=traceback.format_exc(),
+                )
+            if self.task is not None:
+                return
+
+    def on_prepare(
+        self,
+        env: dict[str, str | None],
+        cwd: str | None,
+        parent: int | None,
+        local_workers: int,
+        threads: int | None,
+        preload: list[str],
+    ) -> None:
+        for name, value in env.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if cwd is not None:
+            os.chdir(cwd)
+        self.parent = parent or 0
+        # OpenMP reads this once, when torch is loaded, so it has to stand before the preload.
+        if threads is None and "OMP_NUM_THREADS" not in os.environ:
+            threads = max(1, processes.cores() // max(1, local_workers))
+        if threads is not None:
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+        failed = {}
+        for name in preload:
+            try:
+                importlib.import_module(name)
+            except (
+                Exception
+            ) as error:  # the worker that needs it imports it again and shows the whole traceback
+                failed[name] = str(error)
+        self.send(
+            event="ready",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            cores=processes.cores(),
+            threads=os.environ["OMP_NUM_THREADS"],
+            python=platform.python_version(),
+            not_preloaded=failed,
+        )
+
+    def on_store(self, address: str) -> None:
+        if self.store:
+            self.store.stop()
+        self.store = StoreHost(address)
+        self.send(event="store", port=self.store.port)
+
+    def on_start(self, workers: list[dict[str, Any]], heartbeat_timeout: float) -> None:
+        self.beat_timeout = heartbeat_timeout
+        self.running = True
+        # Objects that exist now are never collected in the workers, so their memory pages stay shared.
+        gc.collect()
+        gc.freeze()
+        if self.store:
+            self.store.start(self.own_fds)
+        for task in workers:
+            if self._fork(task):
+                return
+
+    def on_stop(self, ranks: list[int] | None, grace: float) -> None:
+        self.stop(ranks, grace)
+
+    def on_quit(self) -> None:
+        self.end(grace=0.0)
+
+    # Workers
+
+    def _fork(self, task: dict[str, Any]) -> bool:
+        """Start one worker; True in the worker itself."""
+        child = Child(task["rank"], beats="program" not in task)
+        pipes = [os.pipe() for _ in range(3)]
+        keeper = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self.task = task
+            private = [read for read, _ in pipes] + [
+                fd for other in self.children.values() for fd in other.fds
+            ]
+            try:
+                worker.enter(task, keeper, [write for _, write in pipes], [*private, *self.own_fds])
+            except BaseException:
+                # Nothing may bring the copy of the keeper that this process still is back into its loop.
+                traceback.print_exc()
+                os._exit(1)
+            return True
+        child.pid = pid
+        child.last_beat = time.monotonic()
+        for index, (read, write) in enumerate(pipes):
+            os.close(write)
+            os.set_blocking(read, False)
+            child.fds[read] = LineCutter() if index < 2 else Inbox()
+            child.names[read] = index + 1
+            self.selector.register(read, selectors.EVENT_READ, child)
+        self.children[pid] = child
+        self.send(event="started", rank=child.rank, pid=pid)
+        return False
+
+    def _read_child(self, child: Child, fd: int) -> bool:
+        """Read once from a worker's pipe; False when there is nothing more."""
+        cutter = child.fds.get(fd)
+        if cutter is None:
+            return False
+        try:
+            data = os.read(fd, CHUNK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if isinstance(cutter, LineCutter):
+            lines = cutter.feed(data) if data else cutter.flush()
+            if lines:
+                self.send(event="out", rank=child.rank, fd=child.names[fd], text=text_of(lines))
+        else:
+            for message in cutter.feed(data):
+                self._hear(child, message)
+        if not data:
+            self._close(child, fd)
+        return bool(data)
+
+    def _hear(self, child: Child, message: dict[str, Any]) -> None:
+        child.last_beat = time.monotonic()
+        if "beat" in message:
+            return
+        age = time.monotonic() - message.pop("at", time.monotonic())
+        for event in ("raised", "leaving", "returned", "message", "loaded"):
+            if event in message:
+                self.send(event=event, rank=child.rank, value=message[event], age=age)
+
+    def _close(self, child: Child, fd: int) -> None:
+        self.selector.unregister(fd)
+        os.close(fd)
+        del child.fds[fd]
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            child = self.children.get(pid)
+            if child is None:
+                continue
+            now = time.monotonic()
+            child.exited = True
+            for fd in list(child.fds):
+                while self._read_child(child, fd):
+                    pass
+            self.send(event="exit", rank=child.rank, age=time.monotonic() - now, **processes.exit_of(status))
+            if processes.signal_group(pid, signal.SIGTERM) and child.kill_at is None:
+                child.kill_at = now + LAST_GRACE
+
+    def stop(self, ranks: list[int] | None, grace: float) -> None:
+        """SIGTERM to the workers themselves, and SIGKILL to all that they started after `grace` seconds."""
+        for child in self.children.values():
+            if child.gone or (ranks is not None and child.rank not in ranks):
+                continue
+            if not child.exited and grace > 0:
+                # A stopped process sees SIGTERM only once it goes on.
+                for number in (signal.SIGTERM, signal.SIGCONT):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child.pid, number)
+            kill_at = time.monotonic() + grace
+            child.kill_at = kill_at if child.kill_at is None else min(child.kill_at, kill_at)
+
+    # Time passes
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if now - self.last_tick > LATE:
+            for child in self.children.values():
+                child.last_beat, child.stopped_since = now, None
+        for child in self.children.values():
+            if not child.gone:
+                self._look_after(child, now)
+        if self.running and all(child.gone for child in self.children.values()):
+            self._finish_round()
+        if now - self.last_tick >= TICK:
+            self.last_tick = now
+            # A process that the launcher forked may hold the other end of our pipe open after the launcher's death.
+            if self.parent and os.getppid() != self.parent:
+                self.end()
+            self.send(event="alive")
+
+    def _look_after(self, child: Child, now: float) -> None:
+        if child.kill_at is not None and now >= child.kill_at:
+            if not child.exited:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGKILL)
+            processes.signal_group(child.pid, signal.SIGKILL)
+        if child.exited:
+            if not processes.signal_group(child.pid, 0):
+                child.gone = True
+                for fd in list(child.fds):
+                    while self._read_child(child, fd):
+                        pass
+                    if fd in child.fds:
+                        self._flush(child, fd)
+                        self._close(child, fd)
+            return
+        if child.blamed or child.kill_at is not None or now - self.last_tick < TICK:
+            return
+        state = processes.state(child.pid)
+        child.stopped_since = (child.stopped_since or now) if state == "T" else None
+        if child.stopped_since is not None and now - child.stopped_since > STOPPED_FOR:
+            self._blame(child, now - child.stopped_since, state)
+        elif child.beats and state not in ("T", "t") and 0 < self.beat_timeout < now - child.last_beat:
+            self._blame(child, now - child.last_beat, state)
+        elif state == "t":
+            child.last_beat = now  # a debugger holds it
+
+    def _blame(self, child: Child, seconds: float, state: str) -> None:
+        child.blamed = True
+        self.send(event="silent", rank=child.rank, seconds=seconds, state=state, age=seconds)
+
+    def _flush(self, child: Child, fd: int) -> None:
+        cutter = child.fds[fd]
+        lines = cutter.flush() if isinstance(cutter, LineCutter) else b""
+        if lines:
+            self.send(event="out", rank=child.rank, fd=child.names[fd], text=text_of(lines))
+
+    def _finish_round(self) -> None:
+        # Descendants that left their group were adopted by this process when their parents ended.
+        store = self.store.pid if self.store else 0
+        left = [pid for pid in processes.children(os.getpid()) if pid != store]
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        now = time.monotonic()
+        self.sweep_until = self.sweep_until or now + LAST_GRACE + 10
+        if left and now < self.sweep_until:
+            return
+        self.sweep_until = 0.0
+        if self.store:
+            self.store.stop()
+            self.store = None
+        self.children.clear()
+        self.running = False
+        self.send(event="idle")
+
+
+def main() -> None:
+    """Serve the launcher on the standard streams; a forked worker goes on from here with the user's code."""
+    requests = os.dup(0)
+    events = os.dup(1)
+    # Nothing that an import prints may get into the conversation, and workers must not read from it.
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    processes.adopt_orphans()
+    keeper = Keeper(requests, events)
+    signal.signal(signal.SIGTERM, lambda *_: keeper.end())
+    task = keeper.serve()
+    if task is not None:
+        del keeper
+        worker.run(task)
+
+
+if __name__ == "__main__":
+    # Under `-m` this file would exist twice, once as `__main__`, which the workers replace.
+    sys.exit(importlib.import_module("allhands.launch.keeper").main())

@@ -1,0 +1,96 @@
+"""What the operating system knows about processes: states, children, groups, exit causes.
+
+Linux has more to offer than POSIX (`/proc`, subreapers, the parent-death signal); elsewhere those functions do nothing
+and the rest of the launcher still works, with weaker guarantees against processes that detach themselves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends, so that none can slip away."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask for SIGKILL when the parent process ends. Ends at once if it already has."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """State, parent, group, session, … of a process, from `/proc/PID/stat` after the command name."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def state(pid: int) -> str:
+    """One letter: R running, S sleeping, D in the kernel, T stopped, t traced, Z ended; empty when it is not known."""
+    fields = _stat(pid)
+    return fields[0] if fields else ""
+
+
+def children(pid: int) -> list[int]:
+    """Direct children of a process. Empty where there is no `/proc`."""
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        return []
+    found = []
+    for name in names:
+        if name.isdecimal():
+            fields = _stat(int(name))
+            if fields and int(fields[1]) == pid:
+                found.append(int(name))
+    return found
+
+
+def signal_group(group: int, number: int) -> bool:
+    """Signal every process of a group; False when none is left."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def exit_of(status: int) -> dict[str, Any]:
+    """A wait status as `{"code": n}` or `{"signal": n}`."""
+    if os.WIFSIGNALED(status):
+        return {"signal": os.WTERMSIG(status)}
+    return {"code": os.WEXITSTATUS(status)}
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9, `signal 70` for a number without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

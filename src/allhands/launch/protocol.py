@@ -1,0 +1,74 @@
+"""What launcher, keeper and workers say to one another: one JSON object a line, over pipes.
+
+A pipe needs no port and no secret, reaches a keeper on another host unchanged (ssh carries its standard streams), and
+its end is the one signal of a peer's death that even SIGKILL cannot suppress.
+
+Launcher to keeper, field `op`:
+
+    prepare  env, cwd, parent, local_workers, threads, preload   -> event `ready`
+    store    address                                             -> event `store`
+    start    workers, heartbeat_timeout                          -> events `started`, …, `idle`
+    stop     ranks (null: all), grace                               SIGTERM, and SIGKILL after `grace` seconds
+    quit                                                            the keeper ends
+
+Keeper to launcher, field `event`: `ready`, `store`, `started`, `out` (whole lines of output), `raised`, `leaving`,
+`returned`, `message` (what worker code sent), `silent`, `exit`, `idle` (no process of the round is left), `alive`.
+Times are `age`: seconds between the thing and its sending, because clocks of two hosts cannot be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+CHUNK = 1 << 18
+
+# Marks a process that our keeper started (see `worker.active`), and is inherited by its children.
+MARK = "ALLHANDS_LAUNCH"
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """One message as a line of ASCII."""
+    return json.dumps(message, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def text_of(data: bytes) -> str:
+    """Bytes of any encoding as text that JSON can carry and `bytes_of` turns back exactly."""
+    return data.decode("utf-8", "surrogateescape")
+
+
+def bytes_of(text: str) -> bytes:
+    """The bytes that `text_of` was given. Surrogates that no bytes decode to become `?`."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace")
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write everything to a blocking descriptor.
+
+    Raises:
+        OSError: the reader is gone (EPIPE), or the descriptor is closed.
+    """
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+class Inbox:
+    """Turns the bytes of one pipe into messages."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """The messages that `data` completes."""
+        end = data.rfind(b"\n")
+        if end < 0:
+            self._rest += data
+            return []
+        lines = bytes(self._rest) + data[: end + 1]
+        self._rest = bytearray(data[end + 1 :])
+        return [json.loads(line) for line in lines.splitlines() if line]

@@ -1,0 +1,152 @@
+"""Which worker failed first, why, and how that is told."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from allhands.launch.processes import signal_name
+
+# An exit is seen only after the process is gone, when its peers have long noticed broken connections. An exit that the
+# worker did not announce (SIGKILL, os._exit) therefore counts as this much earlier than it was seen.
+_UNSEEN = 1.0
+# Deaths that a peer's failure does not cause, unlike SIGABRT, with which libraries answer broken connections.
+_OWN_DEATHS = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+
+_STATES = {
+    "T": "it is stopped (state T), by SIGSTOP or a debugger",
+    "D": "it waits in the kernel (state D), as for a disk or a network file system that does not answer",
+    "R": "it computes (state R) without ever releasing the interpreter's lock",
+    "S": "it sleeps (state S) without releasing the interpreter's lock",
+}
+
+
+@dataclass
+class Worker:
+    """What is known of one worker. Times are those of the launcher's monotonic clock."""
+
+    rank: int
+    host: str
+    pid: int = 0
+    raised: dict[str, Any] | None = None
+    raised_at: float = 0.0
+    leaving_at: float | None = None
+    silent: dict[str, Any] | None = None
+    silent_at: float = 0.0
+    lost: str | None = None  # why nothing more can be heard of it
+    lost_at: float = 0.0
+    exit: dict[str, Any] | None = None
+    exit_at: float = 0.0
+    stop_at: float | None = None  # when it was told to stop
+    returned: dict[str, Any] | None = None
+    must_return: bool = False  # its end without a result is a failure
+    tail: list[bytes] = field(default_factory=list)
+
+    def failed_at(self, grace: float) -> float | None:
+        """When it failed by itself; None when it did not, or only because it was told to stop."""
+        times = []
+        if self.raised is not None:
+            times.append(self.raised_at)
+        if self.silent is not None:
+            times.append(self.silent_at)
+        if self.lost is not None:
+            times.append(self.lost_at)
+        if self.exit is not None and self._exit_is_failure():
+            announced = self.leaving_at is not None or self.raised is not None
+            number = self.exit.get("signal")
+            if self.stop_at is None or self.exit_at < self.stop_at:
+                times.append(
+                    self.exit_at if announced or number == signal.SIGABRT else self.exit_at - _UNSEEN
+                )
+            elif number in _OWN_DEATHS and self.exit_at < self.stop_at + min(grace, _UNSEEN):
+                times.append(self.exit_at - _UNSEEN)
+        times = [at for at in times if self.stop_at is None or at < self.stop_at]
+        return min(times, default=None)
+
+    def _exit_is_failure(self) -> bool:
+        if self.exit == {"code": 0}:
+            return self.must_return and self.returned is None
+        return True
+
+    def exit_code(self) -> int:
+        """The launcher's exit code when this worker failed first."""
+        if self.raised is not None and self.exit is None:
+            return 1
+        if self.exit is None:
+            return 128 + signal.SIGKILL
+        if "signal" in self.exit:
+            return 128 + int(self.exit["signal"])
+        return int(self.exit["code"]) or 1
+
+    def cause(self) -> str:
+        """Why it failed, in a few words."""
+        if self.silent is not None:
+            about = _STATES.get(self.silent["state"], f"process state {self.silent['state'] or 'unknown'}")
+            if self.silent["state"] == "T":
+                return f"no progress for {self.silent['seconds']:.0f} s: {about}"
+            return f"no heartbeat for {self.silent['seconds']:.0f} s: {about}"
+        if self.raised is not None:
+            text = self.raised["text"]
+            return text if text.startswith("cannot run ") else f"raised {text}"
+        if self.lost is not None:
+            return self.lost
+        if self.exit is not None and "signal" in self.exit:
+            hint = " (out of memory? see `dmesg`)" if self.exit["signal"] == signal.SIGKILL else ""
+            return f"killed by {signal_name(self.exit['signal'])}{hint}"
+        code = self.exit["code"] if self.exit is not None else "unknown"
+        if self.must_return and self.returned is None:
+            return f"left with exit code {code} before its function returned"
+        return f"exit code {code}"
+
+
+def _ranks(workers: list[Worker]) -> str:
+    return ("rank " if len(workers) == 1 else "ranks ") + ", ".join(str(worker.rank) for worker in workers)
+
+
+def describe(
+    first: Worker, workers: list[Worker], log_path: object, grace: float, with_traceback: bool
+) -> str:
+    """The report of a failure, as text of a few lines.
+
+    Args:
+        first: the worker that failed first.
+        workers: all of them.
+        log_path: the file with everything that `first` printed, or None.
+        grace: seconds between SIGTERM and SIGKILL.
+        with_traceback: show the traceback of `first` instead of its last lines of output, which for a script contain it.
+    """
+    where = f"{first.host}, pid {first.pid}" if first.pid else first.host
+    lines = [f"allhands: rank {first.rank} ({where}) failed first: {first.cause()}"]
+    failed_at = first.failed_at(grace) or time.monotonic()
+    for worker in workers:
+        if (
+            worker is not first
+            and worker.exit == {"code": 0}
+            and not worker.must_return
+            and worker.exit_at < failed_at + _UNSEEN
+        ):
+            ago = max(0.0, failed_at - worker.exit_at)
+            lines.append(
+                f"  rank {worker.rank} had already left with exit code 0, {ago:.1f} s earlier: if the others still waited for it, "
+                "that is the cause"
+            )
+    shown = first.tail
+    title = "its last lines:"
+    if with_traceback and first.raised is not None and first.raised.get("traceback"):
+        shown = first.raised["traceback"].rstrip("\n").encode("utf-8", "replace").split(b"\n")
+        title = "its traceback:"
+    if shown:
+        lines.append(f"  {title}")
+        lines += [f"    | {line[:2000].decode('utf-8', 'backslashreplace')}" for line in shown]
+    stopped = [worker for worker in workers if worker is not first and worker.stop_at is not None]
+    killed = [w for w in stopped if w.exit == {"signal": int(signal.SIGKILL)} and w.failed_at(grace) is None]
+    if stopped:
+        ended = (
+            f"; {_ranks(killed)} did not end within {grace:g} s of SIGTERM and got SIGKILL" if killed else ""
+        )
+        lines.append(f"  stopped because of it: {_ranks(stopped)}{ended}")
+    if log_path is not None:
+        lines.append(f"  everything it printed: {log_path}")
+    return "\n".join(lines)

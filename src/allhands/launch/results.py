@@ -1,0 +1,95 @@
+"""How the results of workers travel back to the process that started them: as data, never as a pickle to execute."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from allhands.errors import UserError
+
+_PLAIN = (type(None), bool, int, float, str)
+_ALLOWED = (
+    "None, bools, numbers, strings, bytes, tensors, numpy arrays, and lists, tuples, dicts and sets of these"
+)
+
+
+def _fits_json(value: Any) -> bool:
+    kind = type(value)
+    if kind is list:
+        return all(_fits_json(item) for item in value)
+    if kind is dict:
+        return all(type(key) is str and _fits_json(item) for key, item in value.items())
+    return kind in _PLAIN
+
+
+def _check(value: Any, path: str, seen: set[int]) -> None:
+    """Raise for the first part of a result that is not data; `path` says where it is."""
+    import numpy
+    import torch
+
+    kind = type(value)
+    if kind in (
+        *_PLAIN,
+        complex,
+        bytes,
+        bytearray,
+        torch.Tensor,
+        torch.nn.Parameter,
+        torch.Size,
+        torch.dtype,
+    ):
+        return
+    if isinstance(value, (numpy.ndarray, numpy.generic)) and not value.dtype.hasobject:
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if kind in (list, tuple):
+        for index, item in enumerate(value):
+            _check(item, f"{path}[{index}]", seen)
+    elif kind is set:
+        for item in value:
+            _check(item, f"an element of {path}", seen)
+    elif kind.__name__ in ("dict", "OrderedDict") and isinstance(value, dict):
+        for key, item in value.items():
+            _check(key, f"the key {key!r} of {path}", seen)
+            _check(item, f"{path}[{key!r}]", seen)
+    else:
+        hint = "; return its state_dict() instead" if isinstance(value, torch.nn.Module) else ""
+        raise UserError(
+            f"the function returned something that is not data: {path} is a {kind.__module__}.{kind.__qualname__}"
+            f"{hint}. A worker may return {_ALLOWED}"
+        )
+
+
+def dump(value: Any, path: str) -> dict[str, Any]:
+    """Make a result ready to be sent.
+
+    Returns:
+        A message for `load`: small plain values within it, everything else in the file at `path`.
+
+    Raises:
+        UserError: the value holds something that is not data.
+    """
+    if _fits_json(value):
+        return {"value": value}
+    import torch
+
+    _check(value, "result", set())
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        torch.save(value, file)
+    return {"file": path}
+
+
+def load(message: dict[str, Any]) -> Any:
+    """The value that `dump` was given; tensors of a GPU arrive on the CPU."""
+    if "value" in message:
+        return message["value"]
+    import numpy
+    import torch
+
+    kinds = [getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__ if name != "ObjectDType"]
+    builders = [numpy.zeros(0).__reduce__()[0], numpy.float64(0).__reduce__()[0]]
+    data: list[Any] = [numpy.ndarray, numpy.dtype, *builders, *kinds]
+    with torch.serialization.safe_globals(data):
+        return torch.load(message["file"], map_location="cpu", weights_only=True)

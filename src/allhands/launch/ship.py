@@ -1,0 +1,190 @@
+"""Carries Python objects from the process of the user to the workers: one file, whose tensors all workers share.
+
+The objects travel as one cloudpickle, so everything that was one object stays one (the parameters that an optimizer
+updates are the model's), and functions and classes of `__main__` travel by value. The bytes of tensors and numpy arrays
+lie beside the pickle. Workers map them copy-on-write: N workers read one copy of a data set, and what a worker writes is
+its own. The file is private to the user and is only ever read by the processes that the writer started.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import json
+import mmap
+import os
+import pickle
+import shutil
+import struct
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from allhands.errors import UserError
+
+_MAGIC = b"allhands"
+_HEADER = struct.Struct("<8sQQQ")  # magic, offset of the pickle, its length, length of the index after it
+_ALIGN = 64
+# Smaller buffers are not worth a mapping of their own.
+_SMALL = 4096
+# Memory that stays free in /dev/shm beside the file.
+_MARGIN = 64 << 20
+
+
+class _Blobs:
+    """The raw memory to be written beside the pickle, and where each part will lie."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, Any]] = []  # offset, memoryview or torch storage
+        self.end = _HEADER.size
+        self.buffers: list[
+            tuple[int, int, bool]
+        ] = []  # offset, length, read-only; of numpy arrays in pickle order
+
+    def add(self, nbytes: int, part: Any) -> int:
+        offset = -(-self.end // _ALIGN) * _ALIGN
+        self.parts.append((offset, part))
+        self.end = offset + max(nbytes, 1)  # empty ones too have a place of their own, which names them
+        return offset
+
+
+def _pickler(file: io.BufferedIOBase, blobs: _Blobs) -> Any:
+    import cloudpickle
+
+    torch = sys.modules.get("torch")
+    storages = (torch.storage.TypedStorage, torch.storage.UntypedStorage) if torch else ()
+    known: dict[int, tuple[Any, ...]] = {}
+    alive = []  # an address names a storage only while the storage lives
+
+    class Pickler(cloudpickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            if not isinstance(value, storages):
+                return None
+            typed = not isinstance(value, storages[1])
+            raw = value._untyped_storage if typed else value
+            if raw.device.type == "meta":
+                return None
+            key = raw._cdata
+            if key not in known:
+                alive.append(raw)
+                known[key] = (blobs.add(raw.nbytes(), raw), raw.nbytes())
+            return (*known[key], str(value.dtype).removeprefix("torch.") if typed else None)
+
+    def keep(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.nbytes < _SMALL:
+            return True
+        blobs.buffers.append((blobs.add(view.nbytes, view), view.nbytes, view.readonly))
+        return False
+
+    return Pickler(file, protocol=5, buffer_callback=keep)
+
+
+def can_pickle(value: Any) -> Exception | None:
+    """Try to pickle a value without writing any tensor; the error if it cannot be done."""
+    try:
+        _pickler(io.BytesIO(), _Blobs()).dump(value)
+    except Exception as error:
+        return error
+    return None
+
+
+def make_directory(nbytes: int = 0) -> str:
+    """A new private folder for `nbytes` of data: in shared memory if they fit, else on disk. The caller removes it."""
+    for base in ("/dev/shm", None):
+        try:
+            if base and shutil.disk_usage(base).free < nbytes + _MARGIN:
+                continue
+            return tempfile.mkdtemp(prefix="allhands-", dir=base)
+        except OSError:
+            if base is None:
+                raise
+    raise AssertionError("unreachable")
+
+
+def dump(value: Any, directory: str | Callable[[int], str]) -> str:
+    """Write a value to a new file.
+
+    Args:
+        value: anything that cloudpickle can pickle.
+        directory: an existing private folder, or a function that makes one for so many bytes.
+
+    Returns:
+        The path of the file, for `load` in another process.
+
+    Raises:
+        Exception: the value cannot be pickled; whatever its pickling raised.
+        UserError: there is no room for it.
+    """
+    body, blobs = io.BytesIO(), _Blobs()
+    _pickler(body, blobs).dump(value)
+    index = json.dumps(blobs.buffers).encode()
+    start = blobs.end
+    folder = directory if isinstance(directory, str) else directory(start + body.tell() + len(index))
+    path = ""
+    try:
+        fd, path = tempfile.mkstemp(prefix="shipped-", dir=folder)
+        with open(fd, "wb") as file:
+            file.write(_HEADER.pack(_MAGIC, start, body.tell(), len(index)))
+            for offset, part in blobs.parts:
+                file.seek(offset)
+                _write(file, part)
+            file.seek(start)
+            file.write(body.getbuffer())
+            file.write(index)
+    except OSError as error:
+        if path:
+            os.unlink(path)
+        raise UserError(
+            f"cannot write {start / 2**20:.0f} MiB for the workers to {folder}: {error.strerror}; free some space there, "
+            'or build the data in the workers (datasets={"get_datasets_fn": ...})'
+        ) from error
+    return path
+
+
+def _write(file: Any, part: Any) -> None:
+    if isinstance(part, memoryview):
+        file.write(part)
+        return
+    storage = part if part.device.type == "cpu" else part.cpu()
+    if storage.nbytes():
+        # The storage's own memory, without a copy.
+        file.write((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()))
+
+
+def load(path: str) -> Any:
+    """The value that `dump` wrote. Tensors, also those of a GPU, arrive as CPU tensors on private, copy-on-write memory.
+
+    Raises:
+        OSError: the file cannot be read.
+        Exception: whatever unpickling raises, such as a module that cannot be imported here.
+    """
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    _, start, length, index_length = _HEADER.unpack_from(mapped)
+    view = memoryview(mapped)
+    index = json.loads(bytes(view[start + length : start + length + index_length]))
+    buffers = [
+        view[offset : offset + nbytes].toreadonly() if readonly else view[offset : offset + nbytes]
+        for offset, nbytes, readonly in index
+    ]
+    storages: dict[int, Any] = {}
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, key: Any) -> Any:
+            import torch
+
+            offset, nbytes, dtype = key
+            if offset not in storages:
+                storages[offset] = (
+                    torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
+                    if nbytes
+                    else torch.UntypedStorage(0)
+                )
+            raw = storages[offset]
+            if dtype is None:
+                return raw
+            return torch.storage.TypedStorage(wrap_storage=raw, dtype=getattr(torch, dtype), _internal=True)
+
+    return Unpickler(io.BytesIO(view[start : start + length]), buffers=buffers).load()

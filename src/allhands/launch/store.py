@@ -1,0 +1,82 @@
+"""Hosts the store through which the workers of one round find one another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterable
+from datetime import timedelta
+
+from allhands.launch import processes
+
+
+class StoreHost:
+    """A child process with a `torch.distributed.TCPStore` on a listener that was opened before.
+
+    The listener is bound to a port that the kernel chose and stays open until the store takes it over, so no other job
+    can get that port in between, and workers may connect before the store is up: they wait in the listener's queue.
+    It lives in its own process because a worker that hosted it would take it along when it ends first.
+
+    Raises:
+        OSError: `address` is not one of this host's addresses.
+    """
+
+    def __init__(self, address: str) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        self._listener.bind((address, 0))
+        self._listener.listen(4096)
+        self.address = address
+        self.port: int = self._listener.getsockname()[1]
+        self.pid = 0
+
+    def start(self, private: Iterable[int]) -> None:
+        """Fork the process that serves. Call it after the preload: torch is then imported already.
+
+        `private` are descriptors of the keeper; held open in this process they would hide their closing from the
+        launcher.
+        """
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid:
+            self._listener.close()
+            return
+        try:
+            os.setsid()
+            processes.die_with_parent(parent)
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            for fd in private:
+                os.close(fd)
+            self._serve(self._listener.detach())
+        finally:
+            os._exit(0)
+
+    def _serve(self, listener: int) -> None:
+        from torch.distributed import TCPStore
+
+        store = TCPStore(
+            self.address,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(minutes=30),
+            master_listen_fd=listener,
+        )
+        while store is not None:
+            signal.pause()
+
+    def stop(self) -> None:
+        """End the store and release its port."""
+        self._listener.close()
+        if self.pid:
+            processes.signal_group(self.pid, signal.SIGKILL)
+            # Between fork and setsid the group does not exist yet.
+            try:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+            except (ProcessLookupError, ChildProcessError):
+                pass
+            self.pid = 0

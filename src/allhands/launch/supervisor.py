@@ -1,0 +1,296 @@
+"""Drives the keepers of one job from the launcher: shows output, finds the first failure, stops the rest, tells why."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from allhands.errors import UserError, WorkerError
+from allhands.launch.output import Output
+from allhands.launch.protocol import CHUNK, Inbox, bytes_of, encode, write_all
+from allhands.launch.report import Worker
+
+# Importing torch from a cold network file system can take minutes.
+START_TIMEOUT = 300.0
+# Seconds beyond the grace period after which a keeper that does not finish is given up.
+OVERDUE = 20.0
+
+
+class KeeperHandle:
+    """The launcher's end of one keeper: a process that speaks `protocol` on its standard streams."""
+
+    def __init__(self, process: subprocess.Popen[bytes], host: str, local: bool) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.process = process
+        self.host = host
+        self.local = local  # its process ids are ours
+        self.requests = process.stdin.fileno()
+        self.events = process.stdout.fileno()
+        self.inbox = Inbox()
+        self.heard_at = time.monotonic()
+        self.ready: dict[str, Any] | None = None
+        self.port: int | None = None
+        self.ranks: list[int] = []
+        self.idle = True
+        self.lost = False
+
+    def send(self, **request: Any) -> None:
+        """Ask the keeper for something. A keeper that is gone is noticed by the end of its events."""
+        try:
+            write_all(self.requests, encode(request))
+        except OSError:
+            pass
+
+    def close(self, timeout: float = OVERDUE) -> None:
+        """End the keeper, which ends whatever it still looks after."""
+        self.send(op="quit")
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                try:
+                    stream.close()
+                except OSError:
+                    pass
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Supervisor:
+    """One job: the workers of all its keepers.
+
+    Args:
+        keepers: those that were started; `prepare` and `run` talk to them.
+        output: where lines go.
+        grace: seconds from SIGTERM to SIGKILL for workers that are stopped.
+        heartbeat_timeout: seconds without a heartbeat that count as a failure; 0 waits for ever.
+        on_message: called with (rank, message) for what workers hand to `worker.send`.
+        on_loaded: called once every worker has read what was shipped to it.
+    """
+
+    def __init__(
+        self,
+        keepers: Sequence[KeeperHandle],
+        output: Output,
+        *,
+        grace: float = 5.0,
+        heartbeat_timeout: float = 60.0,
+        on_message: Callable[[int, dict[str, Any]], None] | None = None,
+        on_loaded: Callable[[], None] | None = None,
+    ) -> None:
+        self.keepers = list(keepers)
+        self.output = output
+        self.grace, self.heartbeat_timeout = grace, heartbeat_timeout
+        self.on_message, self.on_loaded = on_message, on_loaded
+        self.workers: dict[int, Worker] = {}
+        self.signals: list[int] = []  # those that the launcher got, oldest first
+        self.stopping_since: float | None = None
+        self._killed = False
+        self._not_loaded: set[int] = set()
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._wake_end = os.pipe()
+        os.set_blocking(self._wake_end, False)
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
+        for keeper in self.keepers:
+            self._selector.register(keeper.events, selectors.EVENT_READ, keeper)
+        self._looked_at = time.monotonic()
+
+    def prepare(self, **request: Any) -> None:
+        """Let every keeper set up its process and preload, and the first one open the store.
+
+        Raises:
+            WorkerError: a keeper did not start.
+            KeyboardInterrupt: a signal came; nothing was started yet.
+        """
+        for index, keeper in enumerate(self.keepers):
+            keeper.send(op="prepare", **request)
+            if index == 0:
+                keeper.send(op="store", address="127.0.0.1")
+        deadline = time.monotonic() + START_TIMEOUT
+        while any(keeper.ready is None for keeper in self.keepers) or self.keepers[0].port is None:
+            self._wait()
+            if self.signals:
+                raise KeyboardInterrupt
+            lost = [keeper for keeper in self.keepers if keeper.lost]
+            late = [keeper for keeper in self.keepers if keeper.ready is None and time.monotonic() > deadline]
+            for keeper in (*lost, *late):
+                why = "ended" if keeper.lost else f"did not answer within {START_TIMEOUT:.0f} s"
+                raise WorkerError(f"the keeper on {keeper.host} {why} before any worker was started")
+
+    def run(self, tasks: Sequence[Sequence[dict[str, Any]]], *, must_return: bool = False) -> Worker | None:
+        """Start the tasks (one sequence for each keeper) and see them through until no process of them is left.
+
+        Returns:
+            The worker that failed first; None when all went well or `interrupt` ended the job.
+
+        Raises:
+            BaseException: whatever is raised in the calling thread meanwhile, KeyboardInterrupt above all; the workers are
+                stopped first.
+        """
+        for keeper, chosen in zip(self.keepers, tasks, strict=True):
+            keeper.ranks = [task["rank"] for task in chosen]
+            keeper.idle = False
+            for rank in keeper.ranks:
+                self.workers[rank] = Worker(rank, keeper.host, must_return=must_return)
+            self._not_loaded.update(keeper.ranks)
+            keeper.heard_at = time.monotonic()
+            keeper.send(op="start", workers=list(chosen), heartbeat_timeout=self.heartbeat_timeout)
+        try:
+            self._until_idle()
+        except BaseException:
+            self._abandon()
+            raise
+        for worker in self.workers.values():
+            worker.tail = self.output.tail(worker.rank)
+        return self.first_failure()
+
+    def first_failure(self) -> Worker | None:
+        """The worker that failed first by itself, as far as is known now."""
+        failed = [(at, w.rank) for w in self.workers.values() if (at := w.failed_at(self.grace)) is not None]
+        return self.workers[min(failed)[1]] if failed else None
+
+    def interrupt(self, number: int) -> None:
+        """Stop the job because the launcher got a signal; the second one kills at once. Safe in a signal handler."""
+        self.signals.append(number)
+        try:
+            os.write(self._wake_end, b"!")
+        except BlockingIOError:
+            pass
+
+    def stop(self, grace: float, but: int | None = None) -> None:
+        """SIGTERM to the workers, and SIGKILL after `grace` seconds. Rank `but` is left to end by itself meanwhile."""
+        now = time.monotonic()
+        self.stopping_since = self.stopping_since or now
+        for keeper in self.keepers:
+            ranks = [rank for rank in keeper.ranks if rank != but]
+            for rank in ranks:
+                if self.workers[rank].exit is None and self.workers[rank].stop_at is None:
+                    self.workers[rank].stop_at = now
+            keeper.send(op="stop", ranks=ranks, grace=grace)
+
+    def close(self) -> None:
+        """End the keepers and release everything."""
+        for keeper in self.keepers:
+            keeper.close()
+        self._selector.close()
+        os.close(self._wake)
+        os.close(self._wake_end)
+        self.output.close()
+
+    def _until_idle(self) -> None:
+        heeded = 0
+        while not all(keeper.idle for keeper in self.keepers):
+            self._wait()
+            if len(self.signals) > heeded:
+                self.stop(self.grace if not heeded and len(self.signals) == 1 else 0.0)
+                heeded = len(self.signals)
+            if self.stopping_since is None:
+                first = self.first_failure()
+                if first is not None:
+                    # One that is raising is about to end, and its own teardown may still print.
+                    self.stop(self.grace, but=first.rank if first.silent is None else None)
+                continue
+            waited = time.monotonic() - self.stopping_since
+            if waited > self.grace and not self._killed:
+                self._killed = True
+                self.stop(0.0)
+            if waited > self.grace + OVERDUE:
+                for keeper in self.keepers:
+                    if not keeper.idle:
+                        keeper.process.kill()
+
+    def _abandon(self) -> None:
+        """Stop everything after an exception in the calling thread; a second Ctrl-C kills at once."""
+        self.on_message = None
+        self.signals.append(signal.SIGINT)
+        self.stop(self.grace)
+        try:
+            self._until_idle()
+        except KeyboardInterrupt:
+            self.stop(0.0)
+            self._until_idle()
+
+    def _wait(self) -> None:
+        for key, _ in self._selector.select(0.5):
+            if key.data is None:
+                os.read(self._wake, 4096)
+                continue
+            data = os.read(key.fd, CHUNK)
+            if not data:
+                self._lose(key.data, "its keeper process ended")
+                continue
+            key.data.heard_at = time.monotonic()
+            for event in key.data.inbox.feed(data):
+                self._hear(key.data, event)
+        now = time.monotonic()
+        if now - self._looked_at > 3.0:  # this process itself was suspended
+            for keeper in self.keepers:
+                keeper.heard_at = now
+        self._looked_at = now
+        for keeper in self.keepers:
+            silent = now - keeper.heard_at
+            if not keeper.idle and not keeper.lost and 0 < self.heartbeat_timeout < silent - 1:
+                self._lose(keeper, f"no word from the keeper process for {silent:.0f} s")
+                keeper.process.kill()
+
+    def _lose(self, keeper: KeeperHandle, why: str) -> None:
+        """Nothing more will come from a keeper. Its workers die with it; what they started is ended here."""
+        if not keeper.lost:
+            keeper.lost = keeper.idle = True
+            self._selector.unregister(keeper.events)
+            for rank in keeper.ranks:
+                worker = self.workers[rank]
+                if worker.exit is None and worker.pid:
+                    worker.lost, worker.lost_at = why, time.monotonic()
+                    if keeper.local:
+                        try:
+                            os.killpg(worker.pid, signal.SIGKILL)
+                        except (ProcessLookupError, PermissionError):
+                            pass
+
+    def _hear(self, keeper: KeeperHandle, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        at = time.monotonic() - event.get("age", 0.0)
+        if kind == "ready":
+            keeper.ready = event
+        elif kind == "store":
+            keeper.port = event["port"]
+        elif kind == "idle":
+            keeper.idle = True
+        elif kind == "failed":
+            raise (UserError if event["op"] == "prepare" else WorkerError)(
+                f"{keeper.host}: {event['op']}: {event['text']}"
+            )
+        elif "rank" in event:
+            self._hear_worker(self.workers[event["rank"]], kind, event, at)
+
+    def _hear_worker(self, worker: Worker, kind: str, event: dict[str, Any], at: float) -> None:
+        if kind == "out":
+            self.output.write(worker.rank, event["fd"], bytes_of(event["text"]))
+        elif kind == "started":
+            worker.pid = event["pid"]
+        elif kind == "message":
+            if self.on_message is not None:
+                self.on_message(worker.rank, event["value"])
+        elif kind == "loaded":
+            self._not_loaded.discard(worker.rank)
+            if not self._not_loaded and self.on_loaded is not None:
+                self.on_loaded()
+        elif kind == "returned":
+            worker.returned = event["value"]
+        elif kind == "raised":
+            worker.raised, worker.raised_at = event["value"], at
+        elif kind == "leaving":
+            worker.leaving_at = at
+        elif kind == "silent":
+            worker.silent, worker.silent_at = event, at
+        elif kind == "exit":
+            worker.exit = {name: event[name] for name in ("code", "signal") if name in event}
+            worker.exit_at = at

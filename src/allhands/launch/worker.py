@@ -1,0 +1,282 @@
+"""What happens in a worker between its fork from the keeper and the user's first line, and after the last one.
+
+A script must not be able to tell that it runs in a process that was forked with torch imported instead of one that
+`python script.py` started: `__main__`, `sys.argv`, `sys.path`, signals, exit codes and teardown are Python's own.
+The worker also tells the keeper what only it can know: that it is alive (once a second), and which exception ended it,
+at the moment it is raised. The teardown of an interpreter can take seconds, and the other workers fail meanwhile; without the
+time of the raise, the wrong one would be named as the first.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import io
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from allhands.launch import processes
+from allhands.launch.protocol import encode, write_all
+
+BEAT_EVERY = 1.0
+
+
+class _Link:
+    """The pipe to the keeper."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.pid = os.getpid()
+        self.lock = threading.Lock()
+
+    def send(self, message: dict[str, Any]) -> bool:
+        data = encode(message)
+        try:
+            with self.lock:
+                write_all(self.fd, data)
+        except OSError:
+            return False
+        return True
+
+
+_link: _Link | None = None
+
+
+def active() -> bool:
+    """Whether this process is a worker of the allhands launcher (and not a child that a worker started)."""
+    return _link is not None and _link.pid == os.getpid()
+
+
+def send(message: dict[str, Any]) -> bool:
+    """Hand a message to the process that started the workers, which sees it in `on_message(rank, message)`.
+
+    Returns:
+        False when nobody listens: the process was not started by the allhands launcher, or the launcher is gone.
+
+    Raises:
+        TypeError: the message holds something that JSON cannot carry.
+    """
+    if _link is None or not active():
+        return False
+    return _link.send({"message": message})
+
+
+def _report(message: dict[str, Any]) -> None:
+    if _link is not None:
+        _link.send(message)
+
+
+def enter(task: dict[str, Any], parent: int, streams: Sequence[int], private: Iterable[int]) -> None:
+    """Turn a fresh fork of the keeper into the worker of `task`; does not return for a program.
+
+    `streams` are the writing ends for stdout, stderr and reports; `private` are descriptors of the keeper.
+    """
+    global _link
+    os.setsid()
+    processes.die_with_parent(parent)
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    out, err, reports = streams
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    for fd in (out, err, *private):
+        os.close(fd)
+    os.environ.update(task["env"])
+    _link = _Link(reports)
+    if "program" in task:
+        _execute(task["program"])
+
+
+def _execute(argv: list[str]) -> None:
+    try:
+        # Python ignores these; a program that inherits that would never notice a closed pipe.
+        for name in ("SIGPIPE", "SIGXFSZ"):
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.execvp(argv[0], argv)
+    except OSError as error:
+        _report({"raised": {"text": f"cannot run {argv[0]!r}: {error.strerror}"}, "at": time.monotonic()})
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def run(task: dict[str, Any]) -> None:
+    """Run the user's code in this process and leave as Python would: call it last, from the bottom of the stack.
+
+    Raises:
+        SystemExit: with the code of the user's program.
+        KeyboardInterrupt: the program was interrupted; Python then ends with SIGINT.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    # numpy's global generator was seeded once, in the keeper; in processes of their own each would have its own seed.
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    threading.Thread(target=_beat, name="allhands-heartbeat", daemon=True).start()
+    code: int
+    try:
+        if "function" in task:
+            _run_function(task)
+        elif "module" in task:
+            _run_module(task["module"], task["args"])
+        else:
+            _run_script(task["script"], task["args"])
+        _report({"leaving": 0, "at": time.monotonic()})
+        return
+    except SystemExit as leave:
+        code = leave.code & 0xFF if isinstance(leave.code, int) else 0 if leave.code is None else 1
+        _report({"leaving": code, "at": time.monotonic()})
+        raise
+    except BaseException as error:
+        at = time.monotonic()
+        error.__traceback__ = _users_part(error.__traceback__)
+        _report({"raised": _describe(error), "at": at})
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        # The report of a function's failure carries its traceback to the caller, who shows it.
+        if "function" not in task:
+            sys.excepthook(type(error), error, error.__traceback__)
+        if isinstance(error, KeyboardInterrupt):
+            sys.excepthook = lambda *_: None
+            raise
+    sys.exit(1)
+
+
+def _beat() -> None:
+    beat = encode({"beat": 1})
+    while _link is not None:
+        time.sleep(BEAT_EVERY)
+        try:
+            with _link.lock:
+                write_all(_link.fd, beat)
+        except OSError:
+            return
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    from allhands.errors import UserError
+
+    kind = type(error)
+    name = (
+        kind.__qualname__
+        if kind.__module__ in {"builtins", "__main__"}
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its message cannot be shown)"
+    trace = "".join(traceback.format_exception(error))
+    return {
+        "text": f"{name}: {message}" if message else name,
+        "traceback": trace,
+        "user_error": message if isinstance(error, UserError) else None,
+    }
+
+
+def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback without the frames of this file, which plain Python would not have."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def _main_module(**attributes: Any) -> types.ModuleType:
+    main = types.ModuleType("__main__")
+    main.__dict__.update({"__builtins__": __builtins__, "__annotations__": {}, **attributes})
+    sys.modules["__main__"] = main
+    return main
+
+
+def _set_argv(program: str, args: list[str], original: list[str]) -> None:
+    sys.argv = [program, *args]
+    sys.orig_argv = [sys.executable, *original]
+
+
+def _prepend_path(entry: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path.insert(0, entry)
+
+
+def _run_script(script: str, args: list[str]) -> None:
+    _set_argv(script, args, [script, *args])
+    path = os.path.abspath(script)
+    if os.path.isdir(path) or path.endswith((".zip", ".pyz")):
+        _run_archive(path)
+        return
+    _prepend_path(os.path.dirname(os.path.realpath(path)))
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    main = _main_module(__file__=path, __cached__=None, __loader__=loader)
+    with io.open_code(path) as file:
+        source = file.read()
+    exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+
+
+def _run_archive(path: str) -> None:
+    """A folder or zip file with a `__main__.py`, as `python folder` runs it."""
+    sys.path.insert(0, path)
+    spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
+    if spec is None:
+        raise SystemExit(f"{sys.executable}: can't find '__main__' module in {path!r}")
+    _run_spec(spec)
+
+
+def _run_module(name: str, args: list[str]) -> None:
+    _set_argv("-m", args, ["-m", name, *args])
+    _prepend_path(os.getcwd())
+    spec = _find(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _find(f"{name}.__main__")
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"{sys.executable}: No module named {name}")
+    sys.argv[0] = spec.origin or name
+    _run_spec(spec)
+
+
+def _find(name: str) -> importlib.machinery.ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        # Only a missing parent package of `name` is our message; a missing import inside it is the user's traceback.
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            return None
+        raise
+
+
+def _run_spec(spec: importlib.machinery.ModuleSpec) -> None:
+    loader: Any = spec.loader
+    code = loader.get_code(spec.name)
+    if code is None:
+        raise SystemExit(f"{sys.executable}: No code object available for {spec.name}")
+    main = _main_module(
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=loader,
+        __package__=spec.parent,
+        __spec__=spec,
+    )
+    exec(code, main.__dict__)
+
+
+def _run_function(task: dict[str, Any]) -> None:
+    from allhands.launch import results, ship
+
+    sys.path[:] = task["sys_path"]
+    sys.argv = list(task["argv"])
+    # The caller's functions and classes arrive by value; its file is not run again, here or in children of this one.
+    _main_module()
+    function, args, kwargs = ship.load(task["function"])
+    _report({"loaded": True})
+    result = function(*args, **kwargs)
+    returned = results.dump(result, task["result"])
+    _report({"returned": returned})
