@@ -1,0 +1,34 @@
+"""What the process tests start: `init` with the keyword arguments given as JSON, one all-reduce, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+
+def main() -> None:
+    import torch
+    import torch.distributed as dist
+
+    import allhands
+
+    asked = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+    try:
+        world = allhands.init(**{"timeout": 30, **asked})
+    except allhands.AllhandsError as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
+        sys.exit(3)
+    assert allhands.init() is world
+    total = torch.tensor([float(world.rank + 1)], device=world.device)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    told = {name: getattr(world, name) for name in ("rank", "local_rank", "node_rank", "world_size", "local_world_size")}
+    told |= {"backend": world.backend, "environment": world.environment, "device": str(world.device)}
+    print(json.dumps(told | {"sum": total.item(), "main": world.is_main}), flush=True)
+    allhands.finalize()
+    allhands.finalize()
+    assert allhands.current_world() is None
+    assert not dist.is_initialized()
+
+
+main()
