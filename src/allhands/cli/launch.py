@@ -25,6 +25,7 @@ def launch(
             show_default=False,
         ),
     ] = None,
+    *,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -54,7 +55,7 @@ def launch(
     threads: Annotated[
         int | None,
         typer.Option(
-            help="CPU threads for each worker. Default: OMP_NUM_THREADS, or the cores divided among the workers."
+            help="CPU threads for each worker. Default: OMP_NUM_THREADS, or the cores shared out evenly."
         ),
     ] = None,
     preload: Annotated[
@@ -63,9 +64,9 @@ def launch(
 ) -> int:
     """Run a script, module or program in several workers.
 
-    Each worker gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; allhands.init() and
-    torch.distributed.init_process_group() find the others by them. When one worker fails, the others are stopped; the exit
-    code is that of the first one that failed.
+    Each worker gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT;
+    allhands.init() and torch.distributed.init_process_group() find the others by them. When one worker fails,
+    the others are stopped; the exit code is that of the first one that failed.
     """
     if not command:
         raise UserError("no script was given; write `allhands launch -n 2 train.py`")

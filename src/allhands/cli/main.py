@@ -1,7 +1,7 @@
 """The `allhands` command.
 
-Each subcommand lives in a module of its own that is imported only when it is asked for, so that `allhands --help` and
-a command that starts workers never wait for torch.
+Each subcommand lives in a module of its own that is imported only when it is asked for, so that `allhands
+--help` and a command that starts workers never wait for torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Subcommand:
         module: the module to import.
         function: its function, with typer's annotations.
         help: one line for `allhands --help`.
-        ends_options: everything after the first argument that is not an option belongs to that argument, options included.
+        ends_options: everything after the first argument that is not an option belongs to that argument,
+            options included.
     """
 
     module: str
@@ -67,7 +68,8 @@ def run(argv: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        # typer's own errors (an unknown option, a value of the wrong type); where their class lives depends on its version.
+        # typer's own errors (an unknown option, a value of the wrong type); where their class lives depends
+        # on its version.
         if hasattr(error, "format_message"):
             return _refuse(
                 f"{error.format_message()}; see `allhands {wanted or ''} --help`".replace("  ", " ")
@@ -89,6 +91,10 @@ def _refuse(message: str, code: int = 2) -> int:
     return code
 
 
+def _unused() -> None:
+    """Stands for the subcommands that this call only lists."""
+
+
 def _app(wanted: str | None) -> Callable[..., Any]:
     """The typer application, with only the wanted subcommand's module imported."""
     import typer
@@ -107,9 +113,7 @@ def _app(wanted: str | None) -> Callable[..., Any]:
         """Train one PyTorch model with many workers, provably the same training."""
 
     for name, sub in SUBCOMMANDS.items():
-        function: Callable[..., Any] = lambda: None
-        if name == wanted:
-            function = getattr(importlib.import_module(sub.module), sub.function)
+        function = getattr(importlib.import_module(sub.module), sub.function) if name == wanted else _unused
         settings = {"allow_interspersed_args": not sub.ends_options, "help_option_names": ["-h", "--help"]}
         app.command(name, help=sub.help if name != wanted else None, context_settings=settings)(function)
     return app

@@ -1,9 +1,10 @@
 """The process that starts the workers of one host and never leaves one behind.
 
-The launcher starts one keeper a host and talks to it over the keeper's standard streams (see `protocol`). The keeper
-imports torch once and forks every worker from itself, which takes milliseconds instead of seconds a worker. For the fork
-to be safe it is single-threaded, makes no tensors and never touches a GPU. It passes output on, watches heartbeats,
-reports exits, and when the launcher is gone, however it went, stops the workers and everything they started.
+The launcher starts one keeper a host and talks to it over the keeper's standard streams (see `protocol`). The
+keeper imports torch once and forks every worker from itself, which takes milliseconds instead of seconds a
+worker. For the fork to be safe it is single-threaded, makes no tensors and never touches a GPU. It passes
+output on, watches heartbeats, reports exits, and when the launcher is gone, however it went, stops the
+workers and everything they started.
 """
 
 from __future__ import annotations
@@ -146,6 +147,7 @@ class Keeper:
 
     def on_prepare(
         self,
+        *,
         env: dict[str, str | None],
         cwd: str | None,
         parent: int | None,
@@ -323,7 +325,8 @@ class Keeper:
             self._finish_round()
         if now - self.last_tick >= TICK:
             self.last_tick = now
-            # A process that the launcher forked may hold the other end of our pipe open after the launcher's death.
+            # A process that the launcher forked may hold the other end of our pipe open after the launcher's
+            # death.
             if self.parent and os.getppid() != self.parent:
                 self.end()
             self.send(event="alive")

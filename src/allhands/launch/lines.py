@@ -1,4 +1,5 @@
-"""Cuts a stream of bytes into whole lines, so that the lines of several workers can be merged without tearing."""
+"""Cuts a stream of bytes into whole lines, so that the lines of several workers can be merged without
+tearing."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ import time
 # A line longer than this is passed on in pieces rather than held in memory.
 LONGEST = 32 << 20
 
-# A progress bar rewrites one line with carriage returns and may not end it for hours. Its state is shown as a line of
-# its own this often.
+# A progress bar rewrites one line with carriage returns and may not end it for hours. Its state is shown as a
+# line of its own this often.
 PROGRESS_EVERY = 5.0
 
 
 def _visible(line: bytes) -> bytes:
-    """What a terminal shows of a line that was rewritten with carriage returns: the text after the last one."""
+    """What a terminal shows of a line that was rewritten with carriage returns: the text after the last
+    one."""
     if b"\r" not in line:
         return line
     return line.rstrip(b"\r").rpartition(b"\r")[2]

@@ -21,8 +21,8 @@ from allhands.launch.supervisor import KeeperHandle, Supervisor
 ADDRESS = "127.0.0.1"
 PRELOAD = ("torch", "torch.distributed", "numpy")
 
-# `-m` would put the working folder first on the path, where a file named like a standard module would break the keeper.
-# The folder of this package is added for callers that found it through their own sys.path.
+# `-m` would put the working folder first on the path, where a file named like a standard module would break
+# the keeper. The folder of this package is added for callers that found it through their own sys.path.
 _BOOT = """\
 import sys
 sys.flags.safe_path or sys.path.pop(0)
@@ -94,8 +94,8 @@ def launch_local(
 ) -> int:
     """Run a command in `workers` processes of this machine and look after them until none is left.
 
-    Must be called in the main thread, because it handles SIGINT, SIGTERM and SIGHUP while it runs: the first stops the
-    workers with SIGTERM and, after `grace` seconds, SIGKILL; a second one kills them at once.
+    Must be called in the main thread, because it handles SIGINT, SIGTERM and SIGHUP while it runs: the first
+    stops the workers with SIGTERM and, after `grace` seconds, SIGKILL; a second one kills them at once.
 
     Args:
         command: what to run.
@@ -104,13 +104,14 @@ def launch_local(
         log_dir: folder for one `rank-N.log` each.
         prefix: start every line of output with `[rank] `.
         grace: seconds from SIGTERM to SIGKILL.
-        heartbeat_timeout: a Python worker that gives no sign of life for so many seconds has failed; 0 waits for ever.
+        heartbeat_timeout: a Python worker that gives no sign of life for so many seconds has failed; 0 waits
+            for ever.
         threads: CPU threads a worker; default OMP_NUM_THREADS, or the cores divided among the workers.
         preload: import torch once, before the workers are forked, instead of in each.
 
     Returns:
-        0 when every worker ended with 0; else the exit code of the worker that failed first, 128 + N for a death by
-        signal N; 128 + N when signal N stopped the launcher.
+        0 when every worker ended with 0; else the exit code of the worker that failed first, 128 + N for a
+        death by signal N; 128 + N when signal N stopped the launcher.
 
     Raises:
         UserError: an argument cannot be honoured.
@@ -135,7 +136,8 @@ def launch_local(
     except KeyboardInterrupt:
         first = None
     except BrokenPipeError:
-        # Whoever read our output has left, as `head` does; programs of every language end with this code then.
+        # Whoever read our output has left, as `head` does; programs of every language end with this code
+        # then.
         _silence_stdout()
         return 128 + signal.SIGPIPE
     finally:
@@ -156,7 +158,8 @@ def launch_local(
 
 
 def _handle_signals(supervisor: Supervisor) -> dict[int, Any]:
-    """Turn signals into `interrupt`; returns the handlers that stood before. Ignored ones (nohup) stay ignored."""
+    """Turn signals into `interrupt`; returns the handlers that stood before. Ignored ones (nohup) stay
+    ignored."""
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         supervisor.interrupt(number)

@@ -1,4 +1,5 @@
-"""Where the output of the workers goes: the console, a file a rank, and a short memory for the report of a failure."""
+"""Where the output of the workers goes: the console, a file a rank, and a short memory for the report of a
+failure."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def show(stream: Any, data: bytes) -> None:
     """Write bytes to a text stream unchanged, or as near as a stream without bytes (a notebook's) allows.
 
     Raises:
-        BrokenPipeError: nobody reads our stdout any more. For stderr there is nobody left to tell, so it is dropped.
+        BrokenPipeError: nobody reads our stdout any more. For stderr there is nobody left to tell, so it is
+            dropped.
     """
     if stream is None:
         return

@@ -13,8 +13,8 @@ class Command:
     """What every worker runs.
 
     Attributes:
-        kind: "script" (a Python file, or a folder or zip file with `__main__.py`), "module" (as `python -m`), or
-            "program" (anything else that can be executed).
+        kind: "script" (a Python file, or a folder or zip file with `__main__.py`), "module" (as `python -m`),
+            or "program" (anything else that can be executed).
         target: the path, module name or program.
         args: its arguments, passed on unchanged.
     """
@@ -42,9 +42,11 @@ def environment(
     run_id: str,
     restarts: int = 0,
 ) -> dict[str, str]:
-    """The variables of one worker: torchrun's, so that `allhands.init()` and plain torch.distributed both understand.
+    """The variables of one worker: torchrun's, so that `allhands.init()` and plain torch.distributed both
+    understand.
 
-    TORCHELASTIC_USE_AGENT_STORE makes torch connect to the store at `address:port` instead of opening one in rank 0.
+    TORCHELASTIC_USE_AGENT_STORE makes torch connect to the store at `address:port` instead of opening one in
+    rank 0.
     """
     return {
         "RANK": str(rank),

@@ -1,7 +1,8 @@
 """What the operating system knows about processes: states, children, groups, exit causes.
 
-Linux has more to offer than POSIX (`/proc`, subreapers, the parent-death signal); elsewhere those functions do nothing
-and the rest of the launcher still works, with weaker guarantees against processes that detach themselves.
+Linux has more to offer than POSIX (`/proc`, subreapers, the parent-death signal); elsewhere those functions
+do nothing and the rest of the launcher still works, with weaker guarantees against processes that detach
+themselves.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def state(pid: int) -> str:
-    """One letter: R running, S sleeping, D in the kernel, T stopped, t traced, Z ended; empty when it is not known."""
+    """One letter: R running, S sleeping, D in the kernel, T stopped, t traced, Z ended; empty when it is not
+    known."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 

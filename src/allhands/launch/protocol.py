@@ -1,7 +1,7 @@
 """What launcher, keeper and workers say to one another: one JSON object a line, over pipes.
 
-A pipe needs no port and no secret, reaches a keeper on another host unchanged (ssh carries its standard streams), and
-its end is the one signal of a peer's death that even SIGKILL cannot suppress.
+A pipe needs no port and no secret, reaches a keeper on another host unchanged (ssh carries its standard
+streams), and its end is the one signal of a peer's death that even SIGKILL cannot suppress.
 
 Launcher to keeper, field `op`:
 
@@ -11,9 +11,10 @@ Launcher to keeper, field `op`:
     stop     ranks (null: all), grace                               SIGTERM, and SIGKILL after `grace` seconds
     quit                                                            the keeper ends
 
-Keeper to launcher, field `event`: `ready`, `store`, `started`, `out` (whole lines of output), `raised`, `leaving`,
-`returned`, `message` (what worker code sent), `silent`, `exit`, `idle` (no process of the round is left), `alive`.
-Times are `age`: seconds between the thing and its sending, because clocks of two hosts cannot be compared.
+Keeper to launcher, field `event`: `ready`, `store`, `started`, `out` (whole lines of output), `raised`,
+`leaving`, `returned`, `message` (what worker code sent), `silent`, `exit`, `idle` (no process of the round is
+left), `alive`. Times are `age`: seconds between the thing and its sending, because clocks of two hosts cannot
+be compared.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from typing import Any
 
 from allhands.launch.processes import signal_name
 
-# An exit is seen only after the process is gone, when its peers have long noticed broken connections. An exit that the
-# worker did not announce (SIGKILL, os._exit) therefore counts as this much earlier than it was seen.
+# An exit is seen only after the process is gone, when its peers have long noticed broken connections. An exit
+# that the worker did not announce (SIGKILL, os._exit) therefore counts as this much earlier than it was seen.
 _UNSEEN = 1.0
 # Deaths that a peer's failure does not cause, unlike SIGABRT, with which libraries answer broken connections.
 _OWN_DEATHS = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -32,7 +32,8 @@ class Worker:
     pid: int = 0
     raised: dict[str, Any] | None = None
     raised_at: float = 0.0
-    leaving_at: float | None = None
+    leaving: int | None = None  # the exit code that it announced when its code had ended
+    leaving_at: float = 0.0
     silent: dict[str, Any] | None = None
     silent_at: float = 0.0
     lost: str | None = None  # why nothing more can be heard of it
@@ -53,8 +54,10 @@ class Worker:
             times.append(self.silent_at)
         if self.lost is not None:
             times.append(self.lost_at)
+        if self.leaving is not None and (self.leaving or (self.must_return and self.returned is None)):
+            times.append(self.leaving_at)
         if self.exit is not None and self._exit_is_failure():
-            announced = self.leaving_at is not None or self.raised is not None
+            announced = self.leaving is not None or self.raised is not None
             number = self.exit.get("signal")
             if self.stop_at is None or self.exit_at < self.stop_at:
                 times.append(
@@ -72,10 +75,13 @@ class Worker:
 
     def exit_code(self) -> int:
         """The launcher's exit code when this worker failed first."""
-        if self.raised is not None and self.exit is None:
-            return 1
-        if self.exit is None:
+        if self.silent is not None or self.lost is not None or (self.exit is None and self.raised is None):
             return 128 + signal.SIGKILL
+        # A teardown that hung was ended by us; what the worker announced before is its own.
+        if self.leaving:
+            return self.leaving
+        if self.exit is None or (self.raised is not None and self.stop_at is not None):
+            return 1
         if "signal" in self.exit:
             return 128 + int(self.exit["signal"])
         return int(self.exit["code"]) or 1
@@ -92,10 +98,10 @@ class Worker:
             return text if text.startswith("cannot run ") else f"raised {text}"
         if self.lost is not None:
             return self.lost
-        if self.exit is not None and "signal" in self.exit:
+        if self.leaving is None and self.exit is not None and "signal" in self.exit:
             hint = " (out of memory? see `dmesg`)" if self.exit["signal"] == signal.SIGKILL else ""
             return f"killed by {signal_name(self.exit['signal'])}{hint}"
-        code = self.exit["code"] if self.exit is not None else "unknown"
+        code = self.leaving if self.leaving is not None else (self.exit or {}).get("code", "unknown")
         if self.must_return and self.returned is None:
             return f"left with exit code {code} before its function returned"
         return f"exit code {code}"
@@ -115,7 +121,8 @@ def describe(
         workers: all of them.
         log_path: the file with everything that `first` printed, or None.
         grace: seconds between SIGTERM and SIGKILL.
-        with_traceback: show the traceback of `first` instead of its last lines of output, which for a script contain it.
+        with_traceback: show the traceback of `first` instead of its last lines of output, which for a script
+            contain it.
     """
     where = f"{first.host}, pid {first.pid}" if first.pid else first.host
     lines = [f"allhands: rank {first.rank} ({where}) failed first: {first.cause()}"]
@@ -129,8 +136,8 @@ def describe(
         ):
             ago = max(0.0, failed_at - worker.exit_at)
             lines.append(
-                f"  rank {worker.rank} had already left with exit code 0, {ago:.1f} s earlier: if the others still waited for it, "
-                "that is the cause"
+                f"  rank {worker.rank} had already left with exit code 0, {ago:.1f} s earlier: "
+                "if the others still waited for it, that is the cause"
             )
     shown = first.tail
     title = "its last lines:"
@@ -140,8 +147,12 @@ def describe(
     if shown:
         lines.append(f"  {title}")
         lines += [f"    | {line[:2000].decode('utf-8', 'backslashreplace')}" for line in shown]
-    stopped = [worker for worker in workers if worker is not first and worker.stop_at is not None]
-    killed = [w for w in stopped if w.exit == {"signal": int(signal.SIGKILL)} and w.failed_at(grace) is None]
+    others = [worker for worker in workers if worker is not first]
+    after = [worker for worker in others if worker.failed_at(grace) is not None]
+    if after:
+        lines.append(f"  failed after it: {_ranks(after)}")
+    stopped = [worker for worker in others if worker.stop_at is not None and worker not in after]
+    killed = [worker for worker in stopped if worker.exit == {"signal": int(signal.SIGKILL)}]
     if stopped:
         ended = (
             f"; {_ranks(killed)} did not end within {grace:g} s of SIGTERM and got SIGKILL" if killed else ""

@@ -1,8 +1,10 @@
-"""How the results of workers travel back to the process that started them: as data, never as a pickle to execute."""
+"""How the results of workers travel back to the process that started them: as data, never as a pickle to
+execute."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter, OrderedDict
 from typing import Any
 
 from allhands.errors import UserError
@@ -50,15 +52,15 @@ def _check(value: Any, path: str, seen: set[int]) -> None:
     elif kind is set:
         for item in value:
             _check(item, f"an element of {path}", seen)
-    elif kind.__name__ in ("dict", "OrderedDict") and isinstance(value, dict):
+    elif kind in (dict, OrderedDict, Counter):
         for key, item in value.items():
             _check(key, f"the key {key!r} of {path}", seen)
             _check(item, f"{path}[{key!r}]", seen)
     else:
         hint = "; return its state_dict() instead" if isinstance(value, torch.nn.Module) else ""
         raise UserError(
-            f"the function returned something that is not data: {path} is a {kind.__module__}.{kind.__qualname__}"
-            f"{hint}. A worker may return {_ALLOWED}"
+            f"the function returned something that is not data: {path} is a "
+            f"{kind.__module__}.{kind.__qualname__}{hint}. A worker may return {_ALLOWED}"
         )
 
 

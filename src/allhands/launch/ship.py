@@ -1,9 +1,11 @@
-"""Carries Python objects from the process of the user to the workers: one file, whose tensors all workers share.
+"""Carries Python objects from the process of the user to the workers: one file, whose tensors all workers
+share.
 
-The objects travel as one cloudpickle, so everything that was one object stays one (the parameters that an optimizer
-updates are the model's), and functions and classes of `__main__` travel by value. The bytes of tensors and numpy arrays
-lie beside the pickle. Workers map them copy-on-write: N workers read one copy of a data set, and what a worker writes is
-its own. The file is private to the user and is only ever read by the processes that the writer started.
+The objects travel as one cloudpickle, so everything that was one object stays one (the parameters that an
+optimizer updates are the model's), and functions and classes of `__main__` travel by value. The bytes of
+tensors and numpy arrays lie beside the pickle. Workers map them copy-on-write: N workers read one copy of a
+data set, and what a worker writes is its own. The file is private to the user and is only ever read by the
+processes that the writer started.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import shutil
 import struct
 import sys
 import tempfile
+import types
+from collections import ChainMap
 from collections.abc import Callable
 from typing import Any
 
@@ -53,15 +57,24 @@ def _pickler(file: io.BufferedIOBase, blobs: _Blobs) -> Any:
     import cloudpickle
 
     torch = sys.modules.get("torch")
-    storages = (torch.storage.TypedStorage, torch.storage.UntypedStorage) if torch else ()
+    untyped: Any = torch.storage.UntypedStorage if torch else ()
+    storages: Any = (torch.storage.TypedStorage, untyped) if torch else ()
+    reduce_code = cloudpickle.Pickler.dispatch_table[types.CodeType]
     known: dict[int, tuple[Any, ...]] = {}
     alive = []  # an address names a storage only while the storage lives
 
+    def reduce_code_with_file(code: types.CodeType) -> tuple[Any, ...]:
+        # cloudpickle drops the file name, without which a worker's traceback shows no source lines.
+        make, parts = reduce_code(code)
+        return make_code, (make, parts, code.co_filename)
+
     class Pickler(cloudpickle.Pickler):
+        dispatch_table = ChainMap({types.CodeType: reduce_code_with_file}, cloudpickle.Pickler.dispatch_table)
+
         def persistent_id(self, value: Any) -> Any:
             if not isinstance(value, storages):
                 return None
-            typed = not isinstance(value, storages[1])
+            typed = not isinstance(value, untyped)
             raw = value._untyped_storage if typed else value
             if raw.device.type == "meta":
                 return None
@@ -81,6 +94,11 @@ def _pickler(file: io.BufferedIOBase, blobs: _Blobs) -> Any:
     return Pickler(file, protocol=5, buffer_callback=keep)
 
 
+def make_code(make: Callable[..., types.CodeType], parts: tuple[Any, ...], filename: str) -> types.CodeType:
+    """Rebuild a function's code with the name of its file. Called by `load`."""
+    return make(*parts).replace(co_filename=filename)
+
+
 def can_pickle(value: Any) -> Exception | None:
     """Try to pickle a value without writing any tensor; the error if it cannot be done."""
     try:
@@ -91,7 +109,8 @@ def can_pickle(value: Any) -> Exception | None:
 
 
 def make_directory(nbytes: int = 0) -> str:
-    """A new private folder for `nbytes` of data: in shared memory if they fit, else on disk. The caller removes it."""
+    """A new private folder for `nbytes` of data: in shared memory if they fit, else on disk. The caller
+    removes it."""
     for base in ("/dev/shm", None):
         try:
             if base and shutil.disk_usage(base).free < nbytes + _MARGIN:
@@ -137,8 +156,8 @@ def dump(value: Any, directory: str | Callable[[int], str]) -> str:
         if path:
             os.unlink(path)
         raise UserError(
-            f"cannot write {start / 2**20:.0f} MiB for the workers to {folder}: {error.strerror}; free some space there, "
-            'or build the data in the workers (datasets={"get_datasets_fn": ...})'
+            f"cannot write {start / 2**20:.0f} MiB for the workers to {folder}: {error.strerror}; "
+            'free some space there, or build the data in the workers (datasets={"get_datasets_fn": ...})'
         ) from error
     return path
 
@@ -154,7 +173,8 @@ def _write(file: Any, part: Any) -> None:
 
 
 def load(path: str) -> Any:
-    """The value that `dump` wrote. Tensors, also those of a GPU, arrive as CPU tensors on private, copy-on-write memory.
+    """The value that `dump` wrote. Tensors, also those of a GPU, arrive as CPU tensors on private,
+    copy-on-write memory.
 
     Raises:
         OSError: the file cannot be read.

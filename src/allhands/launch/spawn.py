@@ -34,12 +34,13 @@ def spawn(
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` in `workers` new processes that form one world.
 
-    Works from a script without an `if __name__ == "__main__"` guard, from `python -c`, a notebook, pytest and any thread:
-    the caller's file is not run again. The arguments travel as they are (`ship`): all workers read one copy of the
-    tensors, and changes that a worker makes are its own.
+    Works from a script without an `if __name__ == "__main__"` guard, from `python -c`, a notebook, pytest and
+    any thread: the caller's file is not run again. The arguments travel as they are (`ship`): all workers
+    read one copy of the tensors, and changes that a worker makes are its own.
 
     Args:
-        fn: what to call. Inside it `allhands.init()` and `torch.distributed.init_process_group()` find the others.
+        fn: what to call. Inside it `allhands.init()` and `torch.distributed.init_process_group()` find the
+            others.
         args: positional arguments.
         kwargs: keyword arguments.
         workers: how many processes.
@@ -47,19 +48,22 @@ def spawn(
         log_dir: folder for one `rank-N.log` each.
         prefix: start every line of output with `[rank] `.
         grace: seconds from SIGTERM to SIGKILL for workers that have to be stopped.
-        heartbeat_timeout: a worker that gives no sign of life for so many seconds has failed; 0 waits for ever.
+        heartbeat_timeout: a worker that gives no sign of life for so many seconds has failed; 0 waits for
+            ever.
         threads: CPU threads a worker; default OMP_NUM_THREADS, or the cores divided among the workers.
-        on_message: called with (rank, message) in this thread for everything given to `allhands.launch.worker.send`.
-        preload: modules to import once, before the workers are forked; they must not start threads or touch a GPU.
+        on_message: called with (rank, message) in this thread for everything given to
+            `allhands.launch.worker.send`.
+        preload: modules to import once, before the workers are forked; they must not start threads or touch a
+            GPU.
 
     Returns:
-        The results by rank: None, numbers, strings, bytes, tensors, numpy arrays, and lists, tuples, dicts and sets of
-        them. Tensors of a GPU arrive on the CPU.
+        The results by rank: None, numbers, strings, bytes, tensors, numpy arrays, and lists, tuples, dicts
+        and sets of them. Tensors of a GPU arrive on the CPU.
 
     Raises:
         UserError: an argument cannot be pickled, a result is not data, or a worker raised UserError.
-        WorkerError: a worker failed; the message has its traceback, `rank` says which, `exit_code` its exit code. No worker
-            is left then.
+        WorkerError: a worker failed; the message has its traceback, `rank` says which, `exit_code` its exit
+            code. No worker is left then.
         KeyboardInterrupt: and anything that `on_message` raises, after all workers were stopped.
     """
     check_numbers(workers, grace, heartbeat_timeout, threads)

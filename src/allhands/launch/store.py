@@ -14,9 +14,10 @@ from allhands.launch import processes
 class StoreHost:
     """A child process with a `torch.distributed.TCPStore` on a listener that was opened before.
 
-    The listener is bound to a port that the kernel chose and stays open until the store takes it over, so no other job
-    can get that port in between, and workers may connect before the store is up: they wait in the listener's queue.
-    It lives in its own process because a worker that hosted it would take it along when it ends first.
+    The listener is bound to a port that the kernel chose and stays open until the store takes it over, so no
+    other job can get that port in between, and workers may connect before the store is up: they wait in the
+    listener's queue. It lives in its own process because a worker that hosted it would take it along when it
+    ends first.
 
     Raises:
         OSError: `address` is not one of this host's addresses.
@@ -34,8 +35,8 @@ class StoreHost:
     def start(self, private: Iterable[int]) -> None:
         """Fork the process that serves. Call it after the preload: torch is then imported already.
 
-        `private` are descriptors of the keeper; held open in this process they would hide their closing from the
-        launcher.
+        `private` are descriptors of the keeper; held open in this process they would hide their closing from
+        the launcher.
         """
         parent = os.getpid()
         self.pid = os.fork()

@@ -1,4 +1,5 @@
-"""Drives the keepers of one job from the launcher: shows output, finds the first failure, stops the rest, tells why."""
+"""Drives the keepers of one job from the launcher: shows output, finds the first failure, stops the rest,
+tells why."""
 
 from __future__ import annotations
 
@@ -125,14 +126,15 @@ class Supervisor:
                 raise WorkerError(f"the keeper on {keeper.host} {why} before any worker was started")
 
     def run(self, tasks: Sequence[Sequence[dict[str, Any]]], *, must_return: bool = False) -> Worker | None:
-        """Start the tasks (one sequence for each keeper) and see them through until no process of them is left.
+        """Start the tasks (one sequence for each keeper) and see them through until no process of them is
+        left.
 
         Returns:
             The worker that failed first; None when all went well or `interrupt` ended the job.
 
         Raises:
-            BaseException: whatever is raised in the calling thread meanwhile, KeyboardInterrupt above all; the workers are
-                stopped first.
+            BaseException: whatever is raised in the calling thread meanwhile, KeyboardInterrupt above all;
+                the workers are stopped first.
         """
         for keeper, chosen in zip(self.keepers, tasks, strict=True):
             keeper.ranks = [task["rank"] for task in chosen]
@@ -157,7 +159,8 @@ class Supervisor:
         return self.workers[min(failed)[1]] if failed else None
 
     def interrupt(self, number: int) -> None:
-        """Stop the job because the launcher got a signal; the second one kills at once. Safe in a signal handler."""
+        """Stop the job because the launcher got a signal; the second one kills at once. Safe in a signal
+        handler."""
         self.signals.append(number)
         try:
             os.write(self._wake_end, b"!")
@@ -165,7 +168,8 @@ class Supervisor:
             pass
 
     def stop(self, grace: float, but: int | None = None) -> None:
-        """SIGTERM to the workers, and SIGKILL after `grace` seconds. Rank `but` is left to end by itself meanwhile."""
+        """SIGTERM to the workers, and SIGKILL after `grace` seconds. Rank `but` is left to end by itself
+        meanwhile."""
         now = time.monotonic()
         self.stopping_since = self.stopping_since or now
         for keeper in self.keepers:
@@ -288,7 +292,7 @@ class Supervisor:
         elif kind == "raised":
             worker.raised, worker.raised_at = event["value"], at
         elif kind == "leaving":
-            worker.leaving_at = at
+            worker.leaving, worker.leaving_at = event["value"], at
         elif kind == "silent":
             worker.silent, worker.silent_at = event, at
         elif kind == "exit":

@@ -42,11 +42,12 @@ def explain(error: Exception, roots: Mapping[str, Any]) -> UserError:
             path, culprit, cause = _descend(name, value, cause)
             kind = type(culprit)
             what = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-            inside = f" (in argument `{name}`)" if path != name and name != "fn" else ""
+            inside = f" (in argument `{name}`)" if name not in (path, "fn") else ""
             return UserError(
-                f"`{path}`{inside} is a {what}, which cannot be sent to the workers: {cause}. Create it inside the function that "
-                'the workers run, build the data there with datasets={"get_datasets_fn": ...}, or leave it out in its owner\'s '
-                "__getstate__()"
+                f"`{path}`{inside} is a {what}, which cannot be sent to the workers: {cause}. Create it "
+                "inside the function that the workers run, build the data there with "
+                'datasets={"get_datasets_fn": ...}, '
+                "or leave it out in its owner's __getstate__()"
             )
     return UserError(f"the arguments cannot be sent to the workers together: {error}")
 
@@ -108,7 +109,7 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
 def _parts_of_object(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     torch = sys.modules.get("torch")
     state = vars(value) if hasattr(value, "__dict__") else {}
-    if type(value).__getstate__ is not object.__getstate__:
+    if "__getstate__" in {name for kind in type(value).__mro__[:-1] for name in vars(kind)}:
         try:
             own = value.__getstate__()
             state = own if isinstance(own, dict) else state

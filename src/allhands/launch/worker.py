@@ -1,10 +1,11 @@
-"""What happens in a worker between its fork from the keeper and the user's first line, and after the last one.
+"""What happens in a worker between its fork from the keeper and the user's first line, and after the last
+one.
 
-A script must not be able to tell that it runs in a process that was forked with torch imported instead of one that
-`python script.py` started: `__main__`, `sys.argv`, `sys.path`, signals, exit codes and teardown are Python's own.
-The worker also tells the keeper what only it can know: that it is alive (once a second), and which exception ended it,
-at the moment it is raised. The teardown of an interpreter can take seconds, and the other workers fail meanwhile; without the
-time of the raise, the wrong one would be named as the first.
+A script must not be able to tell that it runs in a process that was forked with torch imported instead of one
+that `python script.py` started: `__main__`, `sys.argv`, `sys.path`, signals, exit codes and teardown are
+Python's own. The worker also tells the keeper what only it can know: that it is alive (once a second), and
+which exception ended it, at the moment it is raised. The teardown of an interpreter can take seconds, and the
+other workers fail meanwhile; without the time of the raise, the wrong one would be named as the first.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def send(message: dict[str, Any]) -> bool:
     """Hand a message to the process that started the workers, which sees it in `on_message(rank, message)`.
 
     Returns:
-        False when nobody listens: the process was not started by the allhands launcher, or the launcher is gone.
+        False when nobody listens: the process was not started by the allhands launcher, or the launcher is
+        gone.
 
     Raises:
         TypeError: the message holds something that JSON cannot carry.
@@ -110,7 +112,8 @@ def _execute(argv: list[str]) -> None:
 
 
 def run(task: dict[str, Any]) -> None:
-    """Run the user's code in this process and leave as Python would: call it last, from the bottom of the stack.
+    """Run the user's code in this process and leave as Python would: call it last, from the bottom of the
+    stack.
 
     Raises:
         SystemExit: with the code of the user's program.
@@ -119,7 +122,8 @@ def run(task: dict[str, Any]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-    # numpy's global generator was seeded once, in the keeper; in processes of their own each would have its own seed.
+    # numpy's global generator was seeded once, in the keeper; in processes of their own each would have its
+    # own seed.
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
@@ -247,7 +251,8 @@ def _find(name: str) -> importlib.machinery.ModuleSpec | None:
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
-        # Only a missing parent package of `name` is our message; a missing import inside it is the user's traceback.
+        # Only a missing parent package of `name` is our message; a missing import inside it is the user's
+        # traceback.
         if error.name and (name == error.name or name.startswith(error.name + ".")):
             return None
         raise
@@ -273,7 +278,8 @@ def _run_function(task: dict[str, Any]) -> None:
 
     sys.path[:] = task["sys_path"]
     sys.argv = list(task["argv"])
-    # The caller's functions and classes arrive by value; its file is not run again, here or in children of this one.
+    # The caller's functions and classes arrive by value; its file is not run again, here or in children of
+    # this one.
     _main_module()
     function, args, kwargs = ship.load(task["function"])
     _report({"loaded": True})
