@@ -31,7 +31,25 @@ _LAZY = {
 }
 _SUBMODULES = {"utils": "allhands.runner.utils"}
 
-__all__ = ["__version__", "utils", *_LAZY]  # noqa: PLE0604
+__all__ = [
+    "DDP",
+    "DP",
+    "AllhandsError",
+    "Callback",
+    "EarlyStopping",
+    "Single",
+    "Strategy",
+    "SupervisedRunner",
+    "UserError",
+    "WorkerError",
+    "World",
+    "WorldError",
+    "__version__",
+    "current_world",
+    "finalize",
+    "init",
+    "utils",
+]
 
 if TYPE_CHECKING:
     from allhands.errors import AllhandsError, UserError, WorkerError, WorldError

@@ -1,0 +1,23 @@
+"""What is said between processes. Nothing here pickles: numbers travel as tensors, text as bytes."""
+
+from __future__ import annotations
+
+from allhands.comm.collectives import (
+    all_gather_rows,
+    all_gather_text,
+    all_reduce_sum,
+    broadcast_ints,
+    broadcast_tensors,
+    mean_buffers,
+    sum_gradients,
+)
+
+__all__ = [
+    "all_gather_rows",
+    "all_gather_text",
+    "all_reduce_sum",
+    "broadcast_ints",
+    "broadcast_tensors",
+    "mean_buffers",
+    "sum_gradients",
+]

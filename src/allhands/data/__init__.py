@@ -1,0 +1,22 @@
+"""What each worker sees: the global order of the samples, its share of it, and the feeds that read it."""
+
+from __future__ import annotations
+
+from allhands.data.build import Source, build_feeds, sources_from_datasets, sources_from_loaders
+from allhands.data.feed import Feed
+from allhands.data.order import Dealer, global_order, share_of
+from allhands.data.random import derive_seed, preserved_generators, seed_everything
+
+__all__ = [
+    "Dealer",
+    "Feed",
+    "Source",
+    "build_feeds",
+    "derive_seed",
+    "global_order",
+    "preserved_generators",
+    "seed_everything",
+    "share_of",
+    "sources_from_datasets",
+    "sources_from_loaders",
+]

@@ -1,0 +1,8 @@
+"""The training loop: `SupervisedRunner`, its callbacks, metrics, checkpoints and logs."""
+
+from __future__ import annotations
+
+from allhands.runner.callbacks import Callback, EarlyStopping
+from allhands.runner.supervised import SupervisedRunner
+
+__all__ = ["Callback", "EarlyStopping", "SupervisedRunner"]

@@ -1,0 +1,9 @@
+"""One optimizer step, exact and fast: loss weighting, accumulation, clipping, precision."""
+
+from __future__ import annotations
+
+from allhands.step.loss import LossRule
+from allhands.step.optimizer_step import OptimizerStep
+from allhands.step.precision import PRECISIONS, Precision
+
+__all__ = ["PRECISIONS", "LossRule", "OptimizerStep", "Precision"]

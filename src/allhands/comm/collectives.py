@@ -1,0 +1,107 @@
+"""Collectives on trees of tensors, each a no-op in a world of one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from allhands.world import World
+
+
+def all_reduce_sum(values: Sequence[torch.Tensor], world: World) -> None:
+    """Sum tensors over all ranks in place, fused into one message a dtype."""
+    if world.world_size == 1 or not values:
+        return
+    for group in _by_dtype(values).values():
+        flat = torch.cat([value.reshape(-1) for value in group])
+        dist.all_reduce(flat)
+        _copy_back(flat, group)
+
+
+def broadcast_tensors(values: Sequence[torch.Tensor], world: World, source: int = 0) -> None:
+    """Overwrite tensors in place with those of rank `source`, fused into one message a dtype."""
+    if world.world_size == 1 or not values:
+        return
+    for group in _by_dtype(values).values():
+        flat = torch.cat([value.reshape(-1) for value in group])
+        dist.broadcast(flat, source)
+        _copy_back(flat, group)
+
+
+def mean_buffers(values: Sequence[torch.Tensor], world: World) -> None:
+    """Replace floating-point tensors by their mean over the ranks, in place."""
+    all_reduce_sum(values, world)
+    for value in values:
+        value.div_(world.world_size)
+
+
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], world: World) -> None:
+    """Sum ``.grad`` over the ranks, for a step in which some rank has no sample and so no backward pass.
+
+    A parameter without a gradient on any rank keeps ``None``, so that the optimizer leaves it alone as it would in a
+    single process; one that has a gradient on some ranks counts as zero on the others.
+    """
+    params = [p for p in parameters if p.requires_grad]
+    if world.world_size == 1 or not params:
+        return
+    used = torch.tensor([p.grad is not None for p in params], dtype=torch.int32, device=world.device)
+    dist.all_reduce(used)
+    gradients = []
+    for parameter, count in zip(params, used.tolist(), strict=True):
+        if count:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+    all_reduce_sum(gradients, world)
+
+
+def broadcast_ints(values: Sequence[int] | None, world: World, source: int = 0) -> list[int]:
+    """Rank `source`'s list of integers, on every rank; the others pass ``None``."""
+    if world.world_size == 1:
+        return list(values or ())
+    length = torch.tensor([len(values) if values is not None else 0], dtype=torch.int64, device=world.device)
+    dist.broadcast(length, source)
+    if world.rank == source:
+        data = torch.tensor(values, dtype=torch.int64, device=world.device)
+    else:
+        data = torch.empty(int(length), dtype=torch.int64, device=world.device)
+    dist.broadcast(data, source)
+    return data.tolist()
+
+
+def all_gather_rows(rows: torch.Tensor, world: World) -> list[torch.Tensor]:
+    """Every rank's rows, in the order of the ranks; the first dimension may differ between ranks, the others may not."""
+    if world.world_size == 1:
+        return [rows]
+    counts = [torch.zeros(1, dtype=torch.int64, device=world.device) for _ in range(world.world_size)]
+    dist.all_gather(counts, torch.tensor([len(rows)], dtype=torch.int64, device=world.device))
+    lengths = [int(count) for count in counts]
+    padded = rows.new_zeros((max(lengths), *rows.shape[1:]), device=world.device)
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(gathered, padded)
+    return [part[:length] for part, length in zip(gathered, lengths, strict=True)]
+
+
+def all_gather_text(text: str, world: World) -> list[str]:
+    """Every rank's string, in the order of the ranks."""
+    data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(world.device)
+    parts = [bytes(part.cpu().numpy()).decode() for part in all_gather_rows(data, world)]
+    return ["" if part == "\0" else part for part in parts]
+
+
+def _by_dtype(values: Sequence[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
+    groups: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    for value in values:
+        groups[value.dtype].append(value.detach())
+    return groups
+
+
+def _copy_back(flat: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
+    offset = 0
+    for value in values:
+        value.copy_(flat[offset : offset + value.numel()].view_as(value))
+        offset += value.numel()

@@ -1,0 +1,295 @@
+"""What one rank reads of one data set: micro-batches grouped into optimizer steps.
+
+A feed yields, for each optimizer step, ``(batches, counts, total, idle)``: this rank's micro-batches (possibly none), the
+number of samples in each, the number of samples of the whole global batch over all ranks, and whether some rank has none.
+Every rank gets the same number of steps in an epoch.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from allhands.comm import all_gather_rows
+from allhands.data.order import Dealer, StepShare, split_share
+from allhands.data.random import derive_seed
+from allhands.data.sources import BatchSource, IndexSource, OrderSource
+from allhands.errors import UserError
+from allhands.world import World
+
+StepBatch = tuple[Sequence[Any], Sequence[int], int, bool]
+
+# Batches are gathered for many steps by one index operation; this bounds the copy that it makes, in bytes.
+GATHER_BYTES = 64 * 1024 * 1024
+
+
+class Feed(ABC):
+    """One rank's view of one loader.
+
+    Attributes:
+        name: the loader's name, such as ``"train"``.
+        kind: how it is read, in words, for the line that is printed at the start.
+        batch_size: samples of one micro-batch on one rank (0 where the user's batch sampler decides).
+        global_batch: samples of one full optimizer step over all ranks (0 where the user's batch sampler decides).
+        num_samples: samples in an epoch, or None when only reading tells.
+        num_steps: optimizer steps in an epoch, or None when only reading tells.
+    """
+
+    name: str
+    kind: str
+    batch_size: int
+    global_batch: int
+    num_samples: int | None
+    num_steps: int | None
+
+    @abstractmethod
+    def epoch(self, epoch: int) -> Iterator[StepBatch]:
+        """The steps of one epoch, in order."""
+
+    def positions(self, epoch: int) -> list[int]:
+        """The index in the data set of every sample that this rank reads in an epoch, in the order it reads them."""
+        raise TypeError(f"the samples of loader '{self.name}' have no positions: it is not map-style")
+
+
+class InMemoryFeed(Feed):
+    """Batches of a tensor data set, gathered for many steps at once by one index operation.
+
+    The gathered rows are copies, so that a model which changes its input in place cannot damage the data set.
+    """
+
+    kind = "in memory"
+
+    def __init__(self, name: str, tensors: Sequence[torch.Tensor], order: IndexSource, deal: dict[str, Any],
+                 rank: int, device: torch.device) -> None:  # fmt: skip
+        self.name = name
+        self.order = order
+        self.deal = deal
+        self.rank = rank
+        self.device = device
+        self.tensors = tuple(tensors)
+        self.row_bytes = max(1, sum(t[:1].numel() * t.element_size() for t in self.tensors))
+        dealer = Dealer(order.length, **deal)
+        self.batch_size = dealer.batch_size
+        self.global_batch = dealer.global_batch
+        self.num_samples = order.length
+        self.num_steps = dealer.num_steps
+        if device.type == "cuda" and self._fits_on_device():
+            self.tensors = tuple(t.to(device) for t in self.tensors)
+
+    def _fits_on_device(self) -> bool:
+        needed = sum(t.numel() * t.element_size() for t in self.tensors if t.device != self.device)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return needed <= free // 4  # the model, its gradients and activations need the rest
+
+    def epoch(self, epoch: int) -> Iterator[StepBatch]:
+        order = self.order.indices(epoch)
+        dealer = Dealer(len(order), **self.deal)
+        size, per_rank = dealer.batch_size, dealer.batch_size * dealer.accumulate
+        full = len(order) // dealer.global_batch
+        # [step, rank, sample]: this rank's contiguous share of every full step
+        mine = order[: full * dealer.global_batch].view(full, dealer.world_size, per_rank)[:, self.rank]
+        counts = (size,) * dealer.accumulate
+        steps_at_once = max(1, GATHER_BYTES // (self.row_bytes * per_rank))
+        for first in range(0, full, steps_at_once):
+            rows = self._gather(mine[first : first + steps_at_once].reshape(-1))
+            batches = zip(*(tensor.split(size) for tensor in rows), strict=True)
+            if dealer.accumulate == 1:
+                for batch in batches:
+                    yield (batch,), counts, dealer.global_batch, False
+            else:
+                for micro_batches in zip(*[batches] * dealer.accumulate, strict=True):
+                    yield micro_batches, counts, dealer.global_batch, False
+        if full < dealer.num_steps:
+            first = full * dealer.global_batch
+            share = split_share(first, len(order) - first, self.rank, dealer.world_size, size)
+            rows = self._gather(order[share.start : share.start + sum(share.sizes)])
+            last = list(zip(*(t.split(list(share.sizes)) for t in rows), strict=True)) if share.sizes else []
+            yield last, share.sizes, share.total, share.total < dealer.world_size
+
+    def positions(self, epoch: int) -> list[int]:
+        return _positions(self.order.indices(epoch), self.deal, self.rank)
+
+    def _gather(self, indices: torch.Tensor) -> list[torch.Tensor]:
+        on_data = indices.to(self.tensors[0].device)
+        rows = [tensor.index_select(0, on_data) for tensor in self.tensors]
+        if rows[0].device != self.device:
+            rows = [row.pin_memory().to(self.device, non_blocking=True) for row in rows]
+        return rows
+
+
+class LoaderFeed(Feed):
+    """Batches of a map-style data set through a DataLoader that keeps the user's collate function and loader processes."""
+
+    def __init__(self, name: str, dataset: Any, order: OrderSource, deal: dict[str, Any], rank: int, seed: int,
+                 options: dict[str, Any]) -> None:  # fmt: skip
+        self.name = name
+        self.order = order
+        self.deal = deal
+        self.rank = rank
+        self.seed = seed
+        workers = options.get("num_workers", 0)
+        self.kind = f"{workers} loader process{'es' if workers != 1 else ''}" if workers else "read in the worker itself"
+        self._batches = _RankBatches()
+        self._generator = torch.Generator()
+        self.loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._batches, generator=self._generator, **options)
+        if isinstance(order, IndexSource):
+            dealer = Dealer(order.length, **deal)
+            self.batch_size, self.global_batch = dealer.batch_size, dealer.global_batch
+            self.num_samples, self.num_steps = order.length, dealer.num_steps
+        else:
+            self.batch_size = self.global_batch = 0
+            self.num_samples = None
+            self.num_steps = None if order.length is None else Dealer(order.length, **deal).num_steps
+
+    def epoch(self, epoch: int) -> Iterator[StepBatch]:
+        steps = self._plan(epoch)
+        self._batches.batches = [batch for batches, _, _ in steps for batch in batches]
+        # Loader processes seed torch, numpy and random from this: other draws in each epoch and on each rank.
+        self._generator.manual_seed(derive_seed(self.seed, "loader", self.name, epoch, self.rank))
+        loaded = iter(self.loader)
+        for batches, total, idle in steps:
+            yield [next(loaded) for _ in batches], [len(batch) for batch in batches], total, idle
+
+    def positions(self, epoch: int) -> list[int]:
+        return [index for batches, _, _ in self._plan(epoch) for batch in batches for index in batch]
+
+    def _plan(self, epoch: int) -> list[tuple[list[list[int]], int, bool]]:
+        """For each step: this rank's batches of sample indices, the samples of the whole step, whether a rank has none."""
+        world_size = self.deal["world_size"]
+        if isinstance(self.order, BatchSource):
+            made = self.order.batches(epoch)
+            dealer = Dealer(len(made), **self.deal)
+            steps = []
+            for number, share in enumerate(dealer.shares(self.rank)):
+                whole = made[number * dealer.global_batch : number * dealer.global_batch + share.total]
+                mine = made[share.start : share.start + sum(share.sizes)]
+                steps.append((mine, sum(map(len, whole)), share.total < world_size))
+            return steps
+        assert isinstance(self.order, IndexSource)
+        order = self.order.indices(epoch).tolist()
+        return [
+            (_cut(order, share), share.total, share.total < world_size)
+            for share in Dealer(len(order), **self.deal).shares(self.rank)
+        ]
+
+
+class IterableFeed(Feed):
+    """Batches of an iterable data set: every rank reads the whole stream and keeps its contiguous share of each global batch.
+
+    Reading is repeated on every rank, which costs reading time but no exactness: the samples and their order are those of
+    a single process. The dealing happens in the loader process where there is one.
+    """
+
+    def __init__(self, name: str, dataset: IterableDataset[Any], deal: dict[str, Any], world: World, seed: int,
+                 options: dict[str, Any]) -> None:  # fmt: skip
+        dealer = Dealer(0, **deal)
+        self.name = name
+        self.world = world
+        self.kind = "an iterable, read on every rank and dealt out"
+        self.batch_size, self.global_batch = dealer.batch_size, dealer.global_batch
+        self.num_samples = self.num_steps = None
+        self.seed = seed
+        self._generator = torch.Generator()
+        options = dict(options)
+        collate = options.pop("collate_fn", None) or torch.utils.data.default_collate
+        self.loader: DataLoader[Any] = DataLoader(
+            _DealtStream(dataset, dealer, world.rank, collate), batch_size=None, generator=self._generator, **options
+        )
+
+    def epoch(self, epoch: int) -> Iterator[StepBatch]:
+        # The same seed on every rank: a stream that shuffles must shuffle alike everywhere, or samples are lost.
+        self._generator.manual_seed(derive_seed(self.seed, "stream", self.name, epoch))
+        set_epoch = getattr(self.loader.dataset.dataset, "set_epoch", None)  # type: ignore[attr-defined]
+        if set_epoch is not None:
+            set_epoch(epoch)
+        for batches, counts, total, fingerprint in self.loader:
+            self._check_same_stream(total, fingerprint)
+            yield batches, counts, total, total < self.world.world_size
+        self._check_same_stream(0, 0)
+
+    def _check_same_stream(self, total: int, fingerprint: int) -> None:
+        """Raise unless every rank has read the same block; without this, ranks that read other streams would train on
+        samples twice or wait for one another for ever."""
+        if self.world.world_size == 1:
+            return
+        mine = torch.tensor([[total, fingerprint]], dtype=torch.int64, device=self.world.device)
+        seen = [tuple(row[0].tolist()) for row in all_gather_rows(mine, self.world)]
+        if len(set(seen)) > 1:
+            raise UserError(
+                f"the ranks read different streams from loader '{self.name}': samples in this block by rank: "
+                f"{[total for total, _ in seen]}, checksums {[checksum for _, checksum in seen]}. An IterableDataset must "
+                "give the same samples in the same order on every rank (allhands deals them out); remove its own sharding "
+                "by rank, or derive its shuffling from a fixed seed"
+            )
+
+
+class _RankBatches:
+    """A batch sampler whose batches are replaced before each epoch."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class _DealtStream(IterableDataset[Any]):
+    """The share of one rank of a stream, already collated into steps."""
+
+    def __init__(self, dataset: IterableDataset[Any], dealer: Dealer, rank: int, collate: Any) -> None:
+        self.dataset = dataset
+        self.dealer = dealer
+        self.rank = rank
+        self.collate = collate
+
+    def __iter__(self) -> Iterator[tuple[Sequence[Any], Sequence[int], int, int]]:
+        block: list[Any] = []
+        for sample in self.dataset:
+            block.append(sample)
+            if len(block) == self.dealer.global_batch:
+                yield self._deal(block)
+                block = []
+        if block and not self.dealer.drop_last:
+            yield self._deal(block)
+
+    def _deal(self, block: list[Any]) -> tuple[Sequence[Any], Sequence[int], int, int]:
+        share = split_share(0, len(block), self.rank, self.dealer.world_size, self.dealer.batch_size)
+        batches = [self.collate(part) for part in _cut(block, share)]
+        return batches, share.sizes, share.total, _fingerprint(block[0]) ^ _fingerprint(block[-1])
+
+
+def _fingerprint(sample: Any) -> int:
+    """A 32-bit checksum of one sample, the same on every rank that reads the same sample."""
+    if isinstance(sample, torch.Tensor):
+        return zlib.crc32(sample.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    if isinstance(sample, Mapping):
+        return zlib.crc32(repr([(str(key), _fingerprint(value)) for key, value in sample.items()]).encode())
+    if isinstance(sample, (list, tuple)):
+        return zlib.crc32(repr([_fingerprint(value) for value in sample]).encode())
+    if isinstance(sample, np.ndarray):
+        return zlib.crc32(np.ascontiguousarray(sample).tobytes())
+    return zlib.crc32(repr(sample).encode()) if isinstance(sample, (int, float, str, bytes, bool)) else 0
+
+
+def _cut(items: list[Any], share: StepShare) -> list[list[Any]]:
+    """The micro-batches of a share, out of all the items of the epoch (or of the block that the share is of)."""
+    parts, start = [], share.start
+    for size in share.sizes:
+        parts.append(items[start : start + size])
+        start += size
+    return parts
+
+
+def _positions(order: torch.Tensor, deal: dict[str, Any], rank: int) -> list[int]:
+    rows = order.tolist()
+    shares = Dealer(len(rows), **deal).shares(rank)
+    return [row for share in shares for row in rows[share.start : share.start + sum(share.sizes)]]

@@ -1,0 +1,89 @@
+"""Which sample goes where: the one global order of an epoch, and the share of it that each rank takes.
+
+The order of epoch e is a function of (seed, e) only. Optimizer step t takes the next G samples of it, where G (the global
+batch) is ``batch_size * world_size * accumulate``; each rank takes its contiguous share of those G. Nothing is padded,
+repeated or dropped; only the last step of an epoch may be short, and is dealt out as evenly as its size allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from allhands.data.random import derive_seed
+
+
+def global_order(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
+    """The shuffled order of one epoch: int64 indices, shape ``[num_samples]``, the same at any world size."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
+    return torch.randperm(num_samples, generator=generator)
+
+
+def share_of(length: int, rank: int, world_size: int) -> tuple[int, int]:
+    """The contiguous part ``[start, stop)`` of `length` items that `rank` takes; sizes differ by at most one."""
+    size, extra = divmod(length, world_size)
+    start = rank * size + min(rank, extra)
+    return start, start + size + (rank < extra)
+
+
+@dataclass(frozen=True, slots=True)
+class StepShare:
+    """One rank's part of one optimizer step.
+
+    `start` is the position in the epoch's global order of this rank's first item, `sizes` the items in each of its
+    micro-batches (empty when the rank has nothing to do in this step), `total` the items of the whole global batch.
+    """
+
+    start: int
+    sizes: tuple[int, ...]
+    total: int
+
+
+@dataclass(frozen=True)
+class Dealer:
+    """Deals `num_items` items of an epoch out to the ranks, step by step.
+
+    An item is a sample, or a whole batch where the user's own batch sampler has made the batches.
+
+    Args:
+        num_items: items in an epoch.
+        batch_size: items of one micro-batch on one rank.
+        world_size: number of workers.
+        accumulate: micro-batches of one rank in one optimizer step.
+        drop_last: leave out a last global batch that is short.
+    """
+
+    num_items: int
+    batch_size: int
+    world_size: int = 1
+    accumulate: int = 1
+    drop_last: bool = False
+
+    @property
+    def global_batch(self) -> int:
+        """Items of one full optimizer step, over all workers and accumulation steps."""
+        return self.batch_size * self.world_size * self.accumulate
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps in an epoch."""
+        full, rest = divmod(self.num_items, self.global_batch)
+        return full + (rest > 0 and not self.drop_last)
+
+    def shares(self, rank: int) -> Iterator[StepShare]:
+        """`rank`'s part of every step of an epoch, in order; every rank gets the same number of steps."""
+        for step in range(self.num_steps):
+            first = step * self.global_batch
+            total = min(self.global_batch, self.num_items - first)
+            yield split_share(first, total, rank, self.world_size, self.batch_size)
+
+
+def split_share(first: int, total: int, rank: int, world_size: int, batch_size: int) -> StepShare:
+    """`rank`'s part of a global batch of `total` items that begins at position `first`."""
+    start, stop = share_of(total, rank, world_size)
+    chunks = -(-(stop - start) // batch_size)
+    # A short share is cut into even micro-batches: 9 items as 5 and 4, not 8 and 1, which BatchNorm could not train on.
+    bounds = [share_of(stop - start, chunk, chunks) for chunk in range(chunks)]
+    return StepShare(first + start, tuple(b - a for a, b in bounds), total)

@@ -1,0 +1,95 @@
+"""Hooks into a training. A hook that is not overridden costs nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from allhands.errors import UserError
+
+if TYPE_CHECKING:
+    from allhands.runner.training import Training
+
+
+class Callback:
+    """Override what you need; every hook runs on every rank, at the same points.
+
+    `training` shows ``epoch`` (finished epochs), ``step`` (optimizer steps so far), ``num_epochs``, ``model`` (unwrapped),
+    ``optimizer``, ``world``, ``history``, and ``stop(reason)``, which ends the training after the current epoch.
+    """
+
+    def on_train_start(self, training: Training) -> None:
+        """Before the first epoch, after a checkpoint was restored."""
+
+    def on_epoch_start(self, training: Training) -> None:
+        """Before an epoch."""
+
+    def on_step_end(self, training: Training) -> None:
+        """After an optimizer step."""
+
+    def on_epoch_end(self, training: Training) -> None:
+        """After an epoch's training and evaluation, before its checkpoint is written."""
+
+    def on_train_end(self, training: Training) -> None:
+        """After the last epoch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, made of numbers, strings, tensors, lists and dicts."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave."""
+
+
+class EarlyStopping(Callback):
+    """Stop when a metric of the validation loader has not improved for `patience` epochs.
+
+    Args:
+        patience: epochs without improvement before stopping.
+        metric: "loss" or the name of a metric.
+        minimize: whether smaller is better.
+        min_delta: an improvement must be larger than this.
+        loader: the loader whose metric is watched; None takes the validation loader.
+    """
+
+    def __init__(self, patience: int, metric: str = "loss", minimize: bool = True, min_delta: float = 0.0,
+                 loader: str | None = None) -> None:  # fmt: skip
+        if patience < 1:
+            raise UserError(f"EarlyStopping(patience={patience}): patience must be at least 1 epoch")
+        self.patience = patience
+        self.metric = metric
+        self.minimize = minimize
+        self.min_delta = min_delta
+        self.loader = loader
+        self.best: float | None = None
+        self.waited = 0
+
+    def on_epoch_end(self, training: Training) -> None:
+        loader = self.loader or training.valid_loader
+        measured = training.history.get(loader, {})
+        if self.metric not in measured:
+            raise UserError(
+                f"EarlyStopping(metric={self.metric!r}): loader '{loader}' measures {', '.join(measured) or 'nothing'}; "
+                "write one of these"
+            )
+        value = measured[self.metric][-1]
+        better = not math.isnan(value) and (
+            self.best is None or (self.best - value if self.minimize else value - self.best) > self.min_delta
+        )
+        if better:
+            self.best, self.waited = value, 0
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            training.stop(f"{loader} {self.metric} has not improved for {self.waited} epochs")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.waited = state["best"], state["waited"]
+
+
+def overridden(callbacks: list[Callback], hook: str) -> list[Callback]:
+    """The callbacks that do something at `hook`."""
+    return [callback for callback in callbacks if getattr(type(callback), hook) is not getattr(Callback, hook)]

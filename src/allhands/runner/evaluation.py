@@ -1,0 +1,150 @@
+"""Calling a model without training it: metrics over whole loaders, and one prediction a sample."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from allhands.comm import all_gather_rows, all_gather_text
+from allhands.data import Feed
+from allhands.errors import UserError
+from allhands.runner.metrics import LoaderMetrics
+from allhands.runner.reporter import Pace, Reporter
+from allhands.step import LossRule, Precision
+from allhands.world import World
+
+if TYPE_CHECKING:
+    from allhands.runner.supervised import SupervisedRunner
+
+
+class Forward:
+    """Moves a batch to the device and has the runner call the model on it."""
+
+    def __init__(self, runner: SupervisedRunner, module: nn.Module, device: torch.device) -> None:
+        self.handle_batch = runner.handle_batch
+        self.target_of = runner.target_of
+        self.module = module
+        self.device = device
+        self.moves = device.type != "cpu"
+
+    def __call__(self, batch: Any) -> tuple[Any, Any]:
+        if self.moves:
+            batch = to_device(batch, self.device)
+        return self.handle_batch(self.module, batch)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """A batch with all its tensors on `device`."""
+    if isinstance(value, torch.Tensor):
+        return value if value.device == device else value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: to_device(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_device(item, device) for item in value)
+    return value
+
+
+def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: Forward, rule: LossRule, metrics: LoaderMetrics,
+                  precision: Precision, reporter: Reporter, label: str) -> dict[str, float]:  # fmt: skip
+    """The loss and the metrics of a loader, in evaluation mode and without gradients; the same on every rank."""
+    was_training = model.training
+    model.eval()
+    metrics.start(label)
+    pace, done = Pace(), 0
+    # The bare model is called: gradients are not exchanged here, and ranks may have different numbers of batches.
+    module, forward.module = forward.module, model
+    try:
+        with torch.no_grad(), precision.autocast():
+            for batches, counts, _, _ in steps:
+                for batch, count in zip(batches, counts, strict=True):
+                    output, target = forward(batch)
+                    if rule.counts_targets:
+                        counted = rule.count_targets([forward.target_of(to_device(batch, forward.device))], [count])
+                        assert counted is not None
+                        metrics.observe(output, target, rule.call(output, target), 1.0, counted[0])
+                    else:
+                        metrics.observe(output, target, rule.call(output, target), 1.0 if rule.sums else count, count)
+                done += 1
+                if done >= pace.next_look and pace.due(done):
+                    reporter.progress(label, done, feed.num_steps, metrics.running_loss())
+    finally:
+        forward.module = module
+        model.train(was_training)
+    return metrics.result()
+
+
+def predict_feed(feed: Feed, model: nn.Module, forward: Forward, precision: Precision, world: World) -> Any:
+    """The model's output for every sample, in the order of the feed, on every rank, as CPU tensors.
+
+    Raises:
+        UserError: an output's first dimension is not the batch.
+    """
+    model.eval()
+    counts_by_step: list[int] = []
+    outputs: list[list[torch.Tensor]] = []
+    tree: Any = None
+    with torch.no_grad(), precision.autocast():
+        for batches, counts, _, _ in feed.epoch(0):
+            for batch, count in zip(batches, counts, strict=True):
+                output, _ = forward(batch)
+                tree, leaves = _flatten(output)
+                for leaf in leaves:
+                    if leaf.dim() == 0 or len(leaf) != count:
+                        raise UserError(
+                            f"the model gave an output of shape {list(leaf.shape)} for a batch of {count} samples; predict needs "
+                            "outputs whose first dimension is the batch"
+                        )
+                outputs.append([leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf for leaf in leaves])
+            counts_by_step.append(sum(counts))
+    columns = [torch.cat(column) for column in zip(*outputs, strict=True)]
+    if world.world_size == 1:
+        return _rebuild(tree, iter([column.cpu() for column in columns]))
+    return _gather(columns, tree, counts_by_step, world)
+
+
+def _gather(columns: list[torch.Tensor], tree: Any, counts_by_step: list[int], world: World) -> Any:
+    # A rank that had no sample does not know what the model gives; rank 0 always has one.
+    described = {"tree": tree, "leaves": [[list(c.shape[1:]), str(c.dtype).removeprefix("torch.")] for c in columns]}
+    known = json.loads(all_gather_text(json.dumps(described), world)[0])
+    if not columns:
+        columns = [torch.empty(0, *shape, dtype=getattr(torch, dtype), device=world.device) for shape, dtype in known["leaves"]]
+    steps = all_gather_rows(torch.tensor(counts_by_step, dtype=torch.int64, device=world.device), world)
+    gathered = []
+    for column in columns:
+        by_rank = [part.cpu() for part in all_gather_rows(column, world)]
+        pieces = [part.split(counts.tolist()) for part, counts in zip(by_rank, steps, strict=True)]
+        # Within a step the ranks hold contiguous shares in the order of the ranks.
+        gathered.append(
+            torch.cat([pieces[rank][step] for step in range(len(counts_by_step)) for rank in range(world.world_size)])
+        )
+    return _rebuild(known["tree"], iter(gathered))
+
+
+def _flatten(output: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The shape of a tree of tuples, lists and dicts as plain JSON, and its tensors in order."""
+    if isinstance(output, torch.Tensor):
+        return "tensor", [output]
+    if isinstance(output, Mapping):
+        if not all(isinstance(key, str) for key in output):
+            raise UserError("predict: a dict that the model gives must have strings as keys")
+        parts = [_flatten(value) for value in output.values()]
+        return ["dict", list(output), [tree for tree, _ in parts]], [leaf for _, leaves in parts for leaf in leaves]
+    if isinstance(output, (list, tuple)):
+        parts = [_flatten(value) for value in output]
+        name = "tuple" if isinstance(output, tuple) else "list"
+        return [name, [], [tree for tree, _ in parts]], [leaf for _, leaves in parts for leaf in leaves]
+    raise UserError(f"the model gave a {type(output).__name__}; predict needs tensors, or tuples, lists or dicts of them")
+
+
+def _rebuild(tree: Any, leaves: Iterator[torch.Tensor]) -> Any:
+    if tree == "tensor":
+        return next(leaves)
+    kind, keys, children = tree
+    values = [_rebuild(child, leaves) for child in children]
+    return dict(zip(keys, values, strict=True)) if kind == "dict" else tuple(values) if kind == "tuple" else values

@@ -1,0 +1,114 @@
+"""Where numbers go besides the console: TensorBoard and CSV files under the logdir."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from allhands.errors import UserError
+
+
+class Loggers:
+    """Writes ``metrics.csv`` (one row an epoch) and ``tensorboard/``; on ranks other than 0, or without logdir, nothing.
+
+    Args:
+        logdir: folder, or None.
+        resumed_rows: epochs already in the history; an older ``metrics.csv`` is cut back to them.
+    """
+
+    def __init__(self, logdir: Path | None, resumed_rows: int = 0) -> None:
+        self._writer: Any = None
+        self._csv: Path | None = None
+        if logdir is None:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(logdir / "tensorboard"))
+        self._csv = logdir / "metrics.csv"
+        self._rows = self._read_rows(resumed_rows)
+
+    def _read_rows(self, limit: int) -> list[dict[str, str]]:
+        assert self._csv is not None
+        if not limit or not self._csv.exists():
+            return []
+        with self._csv.open(newline="") as file:
+            return list(csv.DictReader(file))[:limit]
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is written."""
+        return self._writer is not None
+
+    def step(self, step: int, loss: float, rates: list[float]) -> None:
+        """This rank's running training loss and the learning rate, after `step` optimizer steps."""
+        if self._writer is not None:
+            self._writer.add_scalar("step/train_loss", loss, step)
+            self._writer.add_scalar("step/lr", rates[0], step)
+
+    def epoch(self, epoch: int, step: int, values: Mapping[str, Mapping[str, float]], rates: list[float], seconds: float) -> None:
+        """Every loader's metrics over the whole epoch."""
+        if self._writer is None or self._csv is None:
+            return
+        for loader, metrics in values.items():
+            for name, value in metrics.items():
+                self._writer.add_scalar(f"{loader}/{name}", value, epoch)
+        self._writer.add_scalar("lr", rates[0], epoch)
+        self._writer.flush()
+        row = {"epoch": epoch, "step": step, "lr": rates[0], "seconds": round(seconds, 3)}
+        row |= {f"{loader}_{name}": value for loader, metrics in values.items() for name, value in metrics.items()}
+        self._rows.append({key: str(value) for key, value in row.items()})
+        text = io.StringIO()
+        columns = list(dict.fromkeys(key for line in self._rows for key in line))
+        writer = csv.DictWriter(text, columns, restval="")
+        writer.writeheader()
+        writer.writerows(self._rows)
+        aside = self._csv.with_name(f".metrics.{os.getpid()}.part")
+        aside.write_text(text.getvalue())
+        aside.replace(self._csv)
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def prepare_logdir(logdir: Any) -> Path | None:
+    """The logdir as a folder that can be written to, or None.
+
+    Raises:
+        UserError: it cannot be made or written.
+    """
+    if logdir is None:
+        return None
+    path = Path(logdir).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".write-test.{os.getpid()}"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"logdir={str(logdir)!r} cannot be written: {error.strerror or error} ({error.filename or path}). Choose another "
+            "folder, or logdir=None to write nothing"
+        ) from None
+    return path
+
+
+def set_earlier_run_aside(logdir: Path) -> Path | None:
+    """Move the files of an earlier run in this logdir into a folder ``earlier-N`` inside it, so that none is overwritten."""
+    ours = ("checkpoints", "tensorboard", "metrics.csv", "run.yml")
+    found = [logdir / name for name in ours if (logdir / name).exists()]
+    if not found:
+        return None
+    number = 1
+    while (logdir / f"earlier-{number}").exists():
+        number += 1
+    target = logdir / f"earlier-{number}"
+    target.mkdir()
+    for path in found:
+        path.rename(target / path.name)
+    return target

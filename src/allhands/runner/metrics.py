@@ -1,0 +1,210 @@
+"""Losses and metrics over whole loaders: sums and counts, reduced once, every sample exactly once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from allhands.comm import all_reduce_sum, broadcast_tensors
+from allhands.errors import UserError
+from allhands.world import World
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+MetricLike = Any  # a torchmetrics.Metric, or a function (output, target) -> mean over the samples
+
+# Outputs are handed to the metrics in groups, so that a metric's own overhead is paid once a group and not once a batch;
+# this bounds what is kept meanwhile, in elements.
+_GROUP_ELEMENTS = 1 << 18
+
+
+def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Share of samples whose largest output is the target class; output ``[batch, classes, …]``, target ``[batch, …]``."""
+    return (output.argmax(dim=1) == target).double().mean()
+
+
+BUILT_IN: dict[str, MetricLike] = {"accuracy": accuracy}
+
+
+def named_metrics(metrics: Any) -> dict[str, MetricLike]:
+    """Metrics by name, from a dict, or from a list whose members name themselves.
+
+    Raises:
+        UserError: a name repeats, is taken, or a member is neither a metric nor a function.
+    """
+    if metrics is None:
+        return {}
+    if isinstance(metrics, (str, bytes)) or callable(metrics):
+        metrics = [metrics]
+    pairs = list(metrics.items()) if isinstance(metrics, Mapping) else [(_name_of(metric), metric) for metric in metrics]
+    named: dict[str, MetricLike] = {}
+    for name, metric in pairs:
+        if isinstance(metric, str):
+            if metric not in BUILT_IN:
+                raise UserError(
+                    f"there is no built-in metric '{metric}'; known are {', '.join(BUILT_IN)}. Pass a torchmetrics metric or a "
+                    "function (output, target) -> mean, by name: metrics={'name': …}"
+                )
+            metric = BUILT_IN[metric]  # noqa: PLW2901
+        if not callable(metric):
+            raise UserError(f"metric '{name}' is a {type(metric).__name__}; it must be a torchmetrics metric or a function")
+        if name in named:
+            raise UserError(f"two metrics are named '{name}'; name them apart: metrics={{'{name}_1': …, '{name}_2': …}}")
+        if name == "loss":
+            raise UserError("a metric cannot be named 'loss', which is the criterion's value; give it another name")
+        named[str(name)] = metric
+    return named
+
+
+def _name_of(metric: Any) -> str:
+    if isinstance(metric, str):
+        return metric
+    name = getattr(metric, "__name__", type(metric).__name__)
+    if name == "<lambda>":
+        raise UserError("a lambda has no name to report its metric under; write metrics={'name': lambda output, target: …}")
+    return str(name)
+
+
+class NonFiniteLossError(UserError):
+    """A training loss became NaN or infinite."""
+
+
+class LoaderMetrics:
+    """The loss and the metrics of one loader, over one epoch.
+
+    On a CPU every loss is read at once, and a training loss that is not finite raises before it reaches the weights. On
+    other devices the sums stay on the device; `check_finite` reads them.
+    """
+
+    def __init__(self, metrics: Mapping[str, MetricLike], world: World, trains: bool) -> None:
+        self.world = world
+        self.trains = trains
+        self.where = ""
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._modules: dict[str, Metric] = {}
+        for name, metric in metrics.items():
+            if isinstance(metric, torch.nn.Module):  # torchmetrics.Metric is one; this spares its slow import
+                self._modules[name] = metric.clone().to(world.device)  # type: ignore[operator]
+            else:
+                self._functions[name] = metric
+        self._on_cpu = world.device.type == "cpu"
+        self.start("")
+
+    def start(self, where: str) -> None:
+        """Begin an epoch; `where` names it in errors."""
+        self.where = where
+        self.samples = 0
+        self.batches = 0
+        self._loss = 0.0 if self._on_cpu else torch.zeros((), dtype=torch.float64, device=self.world.device)
+        self._count: Any = 0.0
+        self._sums = dict.fromkeys(self._functions, 0.0)
+        self._outputs: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
+        self._kept = 0
+        for module in self._modules.values():
+            module.reset()
+
+    def observe(self, output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any) -> None:
+        """Take in one micro-batch: ``loss * factor`` is its sum of losses over `count` items."""
+        self.batches += 1
+        if self._on_cpu:
+            value = loss.item()
+            if self.trains and not math.isfinite(value):
+                self._raise_non_finite(value)
+            self._loss += value * factor
+        else:
+            self._loss += loss.detach() * factor
+        self._count += count
+        if self._functions or self._modules:
+            self._keep(output, target)
+
+    def _keep(self, output: Any, target: Any) -> None:
+        if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
+            self._update(output, target, _rows(output))
+            return
+        if self._outputs and (output.shape[1:] != self._outputs[0].shape[1:] or target.shape[1:] != self._targets[0].shape[1:]):
+            self._flush()
+        self._outputs.append(output.detach())
+        self._targets.append(target)
+        self._kept += output.numel()
+        if self._kept >= _GROUP_ELEMENTS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._outputs:
+            output, target = torch.cat(self._outputs), torch.cat(self._targets)
+            self._outputs, self._targets, self._kept = [], [], 0
+            self._update(output, target, len(output))
+
+    def _update(self, output: Any, target: Any, rows: int) -> None:
+        self.samples += rows
+        with torch.no_grad():
+            for name, function in self._functions.items():
+                value = function(output, target)
+                if isinstance(value, torch.Tensor):
+                    if value.numel() != 1:
+                        raise UserError(
+                            f"metric '{name}' returned shape {list(value.shape)}; it must return one number, the mean"
+                        )
+                    value = value.detach().reshape(()).double()
+                self._sums[name] = self._sums[name] + value * rows
+            for module in self._modules.values():
+                module.update(output, target)
+
+    def running_loss(self) -> float:
+        """The mean loss on this rank so far. Reads the device."""
+        count = float(self._count)
+        return float(self._loss) / count if count else float("nan")
+
+    def check_finite(self) -> None:
+        """Raise `NonFiniteLossError` when a training loss since `start` was not finite. Reads the device."""
+        if self.trains and not math.isfinite(float(self._loss)):
+            self._raise_non_finite(float(self._loss))
+
+    def _raise_non_finite(self, value: float) -> None:
+        on_rank = f" on rank {self.world.rank}" if self.world.world_size > 1 else ""
+        raise NonFiniteLossError(
+            f"the training loss is {value}{on_rank} ({self.where}, batch {self.batches}). The weights of the last checkpoint are "
+            "untouched. Usual causes: a learning rate too high, a target or input that is not finite, a logarithm or division by "
+            "zero; clip_norm=1.0 bounds the step"
+        )
+
+    def result(self) -> dict[str, float]:
+        """The loss and every metric over all samples of all ranks, the same numbers on every rank."""
+        self._flush()
+        sums = [self._loss, self._count, self.samples, *self._sums.values()]
+        totals = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.world.device).reshape(()) for v in sums])
+        all_reduce_sum([totals], self.world)
+        # Each module reduces its own states over the ranks.
+        computed = {name: _scalar(name, module.compute()) for name, module in self._modules.items()}
+        loss, count, samples, *functions = totals.tolist()
+        values = {"loss": loss / count if count else float("nan")}
+        values |= {name: total / samples if samples else float("nan") for name, total in zip(self._sums, functions, strict=True)}
+        values |= computed
+        numbers = torch.tensor(list(values.values()), dtype=torch.float64, device=self.world.device)
+        broadcast_tensors([numbers], self.world)  # decisions hang on these: they must be equal to the last bit
+        return dict(zip(values, numbers.tolist(), strict=True))
+
+
+def _scalar(name: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value)
+    raise UserError(
+        f"metric '{name}' computed {type(value).__name__} {getattr(value, 'shape', '')}; only single "
+        "numbers can be reported, set average=…"
+    )
+
+
+def _rows(output: Any) -> int:
+    """Samples in a model's output, which may be a tree of tensors."""
+    if isinstance(output, torch.Tensor):
+        return len(output)
+    if isinstance(output, Mapping):
+        return _rows(next(iter(output.values())))
+    if isinstance(output, (list, tuple)):
+        return _rows(output[0])
+    raise UserError(f"cannot tell how many samples a model's output of type {type(output).__name__} holds; return tensors")

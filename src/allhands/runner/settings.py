@@ -1,0 +1,149 @@
+"""What was asked of a training, checked before any worker is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from allhands.data import Source
+from allhands.errors import UserError
+from allhands.runner.callbacks import Callback
+from allhands.runner.metrics import named_metrics
+from allhands.runner.schedule import Schedule
+from allhands.step import PRECISIONS
+from allhands.strategies import Strategy
+
+
+@dataclass
+class Data:
+    """Loaders or data sets as the user gave them; read where the samples are needed."""
+
+    loaders: Any = None
+    datasets: Any = None
+    #: One process has sent the data to all workers, so they need not be compared.
+    same_everywhere: bool = False
+
+    def sources(self, seed: int) -> dict[str, Source]:
+        """One source a loader. Calls the user's ``get_datasets_fn`` where there is one."""
+        from allhands.data import sources_from_datasets, sources_from_loaders
+
+        if (self.loaders is None) == (self.datasets is None):
+            given = "neither" if self.loaders is None else "both"
+            raise UserError(f"pass either loaders= or datasets=; {given} was given")
+        if self.loaders is not None:
+            return sources_from_loaders(self.loaders)
+        return sources_from_datasets(self.datasets, seed)
+
+    @property
+    def built_in_worker(self) -> bool:
+        """The data sets are made by the user's function, in the workers only."""
+        return isinstance(self.datasets, Mapping) and "get_datasets_fn" in self.datasets
+
+    def check(self, seed: int) -> None:
+        """Raise `UserError` for what can be seen without building the data."""
+        if self.loaders is not None or self.datasets is None or not self.built_in_worker:
+            self.sources(seed)
+
+
+@dataclass
+class TrainSettings:
+    """Everything that `SupervisedRunner.train` was called with, except who trains."""
+
+    model: nn.Module
+    criterion: Any
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    data: Data
+    metrics: dict[str, Any]
+    callbacks: list[Callback]
+    logdir: Path | None
+    num_epochs: int
+    valid_loader: str | None
+    main_metric: str
+    minimize_metric: bool
+    verbose: bool
+    resume: str | None
+    seed: int
+    accumulate: int
+    clip_norm: float | None
+    precision: str
+    check: bool
+    overfit: bool
+    load_best_on_end: bool
+    log_every: int
+    strategy: Strategy = field(default=None)  # type: ignore[assignment]
+
+    def validate(self) -> None:
+        """Raise `UserError` for the first setting that cannot be honoured."""
+        check_model(self.model)
+        if not callable(self.criterion):
+            raise UserError(f"criterion is {_kind(self.criterion)}; pass a loss such as torch.nn.CrossEntropyLoss()")
+        self._check_optimizer()
+        Schedule(self.scheduler)
+        self._check_numbers()
+        known = ["loss", *self.metrics]
+        if self.main_metric not in known:
+            raise UserError(f"main_metric={self.main_metric!r} is not measured; measured are: {', '.join(known)}")
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise UserError(f"callbacks holds {_kind(callback)}; each must be an allhands.Callback")
+        if self.resume == "auto" and self.logdir is None:
+            raise UserError("resume='auto' looks for a checkpoint in the logdir; pass logdir=…")
+        self.data.check(self.seed)
+
+    def _check_optimizer(self) -> None:
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise UserError(f"optimizer is {_kind(self.optimizer)}; pass a torch.optim optimizer over model.parameters()")
+        own = {id(p) for p in self.model.parameters()}
+        strangers = sum(id(p) not in own for group in self.optimizer.param_groups for p in group["params"])
+        if strangers:
+            raise UserError(
+                f"the optimizer holds {strangers} parameter(s) that the model does not have; make it from this model: "
+                f"torch.optim.{type(self.optimizer).__name__}(model.parameters(), …)"
+            )
+
+    def _check_numbers(self) -> None:
+        for name in ("num_epochs", "accumulate", "log_every"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{name}={value!r}; it must be a whole number of at least 1")
+        if self.clip_norm is not None and not (isinstance(self.clip_norm, (int, float)) and self.clip_norm > 0):
+            raise UserError(f"clip_norm={self.clip_norm!r}; it must be a positive number, or None for no clipping")
+        if self.precision not in PRECISIONS:
+            raise UserError(f"precision={self.precision!r} is not known; write one of {', '.join(map(repr, PRECISIONS))}")
+        if not isinstance(self.seed, int):
+            raise UserError(f"seed={self.seed!r}; it must be a whole number")
+
+
+def check_model(model: Any) -> None:
+    """Raise `UserError` unless it is a module that can be trained or called."""
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise UserError(
+            f"the model is wrapped in {type(model).__name__} already; pass the bare model (model.module) and say how to "
+            "distribute it with distributed=…"
+        )
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model is {_kind(model)}; pass a torch.nn.Module")
+
+
+def callback_list(callbacks: Any) -> list[Callback]:
+    """Callbacks as a list, from a list, a dict (its values), one callback, or None."""
+    if callbacks is None:
+        return []
+    if isinstance(callbacks, Mapping):
+        return list(callbacks.values())
+    return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
+
+
+def metric_dict(metrics: Any) -> dict[str, Any]:
+    """Metrics by name; see `named_metrics`."""
+    return named_metrics(metrics)
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

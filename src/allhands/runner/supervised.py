@@ -1,0 +1,310 @@
+"""`SupervisedRunner`: objects in, a trained model out, on any number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from allhands.errors import UserError
+from allhands.runner import workers
+from allhands.runner.evaluation import Forward, evaluate_feed, predict_feed
+from allhands.runner.loggers import prepare_logdir
+from allhands.runner.metrics import LoaderMetrics
+from allhands.runner.reporter import Reporter
+from allhands.runner.settings import Data, TrainSettings, callback_list, check_model, metric_dict
+from allhands.runner.training import History, Training
+from allhands.step import LossRule, Precision
+from allhands.strategies import Strategy
+from allhands.world import World
+
+
+class SupervisedRunner:
+    """Trains, evaluates and applies a model that maps an input to an output, given targets.
+
+    A batch is ``(input, target)``, ``(input, …, target)`` whose leading members are all passed to the model, or a dict in
+    which `input_key` and `target_key` name the two. Override `handle_batch` for anything else.
+
+    Args:
+        model: default for the methods' `model`.
+        device: ``"cpu"`` or ``"cuda"``; None takes a GPU where there is one.
+        input_key: the model's input in batches that are dicts.
+        target_key: the target in batches that are dicts.
+    """
+
+    def __init__(self, model: nn.Module | None = None, device: str | None = None, input_key: str = "features",
+                 target_key: str = "targets") -> None:  # fmt: skip
+        self.model = model
+        self.device = None if device is None else torch.device(device).type
+        self.input_key = input_key
+        self.target_key = target_key
+
+    # ------------------------------------------------------------------ what a subclass may change
+
+    def handle_batch(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """Call `model` on a batch, which is on the device already; returns ``(output, target)``."""
+        if type(batch) in (tuple, list):
+            if len(batch) == 2:
+                return model(batch[0]), batch[1]
+            if len(batch) == 1:
+                return model(batch[0]), None
+            return model(*batch[:-1]), batch[-1]
+        if isinstance(batch, Mapping):
+            if self.input_key not in batch:
+                raise UserError(
+                    f"a batch has the keys {', '.join(map(repr, batch))} and no '{self.input_key}'; write "
+                    "SupervisedRunner(input_key=…, target_key=…) with two of them"
+                )
+            return model(batch[self.input_key]), batch.get(self.target_key)
+        return model(batch), None
+
+    def target_of(self, batch: Any) -> Any:
+        """The target in a batch; asked before the forward pass by criteria that count their targets."""
+        if isinstance(batch, Mapping):
+            return batch[self.target_key]
+        return batch[-1]
+
+    # ------------------------------------------------------------------ train
+
+    def train(
+        self,
+        *,
+        model: nn.Module | None = None,
+        criterion: Any = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+        loaders: Any = None,
+        datasets: Any = None,
+        metrics: Any = None,
+        callbacks: Any = None,
+        logdir: str | Path | None = None,
+        num_epochs: int = 1,
+        valid_loader: str | None = None,
+        main_metric: str = "loss",
+        minimize_metric: bool = True,
+        verbose: bool = False,
+        resume: str | Path | None = None,
+        distributed: bool | str | Strategy = False,
+        workers: int | None = None,
+        seed: int = 42,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        precision: str = "fp32",
+        check: bool = False,
+        overfit: bool = False,
+        load_best_on_end: bool = False,
+        log_every: int = 50,
+    ) -> History:
+        """Train a model, in place, and return the history.
+
+        Args:
+            model: the bare module; it holds the trained weights afterwards, on the device where it was.
+            criterion: ``(output, target)`` to one number, the mean over the samples (or their sum, with
+                ``reduction="sum"``, which is then not divided by anything).
+            optimizer: over the model's parameters.
+            scheduler: anything with ``step()``; see `Schedule` for its period, which is printed.
+            loaders: DataLoaders by name. A name that begins with "train" is trained on; others are evaluated.
+            datasets: instead of loaders: ``{"batch_size": 32, "num_workers": 1, "train": ds, "valid": ds}``, or
+                ``{"batch_size": 32, "get_datasets_fn": fn, **kwargs_of_fn}``, which builds the data only in the workers.
+                `batch_size` is per worker.
+            metrics: torchmetrics metrics, functions ``(output, target)`` to the mean over the samples, or names of built-in
+                ones ("accuracy"); a list or a dict by name. Exact over all samples of all workers.
+            callbacks: list of `Callback`.
+            logdir: folder for checkpoints, ``metrics.csv`` and TensorBoard files; None writes nothing.
+            num_epochs: epochs in all, those of a resumed checkpoint included.
+            valid_loader: whose `main_metric` decides what is best; None takes "valid", or the first that is not trained on,
+                or the trained one.
+            main_metric: "loss" or the name of a metric.
+            minimize_metric: whether smaller is better.
+            verbose: draw a progress bar.
+            resume: a checkpoint, or "auto" for the newest whole one in `logdir`; None starts anew, and moves an earlier
+                run's files aside.
+            distributed: True starts one worker a GPU (a core, without GPUs) and trains with "ddp"; or the name of a
+                strategy, or a `Strategy`. In a world that something else has started (torchrun, srun, mpirun,
+                ``allhands launch``), the run joins it, also with False.
+            workers: how many to start; only with `distributed`.
+            seed: decides sample order, dropout and loader processes.
+            accumulate: micro-batches in one optimizer step.
+            clip_norm: bound of the global gradient norm.
+            precision: "fp32", "bf16" or "fp16" (autocast; fp16 with loss scaling).
+            check: only 3 epochs of 3 steps.
+            overfit: only the first step of each loader, in every epoch.
+            load_best_on_end: leave the best epoch's weights in the model.
+            log_every: optimizer steps between two points in TensorBoard, and between two looks at the loss on a GPU.
+
+        Returns:
+            ``{"epoch": […], "step": […], "lr": […], "seconds": […], "train": {"loss": […], …}, "valid": {…}}``, one entry
+            an epoch.
+
+        Raises:
+            UserError: an argument cannot be honoured; the message names it and what to write instead.
+            WorkerError: a worker failed; the message holds its traceback.
+        """
+        settings = TrainSettings(
+            model=self._model(model), criterion=criterion, optimizer=optimizer, scheduler=scheduler,  # type: ignore[arg-type]
+            data=Data(loaders, datasets), metrics=metric_dict(metrics), callbacks=callback_list(callbacks),
+            logdir=None if logdir is None else Path(logdir).expanduser().absolute(), num_epochs=num_epochs,
+            valid_loader=valid_loader,
+            main_metric=main_metric, minimize_metric=minimize_metric, verbose=verbose,
+            resume=None if resume is None else resume if resume == "auto" else str(Path(resume).expanduser().absolute()),
+            seed=seed, accumulate=accumulate, clip_norm=clip_norm, precision=precision, check=check, overfit=overfit,
+            load_best_on_end=load_best_on_end, log_every=log_every,
+        )  # fmt: skip
+        settings.validate()
+        prepare_logdir(settings.logdir)
+        plan = self._plan(distributed, workers)
+        settings.strategy = plan.strategy
+        state: dict[str, Any] = plan.run(_train, self, settings, verbose=verbose)
+        self._take_back(settings, state)
+        self.model = settings.model
+        return state["history"]
+
+    @staticmethod
+    def _take_back(settings: TrainSettings, state: dict[str, Any]) -> None:
+        """Put what a worker has trained into the caller's own objects; nothing to do where they were trained in place."""
+        if "model" not in state:
+            return
+        settings.model.load_state_dict(state["model"])
+        settings.optimizer.load_state_dict(state["optimizer"])
+        scheduler = settings.scheduler[0] if isinstance(settings.scheduler, tuple) else settings.scheduler
+        if state["scheduler"] is not None:
+            scheduler.load_state_dict(state["scheduler"])
+        for callback, callback_state in zip(settings.callbacks, state["callbacks"], strict=True):
+            callback.load_state_dict(callback_state)
+
+    # ------------------------------------------------------------------ evaluate, predict
+
+    def evaluate(
+        self,
+        *,
+        model: nn.Module | None = None,
+        criterion: Any = None,
+        loaders: Any = None,
+        datasets: Any = None,
+        metrics: Any = None,
+        distributed: bool | str | Strategy = False,
+        workers: int | None = None,
+        precision: str = "fp32",
+        seed: int = 42,
+        verbose: bool = False,
+    ) -> dict[str, dict[str, float]]:
+        """The loss and the metrics of every loader, each sample counted exactly once: ``{"valid": {"loss": …, …}}``.
+
+        Arguments are those of `train`; the model is left as it was.
+        """
+        chosen = self._model(model)
+        if not callable(criterion):
+            raise UserError("evaluate needs a criterion, such as torch.nn.CrossEntropyLoss()")
+        data, named = Data(loaders, datasets), metric_dict(metrics)
+        data.check(seed)
+        return self._plan(distributed, workers).run(
+            _evaluate, self, (chosen, criterion, data, named, precision, seed), verbose=verbose
+        )  # fmt: skip
+
+    def predict(
+        self,
+        *,
+        model: nn.Module | None = None,
+        loader: Any = None,
+        dataset: Any = None,
+        batch_size: int = 32,
+        distributed: bool | str | Strategy = False,
+        workers: int | None = None,
+        precision: str = "fp32",
+        seed: int = 42,
+    ) -> Any:
+        """The model's output for every sample, in the data set's order, at any number of workers.
+
+        Args:
+            model: the module to apply.
+            loader: a DataLoader; its shuffling is left out, so that row i belongs to sample i. A custom sampler is kept, and
+                row i then belongs to the i-th sample that it gives.
+            dataset: instead of a loader, read `batch_size` samples at a time.
+            batch_size: with `dataset`, samples per worker and batch.
+            distributed, workers, precision, seed: as for `train`.
+
+        Returns:
+            CPU tensors of shape ``[samples, …]``, in the structure (tuple, list, dict) of the model's output.
+
+        Raises:
+            UserError: a loader with drop_last=True, which would lose rows; an output whose first dimension is no batch.
+        """
+        chosen = self._model(model)
+        if (loader is None) == (dataset is None):
+            raise UserError("predict needs either loader= or dataset=")
+        data = (
+            Data({"predict": loader}, None) if loader is not None else Data(None, {"batch_size": batch_size, "predict": dataset})
+        )
+        (source,) = data.sources(seed).values()
+        if source.drop_last:
+            raise UserError("predict gives one row a sample, and this loader has drop_last=True; make it with drop_last=False")
+        return self._plan(distributed, workers).run(_predict, self, (chosen, data, precision, seed))
+
+    # ------------------------------------------------------------------ small things
+
+    def _model(self, model: nn.Module | None) -> nn.Module:
+        chosen = model if model is not None else self.model
+        if chosen is None:
+            raise UserError("no model: pass model=… here or to SupervisedRunner(model=…)")
+        check_model(chosen)
+        return chosen
+
+    def _plan(self, distributed: bool | str | Strategy, count: int | None) -> workers.Plan:
+        return workers.plan(distributed, count, self.device)
+
+
+def _train(runner: SupervisedRunner, settings: TrainSettings, world: World, reporter: Reporter, shipped: bool) -> dict[str, Any]:
+    settings.data.same_everywhere = shipped
+    home = next(settings.model.parameters(), torch.empty(0)).device
+    training = Training(runner, settings, world, reporter)
+    history = training.run()
+    if not shipped:
+        if home != world.device:
+            settings.model.to(home)
+            settings.optimizer.load_state_dict(settings.optimizer.state_dict())
+        return {"history": history}
+    state = training.state_dict()
+    return {key: state[key] for key in ("model", "optimizer", "scheduler", "callbacks")} | {"history": history}
+
+
+def _evaluate(runner: SupervisedRunner, given: Any, world: World, reporter: Reporter, shipped: bool) -> Any:
+    from allhands.data import build_feeds, preserved_generators
+
+    model, criterion, data, metrics, precision, seed = given
+    home = next(model.parameters(), torch.empty(0)).device
+    with preserved_generators():
+        feeds = build_feeds(data.sources(seed), world, seed, same_everywhere=shipped)
+        model.to(world.device)
+        if isinstance(criterion, nn.Module):
+            criterion.to(world.device)
+        forward, rule, number = (
+            Forward(runner, model, world.device),
+            LossRule(criterion),
+            Precision(precision, world.device),
+        )
+        values = {}
+        for name, feed in feeds.items():
+            measured = LoaderMetrics(metrics, world, trains=False)
+            values[name] = evaluate_feed(feed, feed.epoch(0), model, forward, rule, measured, number, reporter, name)
+        reporter.close()
+        model.to(home)
+    return values
+
+
+def _predict(runner: SupervisedRunner, given: Any, world: World, reporter: Reporter, shipped: bool) -> Any:
+    from allhands.data import build_feeds, preserved_generators
+
+    model, data, precision, seed = given
+    home, was_training = next(model.parameters(), torch.empty(0)).device, model.training
+    sources = data.sources(seed)
+    for source in sources.values():
+        source.shuffle = False
+    with preserved_generators():
+        (feed,) = build_feeds(sources, world, seed, same_everywhere=shipped).values()
+        model.to(world.device)
+        rows = predict_feed(feed, model, Forward(runner, model, world.device), Precision(precision, world.device), world)
+        model.to(home).train(was_training)
+    return rows

@@ -1,0 +1,45 @@
+"""Small helpers under the names that scripts already use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import allhands
+from allhands.launch import spawn
+from allhands.runner.workers import _world_around
+
+
+def distributed_cmd_run(worker_fn: Callable[..., Any], distributed: bool = True, *args: Any, workers: int | None = None,
+                        **kwargs: Any) -> Any:  # fmt: skip
+    """Run ``worker_fn(*args, **kwargs)`` on one worker a GPU (a core, without GPUs), each a member of one world.
+
+    In a process that is part of a world already (torchrun, srun, mpirun, ``allhands launch``), and with
+    ``distributed=False``, the function is called here. The script around it is never run again in the workers.
+
+    Args:
+        worker_fn: called on every worker after `allhands.init`; trainings inside it join the world.
+        distributed: whether to start workers.
+        workers: how many; None takes one a GPU, or a core.
+
+    Returns:
+        What rank 0's call returned: None, numbers, strings, tensors, or lists and dicts of them.
+
+    Raises:
+        WorkerError: a worker failed; the message holds its traceback.
+    """
+    if not distributed or _world_around() > 1:
+        return worker_fn(*args, **kwargs)
+    count = workers or torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    return spawn(_call_in_world, (worker_fn, args, kwargs), workers=count)[0]
+
+
+def _call_in_world(worker_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    allhands.init()
+    try:
+        return worker_fn(*args, **kwargs)
+    finally:
+        allhands.finalize()

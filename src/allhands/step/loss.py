@@ -1,0 +1,120 @@
+"""What a criterion averages over, so that shares of any size can be put together exactly.
+
+One optimizer step applies the gradient of (sum of losses over the global batch) / (its count). What the count is depends on
+the criterion: samples for most, counted targets for classification with `ignore_index` or class weights, nothing (a factor
+of one) for a criterion that sums.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from allhands.errors import UserError
+
+Criterion = Callable[[Any, Any], torch.Tensor]
+
+# Criteria that compare element by element and would silently broadcast [32, 1] against [32] to [32, 32].
+_ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
+_ELEMENTWISE_FUNCTIONS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
+
+
+class LossRule:
+    """How to call the criterion on one micro-batch, and how its value counts.
+
+    Attributes:
+        call: the criterion; for `counts_targets` a version that sums instead of averaging, so that a micro-batch without
+            any counted target gives 0 and not 0/0.
+        sums: the criterion sums over its samples and is not divided by any count.
+        counts_targets: the count is what `count_targets` gives, not the number of samples.
+    """
+
+    def __init__(self, criterion: Criterion) -> None:
+        self.call = criterion
+        self.elementwise = isinstance(criterion, _ELEMENTWISE) or criterion in _ELEMENTWISE_FUNCTIONS
+        reduction = getattr(criterion, "reduction", "mean")
+        if reduction not in ("mean", "sum", "batchmean"):
+            raise UserError(
+                f"the criterion {type(criterion).__name__} has reduction='{reduction}' and so returns one loss an element; "
+                "write reduction='mean'"
+            )
+        self.sums = reduction == "sum"
+        self.counts_targets = False
+        self._ignore_index = -100
+        self._class_weights: torch.Tensor | None = None
+        if isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) and reduction == "mean":
+            self.counts_targets = True
+            self._ignore_index = criterion.ignore_index
+            self._class_weights = criterion.weight
+            self.call = copy.copy(criterion)
+            self.call.reduction = "sum"
+        elif criterion in (F.cross_entropy, F.nll_loss):
+            self.counts_targets = True
+            self.call = _Summing(criterion)
+        self.mean_call: Criterion = criterion
+
+    def use_samples_if_equal(self, targets: torch.Tensor | None) -> None:
+        """Count samples instead of targets when the whole data set (`targets`) shows that it comes to the same thing.
+
+        That spares one small collective a step."""
+        if not self.counts_targets or self._class_weights is not None or targets is None:
+            return
+        if targets.dim() == 1 and not targets.is_floating_point() and not bool((targets == self._ignore_index).any()):
+            self.counts_targets = False
+            self.call = self.mean_call
+
+    def count_targets(self, targets: Sequence[Any], counts: Sequence[int]) -> torch.Tensor | None:
+        """What each micro-batch counts, float64 of shape ``[len(targets)]``; None when there is no micro-batch.
+
+        Class indices count one each, or their class weight, unless they are `ignore_index`; class probabilities count
+        samples, as the criterion itself does.
+        """
+        values = []
+        for target, samples in zip(targets, counts, strict=True):
+            if target.is_floating_point():
+                values.append(torch.tensor(float(samples), dtype=torch.float64, device=target.device))
+                continue
+            counted = target != self._ignore_index
+            if self._class_weights is None:
+                values.append(counted.sum(dtype=torch.float64))
+            else:
+                weights = self._class_weights.to(target.device, torch.float64)
+                values.append(weights[target.clamp(0, len(weights) - 1)].mul(counted).sum())
+        return torch.stack(values) if values else None
+
+    def check(self, output: Any, target: Any, loss: Any) -> None:
+        """Look once at a first result.
+
+        Raises:
+            UserError: the criterion gave something other than one number, or compares element by element two shapes that
+                differ, which would silently broadcast.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            raise UserError(
+                f"the criterion returned {what}; it must return one number (a tensor of shape []), the mean over the batch: "
+                "write reduction='mean', or end it with .mean()"
+            )
+        if not self.elementwise or not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
+            return
+        if output.shape != target.shape:
+            raise UserError(
+                f"the model's output has shape {list(output.shape)} and the target {list(target.shape)}; the criterion would "
+                "silently compare every output with every target. Give both one shape, for example target.unsqueeze(1) or "
+                "output.squeeze(1)"
+            )
+
+
+class _Summing:
+    """A functional criterion called with ``reduction="sum"``; a class so that it pickles."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, output: Any, target: Any) -> torch.Tensor:
+        return self.function(output, target, reduction="sum")

@@ -1,0 +1,154 @@
+"""One optimizer step, the same at any number of workers, micro-batches and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from allhands.comm import all_reduce_sum
+from allhands.errors import UserError
+from allhands.step.loss import LossRule
+from allhands.step.precision import Precision
+from allhands.world import World
+
+# (micro-batch) -> (the model's output, the target)
+Forward = Callable[[Any], tuple[Any, Any]]
+# is told (output, target, loss, factor, count): `loss * factor` is the micro-batch's sum of losses, over `count` items
+Observer = Callable[[Any, Any, torch.Tensor, float, Any], None]
+
+
+class Exchange(Protocol):
+    """What a step needs of a strategy that is bound to the model."""
+
+    def gradient_scale(self, world: World) -> float: ...
+
+    def no_exchange(self) -> AbstractContextManager[None]: ...
+
+    def exchange_missing(self) -> None: ...
+
+    def check_gradients(self) -> None: ...
+
+
+class OptimizerStep:
+    """Forward and backward over this rank's micro-batches, gradient exchange, clipping, and the optimizer's update.
+
+    The update equals that of a single process which computes the criterion once over the whole global batch: each
+    micro-batch's loss is weighted by what it counts over what the global batch counts, so neither uneven shares nor a
+    short last batch nor accumulation change it.
+
+    Args:
+        parameters: the parameters that the optimizer trains.
+        optimizer: any torch.optim.Optimizer whose ``step()`` needs no closure.
+        rule: how the criterion counts.
+        exchange: the strategy, bound to the model.
+        world: the processes.
+        precision: number format; fp16 gradients are unscaled before they are clipped.
+        forward: calls the model on a micro-batch.
+        observe: is told each micro-batch's result before its backward pass.
+        target_of: the target in a micro-batch.
+        clip_norm: upper bound of the gradients' global L2 norm, or None.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, rule: LossRule,
+                 exchange: Exchange, world: World, precision: Precision, forward: Forward, observe: Observer,
+                 target_of: Callable[[Any], Any], clip_norm: float | None = None) -> None:  # fmt: skip
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UserError("LBFGS evaluates the loss several times in one step, which is not supported; use Adam or SGD")
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.optimizer = optimizer
+        self.rule = rule
+        self.exchange = exchange
+        self.world = world
+        self.precision = precision
+        self.forward = forward
+        self.observe = observe
+        self.target_of = target_of
+        self.clip_norm = clip_norm
+        self.scale = exchange.gradient_scale(world)
+        self.checks_gradients = world.world_size > 1
+        self._weights: dict[float, torch.Tensor] = {}
+        self._checked = False
+
+    def __call__(self, batches: Sequence[Any], counts: Sequence[int], total: int, idle: bool) -> None:
+        """Take one step.
+
+        Args:
+            batches: this rank's micro-batches, possibly none.
+            counts: samples in each.
+            total: samples in the global batch, over all ranks.
+            idle: some rank has no micro-batch in this step.
+        """
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.rule.counts_targets:
+            weights, factors, counted = self._count_targets(batches, counts)
+        elif self.rule.sums:
+            weights, factors, counted = [self._weight(self.scale)] * len(batches), [1.0] * len(batches), counts
+        else:
+            weights, factors, counted = [self._weight(self.scale * count / total) for count in counts], counts, counts
+        last = len(batches) - 1
+        for number, batch in enumerate(batches):
+            if idle or number < last:
+                with self.exchange.no_exchange():
+                    self._micro_batch(batch, weights[number], factors[number], counted[number])
+            else:
+                self._micro_batch(batch, weights[number], factors[number], counted[number])
+        if idle:
+            self.exchange.exchange_missing()
+        elif self.checks_gradients:
+            self.exchange.check_gradients()
+        self._update()
+
+    def _micro_batch(self, batch: Any, weight: torch.Tensor, factor: float, count: Any) -> None:
+        if self.precision.casts:
+            with self.precision.autocast():
+                output, target = self.forward(batch)
+                loss = self.rule.call(output, target)
+        else:
+            output, target = self.forward(batch)
+            loss = self.rule.call(output, target)
+        if not self._checked:
+            self.rule.check(output, target, loss)
+            self._checked = True
+        self.observe(output, target, loss, factor, count)
+        # The weight enters as the gradient of the loss, which costs nothing; multiplying the loss would add an operation.
+        scaler = self.precision.scaler
+        if scaler is None:
+            loss.backward(weight if weight.dtype == loss.dtype else weight.to(loss.dtype))
+        else:
+            scaler.scale(loss * weight).backward()
+
+    def _weight(self, value: float) -> torch.Tensor:
+        weight = self._weights.get(value)
+        if weight is None:
+            weight = torch.tensor(value, dtype=torch.float32, device=self.world.device)
+            if len(self._weights) < 64:  # there are two or three values, unless batches are bucketed by size
+                self._weights[value] = weight
+        return weight
+
+    def _count_targets(self, batches: Sequence[Any], counts: Sequence[int]) -> tuple[Any, Any, Any]:
+        """Weights, loss factors and counts of the micro-batches; the global count needs one small all-reduce."""
+        counted = self.rule.count_targets([self.target_of(batch) for batch in batches], counts)
+        total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
+        if counted is not None:
+            total += counted.sum()
+        all_reduce_sum([total], self.world)
+        # When no target at all counts, every loss is a sum over nothing, 0, and so is its gradient.
+        weight = (self.scale / total.clamp_min(1e-30)).to(torch.float32)[0]
+        return [weight] * len(batches), [1.0] * len(batches), counted
+
+    def _update(self) -> None:
+        scaler = self.precision.scaler
+        if scaler is not None:
+            scaler.unscale_(self.optimizer)
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+        if scaler is not None:
+            scaler.step(self.optimizer)
+            scaler.update()
+        else:
+            self.optimizer.step()

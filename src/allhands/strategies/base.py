@@ -1,0 +1,56 @@
+"""The small interface behind which every way of training with many workers lies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from torch import nn
+
+from allhands.world import World
+
+
+class Strategy(ABC):
+    """What the workers exchange, and when.
+
+    A strategy object holds only settings; it is pickled to the workers, and `prepare` binds it to a model there.
+    """
+
+    #: The name by which it is chosen: ``distributed="ddp"``.
+    name: str
+
+    @abstractmethod
+    def check(self, world: World) -> None:
+        """Raise `UserError` when this strategy cannot run in this world, before anything is built."""
+
+    @abstractmethod
+    def prepare(self, model: nn.Module, world: World) -> nn.Module:
+        """The module to call in the forward pass, made from `model`, which is on the world's device already."""
+
+    def gradient_scale(self, world: World) -> float:
+        """What to multiply each rank's share of the loss by, because of how the exchange combines gradients."""
+        return 1.0
+
+    def no_exchange(self) -> AbstractContextManager[None]:
+        """Forward and backward passes inside do not exchange gradients."""
+        return nullcontext()
+
+    def exchange_missing(self) -> None:
+        """Exchange gradients of a step in which some rank had no sample; every backward pass was in `no_exchange`."""
+
+    def check_gradients(self) -> None:
+        """Raise `UserError` when the exchange of this step cannot have been complete."""
+
+    def sync_buffers(self) -> None:
+        """Make buffers (BatchNorm statistics) equal on all ranks; called before evaluation and saving."""
+
+    def check_equal(self, where: str) -> None:
+        """Raise `WorldError` when the ranks' weights, which should be equal, are not; `where` says at which step."""
+
+
+@contextmanager
+def exchange_suspended(module: nn.Module) -> Iterator[None]:
+    """DistributedDataParallel's ``no_sync`` around both the forward and the backward pass."""
+    with module.no_sync():  # type: ignore[operator]
+        yield

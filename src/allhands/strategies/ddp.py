@@ -1,0 +1,159 @@
+"""Data parallelism: a whole model on every worker, gradients all-reduced while the backward pass runs."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from allhands.comm import broadcast_tensors, mean_buffers, sum_gradients
+from allhands.errors import UserError, WorldError
+from allhands.strategies.base import Strategy, exchange_suspended
+from allhands.world import World
+
+# Buffers are made equal when it matters (sync_buffers); a broadcast in every forward pass would let rank 0's BatchNorm
+# statistics overwrite those of the others. PyTorch 2.13 renamed the argument.
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+_NO_BUFFERS_IN_FORWARD: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+
+
+class DDP(Strategy):
+    """The model on every worker, 1/N of each global batch, gradients all-reduced every step.
+
+    Stands on torch.nn.parallel.DistributedDataParallel. Initial weights and buffers are rank 0's. BatchNorm uses each
+    rank's own batch in training, unless `sync_batchnorm` is set; its running statistics are averaged over the ranks before
+    evaluation and saving, other buffers are rank 0's.
+
+    Args:
+        find_unused_parameters: allow parameters that take no part in some step. Costs a walk over the graph each step.
+        sync_batchnorm: compute BatchNorm statistics over all ranks (torch.nn.SyncBatchNorm; needs GPUs).
+        bucket_cap_mb: size in MB of the buckets in which gradients travel; None keeps PyTorch's default of 25.
+        static_graph: promise that the same parameters are used in every step, which lets PyTorch save work.
+        check_weights_every: compare the ranks' weights every so many optimizer steps (and at the end of each epoch);
+            0 never compares.
+    """
+
+    name = "ddp"
+
+    def __init__(
+        self,
+        find_unused_parameters: bool = False,
+        sync_batchnorm: bool = False,
+        bucket_cap_mb: float | None = None,
+        static_graph: bool = False,
+        check_weights_every: int = 1000,
+    ) -> None:
+        self.find_unused_parameters = find_unused_parameters
+        self.sync_batchnorm = sync_batchnorm
+        self.bucket_cap_mb = bucket_cap_mb
+        self.static_graph = static_graph
+        self.check_weights_every = check_weights_every
+
+    def check(self, world: World) -> None:
+        if self.sync_batchnorm and world.world_size > 1 and world.device.type != "cuda":
+            raise UserError(
+                f"DDP(sync_batchnorm=True) needs GPUs: torch.nn.SyncBatchNorm has no {world.device.type} implementation. Write "
+                "DDP(), which averages BatchNorm statistics before evaluation and saving, or use GroupNorm"
+            )
+
+    def prepare(self, model: nn.Module, world: World) -> nn.Module:
+        self.world = world
+        if world.world_size == 1:
+            self.bare, self.wrapped = model, model
+            return model
+        if self.sync_batchnorm:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        self.bare = model
+        self.trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        broadcast_tensors(list(model.buffers()), world)
+        options: dict[str, Any] = {}
+        if self.bucket_cap_mb is not None:
+            options["bucket_cap_mb"] = self.bucket_cap_mb
+        self.wrapped = DistributedDataParallel(
+            model,
+            device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            **_NO_BUFFERS_IN_FORWARD,
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            gradient_as_bucket_view=True,
+            **options,
+        )
+        return self.wrapped
+
+    def gradient_scale(self, world: World) -> float:
+        return float(world.world_size)  # the exchange divides by it
+
+    def no_exchange(self) -> AbstractContextManager[None]:
+        if self.world.world_size == 1:
+            return super().no_exchange()
+        return exchange_suspended(self.wrapped)
+
+    def exchange_missing(self) -> None:
+        if self.world.world_size == 1:
+            return
+        parameters = [p for _, p in self.trained]
+        sum_gradients(parameters, self.world)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(self.world.world_size)
+
+    def check_gradients(self) -> None:
+        if self.world.world_size == 1 or self.find_unused_parameters:
+            return
+        for _, parameter in self.trained:
+            if parameter.grad is None:
+                break
+        else:
+            return
+        unused = [name for name, parameter in self.trained if parameter.grad is None]
+        shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+        raise UserError(
+            f"on rank {self.world.rank} these parameters took no part in the loss, so their gradients (and others exchanged with "
+            f"them) were not reduced: {shown}. Remove them from the model, set requires_grad=False, or write "
+            "distributed=DDP(find_unused_parameters=True)"
+        )
+
+    def sync_buffers(self) -> None:
+        if self.world.world_size == 1:
+            return
+        averaged = [
+            buffer
+            for module in self.bare.modules()
+            if isinstance(module, _BatchNorm) and module.track_running_stats
+            for buffer in (module.running_mean, module.running_var)
+            if buffer is not None
+        ]
+        averaged_ids = {id(buffer) for buffer in averaged}
+        mean_buffers(averaged, self.world)
+        broadcast_tensors([b for b in self.bare.buffers() if id(b) not in averaged_ids], self.world)
+
+    def check_equal(self, where: str) -> None:
+        if self.world.world_size == 1:
+            return
+        # The bits of each parameter, summed as integers: equal sums on all ranks mean equal weights for any real fault.
+        sums = torch.stack([_bit_sum(p) for p in self.bare.parameters()])
+        smallest, largest = sums.clone(), sums.clone()
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        differ = (smallest != largest).tolist()
+        if any(differ):
+            names = [name for (name, _), bad in zip(self.bare.named_parameters(), differ, strict=True) if bad]
+            raise WorldError(
+                f"{where}: the ranks' weights differ in {len(names)} parameter(s), first '{names[0]}'. Their gradients were not "
+                "exchanged: call the model itself in the forward pass (not an inner module or method of it), and change "
+                "weights only in ways that are the same on every rank"
+            )
+
+
+def _bit_sum(parameter: torch.Tensor) -> torch.Tensor:
+    value = parameter.detach().contiguous()
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(value.element_size())
+    if value.is_complex() or whole is None:
+        value, whole = torch.view_as_real(value).contiguous(), torch.int32
+    return value.view(whole).sum(dtype=torch.int64)
