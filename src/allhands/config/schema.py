@@ -1,0 +1,131 @@
+"""The keys of a run file, with their types and defaults. The defaults are the digits job."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+
+# Strict, so that `workers: true` or `num_epochs: 1.5` is an error and not a 1.
+Count = Annotated[int, Field(strict=True, ge=1)]
+Whole = Annotated[int, Field(strict=True, ge=0)]
+Positive = Annotated[FiniteFloat, Field(strict=True, gt=0)]
+Flag = Annotated[bool, Field(strict=True)]
+
+
+class Section(BaseModel):
+    """A part of a run file; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Named(BaseModel):
+    """Something chosen by name, with the options of what the name stands for: ``{name: adamw, lr: 0.01}``.
+
+    A plain string is short for ``{name: …}``. Which options there are is known only to what is named, so they are checked
+    when it is made.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+    name: str = Field(min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Everything but the name, in the order in which it was written."""
+        return dict(self.model_extra or {})
+
+
+class Data(Section):
+    """The data set; its parts become the loaders ``train`` and ``valid``, built in the workers."""
+
+    name: str = Field(default="digits", description="a data set of the catalogue: digits, cifar10, cifar100, mnist, …")
+    root: str | None = Field(default=None, description="folder of its files; null looks in ALLHANDS_DATA")
+    batch_size: Count = Field(default=32, description="samples per worker and micro-batch")
+    num_workers: Whole = Field(default=0, description="loader processes per worker")
+    drop_last: Flag = Field(default=False, description="leave out a last batch that is not full")
+    limit: Count | None = Field(default=None, description="use only the first so many samples of each part")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class Model(Named):
+    """A model of `allhands.models`; other keys are its arguments."""
+
+    name: str = Field(default="simple_cnn", min_length=1)
+
+
+class Criterion(Named):
+    """A loss: cross_entropy, mse, l1, …, or a class of torch.nn such as HuberLoss; other keys are its arguments."""
+
+    name: str = Field(default="cross_entropy", min_length=1)
+
+
+class Optimizer(Named):
+    """An optimizer of torch.optim, in any spelling of capitals; other keys are its arguments."""
+
+    name: str = Field(default="adamw", min_length=1)
+    lr: Positive | None = Field(default=None, description="learning rate; null takes PyTorch's default for this optimizer")
+
+
+class Scheduler(Named):
+    """A class of torch.optim.lr_scheduler; other keys are its arguments.
+
+    ``total_steps`` (OneCycleLR) and ``T_max`` (CosineAnnealingLR) are filled in with the length of the training.
+    """
+
+    period: Literal["step", "epoch"] | None = Field(
+        None, description="when it steps; null: each step for OneCycleLR and CyclicLR, else each epoch"
+    )
+
+
+class Strategy(Named):
+    """What the workers exchange, and when: single, dp or ddp; other keys are the strategy's settings."""
+
+    name: str = Field(default="ddp", min_length=1)
+
+
+class EarlyStopping(Section):
+    """Stop when the validation metric has not improved for a while."""
+
+    patience: Count = Field(description="epochs without improvement before stopping")
+    metric: str | None = Field(default=None, description="loss or a metric; null takes main_metric")
+    min_delta: Annotated[FiniteFloat, Field(strict=True, ge=0)] = Field(default=0.0, description="smallest improvement")
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    data: Data = Data()
+    model: Model = Model()
+    criterion: Criterion = Criterion()
+    optimizer: Optimizer = Optimizer()
+    scheduler: Scheduler | None = Field(default=None, description="learning-rate schedule; null keeps the rate")
+    metrics: list[str] = Field(default=["accuracy"], description="built-in metrics by name")
+    strategy: Strategy = Strategy()
+    workers: Count | None = Field(default=None, description="processes to start; null: one a GPU, or a core without GPUs")
+    device: Literal["cpu", "cuda"] | None = Field(default=None, description="null takes GPUs where there are some")
+    num_epochs: Count = Field(default=10, description="epochs in all, those of a resumed checkpoint included")
+    seed: Whole = Field(default=42, description="decides initial weights, sample order, dropout and loader processes")
+    accumulate: Count = Field(default=1, description="micro-batches in one optimizer step")
+    clip_norm: Positive | None = Field(default=None, description="bound of the global gradient norm")
+    precision: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="number format of the forward pass")
+    logdir: str | None = Field(default="logs/run", description="folder for checkpoints, metrics.csv, TensorBoard and run.yml")
+    resume: str | None = Field(default=None, description="a checkpoint, or auto for the newest in logdir")
+    valid_loader: Literal["train", "valid"] | None = Field(default=None, description="whose metric decides; null takes valid")
+    main_metric: str = Field(default="loss", description="loss or a metric: decides which epoch is best")
+    minimize_metric: Flag | None = Field(default=None, description="whether smaller is better; null: for the loss only")
+    load_best_on_end: Flag = Field(default=False, description="end with the best epoch's weights")
+    early_stopping: EarlyStopping | None = Field(default=None, description="when to stop early; null never does")
+    verbose: Flag = Field(default=True, description="draw a progress bar")
+    check: Flag = Field(default=False, description="only 3 epochs of 3 steps, to see that all parts work")
+    overfit: Flag = Field(default=False, description="only the first step of each loader, in every epoch")
+    log_every: Count = Field(default=50, description="optimizer steps between two points in TensorBoard")
