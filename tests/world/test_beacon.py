@@ -109,7 +109,7 @@ def test_nobody_there_is_an_error_in_time_that_says_what_was_met(same_ports: lis
 
 
 def test_an_unknown_host_is_an_error_in_time() -> None:
-    with pytest.raises(WorldError, match="cannot reach no-such-host.invalid"):
+    with pytest.raises(WorldError, match=r"cannot reach no-such-host\.invalid"):
         beacon.ask("job", ["no-such-host.invalid"], 0.5)
 
 

@@ -8,6 +8,7 @@ from allhands.errors import AllhandsError, UserError, WorldError
 from allhands.world import Layout, detect
 from allhands.world.detection import find_environment
 from allhands.world.environments import slurm
+from allhands.world.layout import Meeting
 
 TORCHRUN = "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 GROUP_WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=29"
 STEP = (
@@ -34,6 +35,12 @@ def layout(
     rank: int, size: int, local: int | None, local_size: int | None, node: int | None, nodes: int | None, name: str
 ) -> Layout:
     return Layout(rank, size, local, local_size, node, nodes, environment=name)
+
+
+def meeting_of(text: str) -> Meeting:
+    environment = find_environment(environ(text))
+    assert environment is not None
+    return environment.meeting(environ(text), environment.layout(environ(text)))
 
 
 FOUND = {
@@ -147,45 +154,34 @@ def test_is_alone(text: str) -> None:
 
 @pytest.mark.parametrize(("text", "kind", "message"), REFUSED.values(), ids=REFUSED)
 def test_refuses(text: str, kind: type[AllhandsError], message: str) -> None:
-    variables = environ(text)
     with pytest.raises(kind, match=message):
-        environment = find_environment(variables)
-        assert environment is not None
-        environment.meeting(variables, environment.layout(variables))
+        meeting_of(text)
 
 
-def test_the_shell_of_srun_pty_is_alone_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_shell_of_srun_pty_is_alone_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(slurm, "has_terminal", lambda: True)
     assert detect(environ(STEP, "SLURM_PTY_PORT=4000")) is None
     assert "srun --pty started 4 tasks" in caplog.text
 
 
-def meeting_of(text: str) -> object:
-    environment = find_environment(environ(text))
-    assert environment is not None
-    return environment.meeting(environ(text), environment.layout(environ(text)))
-
-
 def test_slurm_hosts_and_key_are_the_same_on_every_rank_and_differ_between_steps() -> None:
     rank_0 = meeting_of(STEP + " SLURM_PROCID=0 SLURM_NODEID=0 SLURM_LOCALID=0")
     assert rank_0 == meeting_of(STEP)
-    assert rank_0.hosts == ("n1", "n2")  # type: ignore[attr-defined]
-    assert rank_0.port is None  # type: ignore[attr-defined]
+    assert rank_0.hosts == ("n1", "n2")
+    assert rank_0.port is None
     assert rank_0 != meeting_of(STEP + " SLURM_STEP_ID=1")
 
 
 def test_master_variables_are_believed_everywhere() -> None:
     for text in (STEP, OMPI + " OMPI_COMM_WORLD_SIZE=4", HYDRA):
         meeting = meeting_of(text + " MASTER_ADDR=head MASTER_PORT=4242")
-        assert (meeting.hosts, meeting.port) == (("head",), 4242)  # type: ignore[attr-defined]
+        assert (meeting.hosts, meeting.port) == (("head",), 4242)
 
 
 def test_master_addr_alone_says_where_the_beacon_is() -> None:
-    assert meeting_of(STEP + " MASTER_ADDR=n2").hosts == ("n2",)  # type: ignore[attr-defined]
+    assert meeting_of(STEP + " MASTER_ADDR=n2").hosts == ("n2",)
 
 
 def test_the_launchers_store_is_kept_apart_for_each_attempt() -> None:
     meeting = meeting_of(TORCHRUN + " TORCHELASTIC_USE_AGENT_STORE=True TORCHELASTIC_RESTART_COUNT=2")
-    assert (meeting.agent_store, meeting.attempt) == (True, 2)  # type: ignore[attr-defined]
+    assert (meeting.agent_store, meeting.attempt) == (True, 2)

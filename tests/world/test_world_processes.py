@@ -36,9 +36,7 @@ def started(jobs: Sequence[tuple[dict[str, str], Told]]) -> Iterator[list[subpro
         for variables, asked in jobs:
             command = [sys.executable, SCRIPT, json.dumps(asked)]
             environ = clean_environ() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | variables
-            processes.append(
-                subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            )
+            processes.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         yield processes
     finally:
         for process in processes:
@@ -100,11 +98,16 @@ def test_a_stale_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "meet").write_bytes(b"")
     method = f"file://{tmp_path}/meet"
     with started([({}, {"init_method": method, "rank": 0, "world_size": 2, "timeout": 60})]) as processes:
-        time.sleep(4)  # a run that is killed before it could clear its file
+        # A run that is killed before it could clear its file.
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "meet").stat().st_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.2)
         processes[0].kill()
         processes[0].wait(10)
-    told = run_all([({}, {"init_method": method, "rank": r, "world_size": 2, "timeout": 8}) for r in range(2)])
+    told = run_all([({}, {"init_method": method, "rank": r, "world_size": 2, "timeout": 20}) for r in range(2)])
     assert "remove it" in told[0]["error"]
+    assert "error" in told[1]
 
 
 def slurm_task(job: str, rank: int, size: int) -> dict[str, str]:

@@ -61,9 +61,7 @@ class Beacon:
                 continue
             # One thread a caller: a caller that says nothing (a port scanner) must not keep the ranks
             # waiting.
-            threading.Thread(
-                target=self._reply, args=(connection,), name="allhands-beacon-reply", daemon=True
-            ).start()
+            threading.Thread(target=self._reply, args=(connection,), name="allhands-beacon-reply", daemon=True).start()
 
     def _reply(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):

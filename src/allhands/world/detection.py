@@ -27,9 +27,7 @@ def find_environment(environ: Environ) -> Environment | None:
     rank, size = read_int(environ, "RANK"), read_int(environ, "WORLD_SIZE")
     if (rank or 0) > 0 or (size or 1) > 1:
         have, lack = ("RANK", "WORLD_SIZE") if size is None else ("WORLD_SIZE", "RANK")
-        raise UserError(
-            f"{have}={environ[have]} is set but {lack} is not: set both, or unset {have} to train alone."
-        )
+        raise UserError(f"{have}={environ[have]} is set but {lack} is not: set both, or unset {have} to train alone.")
     return None
 
 
@@ -47,9 +45,7 @@ def detect(environ: Environ | None = None) -> Layout | None:
     return layout if layout.world_size > 1 else None
 
 
-def explicit_layout(
-    environ: Environ, rank: int, world_size: int, local_rank: int | None, local_world_size: int | None
-) -> Layout:
+def explicit_layout(environ: Environ, rank: int, world_size: int, local_rank: int | None, local_world_size: int | None) -> Layout:
     """The layout that was passed to `init`; `WorldError` when torchrun's variables say otherwise."""
     for name, passed in (("RANK", rank), ("WORLD_SIZE", world_size)):
         told = read_int(environ, name)

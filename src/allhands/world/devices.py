@@ -26,30 +26,17 @@ def choose_backend(backend: str, device: str) -> tuple[str, str]:
     if backend not in BACKENDS:
         raise UserError(f"backend={backend!r} must be one of {', '.join(BACKENDS)}.")
     if device not in {"auto", "cpu", "cuda"} and not re.fullmatch(r"cuda:\d+", device):
-        raise UserError(
-            f"device={device!r} must be 'auto', 'cpu', 'cuda' (one GPU a local rank) or 'cuda:N'."
-        )
+        raise UserError(f"device={device!r} must be 'auto', 'cpu', 'cuda' (one GPU a local rank) or 'cuda:N'.")
     gpus = visible_gpus()
     if backend == "nccl" and device == "cpu":
-        raise UserError(
-            "backend='nccl' needs GPUs but device='cpu': write backend='gloo', or leave device out."
-        )
+        raise UserError("backend='nccl' needs GPUs but device='cpu': write backend='gloo', or leave device out.")
     wants_gpu = backend == "nccl" or device.startswith("cuda")
     if wants_gpu and gpus == 0:
         asked = "backend='nccl'" if backend == "nccl" else f"device={device!r}"
-        built = (
-            "this torch is built without CUDA"
-            if torch.version.cuda is None
-            else "torch sees no GPU (CUDA_VISIBLE_DEVICES?)"
-        )
-        raise UserError(
-            f"{asked} needs a GPU, but {built}: write backend='auto' and leave device out to train on the "
-            "CPU."
-        )
+        built = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU (CUDA_VISIBLE_DEVICES?)"
+        raise UserError(f"{asked} needs a GPU, but {built}: write backend='auto' and leave device out to train on the CPU.")
     if device.startswith("cuda:") and int(device[5:]) >= gpus:
-        raise UserError(
-            f"device={device!r}, but this process sees {gpus} GPUs: the last one is 'cuda:{gpus - 1}'."
-        )
+        raise UserError(f"device={device!r}, but this process sees {gpus} GPUs: the last one is 'cuda:{gpus - 1}'.")
     if backend == "auto":
         backend = "nccl" if gpus and device != "cpu" and dist.is_nccl_available() else "gloo"
     if device == "auto":

@@ -16,7 +16,7 @@ from allhands.world.detection import find_environment
 from allhands.world.devices import choose_backend, only_gpu_name, pick_device, visible_gpus
 from allhands.world.layout import Environ, Layout
 from allhands.world.request import DEFAULT_TIMEOUT, Asked, agree, device_name, seconds_of, who_and_where
-from allhands.world.roster import Card, check_gpus, meet, own_card, place_of
+from allhands.world.roster import Card, check_places, meet, own_card, place_of
 from allhands.world.stores import open_store
 
 if TYPE_CHECKING:
@@ -183,14 +183,11 @@ def _start(asked: Asked, environ: Environ) -> _State:
         cards = _meet(opened.store, card, opened.place, deadline)
     finally:
         opened.everyone_came()
-    check_gpus(cards)
     local_rank, local_size, node_rank = place_of(cards, layout.rank)
     chosen = pick_device(device, local_rank, gpus)
     set_ifname = interface.set_for_gloo(cards, layout.rank)
     _make_group(opened.store, backend, chosen, layout, timeout)
-    world = World(
-        layout.rank, local_rank, node_rank, layout.world_size, local_size, chosen, backend, layout.environment
-    )
+    world = World(layout.rank, local_rank, node_rank, layout.world_size, local_size, chosen, backend, layout.environment)
     return _State(world, asked, made_group=True, set_ifname=set_ifname, store=opened.store)
 
 
@@ -232,9 +229,7 @@ def _adopt(asked: Asked, environ: Environ) -> _State:
         str(dist.get_backend()).split(",", maxsplit=1)[0],
     )
     if asked.backend not in {"auto", backend}:
-        raise WorldError(
-            f"init(backend={asked.backend!r}), but torch.distributed already runs with {backend!r}."
-        )
+        raise WorldError(f"init(backend={asked.backend!r}), but torch.distributed already runs with {backend!r}.")
     for name, passed, told in (("rank", asked.rank, rank), ("world_size", asked.world_size, size)):
         agree(name, passed, told)
     environment = find_environment(environ)
@@ -257,7 +252,7 @@ def _adopt(asked: Asked, environ: Environ) -> _State:
     if None in (own.local_rank, own.local_world_size, own.node_rank):
         cards: list[Any] = [None] * size
         dist.all_gather_object(cards, own)
-        check_gpus(cards)
+        check_places(cards)
         local_rank, local_size, node_rank = place_of(cards, rank)
     else:
         assert own.local_rank is not None
@@ -307,6 +302,4 @@ def _destroy_group(backend: str) -> None:
     worker.start()
     worker.join(_FINALIZE_S)
     if worker.is_alive():
-        _log.warning(
-            "nccl did not stop within %.0f s, probably because a peer has gone; left as it is", _FINALIZE_S
-        )
+        _log.warning("nccl did not stop within %.0f s, probably because a peer has gone; left as it is", _FINALIZE_S)

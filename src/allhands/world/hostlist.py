@@ -10,9 +10,7 @@ import re
 from allhands.errors import UserError
 
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-_MOST_HOSTS = (
-    100_000  # more is a typing error such as n[1-10000000], and expanding it would exhaust the memory
-)
+_MOST_HOSTS = 100_000  # more is a typing error such as n[1-10000000], and expanding it would exhaust the memory
 
 
 def expand_hosts(text: str) -> list[str]:

@@ -45,9 +45,7 @@ def who_and_where(asked: Asked, environ: Environ) -> tuple[Layout, Meeting | Non
         rank, size = agree("rank", rank, url_rank), agree("world_size", size, url_size)
     if (rank is None) != (size is None):
         have, lack = ("rank", "world_size") if size is None else ("world_size", "rank")
-        raise UserError(
-            f"init({have}={rank if size is None else size}) without {lack}=: pass both, or neither."
-        )
+        raise UserError(f"init({have}={rank if size is None else size}) without {lack}=: pass both, or neither.")
 
     if rank is not None and size is not None:
         layout = explicit_layout(environ, rank, size, asked.local_rank, asked.local_world_size)
@@ -99,10 +97,7 @@ def _alone(asked: Asked) -> Layout:
 
 def agree(name: str, passed: int | None, told: int | None) -> int | None:
     if passed is not None and told is not None and passed != told:
-        raise WorldError(
-            f"init({name}={passed}), but the environment or the URL says {name}={told}: leave the argument "
-            "out."
-        )
+        raise WorldError(f"init({name}={passed}), but the environment or the URL says {name}={told}: leave the argument out.")
     return passed if passed is not None else told
 
 
@@ -111,9 +106,7 @@ def seconds_of(timeout: timedelta | float | None) -> float | None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < 10**8:
-        raise UserError(
-            f"timeout={timeout!r} must be a timedelta or a number of seconds above 0, e.g. timeout=600."
-        )
+        raise UserError(f"timeout={timeout!r} must be a timedelta or a number of seconds above 0, e.g. timeout=600.")
     return float(seconds)
 
 

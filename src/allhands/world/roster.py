@@ -16,7 +16,6 @@ import socket
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _GRACE_S = 5.0  # the others wait this much longer than rank 0, so that its verdict reaches them
+_LONGEST_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,14 @@ def host_id() -> str:
 def meet(store: Store, card: Card, place: str, deadline: float) -> list[Card]:
     """All cards in rank order. Collective; `deadline` is on the monotonic clock.
 
-    Raises `WorldError`, on every rank that reached the store, when ranks are missing, came twice, or
-    contradict one another.
+    Raises, on every rank that reached the store, `WorldError` when ranks are missing, came twice, or contradict
+    one another, and `UserError` when a host has more workers than GPUs.
     """
-    claim = f"claim/{card.rank}"
-    if store.add(claim, 1) > 1:
-        stale = (
-            " A file that an earlier run left behind looks the same: remove it."
-            if place.startswith("file://")
-            else ""
-        )
+    if store.add(f"claim/{card.rank}", 1) > 1:
+        stale = " A file that an earlier run left behind looks the same: remove it." * place.startswith("file:")
         trouble = (
-            f"two processes say that they are rank {card.rank} of {card.world_size} at {place}: give each "
-            f"its own rank, or, if these are two jobs, each its own port.{stale}"
+            f"two processes say that they are rank {card.rank} of {card.world_size} at {place}: give each its "
+            f"own rank, or, if these are two jobs, each its own port.{stale}"
         )
         store.set("trouble", trouble)
         raise WorldError(trouble)
@@ -82,56 +77,45 @@ def meet(store: Store, card: Card, place: str, deadline: float) -> list[Card]:
         store.set("verdict", json.dumps(verdict))
     else:
         verdict = _await_verdict(store, card, place, deadline)
-    if "error" in verdict:
-        if card.rank == 0:
-            _let_the_others_read(store, verdict["came"])
-        else:
-            store.add("read", 1)
-        raise WorldError(verdict["error"])
-    return [Card(**entry) for entry in verdict["cards"]]
+    if "error" not in verdict:
+        return [Card(**entry) for entry in verdict["cards"]]
+    store.add("read", 1)
+    if card.rank == 0:
+        _let_the_others_read(store, verdict["came"])
+    raise (UserError if verdict["user"] else WorldError)(verdict["error"])
 
 
 def _collect(store: Store, own: Card, place: str, deadline: float) -> dict[str, Any]:
+    """Rank 0's verdict: `{"cards": …}`, or `{"error": …, "user": whether the user can mend it, "came": how many}`."""
     started = time.monotonic()
-    keys = [f"card/{rank}" for rank in range(own.world_size)]
-    missing = _wait_for_all(store, keys, deadline)
-    cards = [
-        Card(**json.loads(store.get(keys[rank]))) for rank in range(own.world_size) if rank not in missing
-    ]
-    error = store.get("trouble").decode() if store.check(["trouble"]) else _contradiction(cards)
+    cards: dict[int, Card] = {}
+    error, pause = None, 0.002
+    while True:
+        # `check` and not `wait`, because a wait that runs out is logged by torch as if something had broken.
+        for rank in range(own.world_size):
+            if rank not in cards and store.check([f"card/{rank}"]):
+                cards[rank] = Card(**json.loads(store.get(f"card/{rank}")))
+        came = [cards[rank] for rank in sorted(cards)]
+        error = store.get("trouble").decode() if store.check(["trouble"]) else _contradiction(came)
+        if error is not None or len(cards) == own.world_size or time.monotonic() > deadline:
+            break
+        time.sleep(pause)
+        pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+    missing = [rank for rank in range(own.world_size) if rank not in cards]
     if error is None and missing:
-        hosts = ", ".join(f"{name} ({count})" for name, count in Counter(card.name for card in cards).items())
+        hosts = ", ".join(f"{name} ({count})" for name, count in Counter(card.name for card in came).items())
         error = (
-            f"{len(cards)} of {own.world_size} processes met at {place} within "
+            f"{len(came)} of {own.world_size} processes met at {place} within "
             f"{time.monotonic() - started:.0f} s; missing: rank {_ranks(missing)}. Came: {hosts}. Start the "
             "missing ranks, or raise timeout= if they start slowly."
         )
     if error is not None:
-        return {"error": error, "came": len(cards)}
-    return {"cards": [asdict(card) for card in cards]}
-
-
-def _wait_for_all(store: Store, keys: list[str], deadline: float) -> list[int]:
-    """The numbers of the keys that are still missing at the deadline; none once all are there."""
-    missing = list(range(len(keys)))
-    while missing:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return missing
-        # One key at a time in short waits: a contradiction between ranks that have come should not wait for
-        # the last one.
-        try:
-            store.wait([keys[missing[0]]], timedelta(seconds=min(left, 1.0)))
-        except RuntimeError:  # DistStoreError, and plain RuntimeError from the file store: not there yet
-            pass
-        else:
-            missing.pop(0)
-            continue
-        missing = [number for number in missing if not store.check([keys[number]])]
-        present = [json.loads(store.get(key)) for number, key in enumerate(keys) if number not in missing]
-        if store.check(["trouble"]) or _contradiction([Card(**entry) for entry in present]):
-            return missing
-    return missing
+        return {"error": error, "user": False, "came": len(came)}
+    try:
+        check_places(came)
+    except (UserError, WorldError) as refused:
+        return {"error": str(refused), "user": isinstance(refused, UserError), "came": len(came)}
+    return {"cards": [asdict(card) for card in came]}
 
 
 def _contradiction(cards: list[Card]) -> str | None:
@@ -156,31 +140,28 @@ def _why_backend(what: str, first: Card, card: Card) -> str:
 
 
 def _await_verdict(store: Store, card: Card, place: str, deadline: float) -> dict[str, Any]:
-    left = max(deadline - time.monotonic(), 0.0) + _GRACE_S
+    started, pause, known = time.monotonic(), 0.002, ""
     try:
-        store.wait(["verdict"], timedelta(seconds=left))
-        verdict: dict[str, Any] = json.loads(store.get("verdict"))
+        while time.monotonic() < deadline + _GRACE_S:
+            if store.check(["verdict"]):
+                verdict: dict[str, Any] = json.loads(store.get("verdict"))
+                return verdict
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+        came = [rank for rank in range(card.world_size) if store.check([f"card/{rank}"])]
+        known = f"rank {_ranks(came)} came"
     except RuntimeError as error:
-        came = [rank for rank in range(card.world_size) if _is_there(store, f"card/{rank}")]
-        known = f"rank {_ranks(came)} came" if came else "the store no longer answers"
-        raise WorldError(
-            f"rank {card.rank} waited {left:.0f} s at {place} for rank 0 to count the {card.world_size} "
-            f"processes; {known}. Look at rank 0's output. ({error})"
-        ) from None
-    return verdict
-
-
-def _is_there(store: Store, key: str) -> bool:
-    try:
-        return bool(store.check([key]))
-    except RuntimeError:
-        return False
+        known = f"then the store, which lives in rank 0 or the launcher, was gone ({error})"
+    raise WorldError(
+        f"rank {card.rank} waited {time.monotonic() - started:.0f} s at {place} for rank 0 to count the "
+        f"{card.world_size} processes; {known}. Look at rank 0's output."
+    )
 
 
 def _let_the_others_read(store: Store, came: int) -> None:
     """Keep the store, which lives in this process, until the others know the reason; two seconds at most."""
     deadline = time.monotonic() + 2.0
-    while store.add("read", 0) < came - 1 and time.monotonic() < deadline:
+    while store.add("read", 0) < came and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
@@ -200,24 +181,20 @@ def place_of(cards: list[Card], rank: int) -> tuple[int, int, int]:
     local_size = card.local_world_size if card.local_world_size is not None else len(neighbours)
     node_rank = card.node_rank if card.node_rank is not None else hosts.index(card.host)
     if local_rank >= local_size:
-        raise WorldError(
-            f"rank {rank} has local_rank={local_rank} but local_world_size={local_size}; set both or neither."
-        )
+        raise WorldError(f"rank {rank} has local_rank={local_rank} but local_world_size={local_size}; set both or neither.")
     return local_rank, local_size, node_rank
 
 
-def check_gpus(cards: list[Card]) -> None:
-    """Raise `UserError` when the workers of a host are more than its GPUs, or share the only one that they
-    see.
+def check_places(cards: list[Card]) -> None:
+    """Raise `UserError` when the workers of a host are more than its GPUs, or share the only one that they see.
 
-    A worker that sees exactly one GPU was given that one (Slurm's `--gpus-per-task=1`, a CUDA_VISIBLE_DEVICES
-    a rank), which is fine as long as the GPUs differ; so they are compared, not counted.
+    A worker that sees exactly one GPU was given that one (Slurm's `--gpus-per-task=1`, a CUDA_VISIBLE_DEVICES a
+    rank), which is fine as long as the GPUs differ; so they are compared, not counted. Raises `WorldError` for
+    local numbers that contradict each other.
     """
     for card in cards:
-        if not card.device.startswith("cuda") or ":" in card.device:
-            continue
         _, local_size, _ = place_of(cards, card.rank)
-        if local_size <= card.gpus:
+        if card.device != "cuda" or local_size <= card.gpus:
             continue
         twins = [c.rank for c in cards if c.host == card.host and c.gpu == card.gpu and c.gpu]
         if card.gpus == 1 and len(twins) == 1:

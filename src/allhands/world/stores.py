@@ -25,9 +25,7 @@ class OpenStore:
     still ask it.
     """
 
-    def __init__(
-        self, store: Store, place: str, own_address: str = "", lighthouse: beacon.Beacon | None = None
-    ) -> None:
+    def __init__(self, store: Store, place: str, own_address: str = "", lighthouse: beacon.Beacon | None = None) -> None:
         self.store, self.place, self.own_address = store, place, own_address
         self._lighthouse = lighthouse
 
@@ -47,9 +45,7 @@ def parse_method(method: str) -> tuple[Meeting, int | None, int | None]:
     numbers: dict[str, int] = {}
     for name, values in parse_qs(parts.query).items():
         if name not in {"rank", "world_size"} or not values[-1].isdecimal():
-            raise UserError(
-                f"init_method={method!r}: {name}={values[-1]} is none of rank=NUMBER and world_size=NUMBER."
-            )
+            raise UserError(f"init_method={method!r}: {name}={values[-1]} is none of rank=NUMBER and world_size=NUMBER.")
         numbers[name] = int(values[-1])
     if parts.scheme == "tcp":
         try:
@@ -58,17 +54,13 @@ def parse_method(method: str) -> tuple[Meeting, int | None, int | None]:
             host, port = None, None
         if not host or not port:
             raise UserError(
-                f"init_method={method!r} must be tcp://HOST:PORT with a port from 1 to 65535, e.g. "
-                "tcp://10.0.0.1:23456."
+                f"init_method={method!r} must be tcp://HOST:PORT with a port from 1 to 65535, e.g. tcp://10.0.0.1:23456."
             )
         meeting = Meeting((host,), port)
     elif parts.scheme == "file" and not parts.netloc and parts.path not in {"", "/"}:
         meeting = Meeting(path=parts.path)
     else:
-        raise UserError(
-            f"init_method={method!r} must be 'env://', 'tcp://HOST:PORT' or 'file:///ABSOLUTE/PATH' (three "
-            "slashes)."
-        )
+        raise UserError(f"init_method={method!r} must be 'env://', 'tcp://HOST:PORT' or 'file:///ABSOLUTE/PATH' (three slashes).")
     return meeting, numbers.get("rank"), numbers.get("world_size")
 
 
@@ -101,8 +93,7 @@ def _open_file(meeting: Meeting, layout: Layout) -> OpenStore:
     folder = Path(meeting.path).parent
     if not folder.is_dir():
         raise UserError(
-            f"init_method=file://{meeting.path}: the folder {folder} does not exist; create it on a disk "
-            "that all hosts share."
+            f"init_method=file://{meeting.path}: the folder {folder} does not exist; create it on a disk that all hosts share."
         )
     try:
         return OpenStore(FileStore(meeting.path, layout.world_size), str(meeting))
@@ -154,9 +145,7 @@ def _own_addresses(name: str) -> list[str]:
     """Addresses of this host under which others may reach it: that of the default route, then those of its
     name.
     """
-    routed = [
-        address_towards("192.0.2.1") or ""
-    ]  # an address reserved for documentation: any route there is the default one
+    routed = [address_towards("192.0.2.1") or ""]  # an address reserved for documentation: any route there is the default one
     with contextlib.suppress(OSError):
         routed += [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, socket.AF_INET)]
     return list(dict.fromkeys(address for address in routed if address and not address.startswith("127.")))
@@ -176,9 +165,7 @@ def _first_that_answers(hosts: tuple[str, ...], port: int, deadline: float) -> s
         time.sleep(0.2)
 
 
-def _no_store(
-    host: str, port: int, *, listens: bool, layout: Layout, timeout: float, error: Exception
-) -> WorldError:
+def _no_store(host: str, port: int, *, listens: bool, layout: Layout, timeout: float, error: Exception) -> WorldError:
     reason = str(error).split("\n", maxsplit=1)[0]
     if not listens:
         who = "the launcher" if layout.rank == 0 else "rank 0"

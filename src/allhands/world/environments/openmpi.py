@@ -43,9 +43,7 @@ class OpenMPI(Environment):
         # it.
         names = ("PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri", "PMIX_SERVER_URI41", "PMIX_SERVER_URI2")
         told = [environ.get(name, "-") for name in names]
-        return mpi_meeting(
-            environ, layout, "openmpi " + " ".join(told) if environ.get("PMIX_NAMESPACE") else None
-        )
+        return mpi_meeting(environ, layout, "openmpi " + " ".join(told) if environ.get("PMIX_NAMESPACE") else None)
 
 
 def check_world_size(environ: Environ, size: int, name: str) -> None:
@@ -53,6 +51,5 @@ def check_world_size(environ: Environ, size: int, name: str) -> None:
     told = read_int(environ, "WORLD_SIZE")
     if told is not None and told != size:
         raise WorldError(
-            f"WORLD_SIZE={told}, but {name}={size}: start {told} processes with mpirun -n {told}, or unset "
-            "WORLD_SIZE."
+            f"WORLD_SIZE={told}, but {name}={size}: start {told} processes with mpirun -n {told}, or unset WORLD_SIZE."
         )

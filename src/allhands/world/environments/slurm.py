@@ -17,9 +17,7 @@ from allhands.world.hostlist import expand_hosts, expand_tasks
 from allhands.world.layout import Environ, Layout, Meeting, given_meeting, need_int, read_int, read_port
 
 _log = logging.getLogger(__name__)
-_FIRST_SPECIAL_STEP = (
-    0xFFFFFFF0  # batch, extern, interactive and pending steps are numbered from the top of 32 bits
-)
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch, extern, interactive and pending steps are numbered from the top of 32 bits
 _SPECIAL_STEPS = {"batch", "extern", "interactive"}
 
 
@@ -38,15 +36,11 @@ class Slurm(Environment):
         rank = need_int(environ, "SLURM_PROCID", because)
         tasks = _step_tasks(environ)
         if tasks is None:
-            raise UserError(
-                f"neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS is set, but {because}; pass rank= and "
-                "world_size=."
-            )
+            raise UserError(f"neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS is set, but {because}; pass rank= and world_size=.")
         told = read_int(environ, "WORLD_SIZE")
         if told is not None and told != tasks:
             raise WorldError(
-                f"WORLD_SIZE={told}, but srun started {tasks} tasks: start `srun --ntasks={told}`, or unset "
-                "WORLD_SIZE."
+                f"WORLD_SIZE={told}, but srun started {tasks} tasks: start `srun --ntasks={told}`, or unset WORLD_SIZE."
             )
         node = read_int(environ, "SLURM_NODEID")
         counts = self._tasks_per_node(environ, tasks)
@@ -65,11 +59,7 @@ class Slurm(Environment):
         given = given_meeting(environ)
         if given is not None:
             return given
-        node_list = (
-            environ.get("SLURM_STEP_NODELIST")
-            or environ.get("SLURM_JOB_NODELIST")
-            or environ.get("SLURM_NODELIST")
-        )
+        node_list = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
         if layout.one_host:
             hosts: tuple[str, ...] = ("127.0.0.1",)
         elif node_list:
