@@ -115,9 +115,7 @@ class Keeper:
 
     def _is_stopping(self) -> bool:
         """Whether something shall end soon, so that it pays to look often."""
-        waits = [
-            not child.gone and (child.exited or child.kill_at is not None) for child in self.children.values()
-        ]
+        waits = [not child.gone and (child.exited or child.kill_at is not None) for child in self.children.values()]
         return any(waits) or (self.running and all(child.gone for child in self.children.values()))
 
     # What the launcher asks for
@@ -172,9 +170,7 @@ class Keeper:
         for name in preload:
             try:
                 importlib.import_module(name)
-            except (
-                Exception
-            ) as error:  # the worker that needs it imports it again and shows the whole traceback
+            except Exception as error:  # the worker that needs it imports it again and shows the whole traceback
                 failed[name] = str(error)
         self.send(
             event="ready",
@@ -220,9 +216,7 @@ class Keeper:
         pid = os.fork()
         if pid == 0:
             self.task = task
-            private = [read for read, _ in pipes] + [
-                fd for other in self.children.values() for fd in other.fds
-            ]
+            private = [read for read, _ in pipes] + [fd for other in self.children.values() for fd in other.fds]
             try:
                 worker.enter(task, keeper, [write for _, write in pipes], [*private, *self.own_fds])
             except BaseException:

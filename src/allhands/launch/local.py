@@ -150,9 +150,7 @@ def launch_local(
         return 128 + supervisor.signals[0]
     if first is None:
         return 0
-    text = describe(
-        first, list(supervisor.workers.values()), output.log_path(first.rank), grace, with_traceback=False
-    )
+    text = describe(first, list(supervisor.workers.values()), output.log_path(first.rank), grace, with_traceback=False)
     show(sys.stderr, text.encode("utf-8", "backslashreplace") + b"\n")
     return first.exit_code()
 

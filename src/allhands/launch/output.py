@@ -32,9 +32,7 @@ class Output:
                 # Opened at once, so that a folder that cannot be written is told before anything starts.
                 self._open_log(0)
             except OSError as error:
-                raise UserError(
-                    f"cannot write to the log folder {str(self._log_dir)!r}: {error.strerror}"
-                ) from error
+                raise UserError(f"cannot write to the log folder {str(self._log_dir)!r}: {error.strerror}") from error
 
     def log_path(self, rank: int) -> Path | None:
         """The file with everything that a rank printed, when there is one."""

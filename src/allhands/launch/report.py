@@ -60,9 +60,7 @@ class Worker:
             announced = self.leaving is not None or self.raised is not None
             number = self.exit.get("signal")
             if self.stop_at is None or self.exit_at < self.stop_at:
-                times.append(
-                    self.exit_at if announced or number == signal.SIGABRT else self.exit_at - _UNSEEN
-                )
+                times.append(self.exit_at if announced or number == signal.SIGABRT else self.exit_at - _UNSEEN)
             elif number in _OWN_DEATHS and self.exit_at < self.stop_at + min(grace, _UNSEEN):
                 times.append(self.exit_at - _UNSEEN)
         times = [at for at in times if self.stop_at is None or at < self.stop_at]
@@ -111,9 +109,7 @@ def _ranks(workers: list[Worker]) -> str:
     return ("rank " if len(workers) == 1 else "ranks ") + ", ".join(str(worker.rank) for worker in workers)
 
 
-def describe(
-    first: Worker, workers: list[Worker], log_path: object, grace: float, with_traceback: bool
-) -> str:
+def describe(first: Worker, workers: list[Worker], log_path: object, grace: float, with_traceback: bool) -> str:
     """The report of a failure, as text of a few lines.
 
     Args:
@@ -128,12 +124,7 @@ def describe(
     lines = [f"allhands: rank {first.rank} ({where}) failed first: {first.cause()}"]
     failed_at = first.failed_at(grace) or time.monotonic()
     for worker in workers:
-        if (
-            worker is not first
-            and worker.exit == {"code": 0}
-            and not worker.must_return
-            and worker.exit_at < failed_at + _UNSEEN
-        ):
+        if worker is not first and worker.exit == {"code": 0} and not worker.must_return and worker.exit_at < failed_at + _UNSEEN:
             ago = max(0.0, failed_at - worker.exit_at)
             lines.append(
                 f"  rank {worker.rank} had already left with exit code 0, {ago:.1f} s earlier: "
@@ -154,9 +145,7 @@ def describe(
     stopped = [worker for worker in others if worker.stop_at is not None and worker not in after]
     killed = [worker for worker in stopped if worker.exit == {"signal": int(signal.SIGKILL)}]
     if stopped:
-        ended = (
-            f"; {_ranks(killed)} did not end within {grace:g} s of SIGTERM and got SIGKILL" if killed else ""
-        )
+        ended = f"; {_ranks(killed)} did not end within {grace:g} s of SIGTERM and got SIGKILL" if killed else ""
         lines.append(f"  stopped because of it: {_ranks(stopped)}{ended}")
     if log_path is not None:
         lines.append(f"  everything it printed: {log_path}")

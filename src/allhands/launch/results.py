@@ -10,9 +10,7 @@ from typing import Any
 from allhands.errors import UserError
 
 _PLAIN = (type(None), bool, int, float, str)
-_ALLOWED = (
-    "None, bools, numbers, strings, bytes, tensors, numpy arrays, and lists, tuples, dicts and sets of these"
-)
+_ALLOWED = "None, bools, numbers, strings, bytes, tensors, numpy arrays, and lists, tuples, dicts and sets of these"
 
 
 def _fits_json(value: Any) -> bool:

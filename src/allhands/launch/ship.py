@@ -23,7 +23,7 @@ import tempfile
 import types
 from collections import ChainMap
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from allhands.errors import UserError
 
@@ -42,9 +42,7 @@ class _Blobs:
     def __init__(self) -> None:
         self.parts: list[tuple[int, Any]] = []  # offset, memoryview or torch storage
         self.end = _HEADER.size
-        self.buffers: list[
-            tuple[int, int, bool]
-        ] = []  # offset, length, read-only; of numpy arrays in pickle order
+        self.buffers: list[tuple[int, int, bool]] = []  # offset, length, read-only; of numpy arrays in pickle order
 
     def add(self, nbytes: int, part: Any) -> int:
         offset = -(-self.end // _ALIGN) * _ALIGN
@@ -69,7 +67,7 @@ def _pickler(file: io.BufferedIOBase, blobs: _Blobs) -> Any:
         return make_code, (make, parts, code.co_filename)
 
     class Pickler(cloudpickle.Pickler):
-        dispatch_table = ChainMap({types.CodeType: reduce_code_with_file}, cloudpickle.Pickler.dispatch_table)
+        dispatch_table: ClassVar[Any] = ChainMap({types.CodeType: reduce_code_with_file}, cloudpickle.Pickler.dispatch_table)
 
         def persistent_id(self, value: Any) -> Any:
             if not isinstance(value, storages):
@@ -82,7 +80,7 @@ def _pickler(file: io.BufferedIOBase, blobs: _Blobs) -> Any:
             if key not in known:
                 alive.append(raw)
                 known[key] = (blobs.add(raw.nbytes(), raw), raw.nbytes())
-            return (*known[key], str(value.dtype).removeprefix("torch.") if typed else None)
+            return (*known[key], str(value.dtype).removeprefix("torch.") if typed else "uint8")
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
         view = buffer.raw()
@@ -126,7 +124,7 @@ def dump(value: Any, directory: str | Callable[[int], str]) -> str:
     """Write a value to a new file.
 
     Args:
-        value: anything that cloudpickle can pickle.
+        value: anything that cloudpickle can pickle. PyTorch leaves gradients (`.grad`) behind when it pickles a tensor.
         directory: an existing private folder, or a function that makes one for so many bytes.
 
     Returns:
@@ -203,8 +201,7 @@ def load(path: str) -> Any:
                     else torch.UntypedStorage(0)
                 )
             raw = storages[offset]
-            if dtype is None:
-                return raw
+            # Tensors are rebuilt from typed storages, also those that were pickled with an untyped one.
             return torch.storage.TypedStorage(wrap_storage=raw, dtype=getattr(torch, dtype), _internal=True)
 
     return Unpickler(io.BytesIO(view[start : start + length]), buffers=buffers).load()

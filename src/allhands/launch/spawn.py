@@ -124,7 +124,5 @@ def spawn(
 def _error(first: Worker, supervisor: Supervisor, output: Output, grace: float) -> Exception:
     if first.raised is not None and first.raised.get("user_error") is not None:
         return UserError(first.raised["user_error"])
-    text = describe(
-        first, list(supervisor.workers.values()), output.log_path(first.rank), grace, with_traceback=True
-    )
+    text = describe(first, list(supervisor.workers.values()), output.log_path(first.rank), grace, with_traceback=True)
     return WorkerError(text.removeprefix("allhands: "), rank=first.rank, exit_code=first.exit_code())

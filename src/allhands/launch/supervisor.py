@@ -269,9 +269,7 @@ class Supervisor:
         elif kind == "idle":
             keeper.idle = True
         elif kind == "failed":
-            raise (UserError if event["op"] == "prepare" else WorkerError)(
-                f"{keeper.host}: {event['op']}: {event['text']}"
-            )
+            raise (UserError if event["op"] == "prepare" else WorkerError)(f"{keeper.host}: {event['op']}: {event['text']}")
         elif "rank" in event:
             self._hear_worker(self.workers[event["rank"]], kind, event, at)
 

@@ -19,9 +19,7 @@ def name_arguments(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     named: dict[str, Any] = {f"args[{index}]": value for index, value in enumerate(args)}
     try:
         names = [
-            p.name
-            for p in inspect.signature(fn).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+            p.name for p in inspect.signature(fn).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
     except (TypeError, ValueError):
         names = []

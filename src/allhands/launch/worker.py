@@ -171,11 +171,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
     from allhands.errors import UserError
 
     kind = type(error)
-    name = (
-        kind.__qualname__
-        if kind.__module__ in {"builtins", "__main__"}
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    name = kind.__qualname__ if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}.{kind.__qualname__}"
     try:
         message = str(error)
     except Exception:

@@ -1,0 +1,99 @@
+"""Jobs whose processes can be found again wherever they went, and the promise that none is left after a
+test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+MARKER = "ALLHANDS_TEST_JOB"
+
+
+def alive(mark: str) -> list[int]:
+    """Every process, other than this one, that was started with the mark in its environment."""
+    wanted = f"{MARKER}={mark}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        try:
+            # A zombie's environment is empty: it does not count as alive.
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether a condition comes true in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Marks every process that is started during the test; fails the test when one outlives it."""
+    value = uuid.uuid4().hex
+    monkeypatch.setenv(MARKER, value)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    yield value
+    gone = wait_until(lambda: not alive(value), 5)
+    left = alive(value)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert gone, f"processes left behind: {left}"
+
+
+class Job:
+    """Starts `allhands launch` on scripts that are written for the test."""
+
+    def __init__(self, mark: str, folder: Path) -> None:
+        self.mark, self.folder = mark, folder
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return str(path)
+
+    def start(self, *words: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", "from allhands.cli.main import main; main()", "launch", *words],
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # A test run in the background of a shell ignores SIGINT, and so would the launcher.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,  # noqa: PLW1509
+        )
+
+    def run(self, *words: str, timeout: float = 60) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr of a whole job."""
+        process = self.start(*words)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        return process.returncode, out.decode("utf-8", "surrogateescape"), err.decode("utf-8", "surrogateescape")
+
+    def alive(self) -> list[int]:
+        return alive(self.mark)
+
+
+@pytest.fixture
+def job(mark: str, tmp_path: Path) -> Job:
+    return Job(mark, tmp_path)

@@ -1,0 +1,235 @@
+"""`spawn` works wherever Python runs, never runs the caller's file again, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allhands.errors import UserError, WorkerError
+from allhands.launch import spawn, worker
+from allhands.launch.processes import children
+
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("mark")]
+
+
+def shipped_files() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("allhands-")}
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def test_results_by_rank_in_one_world() -> None:
+    def work(offset: int, *, scale: int) -> Any:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        total = torch.tensor([float(rank())])
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        return {"total": total, "own": offset + scale * rank(), "active": worker.active()}
+
+    results = spawn(work, (10,), {"scale": 2}, workers=3)
+    assert [float(result["total"]) for result in results] == [3.0] * 3
+    assert [result["own"] for result in results] == [10, 12, 14]
+    assert all(result["active"] for result in results)
+
+
+def test_messages_reach_the_caller_in_order() -> None:
+    def work() -> None:
+        for step in range(3):
+            assert worker.send({"step": step, "rank": rank()})
+
+    got: list[tuple[int, Any]] = []
+    spawn(work, workers=2, on_message=lambda rank, message: got.append((rank, message)))
+    for one in range(2):
+        assert [m["step"] for r, m in got if r == one and m["rank"] == one] == [0, 1, 2]
+
+
+def test_outside_a_worker_nobody_listens() -> None:
+    assert not worker.active()
+    assert worker.send({"step": 1}) is False
+
+
+def test_a_child_of_a_worker_is_no_worker() -> None:
+    def work() -> int:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(10 + worker.active() + worker.send({}))
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    assert spawn(work, workers=1) == [10]
+
+
+def test_environment_threads_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TO_REMOVE", "x")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    (tmp_path / "only_here.py").write_text("def answer(): return 42")
+
+    def work() -> Any:
+        import only_here
+
+        return [os.getcwd(), os.environ.get("TO_REMOVE"), os.environ["ADDED"], os.environ["OMP_NUM_THREADS"], only_here.answer()]
+
+    expected = [str(tmp_path), None, "é", "5", 42]
+    assert spawn(work, workers=1, env={"TO_REMOVE": None, "ADDED": "é"}, threads=5) == [expected]
+
+
+def test_output_is_shown_and_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    spawn(lambda: print("hello"), workers=2, log_dir=tmp_path)
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[0] hello", "[1] hello"]
+    assert (tmp_path / "rank-1.log").read_text() == "hello\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "text", "code"),
+    [
+        (lambda: 1 / 0, "raised ZeroDivisionError: division by zero", 1),
+        (lambda: os._exit(0), "left with exit code 0 before its function returned", 1),
+        (lambda: sys.exit(0), "left with exit code 0 before its function returned", 1),
+        (lambda: sys.exit(5), "left with exit code 5 before its function returned", 5),
+        (lambda: os.kill(os.getpid(), 9), "killed by SIGKILL", 137),
+    ],
+)
+def test_a_failure_is_one_error(how: Any, text: str, code: int) -> None:
+    def work() -> None:
+        if rank() == 1:
+            how()
+        time.sleep(60)
+
+    before = shipped_files()
+    with pytest.raises(WorkerError, match=text) as raised:
+        spawn(work, workers=3, grace=1)
+    assert raised.value.rank == 1
+    assert raised.value.exit_code == code
+    assert str(raised.value).startswith("rank 1 (")
+    assert "stopped because of it: ranks 0, 2" in str(raised.value)
+    assert shipped_files() <= before
+
+
+def test_the_error_has_the_workers_traceback() -> None:
+    def inner() -> None:
+        raise LookupError("nothing here")
+
+    with pytest.raises(WorkerError) as raised:
+        spawn(inner, workers=1)
+    assert 'raise LookupError("nothing here")' in str(raised.value)
+    assert f'File "{__file__}"' in str(raised.value)
+    assert "spawn.py" not in str(raised.value).replace("test_spawn.py", "")
+
+
+def test_a_user_error_stays_one() -> None:
+    def work() -> None:
+        raise UserError("batch_size=0: it must be at least 1")
+
+    with pytest.raises(UserError, match=r"^batch_size=0: it must be at least 1$"):
+        spawn(work, workers=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"workers": 0}, "workers=0: it must be a whole number of at least 1"),
+        ({"workers": 1.5}, "workers=1.5"),
+        ({"workers": 1, "grace": -1}, "grace=-1"),
+        ({"workers": 1, "threads": 0}, "threads=0"),
+        ({"workers": 1, "heartbeat_timeout": -2}, "heartbeat_timeout=-2"),
+    ],
+)
+def test_numbers_that_cannot_be_meant(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        spawn(print, **options)
+
+
+def test_an_exception_in_the_caller_stops_the_workers() -> None:
+    def work() -> None:
+        worker.send({})
+        time.sleep(60)
+
+    def refuse(rank: int, message: Any) -> None:
+        raise KeyboardInterrupt
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        spawn(work, workers=2, on_message=refuse)
+    assert time.monotonic() - started < 15
+    assert not children(os.getpid())
+
+
+def test_from_another_thread() -> None:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.extend(spawn(rank, workers=2)))
+    thread.start()
+    thread.join(60)
+    assert results == [0, 1]
+
+
+# Ways to run the same text, none with a guard. The body says how often it runs.
+BODY = """
+import os
+with open("ran", "a") as file: file.write("x")
+from dataclasses import dataclass
+from allhands.launch import spawn
+@dataclass
+class Point:
+    x: int
+def scale(point):
+    return Point(point.x * 2)
+def work(point):
+    assert isinstance(point, Point)
+    return scale(point).x + int(os.environ["RANK"])
+print(spawn(work, (Point(5),), workers=2))
+"""
+
+
+@pytest.mark.parametrize("way", ["script", "-c", "stdin"])
+def test_from_text_without_a_guard(way: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(BODY)
+    words = {"script": ["script.py"], "-c": ["-c", BODY], "stdin": ["-"]}[way]
+    done = subprocess.run([sys.executable, *words], input=BODY, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[10, 11]\n", "")
+    assert (tmp_path / "ran").read_text() == "x"
+
+
+def test_from_a_notebook(tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    cells = [BODY.replace("print(spawn", "print('out', spawn"), "print(spawn(lambda: print('from a worker'), workers=1))"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    text = "".join(output.get("text", "") for cell in notebook.cells for output in cell.outputs)
+    assert text == "out [10, 11]\n[0] from a worker\n[None]\n"
+    assert (tmp_path / "ran").read_text() == "x"
+
+
+def test_the_caller_is_killed(job: Any) -> None:
+    script = job.script(
+        "import subprocess, time\nfrom allhands.launch import spawn\n"
+        "def work():\n    subprocess.Popen(['sleep', '300']); print('up', flush=True); time.sleep(300)\n"
+        "spawn(work, workers=2)"
+    )
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, cwd=job.folder)
+    assert process.stdout is not None
+    assert sorted(process.stdout.readline() for _ in range(2)) == [b"[0] up\n", b"[1] up\n"]
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    deadline = time.monotonic() + 5
+    while job.alive() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert job.alive() == []
+
+
+def test_torch_is_not_imported_for_plain_results(tmp_path: Path) -> None:
+    text = "import sys\nfrom allhands.launch import spawn\nassert spawn(lambda: {'a': [1, 2.5, None, 'x']}, workers=1) == [{'a': [1, 2.5, None, 'x']}]\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", text], cwd=tmp_path, check=True, timeout=60)
