@@ -99,7 +99,7 @@ def test_mistakes(words: list[str], text: str, folder: Path, capsys: pytest.Capt
 
 
 def test_a_folder_is_named_in_the_error(folder: Path) -> None:
-    with pytest.raises(UserError, match="did you mean 'app/__main__.py'"):
+    with pytest.raises(UserError, match=r"did you mean 'app/__main__\.py'"):
         cli.parse(["app/_main_.py"])
 
 

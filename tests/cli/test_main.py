@@ -30,7 +30,10 @@ def test_help_is_quick_and_lists_all() -> None:
 
 
 def test_help_and_launch_do_not_import_torch() -> None:
-    text = "import sys\nfrom allhands.cli.main import run\nrun(['launch', '--help'])\nassert not {'torch', 'numpy', 'rich'} & set(sys.modules), 'heavy'"
+    text = (
+        "import sys\nfrom allhands.cli.main import run\nrun(['launch', '--help'])\n"
+        "assert not {'torch', 'numpy', 'rich'} & set(sys.modules), 'heavy'"
+    )
     subprocess.run([sys.executable, "-c", text], check=True, capture_output=True)
 
 

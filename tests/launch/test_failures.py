@@ -94,7 +94,8 @@ def test_a_long_wait_is_no_silence(job: Any) -> None:
 
 def test_a_teardown_that_hangs_is_ended(job: Any) -> None:
     script = job.script(
-        "import atexit, time, os\natexit.register(time.sleep, 60)\nif os.environ['RANK'] == '0': raise KeyError('x')\ntime.sleep(60)"
+        "import atexit, time, os\natexit.register(time.sleep, 60)\n"
+        "if os.environ['RANK'] == '0': raise KeyError('x')\ntime.sleep(60)"
     )
     started = time.monotonic()
     code, _, err = job.run("-n", "2", "--no-preload", "--grace", "1", script)
