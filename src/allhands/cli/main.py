@@ -41,6 +41,7 @@ SUBCOMMANDS = {
         "Run a script, module or program in several workers.",
         ends_options=True,
     ),
+    "run": Subcommand("allhands.cli.run", "run", "Train what a run file describes."),
 }
 
 

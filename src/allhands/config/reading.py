@@ -117,7 +117,7 @@ _SCALARS = {
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
     "int": (r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", "-+0123456789"),
     "float": (
-        r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
         "-+0123456789.",
     ),
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -218,7 +218,7 @@ def _describe(origins: Mapping[KeyPath, str], values: Mapping[str, Any], error: 
         inside = ", ".join(section.model_fields) if section is not None else ""
         return _message(origins, values, path, f"it must be {a_name}keys and values ({inside})")
     problem = str(error["msg"]).replace("Input should be", "it must be").replace("a valid ", "a ")
-    problem = problem.replace("an integer", "a whole number").replace("integer", "whole number")
+    problem = problem.replace("integer", "whole number").replace("a boolean", "true or false").replace("string", "text")
     return _message(origins, values, path, problem)
 
 

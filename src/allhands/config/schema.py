@@ -44,12 +44,14 @@ class Named(BaseModel):
 class Data(Section):
     """The data set; its parts become the loaders ``train`` and ``valid``, built in the workers."""
 
-    name: str = Field(default="digits", description="a data set of the catalogue: digits, cifar10, cifar100, mnist, …")
+    name: str = Field(default="digits", description="images of the catalogue: digits, mnist, cifar10 or cifar100")
     root: str | None = Field(default=None, description="folder of its files; null looks in ALLHANDS_DATA")
     batch_size: Count = Field(default=32, description="samples per worker and micro-batch")
     num_workers: Whole = Field(default=0, description="loader processes per worker")
     drop_last: Flag = Field(default=False, description="leave out a last batch that is not full")
     limit: Count | None = Field(default=None, description="use only the first so many samples of each part")
+    normalize: Flag | None = Field(default=None, description="images: subtract the mean; null takes the set's default")
+    labels: Literal["fine", "coarse"] | None = Field(default=None, description="cifar100: which labels; null: fine")
 
     @model_validator(mode="before")
     @classmethod
@@ -58,7 +60,7 @@ class Data(Section):
 
 
 class Model(Named):
-    """A model of `allhands.models`; other keys are its arguments."""
+    """A model of `allhands.models`; other keys are its arguments. Sizes that the data set decides are filled in."""
 
     name: str = Field(default="simple_cnn", min_length=1)
 

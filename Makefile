@@ -1,0 +1,67 @@
+# The two commands that matter: make demo, make test. Everything is installed into .venv; nothing else is touched.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# What was installed is remembered inside the environment, so that removing it starts afresh.
+DEMO := $(VENV)/installed-demo
+DEV := $(VENV)/installed-dev
+
+.PHONY: help demo test lint fix bench docs clean
+
+help:
+	@echo "make demo   install, train on real digit images with two workers, say where to look"
+	@echo "make test   install, run all tests"
+	@echo "make lint   style, types, layers, documentation; make fix mends the style"
+	@echo "make bench  measure against peers; docs: serve the documentation; clean: remove what was made"
+
+demo: $(DEMO)
+	$(BIN)/python examples/digits/train.py
+
+# Tests that start several processes run alone, after all others. Both parts run, whatever the first one says.
+# The variable marks every process that a test starts; none with it may be left at the end.
+test: export ALLHANDS_TEST_RUN := make-test-$(shell date +%s)-$(shell echo $$PPID)
+test: $(DEV)
+	@status=0; \
+	$(BIN)/python -m pytest -m "not serial" -n 2 --dist worksteal || status=1; \
+	$(BIN)/python -m pytest -m serial || status=1; \
+	$(BIN)/python .ci/no_process_left.py || status=1; \
+	if [ $$status -eq 0 ]; then echo "make test: passed"; else echo "make test: FAILED, see above"; fi; \
+	exit $$status
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/mkdocs build --strict --quiet
+
+fix: $(DEV)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(DEV)
+	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/launch.py
+
+docs: $(DEV)
+	$(BIN)/mkdocs serve
+
+clean:
+	rm -rf site logs logdir .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "allhands needs Python 3.11 or newer; write make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(DEMO): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --quiet -e '.[data,report]' -c constraints.txt
+	@touch $@
+
+$(DEV): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --quiet -e '.[dev]' -c constraints.txt
+	@touch $@ $(DEMO)
