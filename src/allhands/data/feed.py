@@ -264,7 +264,7 @@ class _DealtStream(IterableDataset[Any]):
     def _deal(self, block: list[Any]) -> tuple[Sequence[Any], Sequence[int], int, int]:
         share = split_share(0, len(block), self.rank, self.dealer.world_size, self.dealer.batch_size)
         batches = [self.collate(part) for part in _cut(block, share)]
-        return batches, share.sizes, share.total, _fingerprint(block[0]) ^ _fingerprint(block[-1])
+        return batches, share.sizes, share.total, _fingerprint([block[0], block[-1]])
 
 
 def _fingerprint(sample: Any) -> int:

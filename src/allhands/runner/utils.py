@@ -10,7 +10,7 @@ import torch
 
 import allhands
 from allhands.launch import spawn
-from allhands.runner.workers import _world_around
+from allhands.runner.workers import world_around
 
 
 def distributed_cmd_run(worker_fn: Callable[..., Any], distributed: bool = True, *args: Any, workers: int | None = None,
@@ -31,7 +31,7 @@ def distributed_cmd_run(worker_fn: Callable[..., Any], distributed: bool = True,
     Raises:
         WorkerError: a worker failed; the message holds its traceback.
     """
-    if not distributed or _world_around() > 1:
+    if not distributed or world_around():
         return worker_fn(*args, **kwargs)
     count = workers or torch.cuda.device_count() or len(os.sched_getaffinity(0))
     return spawn(_call_in_world, (worker_fn, args, kwargs), workers=count)[0]

@@ -62,8 +62,8 @@ def plan(distributed: bool | str | Strategy, count: int | None, device: str | No
     strategy = _strategy(distributed)
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         raise UserError(f"workers={count!r}; it must be a whole number of at least 1")
-    around = _world_around()
-    if around > 1:
+    around = world_around()
+    if around:
         if count is not None and count != around:
             raise UserError(
                 f"workers={count}, but this process is one of a world of {around} that was started already; remove workers=, or "
@@ -100,15 +100,21 @@ def _strategy(distributed: bool | str | Strategy) -> Strategy | None:
     raise UserError(f"distributed={distributed!r}; write True, False, the name of a strategy, or a Strategy such as DDP()")
 
 
-def _world_around() -> int:
-    """The size of the world that this process is in, or could join; 1 when it is alone."""
+def world_around() -> int:
+    """The size of the world that this process is in, or was started for; 0 when it is alone.
+
+    A world of one that a launcher started is joined as it is. A single Slurm task or MPI process is not: it may start one
+    worker a GPU.
+    """
     world = current_world()
     if world is not None:
-        return world.world_size
+        return 0 if world.environment == "alone" else world.world_size
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
     layout = detect()
-    return layout.world_size if layout is not None else 1
+    if layout is not None:
+        return layout.world_size
+    return 1 if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else 0
 
 
 def _run_here(job: Job, runner: Any, given: Any, world: World, verbose: bool) -> Any:

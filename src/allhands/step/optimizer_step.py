@@ -13,6 +13,7 @@ from allhands.comm import all_reduce_sum
 from allhands.errors import UserError
 from allhands.step.loss import LossRule
 from allhands.step.precision import Precision
+from allhands.step.update import update_function
 from allhands.world import World
 
 # (micro-batch) -> (the model's output, the target)
@@ -72,6 +73,7 @@ class OptimizerStep:
         self.checks_gradients = world.world_size > 1
         self._weights: dict[float, torch.Tensor] = {}
         self._checked = False
+        self._apply = update_function(optimizer)
 
     def __call__(self, batches: Sequence[Any], counts: Sequence[int], total: int, idle: bool) -> None:
         """Take one step.
@@ -151,4 +153,4 @@ class OptimizerStep:
             scaler.step(self.optimizer)
             scaler.update()
         else:
-            self.optimizer.step()
+            self._apply()

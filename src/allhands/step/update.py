@@ -1,0 +1,42 @@
+"""Calling ``optimizer.step`` without the profiler label that PyTorch puts around it, when nobody would see it.
+
+The label costs 25 to 35 us a step on a CPU, as much as a small model's forward pass. What it wraps is the optimizer's own
+step, which is called directly unless a profiler runs or somebody has registered step hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+
+def update_function(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """A function that does what ``optimizer.step()`` does."""
+    labelled = type(optimizer).step
+    bare = getattr(labelled, "__wrapped__", None)
+    instance_step = vars(optimizer).get("step")
+    replaced = instance_step is not None and not getattr(instance_step, "_wrapped_by_lr_sched", False)
+    if bare is None or not getattr(labelled, "hooked", False) or replaced:
+        return optimizer.step
+    hooks = [
+        getattr(owner, name, None)
+        for owner, name in (
+            (optimizer, "_optimizer_step_pre_hooks"),
+            (optimizer, "_optimizer_step_post_hooks"),
+            (torch_optimizer, "_global_optimizer_pre_hooks"),
+            (torch_optimizer, "_global_optimizer_post_hooks"),
+        )
+    ]
+    if any(hook is None for hook in hooks):  # a PyTorch that keeps its hooks elsewhere
+        return optimizer.step
+    before, after, before_any, after_any = hooks
+    profiled = torch.autograd._profiler_enabled
+
+    def update() -> object:
+        if before or after or before_any or after_any or profiled():
+            return optimizer.step()
+        return bare(optimizer)
+
+    return update

@@ -1,0 +1,317 @@
+"""What each rank reads, checked over faked worlds: a feed needs a rank and a size, and no other process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from allhands import UserError, World
+from allhands.data import Feed, build_feeds, global_order, sources_from_datasets, sources_from_loaders
+from tests.worlds import in_world
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Noise(Dataset[Any]):
+    """Draws from all three global generators, as augmentation code does."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        import random
+
+        return torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()], dtype=torch.float64)
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+class ShuffledStream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(20).tolist())
+
+
+class RankStream(IterableDataset[int]):
+    """Shards itself by rank, which would lose samples when dealt out again."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(torch.distributed.get_rank(), 20, 2))
+
+
+def world_of(rank: int, size: int) -> World:
+    return World(rank, rank, 0, size, size, torch.device("cpu"), "gloo", "explicit")
+
+
+def loader_feeds(loader: Any, size: int, name: str = "train", seed: int = 1, accumulate: int = 1) -> list[Feed]:
+    """The feeds of all ranks. Comparing the data between ranks is left out, as when one process has sent them."""
+    return [
+        build_feeds(sources_from_loaders({name: loader}), world_of(rank, size), seed, accumulate, same_everywhere=True)[name]
+        for rank in range(size)
+    ]
+
+
+def read(feeds: list[Feed], epoch: int = 0) -> list[list[int]]:
+    """For each step, the samples of all ranks in the order of the ranks; checks the counts on the way."""
+    steps = []
+    for ranks in zip(*(feed.epoch(epoch) for feed in feeds), strict=True):
+        rows: list[int] = []
+        for batches, counts, total, idle in ranks:
+            assert idle == any(not batches for batches, _, _, _ in ranks)
+            for batch, count in zip(batches, counts, strict=True):
+                values = batch[0] if isinstance(batch, (tuple, list)) else batch
+                assert len(values) == count
+                rows += [int(value) for value in values]
+            assert total == sum(sum(counts) for _, counts, _, _ in ranks)
+        steps.append(rows)
+    return steps
+
+
+def flat(steps: list[list[int]]) -> list[int]:
+    return [row for step in steps for row in step]
+
+
+SETS = {"memory": TensorDataset(torch.arange(23)), "map-style": Numbers(23), "subset": Subset(TensorDataset(torch.arange(40)), range(23))}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("kind", SETS)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_order_is_the_same_at_any_world_size(kind: str, size: int, accumulate: int) -> None:
+    feeds = loader_feeds(DataLoader(SETS[kind], 2, shuffle=True), size, accumulate=accumulate)
+    for epoch in (0, 1):
+        steps = read(feeds, epoch)
+        assert flat(steps) == global_order(23, 1, epoch).tolist()
+        assert [len(step) for step in steps][:-1] == [2 * size * accumulate] * (len(steps) - 1)
+        assert len(steps) == feeds[0].num_steps
+
+
+@pytest.mark.parametrize("kind", SETS)
+def test_an_unshuffled_loader_stays_unshuffled(kind: str) -> None:
+    assert flat(read(loader_feeds(DataLoader(SETS[kind], 3), 2))) == list(range(23))
+
+
+@pytest.mark.parametrize("length", [8, 9, 10])
+@pytest.mark.parametrize("batch", [2, 5])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_drop_last_drops_only_a_short_global_batch(length: int, batch: int, drop_last: bool) -> None:
+    seen = flat(read(loader_feeds(DataLoader(Numbers(length), batch, drop_last=drop_last), 2)))
+    kept = length - length % (2 * batch) if drop_last else length
+    assert seen == list(range(kept))
+
+
+def test_more_ranks_than_samples_leaves_some_idle() -> None:
+    steps = list(zip(*(feed.epoch(0) for feed in loader_feeds(DataLoader(Numbers(5), 1), 4)), strict=True))
+    assert [[len(batches) for batches, _, _, _ in ranks] for ranks in steps] == [[1, 1, 1, 1], [1, 0, 0, 0]]
+    assert [ranks[0][3] for ranks in steps] == [False, True]
+
+
+def test_gathered_batches_are_copies() -> None:
+    data = TensorDataset(torch.arange(6.0))
+    (feed,) = loader_feeds(DataLoader(data, 2), 1)
+    for batches, _, _, _ in feed.epoch(0):
+        batches[0][0].zero_()
+    assert data.tensors[0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_gathering_in_several_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allhands.data.feed.GATHER_BYTES", 50)
+    assert flat(read(loader_feeds(DataLoader(SETS["memory"], 2, shuffle=True), 2))) == global_order(23, 1, 0).tolist()
+
+
+def test_a_collate_function_is_used() -> None:
+    feeds = loader_feeds(DataLoader(TensorDataset(torch.arange(6)), 2, collate_fn=lambda rows: default_collate(rows)[0] + 100), 2)
+    assert flat(read(feeds)) == [100, 101, 102, 103, 104, 105]
+
+
+def test_a_custom_sampler_is_kept_with_its_repetitions() -> None:
+    sampler = WeightedRandomSampler([0.0, 1.0, 1.0], 10)
+    alone = flat(read(loader_feeds(DataLoader(Numbers(3), 2, sampler=sampler), 1)))
+    assert len(alone) == 10
+    assert set(alone) == {1, 2}
+    again = flat(read(loader_feeds(DataLoader(Numbers(3), 2, sampler=sampler), 1)))
+    assert alone == again, "drawn from (seed, epoch)"
+    assert alone != flat(read(loader_feeds(DataLoader(Numbers(3), 2, sampler=sampler), 1), epoch=1))
+
+
+def two_samplers() -> list[list[int]]:
+    import allhands
+
+    world = allhands.current_world()
+    assert world is not None
+    batches = BatchSampler(RandomSampler(range(11)), 3, drop_last=False)
+    batches = type("Own", (BatchSampler,), {})(batches.sampler, 3, False)
+    loaders = {
+        "sampler": DataLoader(Numbers(11), 2, sampler=WeightedRandomSampler([1.0] * 11, 11)),
+        "batches": DataLoader(Numbers(11), batch_sampler=batches),
+    }
+    feeds = build_feeds(sources_from_loaders(loaders), world, seed=1)
+    return [[int(v) for batches, _, _, _ in feed.epoch(0) for batch in batches for v in batch] for feed in feeds.values()]
+
+
+@pytest.mark.serial
+def test_samplers_are_drawn_once_for_all_ranks() -> None:
+    by_rank = in_world(2, two_samplers)
+    alone = in_world(1, two_samplers)[0]
+    assert sorted(by_rank[0][0] + by_rank[1][0]) == sorted(alone[0])
+    assert sorted(by_rank[0][1] + by_rank[1][1]) == list(range(11))
+
+
+def test_batch_samplers_keep_their_batches_whole() -> None:
+    class Odd(BatchSampler):
+        def __iter__(self) -> Iterator[list[int]]:
+            yield from ([0], [1, 2, 3], [4, 5], [6])
+
+        def __len__(self) -> int:
+            return 4
+
+    loader = DataLoader(Numbers(7), batch_sampler=Odd(SequentialSampler(range(7)), 1, False))
+    steps = [list(ranks) for ranks in zip(*(feed.epoch(0) for feed in loader_feeds(loader, 1)), strict=True)]
+    assert [[batch.tolist() for batch in ranks[0][0]] for ranks in steps] == [[[0]], [[1, 2, 3]], [[4, 5]], [[6]]]
+    assert [ranks[0][2] for ranks in steps] == [1, 3, 2, 1]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_loader_processes_draw_differently_over_epochs_ranks_and_workers_and_repeat(persistent: bool) -> None:
+    def draws() -> torch.Tensor:
+        loader = DataLoader(Noise(), 2, num_workers=2, persistent_workers=persistent)
+        rows = [
+            batch
+            for feed in loader_feeds(loader, 2)
+            for epoch in (0, 1)
+            for batches, _, _, _ in feed.epoch(epoch)
+            for batch in batches
+        ]
+        return torch.cat(rows)
+
+    first = draws()
+    assert first.shape == (24, 3)
+    assert len(set(first.flatten().tolist())) == 72
+    assert torch.equal(first, draws())
+
+
+def test_a_worker_init_function_is_called_even_for_tensors() -> None:
+    calls = []
+    loader = DataLoader(TensorDataset(torch.arange(4)), 2, num_workers=0, worker_init_fn=calls.append)
+    (feed,) = loader_feeds(loader, 1)
+    assert feed.kind != "in memory"
+
+
+def test_datasets_form() -> None:
+    data = TensorDataset(torch.arange(9))
+    sources = sources_from_datasets({"batch_size": 4, "num_workers": 0, "train": data, "valid": {"dataset": data, "batch_size": 3}}, 1)
+    assert (sources["train"].batch_size, sources["train"].shuffle) == (4, True)
+    assert (sources["valid"].batch_size, sources["valid"].shuffle) == (3, False)
+
+
+def test_datasets_are_made_by_the_users_function_with_equal_seeds() -> None:
+    def make(length: int) -> dict[str, Any]:
+        return {"train": TensorDataset(torch.rand(length))}
+
+    given = {"batch_size": 4, "get_datasets_fn": make, "length": 5}
+    first, second = (sources_from_datasets(given, 1)["train"].dataset.tensors[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert len(first) == 5
+
+
+BAD_DATASETS = [
+    ({"batch_size": 4}, "names no data set"),
+    ({"batch_size": 4, "train": Numbers(3), "num_worker": 2}, "num_worker"),
+    ({"train": {"dataset": Numbers(3), "bach_size": 2}}, "bach_size"),
+    ({"train": Numbers(3), "per_gpu_scaling": True}, "per worker already"),
+    ({"get_datasets_fn": lambda length: {}, "lenght": 3}, "lenght"),
+    ({"get_datasets_fn": lambda: None}, "must return a dict"),
+    ({"train": {"dataset": Numbers(3), "sampler": SequentialSampler(range(3)), "shuffle": True}}, "exclude each other"),
+    ([Numbers(3)], "must be a dict"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), BAD_DATASETS)
+def test_bad_datasets_are_refused_by_name(given: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        sources_from_datasets(given, 1)
+
+
+def bad_loaders() -> list[tuple[Any, str]]:
+    class Own(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return iter([])
+
+    return [
+        ((batch for batch in [1]), "a generator, which cannot be dealt out"),
+        (Numbers(3), "pass a torch.utils.data.DataLoader"),
+        (Own(Numbers(3)), "its own __iter__"),
+        (DataLoader(Numbers(3), batch_size=None), "batch_size=None"),
+        (DataLoader(Numbers(4), sampler=DistributedSampler(Numbers(4), 2, 0)), "DistributedSampler"),
+        (DataLoader(Stream(4), 2, num_workers=2), "every sample would come several times"),
+        (DataLoader(Numbers(0), 2), "is empty"),
+        (DataLoader(Numbers(4), 2, sampler=["a", "b"]), "integer indices"),  # type: ignore[arg-type]
+    ]
+
+
+@pytest.mark.parametrize("case", range(8))
+def test_bad_loaders_are_refused_by_name(case: int) -> None:
+    loader, message = bad_loaders()[case]
+    with pytest.raises(UserError, match=message):
+        read(loader_feeds(loader, 1))
+
+
+def stream_rows(kind: str) -> list[list[int]]:
+    import allhands
+
+    world = allhands.current_world()
+    assert world is not None
+    stream = {"plain": Stream(21), "shuffled": ShuffledStream(), "by rank": RankStream()}[kind]
+    (feed,) = build_feeds(sources_from_loaders({"train": DataLoader(stream, 3)}), world, seed=1).values()
+    return [[int(v) for batch in batches for v in batch] for batches, _, _, _ in feed.epoch(0)]
+
+
+@pytest.mark.serial
+def test_streams_are_dealt_out_once() -> None:
+    ranks = in_world(2, stream_rows, "plain")
+    assert [row for step in zip(*ranks, strict=True) for part in step for row in part] == list(range(21))
+
+
+@pytest.mark.serial
+def test_a_stream_that_shuffles_shuffles_alike_on_every_rank() -> None:
+    ranks = in_world(2, stream_rows, "shuffled")
+    assert sorted(row for rank in ranks for step in rank for row in step) == list(range(20))
+
+
+@pytest.mark.serial
+def test_a_stream_that_shards_itself_is_refused() -> None:
+    from allhands import WorkerError
+
+    with pytest.raises(WorkerError, match="read different streams"):
+        in_world(2, stream_rows, "by rank")
