@@ -236,3 +236,25 @@ def test_twenty_jobs_at_once_do_not_collide(job: Any) -> None:
     for process in jobs:
         out, err = process.communicate(timeout=150)
         assert (process.returncode, sorted(out.splitlines())) == (0, [b"[0] 2", b"[1] 2"]), err
+
+
+def test_ctrl_c_while_torch_is_imported(job: Any) -> None:
+    process = job.start("-n", "2", job.script("print('up')"))
+    time.sleep(0.4)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, out) == (130, b"")
+    assert err == b"allhands: stopped by SIGINT; no worker is left\n"
+
+
+def test_a_failure_before_ctrl_c_is_still_told(job: Any) -> None:
+    script = job.script(
+        "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "if os.environ['RANK'] == '1': print('bye', flush=True); sys.exit(6)\ntime.sleep(60)"
+    )
+    process = job.start("-n", "2", "--no-preload", "--grace", "30", script)
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 6
+    assert b"failed first: exit code 6" in err

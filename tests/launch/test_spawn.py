@@ -13,14 +13,10 @@ from typing import Any
 import pytest
 
 from allhands.errors import UserError, WorkerError
-from allhands.launch import spawn, worker
+from allhands.launch import ship, spawn, worker
 from allhands.launch.processes import children
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("mark")]
-
-
-def shipped_files() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("allhands-")}
 
 
 def rank() -> int:
@@ -101,20 +97,28 @@ def test_output_is_shown_and_logged(tmp_path: Path, capfd: pytest.CaptureFixture
         (lambda: os.kill(os.getpid(), 9), "killed by SIGKILL", 137),
     ],
 )
-def test_a_failure_is_one_error(how: Any, text: str, code: int) -> None:
+def test_a_failure_is_one_error(how: Any, text: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> None:
         if rank() == 1:
             how()
         time.sleep(60)
 
-    before = shipped_files()
+    folders: list[str] = []
+    make = ship.make_directory
+
+    def make_and_note(nbytes: int = 0) -> str:
+        folders.append(make(nbytes))
+        return folders[-1]
+
+    monkeypatch.setattr(ship, "make_directory", make_and_note)
     with pytest.raises(WorkerError, match=text) as raised:
         spawn(work, workers=3, grace=1)
     assert raised.value.rank == 1
     assert raised.value.exit_code == code
     assert str(raised.value).startswith("rank 1 (")
     assert "stopped because of it: ranks 0, 2" in str(raised.value)
-    assert shipped_files() <= before
+    assert len(folders) == 2
+    assert not any(os.path.exists(folder) for folder in folders)
 
 
 def test_the_error_has_the_workers_traceback() -> None:
@@ -236,3 +240,31 @@ def test_torch_is_not_imported_for_plain_results(tmp_path: Path) -> None:
         "assert spawn(lambda: value, workers=1) == [value]\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", text], cwd=tmp_path, check=True, timeout=60)
+
+
+def test_a_killed_caller_leaves_nothing_in_shared_memory(job: Any) -> None:
+    script = job.script(
+        "import time, torch\nfrom allhands.launch import ship, spawn\nmake = ship.make_directory\n"
+        "def make_and_tell(nbytes=0):\n    folder = make(nbytes); print(folder, flush=True); return folder\n"
+        "ship.make_directory = make_and_tell\n"
+        "def work(data):\n    print('up', flush=True); time.sleep(300)\n"
+        "spawn(work, (torch.zeros(100),), workers=1)"
+    )
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, cwd=job.folder)
+    assert process.stdout is not None
+    folders = [Path(process.stdout.readline().decode().strip()) for _ in range(2)]
+    assert process.stdout.readline() == b"[0] up\n"
+    assert all(folder.is_dir() for folder in folders)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    deadline = time.monotonic() + 5
+    while any(folder.exists() for folder in folders) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_variables_that_python_reads_at_its_start() -> None:
+    assert spawn(lambda: hash("x"), workers=1, env={"PYTHONHASHSEED": "1"}) == [
+        int(subprocess.check_output([sys.executable, "-c", "print(hash('x'))"], env={"PYTHONHASHSEED": "1"}))
+    ]

@@ -15,6 +15,7 @@ import importlib
 import os
 import platform
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -77,6 +78,7 @@ class Keeper:
         self.sweep_until = 0.0  # when to give up on processes that do not end even after SIGKILL
         self.last_tick = time.monotonic()
         self.task: dict[str, Any] | None = None
+        self.scratch: list[str] = []  # folders to remove in the end; in shared memory they would cost memory for ever
 
     def send(self, **event: Any) -> None:
         """Tell the launcher; when it is gone there is nobody to tell."""
@@ -111,6 +113,8 @@ class Keeper:
             self._tick()
         if self.store:
             self.store.stop()
+        for folder in self.scratch:
+            shutil.rmtree(folder, ignore_errors=True)
         return None
 
     def _is_stopping(self) -> bool:
@@ -188,8 +192,9 @@ class Keeper:
         self.store = StoreHost(address)
         self.send(event="store", port=self.store.port)
 
-    def on_start(self, workers: list[dict[str, Any]], heartbeat_timeout: float) -> None:
+    def on_start(self, workers: list[dict[str, Any]], heartbeat_timeout: float, scratch: list[str]) -> None:
         self.beat_timeout = heartbeat_timeout
+        self.scratch = scratch
         self.running = True
         # Objects that exist now are never collected in the workers, so their memory pages stay shared.
         gc.collect()
@@ -204,6 +209,7 @@ class Keeper:
         self.stop(ranks, grace)
 
     def on_quit(self) -> None:
+        self.scratch = []  # the launcher is well and still reads the results that lie there
         self.end(grace=0.0)
 
     # Workers

@@ -32,14 +32,19 @@ from allhands.launch.keeper import main
 main()"""
 
 
-def start_keeper() -> KeeperHandle:
-    """Start a keeper on this machine, in a session of its own, out of reach of the terminal's Ctrl-C."""
+def start_keeper(env: Mapping[str, str | None] | None = None) -> KeeperHandle:
+    """Start a keeper on this machine, in a session of its own, out of reach of the terminal's Ctrl-C.
+
+    `env` is set here already, because Python and the dynamic linker read some variables only when a process starts.
+    """
+    merged = {**os.environ, **(env or {})}
     root = str(Path(__file__).parents[2])
     process = subprocess.Popen(
         [sys.executable, "-c", _BOOT, root],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,
+        env={name: value for name, value in merged.items() if value is not None},
         start_new_session=True,
     )
     return KeeperHandle(process, host=os.uname().nodename, local=True)
@@ -119,32 +124,30 @@ def launch_local(
     """
     check_numbers(workers, grace, heartbeat_timeout, threads)
     output = Output(prefix, log_dir)
-    supervisor = Supervisor([start_keeper()], output, grace=grace, heartbeat_timeout=heartbeat_timeout)
+    supervisor = Supervisor([start_keeper(env)], output, grace=grace, heartbeat_timeout=heartbeat_timeout)
     before = _handle_signals(supervisor)
     try:
         supervisor.prepare(
-            env=dict(env or {}),
+            ADDRESS,
+            env={},
             cwd=None,
             parent=os.getpid(),
             local_workers=workers,
             threads=threads,
             preload=list(PRELOAD) if preload and command.kind != "program" else [],
         )
-        port = supervisor.keepers[0].port
-        assert port is not None
-        first = supervisor.run([local_tasks(command.task(), workers, port)])
+        first = supervisor.run([local_tasks(command.task(), workers, supervisor.wait_ready())])
     except KeyboardInterrupt:
         first = None
     except BrokenPipeError:
-        # Whoever read our output has left, as `head` does; programs of every language end with this code
-        # then.
+        # Whoever read our output has left, as `head` does; other programs end with this code then.
         _silence_stdout()
         return 128 + signal.SIGPIPE
     finally:
         supervisor.close()
         for number, handler in before.items():
             signal.signal(number, handler)
-    if supervisor.signals:
+    if first is None and supervisor.signals:
         name = signal.Signals(supervisor.signals[0]).name
         show(sys.stderr, f"allhands: stopped by {name}; no worker is left\n".encode())
         return 128 + supervisor.signals[0]

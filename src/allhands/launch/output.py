@@ -23,6 +23,7 @@ class Output:
 
     def __init__(self, prefix: bool = True, log_dir: str | os.PathLike[str] | None = None) -> None:
         self._prefix = prefix
+        self._muted = False
         self._log_dir = Path(log_dir) if log_dir is not None else None
         self._logs: dict[int, IO[bytes]] = {}
         self._tails: dict[int, collections.deque[bytes]] = {}
@@ -64,10 +65,16 @@ class Output:
                 sys.stderr,
                 f"allhands: cannot write {path}: {error.strerror}; the log files end here\n".encode(),
             )
+        if self._muted:
+            return
         if self._prefix:
             mark = b"[%d] " % rank
             lines = mark + lines[:-1].replace(b"\n", b"\n" + mark) + b"\n"
         show(sys.stdout if fd == 1 else sys.stderr, lines)
+
+    def mute(self) -> None:
+        """Show nothing any more; the files and the memory go on."""
+        self._muted = True
 
     def tail(self, rank: int) -> list[bytes]:
         """The last lines of a rank, stdout and stderr together."""

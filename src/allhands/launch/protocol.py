@@ -7,7 +7,7 @@ Launcher to keeper, field `op`:
 
     prepare  env, cwd, parent, local_workers, threads, preload   -> event `ready`
     store    address                                             -> event `store`
-    start    workers, heartbeat_timeout                          -> events `started`, …, `idle`
+    start    workers, heartbeat_timeout, scratch                 -> events `started`, …, `idle`
     stop     ranks (null: all), grace                               SIGTERM, and SIGKILL after `grace` seconds
     quit                                                            the keeper ends
 

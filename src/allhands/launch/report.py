@@ -41,6 +41,7 @@ class Worker:
     exit: dict[str, Any] | None = None
     exit_at: float = 0.0
     stop_at: float | None = None  # when it was told to stop
+    kill_at: float = float("inf")  # when SIGKILL was asked for
     returned: dict[str, Any] | None = None
     must_return: bool = False  # its end without a result is a failure
     tail: list[bytes] = field(default_factory=list)
@@ -61,7 +62,7 @@ class Worker:
             number = self.exit.get("signal")
             if self.stop_at is None or self.exit_at < self.stop_at:
                 times.append(self.exit_at if announced or number == signal.SIGABRT else self.exit_at - _UNSEEN)
-            elif number in _OWN_DEATHS and self.exit_at < self.stop_at + min(grace, _UNSEEN):
+            elif number in _OWN_DEATHS and self.exit_at < min(self.stop_at + min(grace, _UNSEEN), self.kill_at):
                 times.append(self.exit_at - _UNSEEN)
         times = [at for at in times if self.stop_at is None or at < self.stop_at]
         return min(times, default=None)
@@ -92,7 +93,8 @@ class Worker:
                 return f"no progress for {self.silent['seconds']:.0f} s: {about}"
             return f"no heartbeat for {self.silent['seconds']:.0f} s: {about}"
         if self.raised is not None:
-            text = self.raised["text"]
+            text, _, more = self.raised["text"].partition("\n")
+            text += " ..." if more else ""
             return text if text.startswith("cannot run ") else f"raised {text}"
         if self.lost is not None:
             return self.lost

@@ -10,7 +10,7 @@ from typing import Any
 
 from allhands.errors import UserError, WorkerError
 from allhands.launch import results, ship
-from allhands.launch.local import PRELOAD, check_numbers, local_tasks, start_keeper
+from allhands.launch.local import ADDRESS, PRELOAD, check_numbers, local_tasks, start_keeper
 from allhands.launch.output import Output
 from allhands.launch.report import Worker, describe
 from allhands.launch.supervisor import Supervisor
@@ -75,42 +75,36 @@ def spawn(
         folders.append(ship.make_directory(nbytes))
         return folders[-1]
 
+    supervisor = Supervisor([start_keeper(env)], output, grace=grace, heartbeat_timeout=heartbeat_timeout, on_message=on_message)
     try:
         try:
-            shipped = ship.dump((fn, tuple(args), kwargs), make_folder)
-        except UserError:
-            raise
-        except Exception as error:
-            raise explain(error, {"fn": fn, **name_arguments(fn, args, kwargs)}) from error
-        return_folder = make_folder(0)
-        supervisor = Supervisor(
-            [start_keeper()],
-            output,
-            grace=grace,
-            heartbeat_timeout=heartbeat_timeout,
-            on_message=on_message,
-            on_loaded=lambda: os.unlink(shipped),
-        )
-        try:
             supervisor.prepare(
-                env=dict(env or {}),
+                ADDRESS,
+                env={},
                 cwd=os.getcwd(),
                 parent=os.getpid(),
                 local_workers=workers,
                 threads=threads,
                 preload=[*PRELOAD, "cloudpickle", *preload],
             )
-            port = supervisor.keepers[0].port
-            assert port is not None
+            # The keeper imports torch while the arguments are written.
+            try:
+                shipped = ship.dump((fn, tuple(args), kwargs), make_folder)
+            except UserError:
+                raise
+            except Exception as error:
+                raise explain(error, {"fn": fn, **name_arguments(fn, args, kwargs)}) from error
+            supervisor.on_loaded = lambda: os.unlink(shipped)
+            return_folder = make_folder(0)
             task = {
                 "function": shipped,
                 "sys_path": [str(entry) for entry in sys.path],
                 "argv": list(sys.argv),
             }
-            tasks = local_tasks(task, workers, port)
+            tasks = local_tasks(task, workers, supervisor.wait_ready())
             for one in tasks:
                 one["result"] = os.path.join(return_folder, f"result-{one['rank']}")
-            first = supervisor.run([tasks], must_return=True)
+            first = supervisor.run([tasks], must_return=True, scratch=folders)
         finally:
             supervisor.close()
         if first is not None:

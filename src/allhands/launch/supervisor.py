@@ -103,20 +103,29 @@ class Supervisor:
             self._selector.register(keeper.events, selectors.EVENT_READ, keeper)
         self._looked_at = time.monotonic()
 
-    def prepare(self, **request: Any) -> None:
-        """Let every keeper set up its process and preload, and the first one open the store.
+    def prepare(self, address: str, **request: Any) -> None:
+        """Ask every keeper to set up its process and preload, and the first one to open the store at `address`.
+
+        Returns at once; the keepers work on it meanwhile.
+        """
+        for index, keeper in enumerate(self.keepers):
+            keeper.send(op="prepare", **request)
+            if index == 0:
+                keeper.send(op="store", address=address)
+
+    def wait_ready(self) -> int:
+        """Wait until all keepers are prepared.
+
+        Returns:
+            The port of the store.
 
         Raises:
             WorkerError: a keeper did not start.
             KeyboardInterrupt: a signal came; nothing was started yet.
         """
-        for index, keeper in enumerate(self.keepers):
-            keeper.send(op="prepare", **request)
-            if index == 0:
-                keeper.send(op="store", address="127.0.0.1")
         deadline = time.monotonic() + START_TIMEOUT
         while any(keeper.ready is None for keeper in self.keepers) or self.keepers[0].port is None:
-            self._wait()
+            self._wait(deadline - time.monotonic())
             if self.signals:
                 raise KeyboardInterrupt
             lost = [keeper for keeper in self.keepers if keeper.lost]
@@ -124,10 +133,17 @@ class Supervisor:
             for keeper in (*lost, *late):
                 why = "ended" if keeper.lost else f"did not answer within {START_TIMEOUT:.0f} s"
                 raise WorkerError(f"the keeper on {keeper.host} {why} before any worker was started")
+        return self.keepers[0].port
 
-    def run(self, tasks: Sequence[Sequence[dict[str, Any]]], *, must_return: bool = False) -> Worker | None:
-        """Start the tasks (one sequence for each keeper) and see them through until no process of them is
-        left.
+    def run(
+        self, tasks: Sequence[Sequence[dict[str, Any]]], *, must_return: bool = False, scratch: Sequence[str] = ()
+    ) -> Worker | None:
+        """Start the tasks and see them through until no process of them is left.
+
+        Args:
+            tasks: one sequence for each keeper.
+            must_return: the tasks are functions; one that ends without a result has failed.
+            scratch: folders that the keepers remove if this process is killed before it can.
 
         Returns:
             The worker that failed first; None when all went well or `interrupt` ended the job.
@@ -143,7 +159,7 @@ class Supervisor:
                 self.workers[rank] = Worker(rank, keeper.host, must_return=must_return)
             self._not_loaded.update(keeper.ranks)
             keeper.heard_at = time.monotonic()
-            keeper.send(op="start", workers=list(chosen), heartbeat_timeout=self.heartbeat_timeout)
+            keeper.send(op="start", workers=list(chosen), heartbeat_timeout=self.heartbeat_timeout, scratch=scratch)
         try:
             self._until_idle()
         except BaseException:
@@ -175,13 +191,17 @@ class Supervisor:
         for keeper in self.keepers:
             ranks = [rank for rank in keeper.ranks if rank != but]
             for rank in ranks:
-                if self.workers[rank].exit is None and self.workers[rank].stop_at is None:
-                    self.workers[rank].stop_at = now
+                worker = self.workers[rank]
+                if worker.exit is None:
+                    worker.stop_at = worker.stop_at or now
+                    worker.kill_at = min(worker.kill_at, now + grace)
             keeper.send(op="stop", ranks=ranks, grace=grace)
 
     def close(self) -> None:
         """End the keepers and release everything."""
         for keeper in self.keepers:
+            if keeper.ready is None:
+                keeper.process.kill()  # still importing, deaf to requests, and without workers
             keeper.close()
         self._selector.close()
         os.close(self._wake)
@@ -193,7 +213,8 @@ class Supervisor:
         while not all(keeper.idle for keeper in self.keepers):
             self._wait()
             if len(self.signals) > heeded:
-                self.stop(self.grace if not heeded and len(self.signals) == 1 else 0.0)
+                # Ctrl-C while the workers are already being stopped means: now.
+                self.stop(self.grace if self.stopping_since is None and len(self.signals) == 1 else 0.0)
                 heeded = len(self.signals)
             if self.stopping_since is None:
                 first = self.first_failure()
@@ -212,7 +233,9 @@ class Supervisor:
 
     def _abandon(self) -> None:
         """Stop everything after an exception in the calling thread; a second Ctrl-C kills at once."""
-        self.on_message = None
+        # Whatever raised may raise again, and nothing may stand in the way of the end.
+        self.on_message = self.on_loaded = None
+        self.output.mute()
         self.signals.append(signal.SIGINT)
         self.stop(self.grace)
         try:
@@ -221,8 +244,8 @@ class Supervisor:
             self.stop(0.0)
             self._until_idle()
 
-    def _wait(self) -> None:
-        for key, _ in self._selector.select(0.5):
+    def _wait(self, longest: float = 0.5) -> None:
+        for key, _ in self._selector.select(max(0.0, longest)):
             if key.data is None:
                 os.read(self._wake, 4096)
                 continue
