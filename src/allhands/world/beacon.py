@@ -132,9 +132,9 @@ def _nobody(hosts: Sequence[str], ports: Sequence[int], timeout: float, met: dic
     seen = "; ".join(others[:4]) if others else "nothing listens on any of them"
     where = hosts[0] if len(hosts) == 1 else f"{hosts[0]} (and {len(hosts) - 1} more hosts)"
     return WorldError(
-        f"waited {timeout:.0f} s for rank 0 on {where}, ports {', '.join(map(str, ports[:3]))}… "
-        f"({len(ports)} candidates): {seen}. Rank 0 did not start, does not call allhands.init(), or runs "
-        "on a host that this one cannot reach; set MASTER_ADDR and MASTER_PORT to name the place yourself."
+        f"waited {timeout:.0f} s for rank 0 on {where}, ports {', '.join(map(str, ports[:3]))}… ({len(ports)} candidates): "
+        f"{seen}. Rank 0 did not start, does not call allhands.init(), or runs on a host that this one cannot reach; set "
+        "MASTER_ADDR and MASTER_PORT to name the place yourself."
     )
 
 
@@ -144,8 +144,8 @@ def _listen(ports: Sequence[int], local: bool) -> socket.socket:
         if listener is not None:
             return listener
     raise WorldError(
-        f"rank 0 could listen on none of the ports {', '.join(map(str, ports))}: all are taken. Set "
-        "MASTER_ADDR and MASTER_PORT to the host of rank 0 and a port that is free there."
+        f"rank 0 could listen on none of the ports {', '.join(map(str, ports))}: all are taken. Set MASTER_ADDR and MASTER_PORT "
+        "to the host of rank 0 and a port that is free there."
     )
 
 

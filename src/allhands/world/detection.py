@@ -51,7 +51,7 @@ def explicit_layout(environ: Environ, rank: int, world_size: int, local_rank: in
         told = read_int(environ, name)
         if told is not None and told != passed:
             raise WorldError(
-                f"init(..., {name.lower()}={passed}) contradicts {name}={told} in the environment: leave "
-                f"the argument out, or unset {name}."
+                f"init(..., {name.lower()}={passed}) contradicts {name}={told} in the environment: leave the argument out, or "
+                f"unset {name}."
             )
     return Layout(rank, world_size, local_rank, local_world_size, environment="explicit")

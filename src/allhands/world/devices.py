@@ -43,8 +43,8 @@ def choose_backend(backend: str, device: str) -> tuple[str, str]:
         device = "cuda" if backend == "nccl" else "cpu"
     if backend == "mpi" and not dist.is_mpi_available():
         raise UserError(
-            "backend='mpi', but this torch has no MPI built in and allhands.comm's has not been installed: "
-            "write backend='gloo', or pip install 'allhands[mpi]' and install it first."
+            "backend='mpi', but this torch has no MPI built in and allhands.comm's has not been installed: write "
+            "backend='gloo', or pip install 'allhands[mpi]' and install it first."
         )
     return backend, device
 

@@ -212,8 +212,8 @@ def _make_group(store: Any, backend: str, device: torch.device, layout: Layout, 
         )
     except RuntimeError as error:
         raise WorldError(
-            f"rank {layout.rank} met the other {layout.world_size - 1} processes, but {backend} could not "
-            f"connect them: {error} ({interface.VARIABLE}={os.environ.get(interface.VARIABLE, '(unset)')})"
+            f"rank {layout.rank} met the other {layout.world_size - 1} processes, but {backend} could not connect them: {error} "
+            f"({interface.VARIABLE}={os.environ.get(interface.VARIABLE, '(unset)')})"
         ) from error
 
 
@@ -285,8 +285,8 @@ def _check_same(asked: Asked, state: _State) -> None:
     for name, (now, before) in told.items():
         if now is not None and now != before:
             raise WorldError(
-                f"init({name}={now!r}), but this process already has a world with {name}={before!r}: call "
-                "allhands.finalize() first, or leave the argument out."
+                f"init({name}={now!r}), but this process already has a world with {name}={before!r}: call allhands.finalize() "
+                "first, or leave the argument out."
             )
 
 

@@ -46,31 +46,34 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_with(address: str) -> str | None:
-    """The name of the interface that has `address` (numeric, IPv4 or IPv6); None where the system does not
-    tell.
-    """
-    return _interfaces_v6().get(address) if ":" in address else _interface_v4(address)
+    """The name of the interface that has `address` (numeric, IPv4 or IPv6); None where the system does not tell."""
+    # 127.0.0.1 and 127.0.1.1 are both lo's, which reports only the first.
+    wanted = "127.0.0.1" if ":" not in address and is_loopback(address) else address
+    return own_addresses().get(wanted)
 
 
-def _interface_v4(address: str) -> str | None:
+def own_addresses() -> dict[str, str]:
+    """Each address of this host and the interface that has it, IPv4 first; empty where the system does not tell."""
+    return _addresses_v4() | _addresses_v6()
+
+
+def _addresses_v4() -> dict[str, str]:
     try:
         import fcntl
     except ImportError:
-        return None
-    # 127.0.0.1 and 127.0.1.1 are both lo's, which reports only the first.
-    wanted = "127.0.0.1" if is_loopback(address) else address
+        return {}
+    found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
                 reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                if socket.inet_ntoa(reply[20:24]) == wanted:
-                    return name
-    return None
+                found.setdefault(socket.inet_ntoa(reply[20:24]), name)
+    return found
 
 
-def _interfaces_v6() -> dict[str, str]:
-    """Address -> interface, from the kernel's table (32 hex digits, four fields, name)."""
+def _addresses_v6() -> dict[str, str]:
+    """From the kernel's table: 32 hex digits, four fields, the interface's name."""
     try:
         rows = Path("/proc/net/if_inet6").read_text().split("\n")
     except OSError:

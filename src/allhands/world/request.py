@@ -59,9 +59,8 @@ def who_and_where(asked: Asked, environ: Environ) -> tuple[Layout, Meeting | Non
             meeting = given_meeting(environ)
         if meeting is None and (size > 1 or method is not None):
             raise UserError(
-                f"init(rank={rank}, world_size={size}) does not say where to meet: pass "
-                "init_method='tcp://HOST:PORT' with an address of rank 0's host, or set MASTER_ADDR and "
-                "MASTER_PORT."
+                f"init(rank={rank}, world_size={size}) does not say where to meet: pass init_method='tcp://HOST:PORT' with an "
+                "address of rank 0's host, or set MASTER_ADDR and MASTER_PORT."
             )
         return layout, meeting
 
@@ -89,8 +88,8 @@ def _detected(
 def _alone(asked: Asked) -> Layout:
     if (asked.local_rank or 0) > 0 or (asked.local_world_size or 1) > 1:
         raise UserError(
-            f"init(local_rank={asked.local_rank}, local_world_size={asked.local_world_size}), but this "
-            "process is alone: pass rank= and world_size= too, or leave them out."
+            f"init(local_rank={asked.local_rank}, local_world_size={asked.local_world_size}), but this process is alone: pass "
+            "rank= and world_size= too, or leave them out."
         )
     return Layout(0, 1, 0, 1, 0, 1, environment="alone")
 

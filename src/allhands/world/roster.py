@@ -66,8 +66,8 @@ def meet(store: Store, card: Card, place: str, deadline: float) -> list[Card]:
     if store.add(f"claim/{card.rank}", 1) > 1:
         stale = " A file that an earlier run left behind looks the same: remove it." * place.startswith("file:")
         trouble = (
-            f"two processes say that they are rank {card.rank} of {card.world_size} at {place}: give each its "
-            f"own rank, or, if these are two jobs, each its own port.{stale}"
+            f"two processes say that they are rank {card.rank} of {card.world_size} at {place}: give each its own rank, or, if "
+            f"these are two jobs, each its own port.{stale}"
         )
         store.set("trouble", trouble)
         raise WorldError(trouble)
@@ -105,9 +105,8 @@ def _collect(store: Store, own: Card, place: str, deadline: float) -> dict[str, 
     if error is None and missing:
         hosts = ", ".join(f"{name} ({count})" for name, count in Counter(card.name for card in came).items())
         error = (
-            f"{len(came)} of {own.world_size} processes met at {place} within "
-            f"{time.monotonic() - started:.0f} s; missing: rank {_ranks(missing)}. Came: {hosts}. Start the "
-            "missing ranks, or raise timeout= if they start slowly."
+            f"{len(came)} of {own.world_size} processes met at {place} within {time.monotonic() - started:.0f} s; missing: rank "
+            f"{_ranks(missing)}. Came: {hosts}. Start the missing ranks, or raise timeout= if they start slowly."
         )
     if error is not None:
         return {"error": error, "user": False, "came": len(came)}
@@ -125,9 +124,8 @@ def _contradiction(cards: list[Card]) -> str | None:
             mine, theirs = getattr(first, what), getattr(card, what)
             if mine != theirs:
                 return (
-                    f"rank {first.rank} ({first.name}) has {what}={mine} but rank {card.rank} ({card.name}) "
-                    f"has {what}={theirs}; every process must be given the "
-                    f"same.{_why_backend(what, first, card)}"
+                    f"rank {first.rank} ({first.name}) has {what}={mine} but rank {card.rank} ({card.name}) has "
+                    f"{what}={theirs}; every process must be given the same.{_why_backend(what, first, card)}"
                 )
     return None
 
@@ -153,8 +151,8 @@ def _await_verdict(store: Store, card: Card, place: str, deadline: float) -> dic
     except RuntimeError as error:
         known = f"then the store, which lives in rank 0 or the launcher, was gone ({error})"
     raise WorldError(
-        f"rank {card.rank} waited {time.monotonic() - started:.0f} s at {place} for rank 0 to count the "
-        f"{card.world_size} processes; {known}. Look at rank 0's output."
+        f"rank {card.rank} waited {time.monotonic() - started:.0f} s at {place} for rank 0 to count the {card.world_size} "
+        f"processes; {known}. Look at rank 0's output."
     )
 
 
@@ -200,9 +198,9 @@ def check_places(cards: list[Card]) -> None:
         if card.gpus == 1 and len(twins) == 1:
             continue
         raise UserError(
-            f"{local_size} workers on {card.name} but {card.gpus} GPU{'s' * (card.gpus != 1)} that rank "
-            f"{card.rank} can use: start at most one worker a GPU (workers={card.gpus}, or -n {card.gpus}), "
-            "or pass device='cpu' to train without GPUs."
+            f"{local_size} workers on {card.name} but {card.gpus} GPU{'s' * (card.gpus != 1)} that rank {card.rank} can use: "
+            f"start at most one worker a GPU (workers={card.gpus}, or -n {card.gpus}), or pass device='cpu' to train without "
+            "GPUs."
         )
 
 

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 from allhands.errors import UserError, WorldError
 from allhands.world import beacon
 from allhands.world.environments.mpi import broadcast_meeting
-from allhands.world.interface import address_towards
+from allhands.world.interface import address_towards, is_loopback, own_addresses
 from allhands.world.layout import Layout, Meeting
 
 if TYPE_CHECKING:
@@ -131,8 +131,7 @@ def _open_as_rank_0(meeting: Meeting, layout: Layout, timeout: float) -> OpenSto
 
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
     if meeting.mpi_broadcast:
-        name = socket.gethostname()
-        hosts = (*_own_addresses(name), name)
+        hosts = (*_reachable_addresses(), socket.gethostname())
         broadcast_meeting(Meeting(hosts, store.port))
         return OpenStore(store, f"{hosts[0]}:{store.port}", "")
     assert meeting.job_key is not None
@@ -141,14 +140,12 @@ def _open_as_rank_0(meeting: Meeting, layout: Layout, timeout: float) -> OpenSto
     return OpenStore(store, place, address_towards(meeting.hosts[-1]) or "", lighthouse)
 
 
-def _own_addresses(name: str) -> list[str]:
-    """Addresses of this host under which others may reach it: that of the default route, then those of its
-    name.
-    """
-    routed = [address_towards("192.0.2.1") or ""]  # an address reserved for documentation: any route there is the default one
-    with contextlib.suppress(OSError):
-        routed += [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, socket.AF_INET)]
-    return list(dict.fromkeys(address for address in routed if address and not address.startswith("127.")))
+def _reachable_addresses() -> list[str]:
+    """Addresses of this host under which others may reach it: that of the default route, then those of its interfaces."""
+    default = address_towards("192.0.2.1")  # an address kept for documentation: any route there is the default one
+    # A link-local IPv6 address means nothing without the name of the caller's own interface.
+    found = [address for address in own_addresses() if not is_loopback(address) and not address.startswith("fe80:")]
+    return list(dict.fromkeys([default, *found] if default else found))
 
 
 def _first_that_answers(hosts: tuple[str, ...], port: int, deadline: float) -> str:
@@ -158,9 +155,8 @@ def _first_that_answers(hosts: tuple[str, ...], port: int, deadline: float) -> s
                 return host
         if time.monotonic() > deadline:
             raise WorldError(
-                f"rank 0 listens on port {port} of {' or '.join(hosts)}, but this host reaches none of "
-                "them; open the port, or set MASTER_ADDR and MASTER_PORT to an address of rank 0 that "
-                "every host reaches."
+                f"rank 0 listens on port {port} of {' or '.join(hosts)}, but this host reaches none of them; open the port, or "
+                "set MASTER_ADDR and MASTER_PORT to an address of rank 0 that every host reaches."
             )
         time.sleep(0.2)
 
@@ -170,15 +166,15 @@ def _no_store(host: str, port: int, *, listens: bool, layout: Layout, timeout: f
     if not listens:
         who = "the launcher" if layout.rank == 0 else "rank 0"
         return WorldError(
-            f"rank {layout.rank} waited {timeout:.0f} s for {who} at {host}:{port} and nobody answered. Is "
-            f"rank 0 started, and can this host reach {host}? ({reason})"
+            f"rank {layout.rank} waited {timeout:.0f} s for {who} at {host}:{port} and nobody answered. Is rank 0 started, and "
+            f"can this host reach {host}? ({reason})"
         )
     if "EADDRINUSE" in reason or "in use" in reason:
         return WorldError(
-            f"rank 0 cannot listen on port {port}: it is taken on this host. Choose another port "
-            "(MASTER_PORT or init_method='tcp://HOST:PORT')."
+            f"rank 0 cannot listen on port {port}: it is taken on this host. Choose another port (MASTER_PORT or "
+            "init_method='tcp://HOST:PORT')."
         )
     return WorldError(
-        f"rank 0 opened port {port}, but {host} does not lead to it: MASTER_ADDR (or the host in "
-        f"init_method) must be an address of the host that rank 0 runs on. ({reason})"
+        f"rank 0 opened port {port}, but {host} does not lead to it: MASTER_ADDR (or the host in init_method) must be an "
+        f"address of the host that rank 0 runs on. ({reason})"
     )

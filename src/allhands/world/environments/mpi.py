@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
+import sys
 from pathlib import Path
+from types import TracebackType
 
 from allhands.errors import WorldError
 from allhands.world.layout import Environ, Layout, Meeting, given_meeting, read_int
@@ -30,20 +31,27 @@ def mpi_meeting(environ: Environ, layout: Layout, job_key: str | None) -> Meetin
         return Meeting(mpi_broadcast=True)
     share = "an unknown part" if layout.local_world_size is None else str(layout.local_world_size)
     raise WorldError(
-        f"{layout.environment}: {layout.world_size} processes on several hosts ({share} of them here) need "
-        "to learn where rank 0 is. Install mpi4py on every host (pip install 'allhands[mpi]'), or set "
-        "MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there."
+        f"{layout.environment}: {layout.world_size} processes on several hosts ({share} of them here) need to learn where rank "
+        "0 is. Install mpi4py on every host (pip install 'allhands[mpi]'), or set MASTER_ADDR to the host of rank 0 and "
+        "MASTER_PORT to a free port there."
     )
 
 
 def broadcast_meeting(meeting: Meeting | None) -> Meeting:
-    """Rank 0 passes where it listens, the others None; every rank gets rank 0's value. Collective over MPI's
-    world.
-    """
+    """Rank 0 passes where it listens, the others None; every rank gets rank 0's value. Collective over MPI's world."""
     from mpi4py import MPI
 
+    before = sys.excepthook
+
+    def abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)
+
+    # MPI_Finalize at the end of a process waits for every rank: an error in one of them would leave all hanging.
+    sys.excepthook = abort
     told = MPI.COMM_WORLD.bcast((meeting.hosts, meeting.port) if meeting is not None else None, root=0)
-    return dataclasses.replace(Meeting(), hosts=told[0], port=told[1])
+    return Meeting(hosts=told[0], port=told[1])
 
 
 def _launcher_key(layout: Layout) -> str:
@@ -61,9 +69,8 @@ def _launcher_key(layout: Layout) -> str:
             return f"{layout.environment} {os.getuid()} {pid} {fields[19]}"
         pid = int(fields[1])
     raise WorldError(
-        f"{layout.environment}: no process above this one is an MPI launcher ({', '.join(_LAUNCHERS)}), so "
-        "that the ranks have no common name to meet under. Set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a "
-        "free port."
+        f"{layout.environment}: no process above this one is an MPI launcher ({', '.join(_LAUNCHERS)}), so that the ranks have "
+        "no common name to meet under. Set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port."
     )
 
 

@@ -92,8 +92,8 @@ class Slurm(Environment):
         if not environ.get("SLURM_STEP_TASKS_PER_NODE"):
             return None  # the variable is the allocation's: a step may use fewer nodes or tasks than its job
         raise WorldError(
-            f"SLURM_STEP_TASKS_PER_NODE={text!r} adds up to {sum(counts)} tasks, but "
-            f"SLURM_STEP_NUM_TASKS={tasks}. Unset whichever was set by hand."
+            f"SLURM_STEP_TASKS_PER_NODE={text!r} adds up to {sum(counts)} tasks, but SLURM_STEP_NUM_TASKS={tasks}. Unset "
+            "whichever was set by hand."
         )
 
 
@@ -136,8 +136,8 @@ def _terminal_shell(environ: Environ) -> bool:
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1":
         _log.warning(
-            "srun --pty started %s tasks; this program runs in the shell of the first of them and trains "
-            "alone. Start it with srun, without --pty, to use them all.",
+            "srun --pty started %s tasks; this program runs in the shell of the first of them and trains alone. Start it with "
+            "srun, without --pty, to use them all.",
             tasks,
         )
     return True
