@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import allhands
-from allhands import WorkerError
+from allhands import UserError
 from allhands.data.agree import share_data
 from tests.worlds import in_world
 
@@ -34,5 +34,5 @@ def test_tensors_drawn_without_a_seed_become_rank_0s() -> None:
 
 @pytest.mark.serial
 def test_other_sizes_are_refused_with_both() -> None:
-    with pytest.raises(WorkerError, match=r"rank 0 a TensorDataset of 5 samples.*rank 1 a TensorDataset of 6 samples"):
+    with pytest.raises(UserError, match=r"rank 0 a TensorDataset of 5 samples.*rank 1 a TensorDataset of 6 samples"):
         in_world(2, other_sizes)

@@ -311,7 +311,5 @@ def test_a_stream_that_shuffles_shuffles_alike_on_every_rank() -> None:
 
 @pytest.mark.serial
 def test_a_stream_that_shards_itself_is_refused() -> None:
-    from allhands import WorkerError
-
-    with pytest.raises(WorkerError, match="read different streams"):
+    with pytest.raises(UserError, match="read different streams"):
         in_world(2, stream_rows, "by rank")

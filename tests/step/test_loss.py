@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from allhands import UserError
+from allhands.step import LossRule
+
+
+def test_cross_entropy_counts_the_targets_that_are_not_ignored() -> None:
+    rule = LossRule(nn.CrossEntropyLoss(ignore_index=2))
+    counted = rule.count_targets([torch.tensor([0, 2, 1]), torch.tensor([2, 2])], [3, 2])
+    assert counted is not None
+    assert counted.tolist() == [2.0, 0.0]
+    assert float(rule.call(torch.randn(2, 3), torch.tensor([2, 2]))) == 0.0, "not 0 / 0"
+
+
+def test_class_weights_are_what_counts() -> None:
+    weights = torch.tensor([1.0, 2.0, 4.0])
+    rule = LossRule(nn.CrossEntropyLoss(weight=weights))
+    output, target = torch.randn(4, 3), torch.tensor([0, 1, 2, 2])
+    counted = rule.count_targets([target], [4])
+    assert counted is not None
+    assert counted.tolist() == [11.0]
+    assert torch.allclose(rule.call(output, target) / counted[0], nn.CrossEntropyLoss(weight=weights)(output, target).double())
+
+
+def test_class_probabilities_count_samples() -> None:
+    rule = LossRule(nn.CrossEntropyLoss())
+    target = torch.rand(4, 3).softmax(1)
+    counted = rule.count_targets([target], [4])
+    assert counted is not None
+    output = torch.randn(4, 3)
+    assert torch.allclose(rule.call(output, target) / counted[0], nn.CrossEntropyLoss()(output, target).double())
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), F.cross_entropy])
+def test_whole_targets_without_ignored_ones_spare_the_count(criterion: object) -> None:
+    rule = LossRule(criterion)  # type: ignore[arg-type]
+    rule.use_samples_if_equal(torch.tensor([0, 1, -100]))
+    assert rule.counts_targets
+    rule.use_samples_if_equal(torch.tensor([0, 1, 2]))
+    assert not rule.counts_targets
+    assert rule.call is criterion
+
+
+def test_a_summing_criterion_is_known() -> None:
+    assert LossRule(nn.MSELoss(reduction="sum")).sums
+    assert not LossRule(nn.MSELoss()).sums
+
+
+def test_one_loss_an_element_is_refused() -> None:
+    with pytest.raises(UserError, match="reduction='none'.*write reduction='mean'"):
+        LossRule(nn.MSELoss(reduction="none"))
+
+
+def test_a_vector_is_refused() -> None:
+    rule = LossRule(lambda output, target: (output - target) ** 2)
+    output = torch.rand(3)
+    with pytest.raises(UserError, match=r"shape \[3\]"):
+        rule.check(output, output, rule.call(output, output))
+
+
+def test_a_criterion_that_gives_no_tensor_is_refused() -> None:
+    rule = LossRule(lambda output, target: 0.5)  # type: ignore[arg-type, return-value]
+    with pytest.raises(UserError, match="a float"):
+        rule.check(None, None, 0.5)
+
+
+def test_shapes_that_would_broadcast_are_refused() -> None:
+    rule = LossRule(nn.MSELoss())
+    with pytest.raises(UserError, match=r"\[32, 1\].*\[32\].*unsqueeze"):
+        rule.check(torch.rand(32, 1), torch.rand(32), torch.tensor(0.0))
+    rule.check(torch.rand(32, 1), torch.rand(32, 1), torch.tensor(0.0))
