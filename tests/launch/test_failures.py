@@ -258,3 +258,28 @@ def test_a_failure_before_ctrl_c_is_still_told(job: Any) -> None:
     _, err = process.communicate(timeout=10)
     assert process.returncode == 6
     assert b"failed first: exit code 6" in err
+
+
+def test_a_job_that_was_suspended_goes_on(job: Any) -> None:
+    # As `scontrol suspend` does it: every process is stopped, and none is to blame for its silence.
+    script = job.script("import time\nprint('up', flush=True)\ntime.sleep(4)\nprint('done')")
+    process = job.start("-n", "2", "--no-preload", "--heartbeat-timeout", "3", script)
+    assert process.stdout is not None
+    assert [process.stdout.readline()[3:] for _ in range(2)] == [b" up\n"] * 2
+    pids = job.alive()
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(8 if number == signal.SIGSTOP else 0)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, sorted(out.splitlines()), err) == (0, [b"[0] done", b"[1] done"], b"")
+
+
+def test_a_reader_that_pauses_is_no_failure_of_the_workers(job: Any) -> None:
+    script = job.script("for i in range(20000): print(f'{i:0100}')")
+    process = job.start("-n", "2", "--no-preload", "--heartbeat-timeout", "3", script)
+    time.sleep(8)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, b"")
+    for rank in (b"[0] ", b"[1] "):
+        assert [int(line[4:]) for line in out.splitlines() if line.startswith(rank)] == list(range(20000))
