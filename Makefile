@@ -36,7 +36,7 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 fix: $(DEV)
 	$(BIN)/ruff check --fix .
@@ -47,7 +47,7 @@ bench: $(DEV)
 	$(BIN)/python benchmarks/launch.py
 
 docs: $(DEV)
-	$(BIN)/mkdocs serve
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
 	rm -rf site logs logdir .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,43 @@
+"""Runs an example as a user would, in an empty folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# Machines that run tests are often busy; what is tested is that an example ends, not how soon.
+TIMEOUT = 150
+
+
+def run_in(folder: Path, *command: str, env: dict[str, str] | None = None) -> str:
+    """What the command printed; fails with it unless the exit code is 0."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **(env or {})},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=TIMEOUT,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def run_example(folder: Path, name: str, *args: str, env: dict[str, str] | None = None) -> str:
+    """``python examples/name args…``, run in `folder`."""
+    return run_in(folder, sys.executable, str(EXAMPLES / name), *args, env=env)
+
+
+def epochs_in(text: str) -> list[str]:
+    """The first column of the table of epochs, such as ``["1/8", "2/8"]``."""
+    return re.findall(r"^(?:\[\d+\] )?\s+(\d+/\d+)\s", text, flags=re.MULTILINE)
+
+
+def program(name: str) -> str:
+    """A command that was installed beside this Python."""
+    return str(Path(sys.executable).parent / name)
