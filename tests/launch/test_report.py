@@ -9,8 +9,8 @@ import pytest
 from allhands.launch.report import Worker, describe
 
 
-def first(*workers: Worker, grace: float = 5.0) -> int | None:
-    failed = [(at, w.rank) for w in workers if (at := w.failed_at(grace)) is not None]
+def first(*workers: Worker) -> int | None:
+    failed = [(at, w.rank) for w in workers if (at := w.failed_at()) is not None]
     return min(failed)[1] if failed else None
 
 
@@ -34,22 +34,22 @@ def test_an_abort_may_be_the_answer_to_a_broken_connection() -> None:
 
 def test_what_happens_after_a_stop_is_not_a_failure() -> None:
     raised = Worker(0, "h", raised={"text": "ValueError"}, raised_at=10.0, exit={"code": 1}, exit_at=10.5)
-    stopped = Worker(1, "h", stop_at=10.1, exit={"signal": int(signal.SIGKILL)}, exit_at=15.2)
+    stopped = Worker(1, "h", stop_at=10.1, own_end=False, exit={"signal": int(signal.SIGKILL)}, exit_at=15.2)
     polite = Worker(2, "h", stop_at=10.1, raised={"text": "Terminated"}, raised_at=10.2)
-    assert [worker.failed_at(5.0) for worker in (stopped, polite)] == [None, None]
+    assert [worker.failed_at() for worker in (stopped, polite)] == [None, None]
     assert first(raised, stopped, polite) == 0
 
 
-def test_a_kill_that_is_seen_just_after_the_stop_is_not_ours() -> None:
+def test_an_end_that_is_seen_only_after_the_stop_may_be_its_own() -> None:
     peer = Worker(0, "h", raised={"text": "Connection reset by peer"}, raised_at=10.0)
     killed = Worker(1, "h", stop_at=10.02, exit={"signal": int(signal.SIGKILL)}, exit_at=10.03)
     assert first(peer, killed) == 1
 
 
 def test_exit_0_is_a_failure_only_for_a_function() -> None:
-    assert Worker(0, "h", exit={"code": 0}, exit_at=1.0).failed_at(5.0) is None
-    assert Worker(0, "h", exit={"code": 0}, exit_at=9.0, must_return=True).failed_at(5.0) == 8.0
-    assert Worker(0, "h", exit={"code": 0}, must_return=True, returned={"value": 1}).failed_at(5.0) is None
+    assert Worker(0, "h", exit={"code": 0}, exit_at=1.0).failed_at() is None
+    assert Worker(0, "h", exit={"code": 0}, exit_at=9.0, must_return=True).failed_at() == 8.0
+    assert Worker(0, "h", exit={"code": 0}, must_return=True, returned={"value": 1}).failed_at() is None
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_exit_code(worker: Worker, code: int) -> None:
 
 def test_report_names_rank_host_cause_lines_and_the_stopped() -> None:
     bad = Worker(1, "node7", pid=42, exit={"code": 3}, exit_at=10.0, tail=[b"about to fail", b"\xff"])
-    stopped = Worker(0, "node7", stop_at=10.0, exit={"signal": 9}, exit_at=15.0)
+    stopped = Worker(0, "node7", stop_at=10.0, own_end=False, exit={"signal": 9}, exit_at=15.0)
     early = Worker(2, "node7", exit={"code": 0}, exit_at=5.0)
     text = describe(bad, [stopped, bad, early], "logs/rank-1.log", 5.0, with_traceback=False)
     assert text.splitlines() == [

@@ -49,6 +49,8 @@ class Child:
         self.last_beat = time.monotonic()
         self.stopped_since: float | None = None
         self.blamed = False
+        self.told = False  # to stop
+        self.own_end = True  # it ended, or was ending, before it was told to
         self.exited = False
         self.gone = False
         self.kill_at: float | None = None
@@ -294,7 +296,8 @@ class Keeper:
             for fd in list(child.fds):
                 while self._read_child(child, fd):
                     pass
-            self.send(event="exit", rank=child.rank, age=time.monotonic() - now, **processes.exit_of(status))
+            how = processes.exit_of(status)
+            self.send(event="exit", rank=child.rank, own=child.own_end, age=time.monotonic() - now, **how)
             if processes.signal_group(pid, signal.SIGTERM) and child.kill_at is None:
                 child.kill_at = now + LAST_GRACE
 
@@ -303,6 +306,8 @@ class Keeper:
         for child in self.children.values():
             if child.gone or (ranks is not None and child.rank not in ranks):
                 continue
+            if not child.told and not child.exited:
+                child.told, child.own_end = True, processes.is_ending(child.pid)
             if not child.exited and grace > 0:
                 # A stopped process sees SIGTERM only once it goes on.
                 for number in (signal.SIGTERM, signal.SIGCONT):

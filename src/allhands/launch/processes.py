@@ -15,6 +15,7 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PF_EXITING = 4
 
 
 def _prctl(option: int, value: int) -> None:
@@ -48,6 +49,15 @@ def state(pid: int) -> str:
     known."""
     fields = _stat(pid)
     return fields[0] if fields else ""
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process is on its way out already, so that a signal sent now is not what ends it.
+
+    The kernel sets the mark before it closes the process's connections: when a peer can have noticed, it stands.
+    """
+    fields = _stat(pid)
+    return fields is not None and bool(int(fields[6]) & _PF_EXITING)
 
 
 def children(pid: int) -> list[int]:

@@ -12,8 +12,6 @@ from allhands.launch.processes import signal_name
 # An exit is seen only after the process is gone, when its peers have long noticed broken connections. An exit
 # that the worker did not announce (SIGKILL, os._exit) therefore counts as this much earlier than it was seen.
 _UNSEEN = 1.0
-# Deaths that a peer's failure does not cause, unlike SIGABRT, with which libraries answer broken connections.
-_OWN_DEATHS = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 _STATES = {
     "T": "it is stopped (state T), by SIGSTOP or a debugger",
@@ -41,12 +39,12 @@ class Worker:
     exit: dict[str, Any] | None = None
     exit_at: float = 0.0
     stop_at: float | None = None  # when it was told to stop
-    kill_at: float = float("inf")  # when SIGKILL was asked for
+    own_end: bool = True  # it ended, or was ending, before it was told to stop
     returned: dict[str, Any] | None = None
     must_return: bool = False  # its end without a result is a failure
     tail: list[bytes] = field(default_factory=list)
 
-    def failed_at(self, grace: float) -> float | None:
+    def failed_at(self) -> float | None:
         """When it failed by itself; None when it did not, or only because it was told to stop."""
         times = []
         if self.raised is not None:
@@ -60,11 +58,11 @@ class Worker:
         if self.exit is not None and self._exit_is_failure():
             announced = self.leaving is not None or self.raised is not None
             number = self.exit.get("signal")
-            if self.stop_at is None or self.exit_at < self.stop_at:
-                times.append(self.exit_at if announced or number == signal.SIGABRT else self.exit_at - _UNSEEN)
-            elif number in _OWN_DEATHS and self.exit_at < min(self.stop_at + min(grace, _UNSEEN), self.kill_at):
-                times.append(self.exit_at - _UNSEEN)
-        times = [at for at in times if self.stop_at is None or at < self.stop_at]
+            if self.own_end:
+                seen = self.exit_at if self.stop_at is None else min(self.exit_at, self.stop_at)
+                # SIGABRT is how libraries answer a connection that broke, so it may itself be a consequence.
+                times.append(seen if announced or number == signal.SIGABRT else seen - _UNSEEN)
+        times = [at for at in times if self.stop_at is None or at <= self.stop_at]
         return min(times, default=None)
 
     def _exit_is_failure(self) -> bool:
@@ -124,7 +122,7 @@ def describe(first: Worker, workers: list[Worker], log_path: object, grace: floa
     """
     where = f"{first.host}, pid {first.pid}" if first.pid else first.host
     lines = [f"allhands: rank {first.rank} ({where}) failed first: {first.cause()}"]
-    failed_at = first.failed_at(grace) or time.monotonic()
+    failed_at = first.failed_at() or time.monotonic()
     for worker in workers:
         if worker is not first and worker.exit == {"code": 0} and not worker.must_return and worker.exit_at < failed_at + _UNSEEN:
             ago = max(0.0, failed_at - worker.exit_at)
@@ -141,7 +139,7 @@ def describe(first: Worker, workers: list[Worker], log_path: object, grace: floa
         lines.append(f"  {title}")
         lines += [f"    | {line[:2000].decode('utf-8', 'backslashreplace')}" for line in shown]
     others = [worker for worker in workers if worker is not first]
-    after = [worker for worker in others if worker.failed_at(grace) is not None]
+    after = [worker for worker in others if worker.failed_at() is not None]
     if after:
         lines.append(f"  failed after it: {_ranks(after)}")
     stopped = [worker for worker in others if worker.stop_at is not None and worker not in after]

@@ -171,7 +171,7 @@ class Supervisor:
 
     def first_failure(self) -> Worker | None:
         """The worker that failed first by itself, as far as is known now."""
-        failed = [(at, w.rank) for w in self.workers.values() if (at := w.failed_at(self.grace)) is not None]
+        failed = [(at, w.rank) for w in self.workers.values() if (at := w.failed_at()) is not None]
         return self.workers[min(failed)[1]] if failed else None
 
     def interrupt(self, number: int) -> None:
@@ -191,10 +191,8 @@ class Supervisor:
         for keeper in self.keepers:
             ranks = [rank for rank in keeper.ranks if rank != but]
             for rank in ranks:
-                worker = self.workers[rank]
-                if worker.exit is None:
-                    worker.stop_at = worker.stop_at or now
-                    worker.kill_at = min(worker.kill_at, now + grace)
+                if self.workers[rank].exit is None and self.workers[rank].stop_at is None:
+                    self.workers[rank].stop_at = now
             keeper.send(op="stop", ranks=ranks, grace=grace)
 
     def close(self) -> None:
@@ -318,4 +316,4 @@ class Supervisor:
             worker.silent, worker.silent_at = event, at
         elif kind == "exit":
             worker.exit = {name: event[name] for name in ("code", "signal") if name in event}
-            worker.exit_at = at
+            worker.exit_at, worker.own_end = at, event["own"]
