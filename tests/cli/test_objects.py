@@ -1,0 +1,158 @@
+"""What the names in a run file become."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from allhands.cli import objects
+from allhands.config import read_run
+from allhands.data import catalogue
+from allhands.errors import UserError
+
+
+def run_file(*overrides: str):
+    return read_run((), overrides)
+
+
+def built(function, *overrides: str, **given):
+    return function(run_file(*overrides), **given)
+
+
+def refused(function, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        function(run_file(*overrides))
+    return str(caught.value)
+
+
+def model_of(run):
+    return objects._model(run, objects._entry(run))
+
+
+def optimizer_of(run):
+    return objects._optimizer(run, torch.nn.Linear(2, 2))
+
+
+def scheduler_of(run):
+    return objects._scheduler(run, optimizer_of(run), objects._entry(run), objects._strategy(run))
+
+
+def test_initial_weights_are_a_function_of_the_seed():
+    def weights(*overrides: str) -> torch.Tensor:
+        torch.rand(3)  # what was drawn before does not matter
+        return torch.cat([p.flatten() for p in built(model_of, *overrides).parameters()])
+
+    assert torch.equal(weights("seed=1"), weights("seed=1"))
+    assert not torch.equal(weights("seed=1"), weights("seed=2"))
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "shape", "classes"),
+    [
+        ("digits", "simple_cnn", (2, 1, 8, 8), 10),
+        ("mnist", "mlp", (2, 1, 28, 28), 10),
+        ("cifar10", "simple_cnn", (2, 3, 32, 32), 10),
+        ("cifar100", "resnet18", (2, 3, 32, 32), 100),
+    ],
+)
+def test_a_model_gets_the_sizes_of_its_data(data, model, shape, classes):
+    made = built(model_of, f"data={data}", f"model={model}")
+    assert made(torch.zeros(shape)).shape == (2, classes)
+
+
+def test_sizes_can_be_set():
+    made = built(model_of, "model.num_classes=12", "model.width=4")
+    assert made(torch.zeros(1, 1, 8, 8)).shape == (1, 12)
+    assert built(model_of, "data=cifar100", "data.labels=coarse")(torch.zeros(1, 3, 32, 32)).shape == (1, 20)
+
+
+def test_a_model_option_that_does_not_exist():
+    assert "command line, model.widht=3: model" in refused(model_of, "model.widht=3")
+    assert "simple_cnn" in refused(model_of, "model=simpel_cnn")
+
+
+def test_an_optimizer_by_any_spelling():
+    assert type(built(optimizer_of, "optimizer=sgd", "optimizer.lr=0.1")) is torch.optim.SGD
+    assert type(built(optimizer_of, "optimizer=AdamW")) is torch.optim.AdamW
+    made = built(optimizer_of, "optimizer=adam", "optimizer.lr=1e-2", "optimizer.betas=[0.8, 0.9]")
+    assert made.defaults["lr"] == 0.01
+    assert made.defaults["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer.weight_deca=1", "optimizer.weight_deca = 1: AdamW has no such option; did you mean 'weight_decay'?"),
+        ("optimizer.amsgrad=1", "optimizer.amsgrad = 1: it must be true or false"),
+        ("optimizer.weight_decay=a", "optimizer.weight_decay = 'a': it must be a number; the default is 0.01"),
+        ("optimizer.betas=[0.9]", "it must be a list of 2 values, such as [0.9, 0.999]"),
+        ("optimizer.betas=0.9", "it must be a list of 2 values"),
+        ("optimizer.betas=[0.9, 1.5]", "optimizer: Invalid beta parameter at index 1"),
+        ("optimizer.params=3", "AdamW has no such option"),
+    ],
+)
+def test_an_optimizer_option_that_is_wrong(override, said):
+    text = refused(optimizer_of, override)
+    assert text.startswith(f"command line, {override}: ")
+    assert said in text
+
+
+def criterion_of(run):
+    return objects._criterion(run)
+
+
+def test_criteria():
+    made = built(criterion_of, "criterion.label_smoothing=0.1")
+    assert type(made) is torch.nn.CrossEntropyLoss
+    assert made.label_smoothing == 0.1
+    assert type(built(criterion_of, "criterion=huberloss")) is torch.nn.HuberLoss
+    assert "did you mean 'cross_entropy'?" in refused(criterion_of, "criterion=crossentropi")
+
+
+def test_strategy_settings():
+    made = built(objects._strategy, "strategy.find_unused_parameters=true")
+    assert made.find_unused_parameters is True
+    assert "did you mean 'ddp'?" in refused(objects._strategy, "strategy=dddp")
+    assert "did you mean 'find_unused_parameters'?" in refused(objects._strategy, "strategy.find_unused=true")
+    assert "it must be true or false" in refused(objects._strategy, "strategy.static_graph=1")
+
+
+@pytest.mark.parametrize(
+    ("override", "steps"),
+    [
+        ("data.root=null", 2 * 30),  # 1,437 samples, 48 in a step
+        ("accumulate=2", 2 * 15),
+        ("data.drop_last=true", 2 * 29),
+        ("data.limit=100", 2 * 3),
+        ("scheduler.period=epoch", 2),
+        ("check=true", 3 * 3),
+        ("overfit=true", 2 * 1),
+        ("scheduler.total_steps=77", 77),
+    ],
+)
+def test_the_length_of_a_training_is_filled_in(override, steps):
+    fixed = ["data.batch_size=16", "workers=3", "num_epochs=2", "device=cpu", "scheduler=OneCycleLR", "scheduler.max_lr=0.1"]
+    made, period = built(scheduler_of, *fixed, override)
+    assert made.total_steps == steps
+    assert period == ("epoch" if override == "scheduler.period=epoch" else "step")
+
+
+def test_schedulers():
+    assert built(scheduler_of) is None
+    made, period = built(scheduler_of, "scheduler=multisteplr", "scheduler.milestones=[3, 6]")
+    assert type(made) is torch.optim.lr_scheduler.MultiStepLR
+    assert period == "epoch"
+    assert built(scheduler_of, "scheduler=CosineAnnealingLR", "num_epochs=7")[0].T_max == 7
+    assert "StepLR needs step_size; write scheduler.step_size: …" in refused(scheduler_of, "scheduler=StepLR")
+    assert "did you mean 'StepLR'" in refused(scheduler_of, "scheduler=StepRL")
+    assert "there is no such scheduler" in refused(scheduler_of, "scheduler=LambdaLR")  # needs a function
+
+
+def test_data_options():
+    assert built(objects._data_options, "data.limit=5") == {"limit": 5}
+    assert "the data set 'digits' has no such option" in refused(objects._data_options, "data.labels=fine")
+    assert "Did you mean 'cifar10'" in refused(objects._entry, "data=cifar1")
+    assert "use SupervisedRunner" in refused(objects._entry, "data=shakespeare")
+    made = objects.load_datasets("digits", {"limit": 5})
+    assert [len(made[split]) for split in ("train", "valid")] == [5, 5]
+    assert len(catalogue.load("digits", "train")) == 1437

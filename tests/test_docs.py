@@ -1,0 +1,99 @@
+"""The documentation: code that runs or at least compiles, links that lead somewhere, claims that are kept."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from allhands.config import read_run
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The code of all fenced blocks of a language, without their indentation."""
+    return [textwrap.dedent(text) for _, kind, text in FENCE.findall(page.read_text()) if kind == language]
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_example_runs_as_shown(page, tmp_path):
+    (code,) = blocks(ROOT / page, "python")
+    (tmp_path / "first.py").write_text(code)
+    done = subprocess.run([sys.executable, "first.py"], cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    accuracy = float(re.search(r"validation accuracy: (\S+)", done.stdout)[1])
+    assert accuracy > 0.9, done.stdout
+
+
+def test_the_first_examples_are_the_same():
+    assert blocks(ROOT / "README.md", "python") == blocks(ROOT / "docs" / "index.md", "python")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_python_blocks_compile(page):
+    for code in blocks(page, "python"):
+        ast.parse(code)  # raises SyntaxError with the line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page):
+    text = FENCE.sub("", page.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{named(page)} links to {target}"
+        if anchor and linked.suffix == ".md":
+            assert anchor in anchors(linked), f"{named(page)} links to {target}, which has no such heading"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as mkdocs and GitHub make them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_files_that_are_named_exist(page):
+    """Paths in backticks below a folder of this repository."""
+    for path in re.findall(r"`((?:src|tests|examples|benchmarks|docs)/[\w./-]+)`", page.read_text()):
+        assert (ROOT / path).exists(), f"{named(page)} names {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_make_targets_that_are_named_exist(page):
+    targets = set(re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
+    text = page.read_text()
+    mentioned = set(re.findall(r"`make (\w+)", text)) | set(
+        re.findall(r"^make (\w+)", "\n".join(blocks(page, "bash")), re.MULTILINE)
+    )
+    assert mentioned <= targets
+
+
+def test_ci_runs_what_the_readme_says():
+    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("make lint test")
+
+
+def test_the_run_file_of_the_example_is_valid():
+    config = read_run([ROOT / "examples" / "digits" / "run.yml"]).config
+    assert (config.data.name, config.workers, config.strategy.name) == ("digits", 2, "ddp")
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert str(page.relative_to(ROOT / "docs")) in navigation, page
