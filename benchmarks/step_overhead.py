@@ -16,7 +16,6 @@ import json
 import os
 import re
 import resource
-
 import subprocess
 import sys
 import tempfile

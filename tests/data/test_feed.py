@@ -102,7 +102,11 @@ def flat(steps: list[list[int]]) -> list[int]:
     return [row for step in steps for row in step]
 
 
-SETS = {"memory": TensorDataset(torch.arange(23)), "map-style": Numbers(23), "subset": Subset(TensorDataset(torch.arange(40)), range(23))}
+SETS = {
+    "memory": TensorDataset(torch.arange(23)),
+    "map-style": Numbers(23),
+    "subset": Subset(TensorDataset(torch.arange(40)), range(23)),
+}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
@@ -230,7 +234,9 @@ def test_a_worker_init_function_is_called_even_for_tensors() -> None:
 
 def test_datasets_form() -> None:
     data = TensorDataset(torch.arange(9))
-    sources = sources_from_datasets({"batch_size": 4, "num_workers": 0, "train": data, "valid": {"dataset": data, "batch_size": 3}}, 1)
+    sources = sources_from_datasets(
+        {"batch_size": 4, "num_workers": 0, "train": data, "valid": {"dataset": data, "batch_size": 3}}, 1
+    )
     assert (sources["train"].batch_size, sources["train"].shuffle) == (4, True)
     assert (sources["valid"].batch_size, sources["valid"].shuffle) == (3, False)
 

@@ -60,17 +60,17 @@ def test_a_vector_is_refused() -> None:
     rule = LossRule(lambda output, target: (output - target) ** 2)
     output = torch.rand(3)
     with pytest.raises(UserError, match=r"shape \[3\]"):
-        rule.check(output, output, rule.call(output, output))
+        rule.check_value(rule.call(output, output))
 
 
 def test_a_criterion_that_gives_no_tensor_is_refused() -> None:
     rule = LossRule(lambda output, target: 0.5)  # type: ignore[arg-type, return-value]
     with pytest.raises(UserError, match="a float"):
-        rule.check(None, None, 0.5)
+        rule.check_value(0.5)
 
 
 def test_shapes_that_would_broadcast_are_refused() -> None:
     rule = LossRule(nn.MSELoss())
     with pytest.raises(UserError, match=r"\[32, 1\].*\[32\].*unsqueeze"):
-        rule.check(torch.rand(32, 1), torch.rand(32), torch.tensor(0.0))
-    rule.check(torch.rand(32, 1), torch.rand(32, 1), torch.tensor(0.0))
+        rule.check_shapes(torch.rand(32, 1), torch.rand(32))
+    rule.check_shapes(torch.rand(32, 1), torch.rand(32, 1))

@@ -64,12 +64,18 @@ def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: F
             for batches, counts, _, _ in steps:
                 for batch, count in zip(batches, counts, strict=True):
                     output, target = forward(batch)
+                    if done == 0:
+                        rule.check_shapes(output, target)
                     if rule.counts_targets:
                         counted = rule.count_targets([forward.target_of(to_device(batch, forward.device))], [count])
                         assert counted is not None
-                        metrics.observe(output, target, rule.call(output, target), 1.0, counted[0])
+                        factor, counts_for = 1.0, counted[0]
                     else:
-                        metrics.observe(output, target, rule.call(output, target), 1.0 if rule.sums else count, count)
+                        factor, counts_for = 1.0 if rule.sums else count, count
+                    loss = rule.call(output, target)
+                    if done == 0:
+                        rule.check_value(loss)
+                    metrics.observe(output, target, loss, factor, counts_for)
                 done += 1
                 if done >= pace.next_look and pace.due(done):
                     reporter.progress(label, done, feed.num_steps, metrics.running_loss())

@@ -352,7 +352,7 @@ class Training:
         for loader, metrics in values.items():
             for name, value in metrics.items():
                 header.append(f"{loader} {name}")
-                cells.append(f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.2e}")
+                cells.append(f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.2e}")
         header += ["lr", "seconds", "best"]
         cells += [f"{rates[0]:.3g}", f"{self.history['seconds'][-1]:.2f}", "*" if improved else ""]
         self.reporter.row(header, cells)

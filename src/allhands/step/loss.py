@@ -87,19 +87,8 @@ class LossRule:
                 values.append(weights[target.clamp(0, len(weights) - 1)].mul(counted).sum())
         return torch.stack(values) if values else None
 
-    def check(self, output: Any, target: Any, loss: Any) -> None:
-        """Look once at a first result.
-
-        Raises:
-            UserError: the criterion gave something other than one number, or compares element by element two shapes that
-                differ, which would silently broadcast.
-        """
-        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-            raise UserError(
-                f"the criterion returned {what}; it must return one number (a tensor of shape []), the mean over the batch: "
-                "write reduction='mean', or end it with .mean()"
-            )
+    def check_shapes(self, output: Any, target: Any) -> None:
+        """Raise `UserError` when an elementwise criterion would broadcast its two arguments against each other."""
         if not self.elementwise or not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
             return
         if output.shape != target.shape:
@@ -107,6 +96,16 @@ class LossRule:
                 f"the model's output has shape {list(output.shape)} and the target {list(target.shape)}; the criterion would "
                 "silently compare every output with every target. Give both one shape, for example target.unsqueeze(1) or "
                 "output.squeeze(1)"
+            )
+
+    @staticmethod
+    def check_value(loss: Any) -> None:
+        """Raise `UserError` unless the criterion gave one number."""
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            raise UserError(
+                f"the criterion returned {what}; it must return one number (a tensor of shape []), the mean over the batch: "
+                "write reduction='mean', or end it with .mean()"
             )
 
 

@@ -72,7 +72,7 @@ class OptimizerStep:
         self.scale = exchange.gradient_scale(world)
         self.checks_gradients = world.world_size > 1
         self._weights: dict[float, torch.Tensor] = {}
-        self._checked = False
+        self._loss = self._first_loss
         self._apply = update_function(optimizer)
 
     def __call__(self, batches: Sequence[Any], counts: Sequence[int], total: int, idle: bool) -> None:
@@ -109,13 +109,10 @@ class OptimizerStep:
         if self.precision.casts:
             with self.precision.autocast():
                 output, target = self.forward(batch)
-                loss = self.rule.call(output, target)
+                loss = self._loss(output, target)
         else:
             output, target = self.forward(batch)
-            loss = self.rule.call(output, target)
-        if not self._checked:
-            self.rule.check(output, target, loss)
-            self._checked = True
+            loss = self._loss(output, target)
         self.observe(output, target, loss, factor, count)
         # The weight enters as the gradient of the loss, which costs nothing; multiplying the loss would add an operation.
         scaler = self.precision.scaler
@@ -123,6 +120,14 @@ class OptimizerStep:
             loss.backward(weight if weight.dtype == loss.dtype else weight.to(loss.dtype))
         else:
             scaler.scale(loss * weight).backward()
+
+    def _first_loss(self, output: Any, target: Any) -> torch.Tensor:
+        """The first loss, looked at; later ones have the same form and are not."""
+        self.rule.check_shapes(output, target)
+        loss = self.rule.call(output, target)
+        self.rule.check_value(loss)
+        self._loss = self.rule.call
+        return loss
 
     def _weight(self, value: float) -> torch.Tensor:
         weight = self._weights.get(value)

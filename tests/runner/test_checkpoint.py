@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from allhands import UserError
+from allhands.runner import checkpoint
+
+
+def write(folder: Path, epoch: int, best: bool = False, value: float = 0.0) -> Path:
+    return checkpoint.save(folder, {"weights": torch.full((4,), value), "epoch": epoch}, {"epoch": epoch}, best)
+
+
+def test_last_and_best_point_at_whole_checkpoints(tmp_path: Path) -> None:
+    for epoch in range(1, 7):
+        write(tmp_path, epoch, best=epoch == 2, value=float(epoch))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "epoch-0002", "epoch-0005", "epoch-0006", "last"]
+    assert checkpoint.load(tmp_path / "best")["weights"].tolist() == [2.0] * 4
+    assert checkpoint.load(tmp_path / "last")["epoch"] == 6
+    assert torch.load(tmp_path / "last" / "state.pt", weights_only=True)["epoch"] == 6
+
+
+def test_the_same_epoch_can_be_written_again(tmp_path: Path) -> None:
+    write(tmp_path, 1, value=1.0)
+    write(tmp_path, 1, value=2.0)
+    assert checkpoint.load(tmp_path / "epoch-0001")["weights"].tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("how", ["folder", "state file", "checkpoints", "logdir"])
+def test_a_checkpoint_is_found_from_any_of_its_paths(tmp_path: Path, how: str) -> None:
+    write(tmp_path / "checkpoints", 3)
+    paths = {
+        "folder": tmp_path / "checkpoints" / "epoch-0003", "state file": tmp_path / "checkpoints" / "last" / "state.pt",
+        "checkpoints": tmp_path / "checkpoints", "logdir": tmp_path,
+    }  # fmt: skip
+    assert checkpoint.load(paths[how])["epoch"] == 3
+
+
+def damage_cut(folder: Path) -> None:
+    with (folder / "state.pt").open("r+b") as file:
+        file.truncate(100)
+
+
+def damage_flip(folder: Path) -> None:
+    data = bytearray((folder / "state.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / "state.pt").write_bytes(data)
+
+
+def damage_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("{")
+
+
+def damage_missing(folder: Path) -> None:
+    (folder / "state.pt").unlink()
+
+
+DAMAGES = [
+    (damage_cut, "state.pt has 100 bytes and should have"),
+    (damage_flip, "state.pt does not match its checksum"),
+    (damage_manifest, "manifest.json cannot be read"),
+    (damage_missing, "state.pt is missing"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_damage_is_refused_by_file_name_and_the_one_before_is_used(tmp_path: Path, damage: Any, message: str) -> None:
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    damage(tmp_path / "epoch-0002")
+    with pytest.raises(UserError, match=f"{message}.*others there: epoch-0001"):
+        checkpoint.load(tmp_path / "last")
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    path, state, passed_over = found
+    assert (path.name, state["epoch"]) == ("epoch-0001", 1)
+    assert message in passed_over[0]
+
+
+def test_when_all_are_damaged_that_is_said(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    damage_cut(tmp_path / "epoch-0001")
+    with pytest.raises(UserError, match="no checkpoint in .* can be used"):
+        checkpoint.newest(tmp_path)
+
+
+def test_a_missing_checkpoint_names_its_path(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no checkpoint at .*nowhere"):
+        checkpoint.load(tmp_path / "nowhere")
+    assert checkpoint.newest(tmp_path / "nowhere") is None
+
+
+class Own:
+    pass
+
+
+@pytest.mark.parametrize("value", [Own(), np.float64(1.0), np.zeros(2), lambda: 0])
+def test_what_could_not_be_read_back_safely_is_refused_before_writing(tmp_path: Path, value: Any) -> None:
+    write(tmp_path, 1)
+    with pytest.raises(UserError, match=r"checkpoint\.callbacks\[0\]\.x is a .*cannot be stored safely"):
+        checkpoint.save(tmp_path, {"callbacks": [{"x": value}]}, {"epoch": 2}, False)
+    assert checkpoint.load(tmp_path / "last")["epoch"] == 1
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 1)
+
+    def fail(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path, 2)
+    assert checkpoint.load(tmp_path / "last")["epoch"] == 1
+    assert not list(tmp_path.glob(".*"))
+
+
+WRITER = """
+import sys, torch
+from pathlib import Path
+from allhands.runner import checkpoint
+folder = Path(sys.argv[1])
+for epoch in range(1, 10_000):
+    checkpoint.save(folder, {"weights": torch.full((200_000,), float(epoch)), "epoch": epoch}, {"epoch": epoch}, epoch % 3 == 0)
+    print(epoch, flush=True)
+"""
+
+
+@pytest.mark.serial
+@pytest.mark.slow
+def test_killed_in_the_middle_of_saving_the_newest_whole_one_loads(tmp_path: Path) -> None:
+    for trial in range(8):
+        folder = tmp_path / str(trial)
+        with subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(0.013 * (trial + 1))
+            os.kill(process.pid, signal.SIGKILL)
+            reported = [1, *map(int, process.stdout.read().split())][-1]
+        found = checkpoint.newest(folder)
+        assert found is not None
+        _, state, passed_over = found
+        assert not passed_over
+        assert state["epoch"] >= reported
+        assert set(state["weights"].tolist()) == {float(state["epoch"])}
+        assert json.loads((folder / "last" / "manifest.json").read_text())["epoch"] >= reported
+        shutil.rmtree(folder)
