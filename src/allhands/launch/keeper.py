@@ -211,7 +211,6 @@ class Keeper:
         self.stop(ranks, grace)
 
     def on_quit(self) -> None:
-        self.scratch = []  # the launcher is well and still reads the results that lie there
         self.end(grace=0.0)
 
     # Workers

@@ -11,6 +11,7 @@ processes that the writer started.
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
 import json
 import mmap
@@ -51,15 +52,15 @@ class _Blobs:
         return offset
 
 
-def _pickler(file: io.BufferedIOBase, blobs: _Blobs) -> Any:
+@functools.cache
+def _pickler_class(with_torch: bool) -> Any:
+    """The pickler, defined when it is first needed, because cloudpickle and torch are imported only then."""
     import cloudpickle
 
-    torch = sys.modules.get("torch")
+    torch = sys.modules.get("torch") if with_torch else None
     untyped: Any = torch.storage.UntypedStorage if torch else ()
     storages: Any = (torch.storage.TypedStorage, untyped) if torch else ()
     reduce_code = cloudpickle.Pickler.dispatch_table[types.CodeType]
-    known: dict[int, tuple[Any, ...]] = {}
-    alive = []  # an address names a storage only while the storage lives
 
     def reduce_code_with_file(code: types.CodeType) -> tuple[Any, ...]:
         # cloudpickle drops the file name, without which a worker's traceback shows no source lines.
@@ -69,6 +70,12 @@ def _pickler(file: io.BufferedIOBase, blobs: _Blobs) -> Any:
     class Pickler(cloudpickle.Pickler):
         dispatch_table: ClassVar[Any] = ChainMap({types.CodeType: reduce_code_with_file}, cloudpickle.Pickler.dispatch_table)
 
+        def __init__(self, file: io.BufferedIOBase, blobs: _Blobs) -> None:
+            super().__init__(file, protocol=5, buffer_callback=self.keep_beside)
+            self.blobs = blobs
+            self.known: dict[int, tuple[int, int]] = {}  # storage -> offset, length
+            self.alive: list[Any] = []  # an address names a storage only while the storage lives
+
         def persistent_id(self, value: Any) -> Any:
             if not isinstance(value, storages):
                 return None
@@ -76,20 +83,26 @@ def _pickler(file: io.BufferedIOBase, blobs: _Blobs) -> Any:
             raw = value._untyped_storage if typed else value
             if raw.device.type == "meta":
                 return None
-            key = raw._cdata
-            if key not in known:
-                alive.append(raw)
-                known[key] = (blobs.add(raw.nbytes(), raw), raw.nbytes())
-            return (*known[key], str(value.dtype).removeprefix("torch.") if typed else "uint8")
+            if raw._cdata not in self.known:
+                self.alive.append(raw)
+                self.known[raw._cdata] = (self.blobs.add(raw.nbytes(), raw), raw.nbytes())
+            return (*self.known[raw._cdata], str(value.dtype).removeprefix("torch.") if typed else "uint8")
 
-    def keep(buffer: pickle.PickleBuffer) -> bool:
-        view = buffer.raw()
-        if view.nbytes < _SMALL:
-            return True
-        blobs.buffers.append((blobs.add(view.nbytes, view), view.nbytes, view.readonly))
-        return False
+        def keep_beside(self, buffer: pickle.PickleBuffer) -> bool:
+            """False takes the buffer out of the pickle."""
+            view = buffer.raw()
+            if view.nbytes < _SMALL:
+                return True
+            self.blobs.buffers.append((self.blobs.add(view.nbytes, view), view.nbytes, view.readonly))
+            return False
 
-    return Pickler(file, protocol=5, buffer_callback=keep)
+    return Pickler
+
+
+def _pickle(value: Any) -> tuple[io.BytesIO, _Blobs]:
+    body, blobs = io.BytesIO(), _Blobs()
+    _pickler_class("torch" in sys.modules)(body, blobs).dump(value)
+    return body, blobs
 
 
 def make_code(make: Callable[..., types.CodeType], parts: tuple[Any, ...], filename: str) -> types.CodeType:
@@ -100,7 +113,7 @@ def make_code(make: Callable[..., types.CodeType], parts: tuple[Any, ...], filen
 def can_pickle(value: Any) -> Exception | None:
     """Try to pickle a value without writing any tensor; the error if it cannot be done."""
     try:
-        _pickler(io.BytesIO(), _Blobs()).dump(value)
+        _pickle(value)
     except Exception as error:
         return error
     return None
@@ -134,8 +147,7 @@ def dump(value: Any, directory: str | Callable[[int], str]) -> str:
         Exception: the value cannot be pickled; whatever its pickling raised.
         UserError: there is no room for it.
     """
-    body, blobs = io.BytesIO(), _Blobs()
-    _pickler(body, blobs).dump(value)
+    body, blobs = _pickle(value)
     index = json.dumps(blobs.buffers).encode()
     start = blobs.end
     folder = directory if isinstance(directory, str) else directory(start + body.tell() + len(index))

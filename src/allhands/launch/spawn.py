@@ -105,11 +105,12 @@ def spawn(
             for one in tasks:
                 one["result"] = os.path.join(return_folder, f"result-{one['rank']}")
             first = supervisor.run([tasks], must_return=True, scratch=folders)
+            if first is None:
+                # Before the keeper ends, which may remove the files.
+                return [results.load(supervisor.workers[rank].returned or {}) for rank in range(workers)]
         finally:
             supervisor.close()
-        if first is not None:
-            raise _error(first, supervisor, output, grace)
-        return [results.load(supervisor.workers[rank].returned or {}) for rank in range(workers)]
+        raise _error(first, supervisor, output, grace)
     finally:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)

@@ -12,6 +12,7 @@ from allhands.errors import UserError
 from allhands.launch.ship import can_pickle
 
 _DEEPEST = 30
+_HARMLESS = (type(None), bool, int, float, complex, str, bytes)
 
 
 def name_arguments(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,7 +57,9 @@ def _descend(path: str, value: Any, cause: Exception) -> tuple[str, Any, Excepti
     for _ in range(_DEEPEST):
         seen.add(id(value))
         for child_path, child in _parts(path, value):
-            if id(child) not in seen and (why := can_pickle(child)) is not None:
+            if type(child) in _HARMLESS or id(child) in seen:
+                continue
+            if (why := can_pickle(child)) is not None:
                 path, value, cause = child_path, child, why
                 break
         else:
