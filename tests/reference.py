@@ -11,7 +11,9 @@ from torch import nn
 from allhands.data import global_order
 
 
-def global_batches(num_samples: int, size: int, seed: int, shuffle: bool = True, drop_last: bool = False) -> Iterator[torch.Tensor]:
+def global_batches(
+    num_samples: int, size: int, seed: int, shuffle: bool = True, drop_last: bool = False
+) -> Iterator[torch.Tensor]:
     """The sample indices of one optimizer step after another, epoch after epoch."""
     epoch = 0
     while True:

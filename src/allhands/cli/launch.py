@@ -34,33 +34,19 @@ def launch(
             help="How many workers. Default: one for each GPU, or for each core without GPUs.",
         ),
     ] = None,
-    module: Annotated[
-        bool, typer.Option("--module", "-m", help="SCRIPT is a module's name, as for python -m.")
-    ] = False,
-    log_dir: Annotated[
-        Path | None, typer.Option(help="Also write each worker's output to a file in this folder.")
-    ] = None,
-    prefix: Annotated[
-        bool, typer.Option(help="Start each line of output with the rank that wrote it.")
-    ] = True,
-    grace: Annotated[
-        float, typer.Option(help="Seconds from SIGTERM to SIGKILL for workers that are stopped.")
-    ] = 5.0,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module's name, as for python -m.")] = False,
+    log_dir: Annotated[Path | None, typer.Option(help="Also write each worker's output to a file in this folder.")] = None,
+    prefix: Annotated[bool, typer.Option(help="Start each line of output with the rank that wrote it.")] = True,
+    grace: Annotated[float, typer.Option(help="Seconds from SIGTERM to SIGKILL for workers that are stopped.")] = 5.0,
     heartbeat_timeout: Annotated[
         float,
-        typer.Option(
-            help="Seconds without a sign of life after which a worker has failed; 0 waits for ever."
-        ),
+        typer.Option(help="Seconds without a sign of life after which a worker has failed; 0 waits for ever."),
     ] = 60.0,
     threads: Annotated[
         int | None,
-        typer.Option(
-            help="CPU threads for each worker. Default: OMP_NUM_THREADS, or the cores shared out evenly."
-        ),
+        typer.Option(help="CPU threads for each worker. Default: OMP_NUM_THREADS, or the cores shared out evenly."),
     ] = None,
-    preload: Annotated[
-        bool, typer.Option(help="Import torch once for all workers, not once in each.")
-    ] = True,
+    preload: Annotated[bool, typer.Option(help="Import torch once for all workers, not once in each.")] = True,
 ) -> int:
     """Run a script, module or program in several workers.
 
@@ -138,11 +124,7 @@ def _gpus() -> int:
         return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
     try:
         # Asking the driver's tool takes less than importing torch.
-        answer: Any = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False
-        )
+        answer: Any = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.SubprocessError):
         return 0
-    return (
-        sum(line.startswith("GPU ") for line in answer.stdout.splitlines()) if answer.returncode == 0 else 0
-    )
+    return sum(line.startswith("GPU ") for line in answer.stdout.splitlines()) if answer.returncode == 0 else 0

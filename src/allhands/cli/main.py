@@ -72,9 +72,7 @@ def run(argv: list[str]) -> int:
         # typer's own errors (an unknown option, a value of the wrong type); where their class lives depends
         # on its version.
         if hasattr(error, "format_message"):
-            return _refuse(
-                f"{error.format_message()}; see `allhands {wanted or ''} --help`".replace("  ", " ")
-            )
+            return _refuse(f"{error.format_message()}; see `allhands {wanted or ''} --help`".replace("  ", " "))
         if type(error).__name__ == "Abort":
             return 130
         raise
