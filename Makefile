@@ -43,7 +43,9 @@ fix: $(DEV)
 	$(BIN)/ruff format .
 
 bench: $(DEV)
+	$(PIP) install --quiet -e '.[bench]' -c constraints.txt
 	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/step_overhead.py --workers 2
 	$(BIN)/python benchmarks/launch.py
 
 docs: $(DEV)

@@ -40,11 +40,17 @@ def machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def save(name: str, result: dict[str, Any]) -> None:
-    """Write ``results/NAME.json`` and print the ratios."""
+def save_json(name: str, result: dict[str, Any]) -> Path:
+    """Write ``results/NAME.json``."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"written to {path.relative_to(RESULTS.parent.parent)}")
+    return path
+
+
+def save(name: str, result: dict[str, Any]) -> None:
+    """Write ``results/NAME.json`` and print the ratios."""
     for contender, ratio in result["ratio"].items():
         print(f"{contender:16s} {ratio:6.3f}   ({result['median'][contender]:.1f})")
-    print(f"written to {path.relative_to(Path(__file__).parent.parent)}")
+    save_json(name, result)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import allhands
+from allhands.comm import (
+    all_gather_rows,
+    all_gather_text,
+    all_reduce_sum,
+    broadcast_ints,
+    broadcast_tensors,
+    mean_buffers,
+    sum_gradients,
+)
+from allhands.world import World
+from tests.worlds import in_world
+
+
+def here() -> World:
+    world = allhands.current_world()
+    assert world is not None
+    return world
+
+
+def everything() -> dict[str, object]:
+    world = here()
+    rank = world.rank
+    summed = [
+        torch.tensor([1.0, 2.0]) * (rank + 1),
+        torch.tensor(rank, dtype=torch.int64),
+        torch.tensor([0.5], dtype=torch.float64),
+    ]
+    all_reduce_sum(summed, world)
+    told = [torch.full((2, 2), float(rank)), torch.tensor([rank == 0])]
+    broadcast_tensors(told, world, source=0)
+    mean = [torch.tensor([float(rank)])]
+    mean_buffers(mean, world)
+    return {
+        "sum": [value.tolist() for value in summed],
+        "told": [value.tolist() for value in told],
+        "mean": mean[0].tolist(),
+        "ints": broadcast_ints([3, 1, 2**40] if rank == 0 else None, world),
+        "no ints": broadcast_ints([] if rank == 0 else None, world),
+        "rows": [part.tolist() for part in all_gather_rows(torch.full((rank, 2), rank), world)],
+        "text": all_gather_text("" if rank == 0 else f"rang {rank} ä", world),
+    }
+
+
+@pytest.mark.serial
+def test_three_ranks_say_the_same_things() -> None:
+    for found in in_world(3, everything):
+        assert found == {
+            "sum": [[6.0, 12.0], 3, [1.5]],
+            "told": [[[0.0, 0.0], [0.0, 0.0]], [True]],
+            "mean": [1.0],
+            "ints": [3, 1, 2**40],
+            "no ints": [],
+            "rows": [[], [[1, 1]], [[2, 2], [2, 2]]],
+            "text": ["", "rang 1 ä", "rang 2 ä"],
+        }
+
+
+def test_a_world_of_one_is_left_alone() -> None:
+    alone = World(0, 0, 0, 1, 1, torch.device("cpu"), "none", "alone")
+    value = torch.tensor([2.0])
+    all_reduce_sum([value], alone)
+    broadcast_tensors([value], alone)
+    assert value.tolist() == [2.0]
+    assert broadcast_ints([1, 2], alone) == [1, 2]
+    assert all_gather_text("x", alone) == ["x"]
+
+
+def some_gradients() -> list[list[float] | None]:
+    world = here()
+    used_by_all, used_by_one, unused = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    used_by_all.grad = torch.ones(2)
+    if world.rank == 1:
+        used_by_one.grad = torch.tensor([2.0, 3.0])
+    sum_gradients([used_by_all, used_by_one, unused], world)
+    return [None if p.grad is None else p.grad.tolist() for p in (used_by_all, used_by_one, unused)]
+
+
+@pytest.mark.serial
+def test_gradients_of_idle_ranks_count_as_zero_and_unused_ones_stay_none() -> None:
+    assert in_world(2, some_gradients) == [[[2.0, 2.0], [2.0, 3.0], None]] * 2
