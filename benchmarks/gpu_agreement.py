@@ -100,6 +100,11 @@ def main() -> None:
                 result[f"seconds in all, {workers} GPU"] = round(time.perf_counter() - started, 1)
             found[f"{name} {precision}"] = result
             print(name, precision, result, flush=True)
+            keep(found)
+
+
+def keep(found: dict[str, Any]) -> None:
+    """Written after each job, so that a run that is cut short leaves what it has measured."""
     gpus = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.count("GPU ")
     names = sorted({torch.cuda.get_device_name(number) for number in range(gpus)})
     save_json("gpu_agreement", {"jobs": found, "machine": {**machine(), "gpus": f"{gpus} x {', '.join(names)}"}})
