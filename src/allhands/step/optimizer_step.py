@@ -11,7 +11,7 @@ from torch import nn
 
 from allhands.comm import all_reduce_sum
 from allhands.errors import UserError
-from allhands.step.loss import LossRule
+from allhands.step.loss import Criterion, LossRule
 from allhands.step.precision import Precision
 from allhands.step.update import update_function
 from allhands.world import World
@@ -72,7 +72,7 @@ class OptimizerStep:
         self.scale = exchange.gradient_scale(world)
         self.checks_gradients = world.world_size > 1
         self._weights: dict[float, torch.Tensor] = {}
-        self._loss = self._first_loss
+        self._loss: Criterion = self._first_loss
         self._apply = update_function(optimizer)
 
     def __call__(self, batches: Sequence[Any], counts: Sequence[int], total: int, idle: bool) -> None:
