@@ -279,3 +279,39 @@ def test_a_model_used_before_keeps_its_optimizer_state() -> None:
     assert int(next(iter(given["optimizer"].state.values()))["step"]) == 14
     assert runner.model is given["model"]
     assert classifier() is not runner.model
+
+
+def test_ignored_targets_of_one_loader_do_not_disturb_another() -> None:
+    x, y = classification().tensors
+    ignored = y.clone()
+    ignored[:20] = -100
+    loaders = {"train": DataLoader(TensorDataset(x, y), 8, shuffle=True), "valid": DataLoader(TensorDataset(x, ignored), 8)}
+    model, history = fit(loaders=loaders, metrics=None, num_epochs=1)
+    with torch.no_grad():
+        assert history["valid"]["loss"][0] == pytest.approx(float(nn.functional.cross_entropy(model(x), ignored)), rel=1e-6)
+
+
+def test_a_target_that_comes_first_is_counted_where_the_runner_finds_it() -> None:
+    class Backwards(SupervisedRunner):
+        def handle_batch(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+            return model(batch[1]), batch[0]
+
+        def target_of(self, batch: Any) -> Any:
+            return batch[0]
+
+    x, y = classification().tensors
+    ignored = y.clone()
+    ignored[::2] = -100
+    model = classifier()
+    values = Backwards(device="cpu").evaluate(
+        model=model, criterion=nn.CrossEntropyLoss(), loaders={"valid": DataLoader(TensorDataset(ignored, x), 8)}
+    )
+    with torch.no_grad():
+        assert values["valid"]["loss"] == pytest.approx(float(nn.functional.cross_entropy(model(x), ignored)), rel=1e-6)
+
+
+def test_a_runner_may_use_another_device_later() -> None:
+    fit(num_epochs=1)
+    given = arguments(num_epochs=1)
+    SupervisedRunner().train(**given)
+    assert next(given["model"].parameters()).device.type == "cpu"

@@ -39,6 +39,7 @@ class Feed(ABC):
         global_batch: samples of one full optimizer step over all ranks (0 where the user's batch sampler decides).
         num_samples: samples in an epoch, or None when only reading tells.
         num_steps: optimizer steps in an epoch, or None when only reading tells.
+        targets: the last member of every batch, for the whole data set, where it lies in memory.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Feed(ABC):
     global_batch: int
     num_samples: int | None
     num_steps: int | None
+    targets: torch.Tensor | None = None
 
     @abstractmethod
     def epoch(self, epoch: int) -> Iterator[StepBatch]:
@@ -81,6 +83,8 @@ class InMemoryFeed(Feed):
         self.num_steps = dealer.num_steps
         if device.type == "cuda" and self._fits_on_device():
             self.tensors = tuple(t.to(device) for t in self.tensors)
+        if len(self.tensors) > 1:
+            self.targets = self.tensors[-1]
 
     def _fits_on_device(self) -> bool:
         needed = sum(t.numel() * t.element_size() for t in self.tensors if t.device != self.device)
@@ -119,7 +123,9 @@ class InMemoryFeed(Feed):
         on_data = indices.to(self.tensors[0].device)
         rows = [tensor.index_select(0, on_data) for tensor in self.tensors]
         if rows[0].device != self.device:
-            rows = [row.pin_memory().to(self.device, non_blocking=True) for row in rows]
+            if self.device.type == "cuda":
+                rows = [row.pin_memory() if row.device.type == "cpu" else row for row in rows]
+            rows = [row.to(self.device, non_blocking=True) for row in rows]
         return rows
 
 

@@ -37,6 +37,14 @@ class Forward:
         return self.handle_batch(self.module, batch)
 
 
+def loss_rule(criterion: Any, feed: Feed, runner: SupervisedRunner) -> LossRule:
+    """How the criterion counts on this loader's data."""
+    rule = LossRule(criterion)
+    if feed.targets is not None and runner.takes_last_as_target:
+        rule.use_samples_if_equal(feed.targets)
+    return rule
+
+
 def to_device(value: Any, device: torch.device) -> Any:
     """A batch with all its tensors on `device`."""
     if isinstance(value, torch.Tensor):

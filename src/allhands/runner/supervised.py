@@ -11,13 +11,13 @@ from torch import nn
 
 from allhands.errors import UserError
 from allhands.runner import workers
-from allhands.runner.evaluation import Forward, evaluate_feed, predict_feed
+from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule, predict_feed
 from allhands.runner.loggers import prepare_logdir
 from allhands.runner.metrics import LoaderMetrics
 from allhands.runner.reporter import Reporter
 from allhands.runner.settings import Data, TrainSettings, callback_list, check_model, metric_dict
 from allhands.runner.training import History, Training
-from allhands.step import LossRule, Precision
+from allhands.step import Precision
 from allhands.strategies import Strategy
 from allhands.world import World
 
@@ -66,6 +66,12 @@ class SupervisedRunner:
         if isinstance(batch, Mapping):
             return batch[self.target_key]
         return batch[-1]
+
+    @property
+    def takes_last_as_target(self) -> bool:
+        """Whether the last member of a batch is the target, as far as no subclass has changed it."""
+        own = type(self)
+        return own.handle_batch is SupervisedRunner.handle_batch and own.target_of is SupervisedRunner.target_of
 
     # ------------------------------------------------------------------ train
 
@@ -265,6 +271,8 @@ def _train(runner: SupervisedRunner, settings: TrainSettings, world: World, repo
         if home != world.device:
             settings.model.to(home)
             settings.optimizer.load_state_dict(settings.optimizer.state_dict())
+            if isinstance(settings.criterion, nn.Module):
+                settings.criterion.to(home)
         return {"history": history}
     state = training.state_dict()
     return {key: state[key] for key in ("model", "optimizer", "scheduler", "callbacks")} | {"history": history}
@@ -280,17 +288,15 @@ def _evaluate(runner: SupervisedRunner, given: Any, world: World, reporter: Repo
         model.to(world.device)
         if isinstance(criterion, nn.Module):
             criterion.to(world.device)
-        forward, rule, number = (
-            Forward(runner, model, world.device),
-            LossRule(criterion),
-            Precision(precision, world.device),
-        )
+        forward, number = Forward(runner, model, world.device), Precision(precision, world.device)
         values = {}
         for name, feed in feeds.items():
-            measured = LoaderMetrics(metrics, world, trains=False)
+            rule, measured = loss_rule(criterion, feed, runner), LoaderMetrics(metrics, world, trains=False)
             values[name] = evaluate_feed(feed, feed.epoch(0), model, forward, rule, measured, number, reporter, name)
         reporter.close()
         model.to(home)
+        if isinstance(criterion, nn.Module):
+            criterion.to(home)
     return values
 
 

@@ -18,13 +18,13 @@ from allhands.data import Feed, build_feeds, derive_seed, preserved_generators, 
 from allhands.errors import UserError
 from allhands.runner import checkpoint
 from allhands.runner.callbacks import overridden
-from allhands.runner.evaluation import Forward, evaluate_feed
+from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule
 from allhands.runner.loggers import Loggers, set_earlier_run_aside
 from allhands.runner.metrics import LoaderMetrics
 from allhands.runner.reporter import Pace, Reporter
 from allhands.runner.schedule import Schedule, learning_rates
 from allhands.runner.settings import TrainSettings
-from allhands.step import LossRule, OptimizerStep, Precision
+from allhands.step import OptimizerStep, Precision
 from allhands.world import World
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ class Training:
         self.wrapped = settings.strategy.prepare(self.model, world)
         if isinstance(self.criterion, nn.Module):
             self.criterion.to(world.device)
-        self.rule = LossRule(self.criterion)
         self.forward = Forward(runner, self.wrapped, world.device)
+        self.rules = {name: loss_rule(self.criterion, feed, runner) for name, feed in self.feeds.items()}
         self.schedule = Schedule(settings.scheduler)
         self.metrics = {
             name: LoaderMetrics(settings.metrics, world, trains=feed in self.trained) for name, feed in self.feeds.items()
@@ -151,10 +151,8 @@ class Training:
         metrics.start(f"epoch {number}")
         self.model.train()
         self.wrapped.train()
-        if feed.num_steps is not None and hasattr(feed, "tensors"):
-            self.rule.use_samples_if_equal(feed.tensors[-1])
         take = OptimizerStep(
-            self.model.parameters(), self.optimizer, self.rule, settings.strategy, world, self.precision,
+            self.model.parameters(), self.optimizer, self.rules[feed.name], settings.strategy, world, self.precision,
             self.forward, metrics.observe, self.forward.target_of, settings.clip_norm,
         )  # fmt: skip
         total_steps = min(feed.num_steps, self._limit) if self._limit and feed.num_steps else feed.num_steps
@@ -191,17 +189,8 @@ class Training:
     def _evaluate_epoch(self, feed: Feed, number: int) -> dict[str, float]:
         steps = self._limited(feed.epoch(self.epoch))
         label = f"{number}/{self.num_epochs} {feed.name}"
-        return evaluate_feed(
-            feed,
-            steps,
-            self.model,
-            self.forward,
-            self.rule,
-            self.metrics[feed.name],
-            self.precision,
-            self.reporter,
-            label,
-        )
+        rule, metrics = self.rules[feed.name], self.metrics[feed.name]
+        return evaluate_feed(feed, steps, self.model, self.forward, rule, metrics, self.precision, self.reporter, label)
 
     def _limited(self, steps: Iterator[Any]) -> Iterator[Any]:
         return itertools.islice(steps, self._limit) if self._limit else steps

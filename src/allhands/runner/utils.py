@@ -39,7 +39,6 @@ def distributed_cmd_run(worker_fn: Callable[..., Any], distributed: bool = True,
 
 def _call_in_world(worker_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     allhands.init()
-    try:
-        return worker_fn(*args, **kwargs)
-    finally:
-        allhands.finalize()
+    result = worker_fn(*args, **kwargs)
+    allhands.finalize()
+    return result

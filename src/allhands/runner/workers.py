@@ -38,6 +38,9 @@ class Plan:
             WorkerError: a worker failed.
         """
         if self.count == 0:
+            alone = current_world()
+            if alone is not None and alone.environment == "alone":
+                allhands.finalize()  # an earlier job may have used another device
             world = allhands.init(device=self.device)
             self.strategy.check(world)
             return _run_here(job, runner, given, world, verbose)
@@ -124,13 +127,12 @@ def _run_here(job: Job, runner: Any, given: Any, world: World, verbose: bool) ->
 
 def _in_worker(job: Job, runner: Any, given: Any, strategy: Strategy, device: str, shows_bar: bool) -> Any:
     world = allhands.init(device=device)
-    try:
-        strategy.check(world)
-        reporter = ForwardingReporter(shows_bar) if world.rank == 0 else Reporter()
-        result = _guarded(job, runner, given, world, reporter, True)
-        return result if world.rank == 0 else None
-    finally:
-        allhands.finalize()
+    strategy.check(world)
+    reporter = ForwardingReporter(shows_bar) if world.rank == 0 else Reporter()
+    result = _guarded(job, runner, given, world, reporter, True)
+    # Not after an error: taking nccl down can wait for the others, and the error is to be told at once.
+    allhands.finalize()
+    return result if world.rank == 0 else None
 
 
 def _guarded(job: Job, runner: Any, given: Any, world: World, reporter: Reporter, shipped: bool) -> Any:

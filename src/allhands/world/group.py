@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -135,6 +137,8 @@ def init(
             _state = _adopt(asked, os.environ)
         else:
             _state = _start(asked, os.environ)
+            atexit.unregister(_leave_at_exit)
+            atexit.register(_leave_at_exit)
         return _state.world
 
 
@@ -153,6 +157,15 @@ def finalize() -> None:
 
         if state.made_group and dist.is_initialized():
             _destroy_group(state.world.backend)
+
+
+def _leave_at_exit() -> None:
+    """Leave the world at the end of a script that did not, so that nccl has nothing to complain about.
+
+    Not after an error: the others may never come to take the group down together.
+    """
+    if getattr(sys, "last_type", None) is None:
+        finalize()
 
 
 def _start(asked: Asked, environ: Environ) -> _State:
