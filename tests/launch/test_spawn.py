@@ -268,3 +268,20 @@ def test_variables_that_python_reads_at_its_start() -> None:
     assert spawn(lambda: hash("x"), workers=1, env={"PYTHONHASHSEED": "1"}) == [
         int(subprocess.check_output([sys.executable, "-c", "print(hash('x'))"], env={"PYTHONHASHSEED": "1"}))
     ]
+
+
+def _with_exit_work(path: str) -> int:
+    import atexit
+    import threading
+    import time
+    from pathlib import Path
+
+    atexit.register(Path(path, "atexit").touch)
+    threading.Thread(target=lambda: (time.sleep(0.3), Path(path, "thread").touch())).start()
+    return 7
+
+
+@pytest.mark.serial
+def test_exit_handlers_and_threads_of_a_function_are_finished(tmp_path: Any) -> None:
+    assert spawn(_with_exit_work, (str(tmp_path),), workers=1) == [7]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["atexit", "thread"]

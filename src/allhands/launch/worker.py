@@ -10,6 +10,8 @@ other workers fail meanwhile; without the time of the raise, the wrong one would
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib.machinery
 import importlib.util
 import io
@@ -21,7 +23,7 @@ import time
 import traceback
 import types
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from allhands.launch import processes
 from allhands.launch.protocol import encode, write_all
@@ -137,6 +139,8 @@ def run(task: dict[str, Any]) -> None:
         else:
             _run_script(task["script"], task["args"])
         _report({"leaving": 0, "at": time.monotonic()})
+        if "function" in task:
+            _end(0)
         return
     except SystemExit as leave:
         code = leave.code & 0xFF if isinstance(leave.code, int) else 0 if leave.code is None else 1
@@ -153,7 +157,24 @@ def run(task: dict[str, Any]) -> None:
         if isinstance(error, KeyboardInterrupt):
             sys.excepthook = lambda *_: None
             raise
+    if "function" in task:
+        _end(1)
     sys.exit(1)
+
+
+def _end(code: int) -> NoReturn:
+    """End a worker whose function is over, as multiprocessing's children end: threads and exit handlers run, but the
+    interpreter is not taken down.
+
+    PyTorch's native threads sometimes abort a process that takes the interpreter down around them ("terminate called
+    without an active exception"), which would make a failure of a job that has succeeded.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 def _beat() -> None:
