@@ -54,3 +54,19 @@ def relative_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
     """The largest difference of any parameter, relative to that parameter's largest value."""
     assert ours.keys() == theirs.keys()
     return max(float((ours[k].double() - theirs[k].double()).abs().max() / theirs[k].double().abs().max()) for k in ours)
+
+
+class Slope(nn.Module):
+    """One weight, 0 at first: with ``loss = mean(w * x)`` and SGD(lr=1), -w after one step is the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w * x
+
+
+def mean_output(output: torch.Tensor, target: Any) -> torch.Tensor:
+    """A criterion that is the mean of the output."""
+    return output.mean()

@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from allhands import DDP, Callback, SupervisedRunner
+from tests.reference import Slope, mean_output
 from tests.worlds import in_world
 
 pytestmark = pytest.mark.serial
@@ -34,19 +35,6 @@ class Rates(Callback):
 def numbers(samples: int) -> TensorDataset:
     x = torch.arange(1.0, samples + 1)
     return TensorDataset(x, x)
-
-
-class Slope(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w * x
-
-
-def mean_output(output: torch.Tensor, target: Any) -> torch.Tensor:
-    return output.mean()
 
 
 def scheduled() -> dict[str, Any]:

@@ -83,3 +83,9 @@ def test_report_names_rank_host_cause_lines_and_the_stopped() -> None:
         "  stopped because of it: rank 0; rank 0 did not end within 5 s of SIGTERM and got SIGKILL",
         "  everything it printed: logs/rank-1.log",
     ]
+
+
+def test_an_abort_after_the_end_is_told_as_what_it_is() -> None:
+    worker = Worker(1, "h", leaving=0, leaving_at=9.0, exit={"signal": int(signal.SIGABRT)}, exit_at=9.5)
+    assert worker.cause() == "had finished with exit code 0, then SIGABRT ended it while Python shut down"
+    assert worker.exit_code() == 128 + signal.SIGABRT

@@ -11,21 +11,9 @@ from torch import nn
 from allhands import Single, UserError, World
 from allhands.step import LossRule, OptimizerStep, Precision
 from allhands.step.update import update_function
+from tests.reference import Slope, mean_output
 
 ALONE = World(0, 0, 0, 1, 1, torch.device("cpu"), "none", "alone")
-
-
-class Slope(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w * x
-
-
-def mean_output(output: torch.Tensor, target: Any) -> torch.Tensor:
-    return output.mean()
 
 
 def step_for(model: nn.Module, criterion: Any = mean_output, precision: str = "fp32", **options: Any) -> OptimizerStep:

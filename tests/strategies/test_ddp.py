@@ -11,23 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import allhands
 from allhands import DDP, AllhandsError, Callback, SupervisedRunner, UserError
-from tests.reference import global_batches, relative_difference, train_by_hand
+from tests.reference import Slope, global_batches, mean_output, relative_difference, train_by_hand
 from tests.worlds import in_world
 
 pytestmark = pytest.mark.serial
-
-
-class Slope(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w * x
-
-
-def mean_output(output: torch.Tensor, target: Any) -> torch.Tensor:
-    return output.mean()
 
 
 class SumOutput(nn.Module):

@@ -99,6 +99,8 @@ class Worker:
         if self.leaving is None and self.exit is not None and "signal" in self.exit:
             hint = " (out of memory? see `dmesg`)" if self.exit["signal"] == signal.SIGKILL else ""
             return f"killed by {signal_name(self.exit['signal'])}{hint}"
+        if self.leaving == 0 and self.exit is not None and "signal" in self.exit:
+            return f"had finished with exit code 0, then {signal_name(self.exit['signal'])} ended it while Python shut down"
         code = self.leaving if self.leaving is not None else (self.exit or {}).get("code", "unknown")
         if self.must_return and self.returned is None:
             return f"left with exit code {code} before its function returned"
