@@ -6,6 +6,8 @@ what they wrote are `UserError`; the command line prints them without a tracebac
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class AllhandsError(Exception):
     """Base of every error that allhands raises on purpose."""
@@ -26,3 +28,8 @@ class WorkerError(AllhandsError, RuntimeError):
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, for a message: ``a Linear``, or ``None``."""
+    return "None" if value is None else f"a {type(value).__name__}"

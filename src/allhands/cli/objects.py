@@ -17,9 +17,8 @@ from allhands.config import RunFile, nearest
 from allhands.data import catalogue, derive_seed, seed_everything
 from allhands.errors import UserError
 from allhands.runner import Callback, EarlyStopping, SupervisedRunner
-from allhands.runner.workers import plan
+from allhands.runner.workers import plan, world_around
 from allhands.strategies import STRATEGIES, Strategy
-from allhands.world import current_world, detect
 
 # Short names; beside them the classes of torch.nn whose name ends in Loss.
 _CRITERIA = {
@@ -203,9 +202,7 @@ def _length(run_file: RunFile, period: str, entry: catalogue.Entry, strategy: St
     epochs = 3 if given.check else given.num_epochs
     if period == "epoch":
         return epochs
-    world = current_world() or detect()
-    around = world.world_size if world is not None else 1
-    workers = plan(strategy, given.workers, given.device).count or around
+    workers = plan(strategy, given.workers, given.device).count or world_around() or 1
     samples = entry.sizes["train"]
     samples = min(samples, given.data.limit or samples)
     batch = given.data.batch_size * workers * given.accumulate

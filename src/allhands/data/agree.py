@@ -30,7 +30,7 @@ def share_data(name: str, dataset: Any, world: World) -> Any:
     content = ""
     if type(dataset) is TensorDataset:
         shape += " with tensors " + ", ".join(f"{list(t.shape)} {t.dtype}".replace("torch.", "") for t in dataset.tensors)
-        content = ",".join(str(_checksum(t)) for t in dataset.tensors)
+        content = ",".join(str(checksum(t)) for t in dataset.tensors)
     seen = [text.split("|") for text in all_gather_text(f"{shape}|{content}", world)]
     for rank, (other, _) in enumerate(seen):
         if other != seen[0][0]:
@@ -38,7 +38,7 @@ def share_data(name: str, dataset: Any, world: World) -> Any:
                 f"the ranks hold different data sets as '{name}': rank 0 a {seen[0][0]}, rank {rank} a {other}. Build the same "
                 "data on every rank: seed before drawing or splitting, and read the same files"
             )
-    if any(checksum != seen[0][1] for _, checksum in seen):
+    if any(found != seen[0][1] for _, found in seen):
         if world.rank == 0:
             print(
                 f"allhands: the ranks made different tensors for '{name}' (unseeded random data?); all use rank 0's",
@@ -50,5 +50,6 @@ def share_data(name: str, dataset: Any, world: World) -> Any:
     return dataset
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor) -> int:
+    """A 32-bit checksum of a tensor's bytes, the same on every rank that holds the same values."""
     return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

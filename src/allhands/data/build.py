@@ -25,7 +25,7 @@ from allhands.data.agree import share_data
 from allhands.data.feed import Feed, InMemoryFeed, IterableFeed, LoaderFeed
 from allhands.data.random import derive_seed, preserved_generators, seed_everything
 from allhands.data.sources import BatchSource, OrderSource, Sampled, Sequential, Shuffled
-from allhands.errors import UserError
+from allhands.errors import UserError, kind_of
 from allhands.world import World
 
 # DataLoader arguments that say how samples are read; they are passed on as they are.
@@ -84,7 +84,8 @@ def sources_from_loaders(loaders: Any) -> dict[str, Source]:
     """
     if not isinstance(loaders, Mapping) or not loaders:
         raise UserError(
-            f'loaders must be a dict of names to DataLoaders, such as {{"train": loader, "valid": loader}}; got {_kind(loaders)}'
+            f'loaders must be a dict of names to DataLoaders, such as {{"train": loader, "valid": loader}}; '
+            f"got {kind_of(loaders)}"
         )
     return {str(name): _source_from_loader(str(name), loader) for name, loader in loaders.items()}
 
@@ -100,7 +101,9 @@ def sources_from_datasets(datasets: Any, seed: int) -> dict[str, Source]:
         UserError: an unknown or contradictory key.
     """
     if not isinstance(datasets, Mapping):
-        raise UserError(f'datasets must be a dict such as {{"batch_size": 32, "train": ds, "valid": ds}}; got {_kind(datasets)}')
+        raise UserError(
+            f'datasets must be a dict such as {{"batch_size": 32, "train": ds, "valid": ds}}; got {kind_of(datasets)}'
+        )
     given = dict(datasets)
     for key, advice in _CATALYST_ONLY.items():
         if key in given:
@@ -118,7 +121,7 @@ def sources_from_datasets(datasets: Any, seed: int) -> dict[str, Source]:
         unknown = set(own) - {*_READING, *_BATCHING}
         if not isinstance(dataset, Dataset) and not (hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)):
             raise UserError(
-                f"datasets[{name!r}] is {_kind(value)}; it must be a data set, or a dict with a key 'dataset'. Loader options "
+                f"datasets[{name!r}] is {kind_of(value)}; it must be a data set, or a dict with a key 'dataset'. Loader options "
                 f"are: {', '.join(('batch_size', 'drop_last', *_READING))}"
             )
         if unknown:
@@ -152,14 +155,15 @@ def _call_get_datasets(make: Any, kwargs: dict[str, Any], seed: int) -> dict[str
         seed_everything(derive_seed(seed, "datasets"))
         made = make(**kwargs)
     if not isinstance(made, Mapping) or not made:
-        raise UserError(f'get_datasets_fn must return a dict such as {{"train": ds, "valid": ds}}; it returned {_kind(made)}')
+        raise UserError(f'get_datasets_fn must return a dict such as {{"train": ds, "valid": ds}}; it returned {kind_of(made)}')
     return dict(made)
 
 
 def _source_from_loader(name: str, loader: Any) -> Source:
     if not isinstance(loader, DataLoader):
         raise UserError(
-            f"loaders[{name!r}] is {_kind(loader)}, which cannot be dealt out to workers; pass a torch.utils.data.DataLoader, or "
+            f"loaders[{name!r}] is {kind_of(loader)}, which cannot be dealt out to workers; pass a "
+            "torch.utils.data.DataLoader, or "
             f'datasets={{"batch_size": …, {name!r}: dataset}} with a Dataset or IterableDataset'
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
@@ -267,7 +271,3 @@ def _iterable_options(source: Source, world: World) -> dict[str, Any]:
         # In a process of its own, a stream that draws from the global generators draws alike on every rank.
         options["num_workers"] = 1
     return options
-
-
-def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}" if value is not None else "None"

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from allhands.comm import all_gather_rows
+from allhands.data.agree import checksum
 from allhands.data.order import Dealer, StepShare, split_share
 from allhands.data.random import derive_seed
 from allhands.data.sources import BatchSource, IndexSource, OrderSource
@@ -53,10 +54,6 @@ class Feed(ABC):
     @abstractmethod
     def epoch(self, epoch: int) -> Iterator[StepBatch]:
         """The steps of one epoch, in order."""
-
-    def positions(self, epoch: int) -> list[int]:
-        """The index in the data set of every sample that this rank reads in an epoch, in the order it reads them."""
-        raise TypeError(f"the samples of loader '{self.name}' have no positions: it is not map-style")
 
 
 class InMemoryFeed(Feed):
@@ -116,9 +113,6 @@ class InMemoryFeed(Feed):
             last = list(zip(*(t.split(list(share.sizes)) for t in rows), strict=True)) if share.sizes else []
             yield last, share.sizes, share.total, share.total < dealer.world_size
 
-    def positions(self, epoch: int) -> list[int]:
-        return _positions(self.order.indices(epoch), self.deal, self.rank)
-
     def _gather(self, indices: torch.Tensor) -> list[torch.Tensor]:
         on_data = indices.to(self.tensors[0].device)
         rows = [tensor.index_select(0, on_data) for tensor in self.tensors]
@@ -161,9 +155,6 @@ class LoaderFeed(Feed):
         loaded = iter(self.loader)
         for batches, total, idle in steps:
             yield [next(loaded) for _ in batches], [len(batch) for batch in batches], total, idle
-
-    def positions(self, epoch: int) -> list[int]:
-        return [index for batches, _, _ in self._plan(epoch) for batch in batches for index in batch]
 
     def _plan(self, epoch: int) -> list[tuple[list[list[int]], int, bool]]:
         """For each step: this rank's batches of sample indices, the samples of the whole step, whether a rank has none."""
@@ -276,7 +267,7 @@ class _DealtStream(IterableDataset[Any]):
 def _fingerprint(sample: Any) -> int:
     """A 32-bit checksum of one sample, the same on every rank that reads the same sample."""
     if isinstance(sample, torch.Tensor):
-        return zlib.crc32(sample.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return checksum(sample)
     if isinstance(sample, Mapping):
         return zlib.crc32(repr([(str(key), _fingerprint(value)) for key, value in sample.items()]).encode())
     if isinstance(sample, (list, tuple)):
@@ -293,9 +284,3 @@ def _cut(items: list[Any], share: StepShare) -> list[list[Any]]:
         parts.append(items[start : start + size])
         start += size
     return parts
-
-
-def _positions(order: torch.Tensor, deal: dict[str, Any], rank: int) -> list[int]:
-    rows = order.tolist()
-    shares = Dealer(len(rows), **deal).shares(rank)
-    return [row for share in shares for row in rows[share.start : share.start + sum(share.sizes)]]

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from allhands.data import Source
-from allhands.errors import UserError
+from allhands.data import Source, sources_from_datasets, sources_from_loaders
+from allhands.errors import UserError, kind_of
 from allhands.runner.callbacks import Callback
-from allhands.runner.metrics import named_metrics
 from allhands.runner.schedule import Schedule
 from allhands.step import PRECISIONS
 from allhands.strategies import Strategy
@@ -30,8 +29,6 @@ class Data:
 
     def sources(self, seed: int) -> dict[str, Source]:
         """One source a loader. Calls the user's ``get_datasets_fn`` where there is one."""
-        from allhands.data import sources_from_datasets, sources_from_loaders
-
         if (self.loaders is None) == (self.datasets is None):
             given = "neither" if self.loaders is None else "both"
             raise UserError(f"pass either loaders= or datasets=; {given} was given")
@@ -82,7 +79,7 @@ class TrainSettings:
         """Raise `UserError` for the first setting that cannot be honoured."""
         check_model(self.model)
         if not callable(self.criterion):
-            raise UserError(f"criterion is {_kind(self.criterion)}; pass a loss such as torch.nn.CrossEntropyLoss()")
+            raise UserError(f"criterion is {kind_of(self.criterion)}; pass a loss such as torch.nn.CrossEntropyLoss()")
         self._check_optimizer()
         Schedule(self.scheduler)
         self._check_numbers()
@@ -91,14 +88,14 @@ class TrainSettings:
             raise UserError(f"main_metric={self.main_metric!r} is not measured; measured are: {', '.join(known)}")
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
-                raise UserError(f"callbacks holds {_kind(callback)}; each must be an allhands.Callback")
+                raise UserError(f"callbacks holds {kind_of(callback)}; each must be an allhands.Callback")
         if self.resume == "auto" and self.logdir is None:
             raise UserError("resume='auto' looks for a checkpoint in the logdir; pass logdir=…")
         self.data.check(self.seed)
 
     def _check_optimizer(self) -> None:
         if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise UserError(f"optimizer is {_kind(self.optimizer)}; pass a torch.optim optimizer over model.parameters()")
+            raise UserError(f"optimizer is {kind_of(self.optimizer)}; pass a torch.optim optimizer over model.parameters()")
         own = {id(p) for p in self.model.parameters()}
         strangers = sum(id(p) not in own for group in self.optimizer.param_groups for p in group["params"])
         if strangers:
@@ -128,7 +125,7 @@ def check_model(model: Any) -> None:
             "distribute it with distributed=…"
         )
     if not isinstance(model, nn.Module):
-        raise UserError(f"model is {_kind(model)}; pass a torch.nn.Module")
+        raise UserError(f"model is {kind_of(model)}; pass a torch.nn.Module")
 
 
 def callback_list(callbacks: Any) -> list[Callback]:
@@ -138,12 +135,3 @@ def callback_list(callbacks: Any) -> list[Callback]:
     if isinstance(callbacks, Mapping):
         return list(callbacks.values())
     return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
-
-
-def metric_dict(metrics: Any) -> dict[str, Any]:
-    """Metrics by name; see `named_metrics`."""
-    return named_metrics(metrics)
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"

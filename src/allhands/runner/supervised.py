@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from allhands.data import build_feeds, preserved_generators
 from allhands.errors import UserError
 from allhands.runner import workers
 from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule, predict_feed
 from allhands.runner.loggers import prepare_logdir
-from allhands.runner.metrics import LoaderMetrics
+from allhands.runner.metrics import LoaderMetrics, named_metrics
 from allhands.runner.reporter import Reporter
-from allhands.runner.settings import Data, TrainSettings, callback_list, check_model, metric_dict
+from allhands.runner.settings import Data, TrainSettings, callback_list, check_model
 from allhands.runner.training import History, Training
 from allhands.step import Precision
 from allhands.strategies import Strategy
@@ -151,7 +152,7 @@ class SupervisedRunner:
         """
         settings = TrainSettings(
             model=self._model(model), criterion=criterion, optimizer=optimizer, scheduler=scheduler,  # type: ignore[arg-type]
-            data=Data(loaders, datasets), metrics=metric_dict(metrics), callbacks=callback_list(callbacks),
+            data=Data(loaders, datasets), metrics=named_metrics(metrics), callbacks=callback_list(callbacks),
             logdir=None if logdir is None else Path(logdir).expanduser().absolute(), num_epochs=num_epochs,
             valid_loader=valid_loader,
             main_metric=main_metric, minimize_metric=minimize_metric, verbose=verbose,
@@ -204,7 +205,7 @@ class SupervisedRunner:
         chosen = self._model(model)
         if not callable(criterion):
             raise UserError("evaluate needs a criterion, such as torch.nn.CrossEntropyLoss()")
-        data, named = Data(loaders, datasets), metric_dict(metrics)
+        data, named = Data(loaders, datasets), named_metrics(metrics)
         data.check(seed)
         return self._plan(distributed, workers).run(
             _evaluate, self, (chosen, criterion, data, named, precision, seed), verbose=verbose
@@ -279,8 +280,6 @@ def _train(runner: SupervisedRunner, settings: TrainSettings, world: World, repo
 
 
 def _evaluate(runner: SupervisedRunner, given: Any, world: World, reporter: Reporter, shipped: bool) -> Any:
-    from allhands.data import build_feeds, preserved_generators
-
     model, criterion, data, metrics, precision, seed = given
     home = next(model.parameters(), torch.empty(0)).device
     with preserved_generators():
@@ -301,8 +300,6 @@ def _evaluate(runner: SupervisedRunner, given: Any, world: World, reporter: Repo
 
 
 def _predict(runner: SupervisedRunner, given: Any, world: World, reporter: Reporter, shipped: bool) -> Any:
-    from allhands.data import build_feeds, preserved_generators
-
     model, data, precision, seed = given
     home, was_training = next(model.parameters(), torch.empty(0)).device, model.training
     sources = data.sources(seed)

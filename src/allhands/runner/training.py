@@ -156,7 +156,7 @@ class Training:
             self.forward, metrics.observe, self.forward.target_of, settings.clip_norm,
         )  # fmt: skip
         total_steps = min(feed.num_steps, self._limit) if self._limit and feed.num_steps else feed.num_steps
-        check_every = getattr(settings.strategy, "check_weights_every", 0)
+        check_every = settings.strategy.check_weights_every
         steps_hooked = bool(self._step_hooks) or self.schedule.each_step
         pace = Pace()
         first = self.step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 import allhands
 from allhands.launch import spawn
+from allhands.launch.processes import cores
 from allhands.runner.workers import world_around
 
 
@@ -33,7 +33,7 @@ def distributed_cmd_run(worker_fn: Callable[..., Any], distributed: bool = True,
     """
     if not distributed or world_around():
         return worker_fn(*args, **kwargs)
-    count = workers or torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    count = workers or torch.cuda.device_count() or cores()
     return spawn(_call_in_world, (worker_fn, args, kwargs), workers=count)[0]
 
 

@@ -12,6 +12,7 @@ import torch
 import allhands
 from allhands.errors import UserError, WorldError
 from allhands.launch import spawn
+from allhands.launch.processes import cores
 from allhands.runner.reporter import ConsoleReporter, ForwardingReporter, Reporter, replay
 from allhands.strategies import DDP, Single, Strategy, strategy_named
 from allhands.world import World, current_world, detect
@@ -80,7 +81,7 @@ def plan(distributed: bool | str | Strategy, count: int | None, device: str | No
         return Plan(strategy or Single(), 0, device)
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if count is None:
-        count = gpus or len(os.sched_getaffinity(0))
+        count = gpus or cores()
     elif gpus and count > gpus:
         raise UserError(
             f"workers={count}, but this machine shows {gpus} GPU{'s' if gpus > 1 else ''} and each worker drives one; write "

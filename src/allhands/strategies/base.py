@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
@@ -19,6 +18,8 @@ class Strategy(ABC):
 
     #: The name by which it is chosen: ``distributed="ddp"``.
     name: str
+    #: Optimizer steps between two calls of `check_equal` during an epoch; 0 calls it at the end of each epoch only.
+    check_weights_every: int = 0
 
     @abstractmethod
     def check(self, world: World) -> None:
@@ -47,10 +48,3 @@ class Strategy(ABC):
 
     def check_equal(self, where: str) -> None:
         """Raise `WorldError` when the ranks' weights, which should be equal, are not; `where` says at which step."""
-
-
-@contextmanager
-def exchange_suspended(module: nn.Module) -> Iterator[None]:
-    """DistributedDataParallel's ``no_sync`` around both the forward and the backward pass."""
-    with module.no_sync():  # type: ignore[operator]
-        yield

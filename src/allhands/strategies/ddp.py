@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from allhands.comm import broadcast_tensors, mean_buffers, sum_gradients
 from allhands.errors import UserError, WorldError
-from allhands.strategies.base import Strategy, exchange_suspended
+from allhands.strategies.base import Strategy
 from allhands.world import World
 
 # Buffers are made equal when it matters (sync_buffers); a broadcast in every forward pass would let rank 0's BatchNorm
@@ -92,7 +92,7 @@ class DDP(Strategy):
     def no_exchange(self) -> AbstractContextManager[None]:
         if self.world.world_size == 1:
             return super().no_exchange()
-        return exchange_suspended(self.wrapped)
+        return self.wrapped.no_sync()  # type: ignore[operator]
 
     def exchange_missing(self) -> None:
         if self.world.world_size == 1:
