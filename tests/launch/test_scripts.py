@@ -170,7 +170,7 @@ def test_a_program_and_its_arguments(job: Any) -> None:
 def test_a_program_can_use_the_store(job: Any) -> None:
     script = job.script(
         "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
-        "x = torch.ones(1)\ndist.all_reduce(x)\nprint(int(x))"
+        "x = torch.ones(1)\ndist.all_reduce(x)\nprint(int(x))\ndist.destroy_process_group()"
     )
     code, out, err = job.run("-n", "2", "--", sys.executable, script)
     assert (code, sorted(out.splitlines())) == (0, ["[0] 2", "[1] 2"]), err
