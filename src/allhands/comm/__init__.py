@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from allhands.comm import calls
 from allhands.comm.collectives import (
     all_gather_rows,
     all_gather_text,
@@ -18,6 +19,7 @@ __all__ = [
     "all_reduce_sum",
     "broadcast_ints",
     "broadcast_tensors",
+    "calls",
     "mean_buffers",
     "sum_gradients",
 ]

@@ -39,13 +39,16 @@ class _Link:
         self.pid = os.getpid()
         self.lock = threading.Lock()
 
-    def send(self, message: dict[str, Any]) -> bool:
+    def send(self, message: dict[str, Any], longest_wait: float = -1) -> bool:
         data = encode(message)
+        if not self.lock.acquire(timeout=longest_wait):
+            return False
         try:
-            with self.lock:
-                write_all(self.fd, data)
+            write_all(self.fd, data)
         except OSError:
             return False
+        finally:
+            self.lock.release()
         return True
 
 
@@ -70,6 +73,45 @@ def send(message: dict[str, Any]) -> bool:
     if _link is None or not active():
         return False
     return _link.send({"message": message})
+
+
+def fail(message: str) -> NoReturn:
+    """End this process at once with exit code 1, from any thread or a signal handler, when its main thread cannot go on.
+
+    In a worker of the allhands launcher this counts as a `WorldError` that the worker raised, with the place of the main
+    thread as its traceback: `spawn` raises `WorkerError` with it, `allhands launch` reports it as the cause. Elsewhere the
+    message is printed to stderr. Exit handlers do not run, because the main thread may hold what they wait for; output that
+    Python still buffers is written.
+
+    Args:
+        message: one line.
+    """
+    from allhands.errors import WorldError
+
+    at = time.monotonic()
+    raised = _describe(WorldError(message))
+    raised["traceback"] = _stack_of_main_thread() + raised["traceback"]
+    # The main thread may be in the middle of a report, with a signal handler on top of it that waits here.
+    if _link is None or not active() or not _link.send({"raised": raised, "at": at}, longest_wait=2.0):
+        with contextlib.suppress(Exception):
+            os.write(2, f"allhands: {message}\n".encode("utf-8", "backslashreplace"))
+    # The main thread may hold the lock of a stream that nobody reads.
+    flusher = threading.Thread(target=_flush, daemon=True)
+    flusher.start()
+    flusher.join(2.0)
+    os._exit(1)
+
+
+def _stack_of_main_thread() -> str:
+    frames = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    ours = [index for index, frame in enumerate(frames) if frame.filename == __file__ and frame.name.startswith("_run_")]
+    return "The main thread was here:\n" + "".join(traceback.format_list(frames[ours[-1] + 1 if ours else 0 :]))
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
 
 
 def _report(message: dict[str, Any]) -> None:
@@ -171,9 +213,7 @@ def _end(code: int) -> NoReturn:
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    _flush()
     os._exit(code)
 
 

@@ -1,0 +1,352 @@
+"""Do all ranks call the same things in the same order? When they do not, an error within seconds instead of a hang.
+
+A collective call that one rank makes alone (a user's callback saves under ``if rank == 0``; a rank leaves the loop early)
+blocks every rank until the group's timeout, or exchanges garbage. So each rank keeps a log of its coordinated calls:
+
+    with calls.watch(world, on_mismatch=worker.fail):
+        calls.note(("step", 17))          # on every rank, right before what all ranks do together
+        calls.position("in on_step_end")  # optional: where the rank is meanwhile, for messages only
+
+The n-th noted call of a rank must be the n-th one of every other rank. While calls follow one another nothing happens but
+two looks a second into the group's store. A rank that has noted nothing for two seconds tells the others there in which
+call it is, asks them for theirs, and compares:
+
+* two ranks whose n-th calls differ, or a rank that has left while another one noted a further call: that can never end well,
+  and `on_mismatch(message)` is called on each rank that sees it;
+* a rank that has not come yet: it may be slow, which is never an error. After ten seconds one line on stderr says who is
+  waited for, in which call, and which line of the user's code that rank is in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from types import FrameType, TracebackType
+from typing import Any
+
+from allhands.world import World
+
+Label = str | tuple[Any, ...]
+
+# How far one rank may be ahead of another one and still be compared with it. On a GPU the hosts run ahead of the collectives.
+_KEPT = 256
+# A rank publishes its newest calls only: for older ones, the rank that is ahead looks into its own log.
+_PUBLISHED = 8
+_LONGEST = 200  # characters of a label or position that are published
+
+_ring: list[Label] = [""] * _KEPT
+_made = 0
+_position: Label = ""
+
+
+def note(label: Label) -> None:
+    """Log that this rank is about to make a call which all ranks make together.
+
+    Cheap enough to stand in front of every optimizer step. The calls of one process are to be noted by one thread.
+
+    Args:
+        label: what the call is, the same on all ranks: a string, or a tuple of strings and numbers, such as ``("step", 17)``,
+            which is put together ("step 17") only when somebody has to read it.
+    """
+    global _made
+    # Measured on one core of an AMD EPYC with Python 3.11: 73 ns with a string, 95 ns with a tuple made for it.
+    _ring[_made % _KEPT] = label
+    _made += 1  # last: the watcher, in another thread, reads the count first
+
+
+def position(text: Label) -> None:
+    """Say where this rank is between its calls ("in Saver.on_epoch_end"); ``""`` when that is over.
+
+    Only messages show it. Ranks may differ in it. A tuple is put together only when it is read.
+    """
+    global _position
+    _position = text
+
+
+def watch(
+    world: World,
+    on_mismatch: Callable[[str], Any],
+    *,
+    every: float = 0.5,
+    quiet: float = 2.0,
+    late: float = 10.0,
+) -> Watcher:
+    """Begin to compare the calls of all ranks, in a daemon thread, until `Watcher.stop` or the end of a ``with`` block.
+
+    To be called on every rank, or on none, before the first call that is noted. It does nothing in a world of one, and in a
+    group without a store (torch's own mpi). Each watch counts calls from zero and has keys of its own in the store, so
+    trainings may follow one another, or run inside one another, in the same world.
+
+    Args:
+        world: the processes; their torch group must exist.
+        on_mismatch: called at most once, **in the watcher's thread**, with one line that names ranks and calls. The thread
+            that makes the calls is blocked in native code then and cannot be interrupted, so this should end the process,
+            as `allhands.launch.worker.fail` does.
+        every: seconds between two looks while all goes well.
+        quiet: seconds without a new call after which a rank counts as waiting and asks the others.
+        late: seconds without a new call after which the ranks that have not come are named on stderr. Doubles with each time.
+
+    Returns:
+        The watcher; also a context manager.
+    """
+    return Watcher(world, on_mismatch, every, quiet, late)
+
+
+class Watcher:
+    """The thread of one `watch`. Nothing that happens to the store is raised: without a store there is nobody to compare with."""
+
+    def __init__(self, world: World, on_mismatch: Callable[[str], Any], every: float, quiet: float, late: float) -> None:
+        self._rank, self._world_size = world.rank, world.world_size
+        self._on_mismatch = on_mismatch
+        self._every, self._quiet, self._late = every, quiet, late
+        self._base = _made
+        self._caller = threading.get_ident()
+        self._stopped = threading.Event()
+        self._asks = 0  # how many asks of any rank were seen; the next one is the key f"ask/{self._asks}"
+        self._answered: set[int] = set()  # ranks whose key exists
+        self._seen = 0
+        self._since = time.monotonic()
+        self._store = _open_store(world)
+        self._thread: threading.Thread | None = None
+        if self._store is not None:
+            self._thread = threading.Thread(target=self._run, name="allhands-calls", daemon=True)
+            self._thread.start()
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """End the watch on this rank, and let the others know that it makes no further call. Safe to call twice.
+
+        Args:
+            error: what this rank ends with, when it does not end normally.
+        """
+        self._stopped.set()
+        if self._thread is None or self._store is None:
+            return
+        if self._thread is not threading.current_thread():
+            self._thread.join(5.0)  # a store whose host is gone may let it wait; it is a daemon
+        if not self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):
+                self._publish(ended="" if error is None else f"{type(error).__name__}: {error}".rstrip(": "))
+        self._thread = self._store = None
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop(error)
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            message = self._look_until_stopped()
+        except RuntimeError:  # torch.distributed's errors: the store is gone
+            return
+        if message is not None:
+            self._on_mismatch(message)
+
+    def _look_until_stopped(self) -> str | None:
+        """The message of a mismatch; None when the watch was stopped first."""
+        next_poll, gap, patience = 0.0, self._every / 4, 3
+        pause = self._every
+        while not self._stopped.wait(pause):
+            now, made = time.monotonic(), _made - self._base
+            if made != self._seen:
+                self._seen, self._since = made, now
+            waiting = now - self._since >= self._quiet
+            asked = self._count_asks()
+            if not waiting:
+                next_poll, gap = 0.0, self._every / 4
+                pause = self._every
+                if asked:
+                    self._publish()
+                continue
+            if asked or now >= next_poll:
+                self._publish()
+            if now >= next_poll:
+                self._ask()
+                # Often at first, when a mismatch is new; a long wait for a slow rank must not burden the store.
+                next_poll, gap = now + gap, min(1.5 * gap, 8 * self._every)
+                states = self._read()
+                message, complete = self._contradiction(states)
+                if message:
+                    # Those that are on their way to the same place shall be in the message too.
+                    patience -= 1
+                    if complete or patience == 0:
+                        return message
+                if now - self._since >= self._late:
+                    self._warn(states, now)
+            pause = min(self._every, max(0.02, next_poll - now))
+        return None
+
+    def _count_asks(self) -> bool:
+        """Whether some rank has asked since the last look."""
+        before = self._asks
+        while self._store.check([f"ask/{self._asks}"]):
+            self._asks += 1
+        return self._asks > before
+
+    def _ask(self) -> None:
+        self._store.set(f"ask/{self._asks}", "")
+        self._asks += 1
+
+    def _publish(self, ended: str | None = None) -> None:
+        made, labels = self._own_calls()
+        newest = [[number, labels[number]] for number in range(max(1, made - _PUBLISHED + 1), made + 1) if number in labels]
+        state = {"made": made, "calls": newest, "where": self._where(), "ended": ended}
+        self._store.set(f"rank/{self._rank}", json.dumps(state))
+
+    def _own_calls(self) -> tuple[int, dict[int, str]]:
+        """How many calls were noted, and the labels of the newest by number, counted from 1."""
+        made = _made
+        ring = list(_ring)
+        # What was noted since then has overwritten the oldest entries of the copy.
+        first = max(self._base, _made - _KEPT)
+        return made - self._base, {n - self._base + 1: _text(ring[n % _KEPT]) for n in range(first, made)}
+
+    def _where(self) -> str:
+        place = _users_line(sys._current_frames().get(self._caller))
+        return "; ".join(part for part in (place, _text(_position)) if part)
+
+    def _read(self) -> dict[int, dict[str, Any]]:
+        """What the other ranks have published, as far as they have."""
+        for rank in range(self._world_size):
+            if rank != self._rank and rank not in self._answered and self._store.check([f"rank/{rank}"]):
+                self._answered.add(rank)
+        ranks = sorted(self._answered)
+        keys = [f"rank/{rank}" for rank in ranks]
+        if keys and self._store.has_extended_api():
+            values = self._store.multi_get(keys)
+        else:
+            values = [self._store.get(key) for key in keys]
+        return {rank: json.loads(value) for rank, value in zip(ranks, values, strict=True)}
+
+    # What the states of the ranks mean
+
+    def _contradiction(self, states: dict[int, dict[str, Any]]) -> tuple[str, bool]:
+        """What cannot end well, or "", and whether every rank's part in it is known."""
+        made, own = self._own_calls()
+        theirs = {rank: dict(state["calls"]) for rank, state in states.items()}
+        differ = [
+            number for calls in theirs.values() for number, label in calls.items() if number in own and own[number] != label
+        ]
+        if differ:
+            number = min(differ)
+            theirs[self._rank] = own
+            states = {**states, self._rank: {"made": made, "where": self._where()}}
+            complete = len(states) == self._world_size and all(state["made"] >= number for state in states.values())
+            return _disagreement(number, theirs, states), complete
+        gone = {rank: state for rank, state in states.items() if state["ended"] is not None and state["made"] < made}
+        if not gone:
+            return "", True
+        rank, state = min(gone.items(), key=lambda item: item[1]["made"])
+        last = f"after '{state['calls'][-1][1]}'" if state["calls"] else "before any call"
+        why = f" with {state['ended']}" if state["ended"] else ""
+        message = (
+            f"rank {rank} has left {last}{why}, while rank {self._rank} is in '{own[made]}' ({self._where()}), for which all "
+            f"{self._world_size} ranks are needed: let all ranks leave at the same place"
+        )
+        return message, True
+
+    def _warn(self, states: dict[int, dict[str, Any]], now: float) -> None:
+        made, own = self._own_calls()
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        missing = [rank for rank in others if rank not in states or states[rank]["made"] < made]
+        if not missing or made == 0:
+            return
+        self._late *= 2  # a wait that comes back each epoch is not told each time
+        if self._store.add(f"warned/{made}", 1) > 1:
+            return  # another rank that waits has said it
+        places = "; ".join(
+            f"rank {rank} is at {states[rank]['where'] or 'an unknown place'}"
+            if rank in states
+            else f"rank {rank} does not answer"
+            for rank in missing[:4]
+        )
+        more = f"; and {len(missing) - 4} more" if len(missing) > 4 else ""
+        line = (
+            f"allhands: rank {self._rank} has waited {now - self._since:.0f} s in '{own[made]}' for {_ranks(missing)}: "
+            f"{places}{more}; waiting on\n"
+        )
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(line)
+            sys.stderr.flush()
+
+
+def _open_store(world: World) -> Any:
+    """The group's store, over a connection of its own: the caller's thread may hold the other one for minutes."""
+    if world.is_alone:
+        return None
+    from torch.distributed import PrefixStore, distributed_c10d
+
+    shared: Any = distributed_c10d._get_default_store()  # torch's type stubs lack some methods of a store
+    if shared is None:
+        return None
+    own = shared.clone()
+    own.set_timeout(timedelta(seconds=30))
+    # Each rank counts its watches by itself, and all count alike.
+    run = own.add(f"allhands/calls/runs/{world.rank}", 1)
+    return PrefixStore(f"allhands/calls/{run}", own)
+
+
+def _disagreement(number: int, calls: dict[int, dict[int, str]], states: dict[int, dict[str, Any]]) -> str:
+    """The message for ranks whose calls of this number are not the same."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(calls):
+        if number in calls[rank]:
+            groups[calls[rank][number]].append(rank)
+    parts = []
+    # The odd one out first: it is most often the one that does what it should not.
+    for label, ranks in sorted(groups.items(), key=lambda item: (len(item[1]), item[1])):
+        verb = "is" if len(ranks) == 1 else "are"
+        if any(states[rank]["made"] > number for rank in ranks):
+            verb = "was" if len(ranks) == 1 else "were"
+        where = states[ranks[0]]["where"]
+        parts.append(f"{_ranks(ranks)} {verb} in '{label}'" + (f" ({where})" if where else ""))
+    before = next((labels[number - 1] for labels in calls.values() if number - 1 in labels), None)
+    last = f", after '{before}' on all ranks" if before is not None else ""
+    return (
+        f"the ranks do not make the same calls: {' while '.join(parts)}{last}. Every rank must make the same calls in the same "
+        "order: call it on all ranks, without `if rank == 0`"
+    )
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    found = list(ranks)
+    text = ", ".join(map(str, found[:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+    return f"rank {text}" if len(found) == 1 else f"ranks {text}"
+
+
+def _text(label: Label) -> str:
+    text = label if isinstance(label, str) else " ".join(map(str, label))
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+
+def _not_the_users() -> tuple[str, ...]:
+    """Folders of code that is not the user's: this package, Python's library, installed packages."""
+    paths = sysconfig.get_paths()
+    folders = {os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}
+    folders |= {os.path.abspath(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return tuple(folder + os.sep for folder in folders)
+
+
+_NOT_THE_USERS = _not_the_users()
+
+
+def _users_line(frame: FrameType | None) -> str:
+    """``file:line in function`` of the innermost frame of the user's code, else of any code; "" without a frame."""
+    innermost = frame
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((*_NOT_THE_USERS, "<frozen")):
+            break
+        frame = frame.f_back
+    found = frame or innermost
+    return f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}" if found is not None else ""
