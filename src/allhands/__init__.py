@@ -24,6 +24,7 @@ _LAZY = {
     "SupervisedRunner": "allhands.runner",
     "Callback": "allhands.runner",
     "EarlyStopping": "allhands.runner",
+    "load_checkpoint": "allhands.runner",
     "Strategy": "allhands.strategies",
     "Single": "allhands.strategies",
     "DP": "allhands.strategies",
@@ -48,12 +49,13 @@ __all__ = [
     "current_world",
     "finalize",
     "init",
+    "load_checkpoint",
     "utils",
 ]
 
 if TYPE_CHECKING:
     from allhands.errors import AllhandsError, UserError, WorkerError, WorldError
-    from allhands.runner import Callback, EarlyStopping, SupervisedRunner, utils
+    from allhands.runner import Callback, EarlyStopping, SupervisedRunner, load_checkpoint, utils
     from allhands.strategies import DDP, DP, Single, Strategy
     from allhands.world import World, current_world, finalize, init
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
+import allhands
 from allhands import Callback, EarlyStopping, SupervisedRunner
 from tests.runner.problems import arguments, classification, classifier, fit
 
@@ -146,7 +147,7 @@ def test_files_under_the_logdir(tmp_path: Path) -> None:
 def test_best_is_the_best_epochs_weights_not_the_last(tmp_path: Path) -> None:
     model, history = fit(logdir=tmp_path, num_epochs=4, minimize_metric=False)  # the first epoch's loss is the largest
     assert max(history["valid"]["loss"]) == history["valid"]["loss"][0]
-    state = torch.load(tmp_path / "checkpoints" / "best" / "state.pt", weights_only=True)
+    state = allhands.load_checkpoint(tmp_path / "checkpoints" / "best")
     assert state["epoch"] == 1
     assert not torch.equal(state["model"]["0.weight"], model[0].weight)  # type: ignore[index]
 

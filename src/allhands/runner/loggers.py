@@ -18,16 +18,17 @@ class Loggers:
     Args:
         logdir: folder, or None.
         resumed_rows: epochs already in the history; an older ``metrics.csv`` is cut back to them.
+        resumed_step: the optimizer step that the training goes on after; TensorBoard hides what was logged beyond it.
     """
 
-    def __init__(self, logdir: Path | None, resumed_rows: int = 0) -> None:
+    def __init__(self, logdir: Path | None, resumed_rows: int = 0, resumed_step: int | None = None) -> None:
         self._writer: Any = None
         self._csv: Path | None = None
         if logdir is None:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(logdir / "tensorboard"))
+        self._writer = SummaryWriter(str(logdir / "tensorboard"), purge_step=None if resumed_step is None else resumed_step + 1)
         self._csv = logdir / "metrics.csv"
         self._rows = self._read_rows(resumed_rows)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -173,6 +173,40 @@ class LoaderMetrics:
             "zero; clip_norm=1.0 bounds the step"
         )
 
+    def partial(self) -> dict[str, torch.Tensor]:
+        """What this rank has measured since `start`, for a checkpoint."""
+        numbers = [self.batches, self.samples, self._loss, self._count, *self._sums.values()]
+        parts = {"numbers": torch.stack([torch.as_tensor(n, dtype=torch.float64).reshape(()).cpu() for n in numbers])}
+        # What is kept for the next group stays as it is, so that sums are rounded as they would have been without the save.
+        for number, (output, target) in enumerate(zip(self._outputs, self._targets, strict=True)):
+            parts[f"output/{number}"], parts[f"target/{number}"] = output, target
+        for name, module in self._modules.items():
+            parts |= {f"module/{name}/{key}": value for key, value in _states(module).items()}
+        return parts
+
+    def take_up(self, parts: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Continue from what `partial` gave on one rank, or on several whose sums this rank takes over.
+
+        Raises:
+            UserError: a metric's states cannot be put together.
+        """
+        for number, part in enumerate(parts):
+            batches, samples, loss, count, *sums = part["numbers"].to(self.world.device)
+            self.batches += int(batches)
+            self.samples += int(samples)
+            self._loss += loss.item() if self._on_cpu else loss
+            self._count += count.item() if self._on_cpu else count
+            for name, value in zip(self._sums, sums, strict=True):
+                self._sums[name] = self._sums[name] + value
+            for name, module in self._modules.items():
+                prefix = f"module/{name}/"
+                states = {key.removeprefix(prefix): value for key, value in part.items() if key.startswith(prefix)}
+                _take_up_states(name, module, states, merge=number > 0)
+            kept = sum(key.startswith("output/") for key in part)
+            for index in range(kept):
+                output, target = part[f"output/{index}"], part[f"target/{index}"]
+                self._keep(output.to(self.world.device), target.to(self.world.device))
+
     def result(self) -> dict[str, float]:
         """The loss and every metric over all samples of all ranks, the same numbers on every rank."""
         self._flush()
@@ -188,6 +222,47 @@ class LoaderMetrics:
         numbers = torch.tensor(list(values.values()), dtype=torch.float64, device=self.world.device)
         broadcast_tensors([numbers], self.world)  # decisions hang on these: they must be equal to the last bit
         return dict(zip(values, numbers.tolist(), strict=True))
+
+
+def _states(module: Metric) -> dict[str, torch.Tensor]:
+    """A torchmetrics metric's states, and those of metrics inside it, as tensors by name."""
+    states = {}
+    for path, metric in module.named_modules():
+        if not hasattr(metric, "metric_state"):
+            continue
+        states[f"{path}:updates"] = torch.tensor(metric.update_count)
+        for name, value in metric.metric_state.items():
+            if isinstance(value, list):
+                states |= {f"{path}:{name}/{number}": item for number, item in enumerate(value)}
+            else:
+                states[f"{path}:{name}"] = value
+    return states
+
+
+def _take_up_states(name: str, module: Metric, states: Mapping[str, torch.Tensor], merge: bool) -> None:
+    """Give `module` the states that `_states` gave of another, or merge them into its own."""
+    other = module.clone() if merge else module
+    if merge:
+        other.reset()
+    for path, metric in other.named_modules():
+        if not hasattr(metric, "metric_state"):
+            continue
+        for state, value in metric.metric_state.items():
+            if isinstance(value, list):
+                count = sum(key.startswith(f"{path}:{state}/") for key in states)
+                setattr(metric, state, [states[f"{path}:{state}/{i}"].to(metric.device) for i in range(count)])
+            else:
+                setattr(metric, state, states[f"{path}:{state}"].to(metric.device))
+        metric._update_count = int(states[f"{path}:updates"])
+        metric._computed = None
+    if merge:
+        try:
+            module.merge_state(other)
+        except RuntimeError as error:
+            raise UserError(
+                f"metric '{name}' cannot go on in the middle of an epoch with another number of workers ({error}); resume with the "
+                "same number, or from a checkpoint of the end of an epoch"
+            ) from None
 
 
 def _scalar(name: str, value: Any) -> float:

@@ -73,6 +73,8 @@ class TrainSettings:
     overfit: bool
     load_best_on_end: bool
     log_every: int
+    save_every: int | None = None
+    save_minutes: float | None = None
     strategy: Strategy = field(default=None)  # type: ignore[assignment]
 
     def validate(self) -> None:
@@ -91,7 +93,18 @@ class TrainSettings:
                 raise UserError(f"callbacks holds {kind_of(callback)}; each must be an allhands.Callback")
         if self.resume == "auto" and self.logdir is None:
             raise UserError("resume='auto' looks for a checkpoint in the logdir; pass logdir=…")
+        self._check_saving()
         self.data.check(self.seed)
+
+    def _check_saving(self) -> None:
+        every, minutes = self.save_every, self.save_minutes
+        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+            raise UserError(f"save_every={every!r}; it must be a whole number of optimizer steps, at least 1, or None")
+        if minutes is not None and not (isinstance(minutes, (int, float)) and minutes > 0):
+            raise UserError(f"save_minutes={minutes!r}; it must be a positive number of minutes, or None")
+        for name, value in (("save_every", every), ("save_minutes", minutes)):
+            if value is not None and self.logdir is None:
+                raise UserError(f"{name}={value!r} saves checkpoints, which need a folder; pass logdir=… as well")
 
     def _check_optimizer(self) -> None:
         if not isinstance(self.optimizer, torch.optim.Optimizer):

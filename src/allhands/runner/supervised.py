@@ -104,6 +104,8 @@ class SupervisedRunner:
         overfit: bool = False,
         load_best_on_end: bool = False,
         log_every: int = 50,
+        save_every: int | None = None,
+        save_minutes: float | None = None,
     ) -> History:
         """Train a model, in place, and return the history.
 
@@ -120,7 +122,8 @@ class SupervisedRunner:
             metrics: torchmetrics metrics, functions ``(output, target)`` to the mean over the samples, or names of built-in
                 ones ("accuracy"); a list or a dict by name. Exact over all samples of all workers.
             callbacks: list of `Callback`.
-            logdir: folder for checkpoints, ``metrics.csv`` and TensorBoard files; None writes nothing.
+            logdir: folder for checkpoints, ``metrics.csv`` and TensorBoard files; None writes nothing. With one, SIGTERM and
+                SIGUSR1 save a checkpoint and end the process with code 128 plus the signal's number.
             num_epochs: epochs in all, those of a resumed checkpoint included.
             valid_loader: whose `main_metric` decides what is best; None takes "valid", or the first that is not trained on,
                 or the trained one.
@@ -141,6 +144,8 @@ class SupervisedRunner:
             overfit: only the first step of each loader, in every epoch.
             load_best_on_end: leave the best epoch's weights in the model.
             log_every: optimizer steps between two points in TensorBoard, and between two looks at the loss on a GPU.
+            save_every: optimizer steps between two checkpoints within an epoch; None saves at the ends of epochs only.
+            save_minutes: minutes after which a checkpoint is due within an epoch; None never asks for one.
 
         Returns:
             ``{"epoch": […], "step": […], "lr": […], "seconds": […], "train": {"loss": […], …}, "valid": {…}}``, one entry
@@ -149,6 +154,7 @@ class SupervisedRunner:
         Raises:
             UserError: an argument cannot be honoured; the message names it and what to write instead.
             WorkerError: a worker failed; the message holds its traceback.
+            SystemExit: a signal ended the training, after a checkpoint was saved.
         """
         settings = TrainSettings(
             model=self._model(model), criterion=criterion, optimizer=optimizer, scheduler=scheduler,  # type: ignore[arg-type]
@@ -158,13 +164,15 @@ class SupervisedRunner:
             main_metric=main_metric, minimize_metric=minimize_metric, verbose=verbose,
             resume=None if resume is None else resume if resume == "auto" else str(Path(resume).expanduser().absolute()),
             seed=seed, accumulate=accumulate, clip_norm=clip_norm, precision=precision, check=check, overfit=overfit,
-            load_best_on_end=load_best_on_end, log_every=log_every,
+            load_best_on_end=load_best_on_end, log_every=log_every, save_every=save_every, save_minutes=save_minutes,
         )  # fmt: skip
         settings.validate()
         prepare_logdir(settings.logdir)
         plan = self._plan(distributed, workers)
         settings.strategy = plan.strategy
-        state: dict[str, Any] = plan.run(_train, self, settings, verbose=verbose)
+        # It takes half a second to import, so once for all workers.
+        preload = ["torch.distributed.checkpoint"] if settings.logdir is not None or settings.resume is not None else []
+        state: dict[str, Any] = plan.run(_train, self, settings, verbose=verbose, preload=preload)
         self._take_back(settings, state)
         self.model = settings.model
         return state["history"]
@@ -275,7 +283,7 @@ def _train(runner: SupervisedRunner, settings: TrainSettings, world: World, repo
             if isinstance(settings.criterion, nn.Module):
                 settings.criterion.to(home)
         return {"history": history}
-    state = training.state_dict()
+    state = training.memory.state()
     return {key: state[key] for key in ("model", "optimizer", "scheduler", "callbacks")} | {"history": history}
 
 

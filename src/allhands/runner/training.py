@@ -1,26 +1,27 @@
-"""The training loop: epochs, evaluation, history, checkpoints. The same code in one process and on every worker."""
+"""The training loop: epochs, evaluation, history. The same code in one process and on every worker."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
+import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from allhands.comm import all_gather_text
 from allhands.data import Feed, build_feeds, derive_seed, preserved_generators, seed_everything
 from allhands.errors import UserError
 from allhands.runner import checkpoint
+from allhands.runner.agreement import SIGNALS, Agreement
 from allhands.runner.callbacks import overridden
 from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule
-from allhands.runner.loggers import Loggers, set_earlier_run_aside
+from allhands.runner.loggers import Loggers
+from allhands.runner.memory import Memory
 from allhands.runner.metrics import LoaderMetrics
+from allhands.runner.position import Position
 from allhands.runner.reporter import Pace, Reporter
 from allhands.runner.schedule import Schedule, learning_rates
 from allhands.runner.settings import TrainSettings
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 History = dict[str, Any]
 
 
+class _Left(Exception):
+    """The training ends in the middle of an epoch, on all ranks."""
+
+
 class Training:
     """One call of `SupervisedRunner.train`, on one rank.
 
@@ -40,6 +45,8 @@ class Training:
         epoch: finished epochs.
         step: optimizer steps taken, over all epochs.
         history: ``{"epoch": [1, 2, …], "step": […], "lr": […], "seconds": […], "train": {"loss": […], …}, "valid": {…}}``.
+        position: how far the epoch that runs has come; None between two epochs.
+        measuring: the metrics of the loader that is trained on; None between two loaders.
     """
 
     def __init__(self, runner: SupervisedRunner, settings: TrainSettings, world: World, reporter: Reporter) -> None:
@@ -54,7 +61,12 @@ class Training:
         self.history: History = {"epoch": [], "step": [], "lr": [], "seconds": []}
         self.best: float | None = None
         self.best_epoch = 0
+        self.position: Position | None = None
+        self.measuring: LoaderMetrics | None = None
         self._stop_reason: str | None = None
+        self._stop_now = False
+        self._signal = 0
+        self._evaluated = 0  # steps of evaluation; with the optimizer steps, they number the rounds of the agreement
         self._best_state: dict[str, torch.Tensor] | None = None
         self._limit = 1 if settings.overfit else 3 if settings.check else None
 
@@ -80,74 +92,135 @@ class Training:
             name: LoaderMetrics(settings.metrics, world, trains=feed in self.trained) for name, feed in self.feeds.items()
         }
         self._step_hooks = overridden(settings.callbacks, "on_step_end")
+        self.memory = Memory(self)
+        saves = settings.logdir is not None
+        minutes = settings.save_minutes
+        self.agreement = Agreement(world, minutes * 60 if minutes is not None else None, SIGNALS if saves else ())
 
-    def stop(self, reason: str) -> None:
-        """End the training after the current epoch; to be called on every rank, or on none."""
+    def stop(self, reason: str, now: bool = False) -> None:
+        """End the training; to be called on every rank, or on none.
+
+        Args:
+            reason: is printed.
+            now: after the current optimizer step, and not after the current epoch. The unfinished epoch is not evaluated and
+                not in the history; with a logdir, a checkpoint is saved from which it can go on.
+        """
         self._stop_reason = reason
+        self._stop_now = now
+
+    def save_checkpoint(self) -> None:
+        """Save a checkpoint now, for use in `Callback.on_step_end`; to be called on every rank at the same step.
+
+        Raises:
+            UserError: there is no logdir, or no optimizer step was just taken.
+        """
+        if self.settings.logdir is None:
+            raise UserError("save_checkpoint() has nowhere to write; pass logdir=… to train()")
+        if self.position is None or self.measuring is None:
+            raise UserError("save_checkpoint() is for on_step_end; at the end of every epoch a checkpoint is saved anyway")
+        self.memory.save(self.position)
 
     def run(self) -> History:
-        """Train, and give back the history. The user's own random generators are left as they were found."""
+        """Train, and give back the history. The user's own random generators are left as they were found.
+
+        Raises:
+            SystemExit: SIGTERM or SIGUSR1 came; all ranks have saved a checkpoint at the same step. The code is 128 plus the
+                signal's number.
+        """
         settings = self.settings
-        with preserved_generators():
-            self._restore()
-            loggers = Loggers(settings.logdir if self.world.rank == 0 else None, len(self.history["epoch"]))
+        with preserved_generators(), self.agreement:
+            self.memory.restore()
+            self.memory.open()
+            loggers = Loggers(
+                settings.logdir if self.world.rank == 0 else None, len(self.history["epoch"]), self.step or None
+            )  # fmt: skip
             self._say_what_runs()
+            self.agreement.begin(self.step)
             try:
-                self._hook("on_train_start")
-                while self.epoch < self.num_epochs and self._stop_reason is None:
-                    self._run_epoch(loggers)
-                self._hook("on_train_end")
+                where = self._train(loggers)
+            except BaseException:
+                self.memory.close(failed=True)
+                raise
             finally:
                 loggers.close()
                 self.reporter.close()
-            if self._stop_reason is not None:
-                self.reporter.line(f"stopped after epoch {self.epoch}: {self._stop_reason}")
+            if self._signal:
+                self._leave_for_signal(where)
             if settings.load_best_on_end:
                 self._load_best()
+            self.memory.close()
         return self.history
+
+    def _train(self, loggers: Loggers) -> str:
+        """Run the epochs; says where the training ended."""
+        self._hook("on_train_start")
+        try:
+            while self.epoch < self.num_epochs and self._stop_reason is None and not self._signal:
+                self._run_epoch(loggers)
+            where = f"after epoch {self.epoch}"
+        except _Left:
+            where = f"after optimizer step {self.step}, in epoch {self.epoch + 1}"
+        if self._signal:
+            return where
+        self._hook("on_train_end")
+        if self._stop_reason is not None:
+            self.reporter.line(f"stopped {where}: {self._stop_reason}")
+        return where
+
+    def _leave_for_signal(self, where: str) -> None:
+        name = signal.Signals(self._signal).name
+        self.memory.close()
+        self.reporter.line(f"stopped by {name} {where}: saved in {self.settings.logdir}; go on with resume='auto'")
+        self.reporter.close()
+        raise SystemExit(128 + self._signal)
 
     # ------------------------------------------------------------------ one epoch
 
     def _run_epoch(self, loggers: Loggers) -> None:
         started = time.perf_counter()
-        number = self.epoch + 1
-        values: dict[str, dict[str, float]] = {}
-        rates = learning_rates(self.optimizer)
-        # Dropout and augmentation in this process: other draws in each epoch and on each rank, repeated when the run is.
-        seed_everything(derive_seed(self.settings.seed, "train", self.epoch, self.world.rank))
-        self._hook("on_epoch_start")
+        resumed = self.position is not None
+        if self.position is None:
+            self.position = Position(rates=learning_rates(self.optimizer))
+            # Dropout in this process: other draws in each epoch and on each rank, repeated when the run is.
+            seed_everything(derive_seed(self.settings.seed, "train", self.epoch, self.world.rank))
+            self._hook("on_epoch_start")
+        position, number = self.position, self.epoch + 1
+        earlier = position.seconds
         for feed in self.trained:
-            values[feed.name] = self._train_epoch(feed, number, loggers)
+            if feed.name not in position.done and not position.evaluating:
+                position.finish(feed.name, self._train_epoch(feed, position, resumed, loggers, started - earlier))
+                resumed = False
         strategy = self.settings.strategy
-        strategy.sync_buffers()
-        strategy.check_equal(f"after epoch {number}")
+        if not position.evaluating:
+            strategy.sync_buffers()
+            strategy.check_equal(f"after epoch {number}")
+        position.evaluating = True
+        values = dict(position.done)
         for name, feed in self.feeds.items():
             if feed not in self.trained:
                 seed_everything(derive_seed(self.settings.seed, "evaluate", name, self.epoch, self.world.rank))
+                position.seconds = time.perf_counter() - started + earlier
                 values[name] = self._evaluate_epoch(feed, number)
         self.epoch = number
-        self._record(values, rates, time.perf_counter() - started)
+        self.position = None
+        self._record(values, position.rates, time.perf_counter() - started + earlier)
         improved = self._update_best(values)
         self._hook("on_epoch_end")
         if self.schedule.each_epoch:
             self.schedule.step(values[self.valid_loader][self.settings.main_metric])
         if self.settings.logdir is not None:
-            if self.world.rank == 0:
-                summary = {
-                    "epoch": self.epoch,
-                    "step": self.step,
-                    "world_size": self.world.world_size,
-                    "metrics": values,
-                }
-                checkpoint.save(self.settings.logdir / "checkpoints", self.state_dict(), summary, improved)
+            self.memory.save(None, improved, values)
+            self.agreement.saved()
+            self._signal = self.agreement.ask(self.step + self._evaluated).signal
         elif improved and self.settings.load_best_on_end:
             self._best_state = {key: value.detach().cpu().clone() for key, value in self.model.state_dict().items()}
-        loggers.epoch(number, self.step, values, rates, self.history["seconds"][-1])
-        self._report(values, rates, improved)
+        loggers.epoch(number, self.step, values, position.rates, self.history["seconds"][-1])
+        self._report(values, position.rates, improved)
 
-    def _train_epoch(self, feed: Feed, number: int, loggers: Loggers) -> dict[str, float]:
-        settings, world, reporter = self.settings, self.world, self.reporter
-        metrics = self.metrics[feed.name]
+    def _train_epoch(self, feed: Feed, position: Position, resumed: bool, loggers: Loggers, since: float) -> dict[str, float]:
+        settings, world, reporter, agreement = self.settings, self.world, self.reporter, self.agreement
+        number = self.epoch + 1
+        self.measuring = metrics = self.metrics[feed.name]
         metrics.start(f"epoch {number}")
         self.model.train()
         self.wrapped.train()
@@ -156,15 +229,20 @@ class Training:
             self.forward, metrics.observe, self.forward.target_of, settings.clip_norm,
         )  # fmt: skip
         total_steps = min(feed.num_steps, self._limit) if self._limit and feed.num_steps else feed.num_steps
-        check_every = settings.strategy.check_weights_every
+        check_every, save_every = settings.strategy.check_weights_every, settings.save_every or 0
         steps_hooked = bool(self._step_hooks) or self.schedule.each_step
         pace = Pace()
-        first = self.step
+        first = self.step - position.steps
         next_log = self.step + settings.log_every
         next_check = self.step + check_every if check_every else math.inf
-        for batches, counts, total, idle in self._limited(feed.epoch(0 if settings.overfit else self.epoch)):
+        next_save = (self.step // save_every + 1) * save_every if save_every else math.inf
+        if resumed:
+            self.memory.continue_epoch(position)
+        for batches, counts, total, idle in self._steps_of(feed, position):
             take(batches, counts, total, idle)
             self.step = step = self.step + 1
+            position.samples += total
+            position.steps += 1
             if steps_hooked:
                 self._after_step()
             if step - first >= pace.next_look and pace.due(step - first):
@@ -177,23 +255,68 @@ class Training:
             if step >= next_check:
                 next_check = step + check_every
                 settings.strategy.check_equal(f"at step {step}")
+            if step >= next_save:
+                next_save = step + save_every
+                position.seconds = time.perf_counter() - since
+                self._save_here()
+            if step + self._evaluated >= agreement.next:
+                position.seconds = time.perf_counter() - since
+                self._agree()
         metrics.check_finite()
+        self.measuring = None
         return metrics.result()
+
+    def _steps_of(self, feed: Feed, position: Position) -> Iterator[Any]:
+        """The steps of the epoch that are left."""
+        epoch = 0 if self.settings.overfit else self.epoch
+        steps = feed.epoch(epoch, position.samples) if position.samples else feed.epoch(epoch)
+        return itertools.islice(steps, max(0, self._limit - position.steps)) if self._limit else steps
 
     def _after_step(self) -> None:
         if self.schedule.each_step:
             self.schedule.step()
         for callback in self._step_hooks:
             callback.on_step_end(self)
+        if self._stop_now:
+            if self.settings.logdir is not None:
+                self._save_here()
+            raise _Left
+
+    def _save_here(self) -> None:
+        if self.measuring is not None:
+            self.measuring.check_finite()  # weights that a NaN has reached must not become the newest checkpoint
+        self.memory.save(self.position)
+        self.agreement.saved()
+
+    def _agree(self) -> None:
+        """Do what the ranks decide together: save, or save and leave."""
+        decision = self.agreement.ask(self.step + self._evaluated)
+        if decision.save or decision.signal:
+            self._save_here()
+        if decision.signal:
+            self._signal = decision.signal
+            raise _Left
 
     def _evaluate_epoch(self, feed: Feed, number: int) -> dict[str, float]:
-        steps = self._limited(feed.epoch(self.epoch))
+        steps: Iterator[Any] = feed.epoch(self.epoch)
+        if self._limit:
+            steps = itertools.islice(steps, self._limit)
         label = f"{number}/{self.num_epochs} {feed.name}"
         rule, metrics = self.rules[feed.name], self.metrics[feed.name]
-        return evaluate_feed(feed, steps, self.model, self.forward, rule, metrics, self.precision, self.reporter, label)
+        return evaluate_feed(
+            feed, self._asked_between(steps), self.model, self.forward, rule, metrics, self.precision, self.reporter, label
+        )
 
-    def _limited(self, steps: Iterator[Any]) -> Iterator[Any]:
-        return itertools.islice(steps, self._limit) if self._limit else steps
+    def _asked_between(self, steps: Iterator[Any]) -> Iterator[Any]:
+        """The steps of an evaluation, with the rounds of the agreement between them: a signal need not wait for its end."""
+        if self.agreement.next == math.inf:
+            yield from steps
+            return
+        for step in steps:
+            yield step
+            self._evaluated += 1
+            if self.step + self._evaluated >= self.agreement.next:
+                self._agree()
 
     # ------------------------------------------------------------------ what is remembered
 
@@ -214,85 +337,12 @@ class Training:
             self.best, self.best_epoch = value, self.epoch
         return better
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
-        return {
-            "format": 1,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.schedule.state_dict(),
-            "scaler": self.precision.scaler.state_dict() if self.precision.scaler is not None else None,
-            "epoch": self.epoch,
-            "step": self.step,
-            "best": self.best,
-            "best_epoch": self.best_epoch,
-            "history": copy.deepcopy(self.history),
-            "callbacks": [callback.state_dict() for callback in self.settings.callbacks],
-            "seed": self.settings.seed,
-            "world_size": self.world.world_size,
-        }
-
-    def _restore(self) -> None:
-        settings = self.settings
-        state = None
-        if settings.resume is None:
-            if settings.logdir is not None and self.world.rank == 0:
-                aside = set_earlier_run_aside(settings.logdir)
-                if aside is not None:
-                    self.reporter.line(f"the logdir held an earlier run, now in {aside}; write resume='auto' to go on with it")
-        elif settings.resume == "auto":
-            assert settings.logdir is not None
-            found = checkpoint.newest(settings.logdir / "checkpoints")
-            if found is None:
-                self.reporter.line("resume='auto': no checkpoint in the logdir, starting anew")
-            else:
-                path, state, passed_over = found
-                for text in passed_over:
-                    self.reporter.line(f"passed over: {text}")
-                self.reporter.line(f"resuming from {path}")
-        else:
-            state = checkpoint.load(Path(settings.resume))
-            self.reporter.line(f"resuming from {settings.resume}")
-        epochs = all_gather_text(str(state["epoch"] if state else 0), self.world)
-        if len(set(epochs)) > 1:
-            raise UserError(
-                f"the ranks found different checkpoints (epochs {', '.join(epochs)} on ranks 0 to {len(epochs) - 1}); the logdir "
-                "must be on a file system that all of them share"
-            )
-        if state is not None:
-            self._load(state)
-
-    def _load(self, state: dict[str, Any]) -> None:
-        if len(state["callbacks"]) != len(self.settings.callbacks):
-            raise UserError(
-                f"resume: the checkpoint was written with {len(state['callbacks'])} callback(s) and this run has "
-                f"{len(self.settings.callbacks)}; pass the same callbacks in the same order"
-            )
-        try:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise UserError(f"resume: the checkpoint is of another model or optimizer: {error}") from None
-        self.schedule.load_state_dict(state["scheduler"])
-        if self.precision.scaler is not None and state["scaler"] is not None:
-            self.precision.scaler.load_state_dict(state["scaler"])
-        for callback, callback_state in zip(self.settings.callbacks, state["callbacks"], strict=True):
-            callback.load_state_dict(callback_state)
-        self.epoch, self.step = state["epoch"], state["step"]
-        self.best, self.best_epoch = state["best"], state["best_epoch"]
-        self.history = state["history"]
-        if state["seed"] != self.settings.seed:
-            self.reporter.line(
-                f"note: the checkpoint was made with seed={state['seed']}, this run goes on with {self.settings.seed}"
-            )
-
     def _load_best(self) -> None:
         if self.best is None:
             return
-        if self.settings.logdir is not None:
-            # Rank 0 has written it; the others may see the file only after it says so.
-            all_gather_text("", self.world)
-            self._best_state = checkpoint.load(self.settings.logdir / "checkpoints" / "best")["model"]
+        if self.memory.folder is not None:
+            self.memory.wait()
+            self._best_state = checkpoint.load(self.memory.folder / "best")["model"]
         if self._best_state is not None:
             self.model.load_state_dict(self._best_state)
             self.reporter.line(f"loaded the weights of the best epoch, {self.best_epoch}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,8 @@ class Plan:
     count: int
     device: str | None
 
-    def run(self, job: Job, runner: Any, given: Any, verbose: bool = False) -> Any:
-        """The job's result; rank 0's where workers were started.
+    def run(self, job: Job, runner: Any, given: Any, verbose: bool = False, preload: Sequence[str] = ()) -> Any:
+        """The job's result; rank 0's where workers were started, which then have the modules `preload` imported already.
 
         Raises:
             WorkerError: a worker failed.
@@ -50,7 +50,7 @@ class Plan:
         try:
             results = spawn(
                 _in_worker, (job, runner, given, self.strategy, device, console.shows_bar), workers=self.count,
-                on_message=lambda rank, message: replay(message, console),
+                on_message=lambda rank, message: replay(message, console), preload=preload,
             )  # fmt: skip
         finally:
             console.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import nn
 
@@ -45,6 +46,13 @@ class Strategy(ABC):
 
     def sync_buffers(self) -> None:
         """Make buffers (BatchNorm statistics) equal on all ranks; called before evaluation and saving."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed training needs in order to round sums in the same order; of strings, numbers, lists and dicts."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue as a strategy of the same name and world size would that gave `state`; after `prepare`."""
 
     def check_equal(self, where: str) -> None:
         """Raise `WorldError` when the ranks' weights, which should be equal, are not; `where` says at which step."""

@@ -64,6 +64,8 @@ class DDP(Strategy):
 
     def prepare(self, model: nn.Module, world: World) -> nn.Module:
         self.world = world
+        self._order: list[str] = []
+        self._hooks: list[Any] = []
         if world.world_size == 1:
             self.bare, self.wrapped = model, model
             return model
@@ -84,6 +86,7 @@ class DDP(Strategy):
             gradient_as_bucket_view=True,
             **options,
         )
+        self._watch_order()
         return self.wrapped
 
     def gradient_scale(self, world: World) -> float:
@@ -103,9 +106,47 @@ class DDP(Strategy):
             if parameter.grad is not None:
                 parameter.grad.div_(self.world.world_size)
 
+    def _watch_order(self) -> None:
+        """Remember in which order the first step's gradients become ready.
+
+        PyTorch lays its buckets out anew by that order. Where in a bucket a gradient lies decides in which order three or more
+        ranks add it up, and so its last bit; a resumed training must begin with the same layout.
+        """
+        if self.world.world_size > 2 and not self.find_unused_parameters and not self.static_graph:
+            for name, parameter in self.trained:
+                hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._order.append(name))
+                self._hooks.append(hook)
+
+    def _stop_watching(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._order = self._order[-len(self.trained) :]  # earlier ones are of micro-batches that were not exchanged
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": list(self._order)} if self.world.world_size > 1 else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        by_name = dict(self.trained) if self.world.world_size > 1 else {}
+        order = state.get("order") or []
+        if not self._hooks or sorted(order) != sorted(by_name):
+            return
+        self._stop_watching()
+        self._order = list(order)
+        # A backward pass over the bare parameters, with gradients of 0, that makes them ready in the same order.
+        self.wrapped.module = _InOrder([by_name[name] for name in order])
+        try:
+            self.wrapped().backward()
+        finally:
+            self.wrapped.module = self.bare
+        for parameter in by_name.values():
+            parameter.grad = None
+
     def check_gradients(self) -> None:
         if self.world.world_size == 1 or self.find_unused_parameters:
             return
+        if self._hooks:
+            self._stop_watching()
         for _, parameter in self.trained:
             if parameter.grad is None:
                 break
@@ -149,6 +190,21 @@ class DDP(Strategy):
                 "exchanged: call the model itself in the forward pass (not an inner module or method of it), and change "
                 "weights only in ways that are the same on every rank"
             )
+
+
+class _InOrder(nn.Module):
+    """Adds its parameters up so that their gradients become ready in the given order."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.ordered = parameters  # a plain list: they are not this module's own
+
+    def forward(self) -> torch.Tensor:
+        total = torch.zeros((), device=self.ordered[0].device)
+        # The autograd engine goes back through the last operation first.
+        for parameter in reversed(self.ordered):
+            total = total + (parameter * 0).sum()
+        return total
 
 
 def _bit_sum(parameter: torch.Tensor) -> torch.Tensor:

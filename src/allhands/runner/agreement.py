@@ -1,0 +1,111 @@
+"""What all ranks decide together between two optimizer steps: to stop because of a signal, to save because time has passed.
+
+A signal reaches the ranks at different moments, and their clocks differ. A collective after every step would settle it and
+cost too much; so the ranks ask one another a few times a second, at steps that they have agreed on the time before.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allhands.world import World
+
+# Schedulers send SIGTERM to end a job, and SIGUSR1 some time before they do.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# Seconds between two rounds, about.
+EVERY = 0.25
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a round has settled: the signal to stop for, or 0, and whether a checkpoint is due."""
+
+    signal: int = 0
+    save: bool = False
+
+
+class Agreement:
+    """The rounds of one training.
+
+    Args:
+        world: the processes.
+        save_seconds: a checkpoint is due so long after the last one; None never asks for one.
+        signals: those that stop the training once all ranks know; empty for none.
+    """
+
+    def __init__(self, world: World, save_seconds: float | None, signals: tuple[signal.Signals, ...] = SIGNALS) -> None:
+        self.world = world
+        self.save_seconds = save_seconds
+        #: The optimizer step after which the next round is; compared with by the training loop.
+        self.next: float = 1 if signals or save_seconds is not None else math.inf
+        self._pending = 0
+        self._heeded = False
+        self._interval = 1
+        self._saved_at = self._asked_at = time.monotonic()
+        self._asked_step = 0
+        self._before: dict[int, Any] = {}
+        self._signals = signals
+
+    def __enter__(self) -> Agreement:
+        if threading.current_thread() is threading.main_thread():
+            for number in self._signals:
+                # A handler of the user's own stays.
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler)
+        self._before = {}
+        if self._pending and not self._heeded:
+            os.kill(os.getpid(), self._pending)  # came after the last round: it does what it does without us
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self._pending = self._pending or number
+        if self.world.world_size == 1:
+            self.next = 0  # nobody else to ask
+
+    def saved(self) -> None:
+        """A checkpoint was made just now."""
+        self._saved_at = time.monotonic()
+
+    def begin(self, step: int) -> None:
+        """The training goes on after `step`, the same on every rank."""
+        if self.next != math.inf:
+            self.next, self._interval, self._asked_step = step + 1, 1, step
+            self._asked_at = time.monotonic()
+
+    def ask(self, step: int) -> Decision:
+        """Hold a round, after the same `step` on every rank."""
+        now = time.monotonic()
+        due = self.save_seconds is not None and now - self._saved_at >= self.save_seconds
+        seconds = (now - self._asked_at) / max(1, step - self._asked_step)
+        # The first steps are slow, so their pace is trusted only little by little.
+        wanted = max(1, min(2 * self._interval, int(EVERY / seconds) if seconds > 0 else 1, 10_000))
+        pending, save, interval = self._exchange(self._pending, due, wanted)
+        self._asked_at, self._asked_step, self._interval = now, step, interval
+        self.next = step + interval
+        self._heeded = bool(pending)
+        return Decision(pending, save)
+
+    def _exchange(self, pending: int, due: bool, interval: int) -> tuple[int, bool, int]:
+        """The largest pending signal of all ranks; rank 0's clock decides the rest."""
+        if self.world.world_size == 1:
+            return pending, due, interval
+        first = self.world.rank == 0
+        said = torch.tensor([pending, first and due, interval if first else 0], dtype=torch.int64, device=self.world.device)
+        dist.all_reduce(said, dist.ReduceOp.MAX)
+        pending, save, interval = said.tolist()
+        return pending, bool(save), interval

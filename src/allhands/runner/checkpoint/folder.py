@@ -1,0 +1,216 @@
+"""The folder of a run's checkpoints: names, links, what is kept, what is found again.
+
+::
+
+    checkpoints/
+      epoch-0007/                  the end of an epoch
+        state.pt                   numbers, generators, settings of the optimizer: torch.load(weights_only=True) reads it
+        __0_0.distcp, …            tensors, a file for each rank (torch.distributed.checkpoint)
+        index.json                 which tensor lies where
+        manifest.json              epoch, step, metrics, versions, and the SHA-256 of every file
+      epoch-0008-step-000000412/   in the middle of an epoch
+      last -> epoch-0008-step-000000412
+      best -> epoch-0007
+
+The newest two and the best one are kept, so that a damaged file never is the only one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from allhands.errors import UserError
+from allhands.runner.checkpoint import tree
+from allhands.runner.checkpoint.files import INDEX_FILE, MANIFEST_FILE, STATE_FILE, sha256, sync
+
+_NAME = re.compile(r"epoch-(\d{4,})(?:-step-(\d{9,}))?")
+_OWN = "rank-{}/"
+
+
+def name_of(epoch: int, step: int | None) -> str:
+    """The folder's name: of the end of `epoch`, or of optimizer step `step` (counted over all epochs) within it."""
+    return f"epoch-{epoch:04d}" + ("" if step is None else f"-step-{step:09d}")
+
+
+def own_key(rank: int, name: str) -> str:
+    """The name of a tensor that belongs to one rank alone."""
+    return _OWN.format(rank) + name
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read the state that all ranks share, onto the CPU.
+
+    Args:
+        path: a checkpoint's folder, a file in it, a link, a ``checkpoints`` folder, or a logdir (then its newest).
+
+    Raises:
+        UserError: it is absent, incomplete or damaged; the message names the file and what can be used instead.
+    """
+    path = resolve(path)
+    check_files(path)
+    try:
+        rest = torch.load(path / STATE_FILE, map_location="cpu", weights_only=True)
+        return tree.join(rest, _read(path, lambda key: not key.startswith("rank-")))
+    except (KeyError, ValueError, TypeError) as error:  # an index that was not written by us
+        raise _unusable(path, f"its files do not fit together ({type(error).__name__}: {error})") from None
+
+
+def load_own(path: Path, rank: int) -> dict[str, torch.Tensor]:
+    """The tensors that rank `rank` alone had stored, by name; the files were checked by `load`."""
+    prefix = _OWN.format(rank)
+    return {key.removeprefix(prefix): value for key, value in _read(path, lambda key: key.startswith(prefix)).items()}
+
+
+def _read(path: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    from torch.distributed import checkpoint as dcp
+
+    from allhands.runner.checkpoint.storage import Reader, dtype_named
+
+    index = json.loads((path / INDEX_FILE).read_text())
+    tensors = {key: torch.empty(entry["size"], dtype=dtype_named(entry["dtype"])) for key, entry in index.items() if wanted(key)}
+    if tensors:
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads by itself
+            dcp.load(tensors, storage_reader=Reader(path), planner=planner, no_dist=True)
+    return tensors
+
+
+def newest(folder: Path) -> tuple[Path, dict[str, Any], list[str]] | None:
+    """The newest checkpoint in a ``checkpoints`` folder that is whole: its path, its state, and what was passed over."""
+    passed_over: list[str] = []
+    for candidate in reversed(found_in(folder)):
+        try:
+            return candidate, load(candidate), passed_over
+        except UserError as error:
+            passed_over.append(str(error))
+    if passed_over:
+        raise UserError(f"no checkpoint in {folder} can be used: " + "; ".join(passed_over))
+    return None
+
+
+def resolve(path: Path) -> Path:
+    """A checkpoint's folder, from that folder, a file in it, ``last``/``best``, a ``checkpoints`` folder or a logdir."""
+    if path.name in (STATE_FILE, MANIFEST_FILE, INDEX_FILE):
+        path = path.parent
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+    if found_in(path) and not (path / MANIFEST_FILE).exists():
+        last = path / "last"
+        path = last if last.exists() else found_in(path)[-1]
+    if not path.exists():
+        raise UserError(f"resume: there is no checkpoint at {path}; write resume='auto' to start anew where there is none")
+    if path.is_file():
+        raise UserError(
+            f"resume: {path} is a file; give the folder of a checkpoint, such as logdir/checkpoints/last, "
+            f"which holds {STATE_FILE}"
+        )
+    return path.resolve()
+
+
+def check_files(path: Path) -> dict[str, Any]:
+    """The manifest, once every file that it lists was found as it was written.
+
+    Raises:
+        UserError: one was not; names it.
+    """
+    manifest_path = path / MANIFEST_FILE
+    try:
+        manifest: dict[str, Any] = json.loads(manifest_path.read_text())
+        expected = {str(name): (entry["sha256"], entry["bytes"]) for name, entry in manifest["files"].items()}
+    except FileNotFoundError:
+        raise _unusable(path, f"{manifest_path} is missing") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _unusable(path, f"{manifest_path} cannot be read ({error})") from None
+    for needed in (STATE_FILE, INDEX_FILE):
+        if needed not in expected:
+            raise _unusable(path, f"{manifest_path} lists no {needed}: it was written by another version of allhands")
+    for name, (total, size) in expected.items():
+        file = path / name
+        if not file.is_file():
+            raise _unusable(path, f"{file} is missing")
+        if file.stat().st_size != size:
+            found = file.stat().st_size
+            raise _unusable(path, f"{file} has {found} bytes and should have {size}: it was cut short or changed")
+        if sha256(file) != total:
+            raise _unusable(path, f"{file} does not match its checksum: it is damaged")
+    return manifest
+
+
+def _unusable(path: Path, why: str) -> UserError:
+    others = [other.name for other in found_in(path.parent) if other != path]
+    instead = f"; others there: {', '.join(others)}" if others else ""
+    return UserError(f"checkpoint {path} cannot be used: {why}{instead}")
+
+
+def found_in(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
+    # Within an epoch, its end comes after all its steps.
+    ordered = sorted(found, key=lambda item: (int(item[0][1]), item[0][2] is None, int(item[0][2] or 0)))
+    return [path for _, path in ordered]
+
+
+def put_in_place(aside: Path, final: Path, best: bool) -> None:
+    """Rename a finished folder to its name, point ``last`` (and ``best``) at it, and remove what is not kept."""
+    _replace_folder(aside, final)
+    folder = final.parent
+    _point(folder / "last", final.name)
+    if best:
+        _point(folder / "best", final.name)
+    sync(folder)
+    _prune(folder)
+
+
+def _replace_folder(source: Path, target: Path) -> None:
+    """Rename a folder over another; the old one is moved aside first, since a folder with content cannot be replaced."""
+    old = target.with_name(f".{target.name}.{os.getpid()}.old")
+    if target.exists():
+        target.rename(old)
+    source.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _point(link: Path, name: str) -> None:
+    aside = link.with_name(f".{link.name}.{os.getpid()}.link")
+    with contextlib.suppress(FileNotFoundError):
+        aside.unlink()
+    aside.symlink_to(name)
+    aside.replace(link)
+
+
+def _prune(folder: Path) -> None:
+    found = found_in(folder)
+    kept = {path.name for path in found[-2:]}
+    for link in ("last", "best"):
+        if (folder / link).is_symlink():
+            kept.add(os.readlink(folder / link))
+    for path in found:
+        if path.name not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+    for stale in folder.glob(".epoch-*"):
+        if _abandoned(stale):
+            shutil.rmtree(stale, ignore_errors=True)
+
+
+def _abandoned(path: Path) -> bool:
+    """Whether a half-written folder belongs to a process that no longer runs on this machine."""
+    try:
+        os.kill(int(path.name.split(".")[-2]), 0)
+    except ProcessLookupError:
+        return True
+    except (ValueError, PermissionError):
+        return False
+    return False

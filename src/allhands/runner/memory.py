@@ -1,0 +1,256 @@
+"""What a training puts into a checkpoint, and how it goes on from one."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from allhands.comm import all_gather_text
+from allhands.data import derive_seed, seed_everything
+from allhands.errors import UserError
+from allhands.runner import checkpoint
+from allhands.runner.checkpoint import tree
+from allhands.runner.generators import generator_states, set_generator_states
+from allhands.runner.loggers import set_earlier_run_aside
+from allhands.runner.position import Position
+
+if TYPE_CHECKING:
+    from allhands.runner.training import Training
+
+FORMAT = 2
+
+
+class Memory:
+    """The checkpoints of one training. All ranks call every method together."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        logdir = training.settings.logdir
+        self.folder = logdir / "checkpoints" if logdir is not None else None
+        self._saver: checkpoint.Saver | None = None
+        # This rank's part of a checkpoint from the middle of an epoch, until that epoch goes on.
+        self._own: list[dict[str, torch.Tensor]] = []
+        self._generators: dict[str, torch.Tensor] | None = None
+
+    # ------------------------------------------------------------------ saving
+
+    def open(self) -> None:
+        """Get ready to save. `restore` comes first, since it may move an earlier run's folder aside."""
+        if self.folder is not None:
+            self._saver = checkpoint.Saver(self.folder, self.training.world)
+
+    def save(self, position: Position | None, best: bool = False, metrics: dict[str, dict[str, float]] | None = None) -> Path:
+        """Save, at the end of an epoch (`position` is None) or within it."""
+        training = self.training
+        assert self._saver is not None
+        state, own = self.state(), self._own_tensors(position)
+        state["position"] = position.to_dict() if position is not None else None
+        kept = {name: buffer.clone() for name, buffer in training.model.named_buffers()} if position is not None else {}
+        own |= {f"buffers/{name}": value for name, value in kept.items()}
+        if position is not None:
+            # On another number of ranks, the training goes on from what evaluation would see; on this one, from `own`.
+            training.settings.strategy.sync_buffers()
+            state["model"] = training.model.state_dict()
+        summary = {
+            "epoch": training.epoch + (position is not None),
+            "step": training.step,
+            "world_size": training.world.world_size,
+            "metrics": metrics or {},
+        }
+        try:
+            return self._saver.save(state, own, summary, training.step if position is not None else None, best)
+        finally:
+            for name, buffer in training.model.named_buffers() if kept else ():
+                buffer.copy_(kept[name])
+
+    def wait(self) -> None:
+        """Until what was saved is whole on the disk."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def close(self, failed: bool = False) -> None:
+        """Wait, and end. After a failure the wait is short: other ranks may be gone."""
+        if self._saver is not None:
+            self._saver.close(5.0 if failed else None)
+            self._saver = None
+
+    def state(self) -> dict[str, Any]:
+        """What all ranks hold alike."""
+        training = self.training
+        return {
+            "format": FORMAT,
+            "model": training.model.state_dict(),
+            "optimizer": training.optimizer.state_dict(),
+            "scheduler": training.schedule.state_dict(),
+            "scaler": training.precision.scaler.state_dict() if training.precision.scaler is not None else None,
+            "epoch": training.epoch,
+            "step": training.step,
+            "best": training.best,
+            "best_epoch": training.best_epoch,
+            "history": copy.deepcopy(training.history),
+            "callbacks": [callback.state_dict() for callback in training.settings.callbacks],
+            "feeds": self._feeds()[1],
+            "strategy": {training.settings.strategy.name: training.settings.strategy.state_dict()},
+            "seed": training.settings.seed,
+            "world_size": training.world.world_size,
+        }
+
+    def _feeds(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """What the user's own samplers need, which rank 0 draws from: tensors by name, and the rest."""
+        return tree.split({name: feed.state_dict() for name, feed in self.training.feeds.items() if hasattr(feed, "state_dict")})
+
+    def _own_tensors(self, position: Position | None) -> dict[str, torch.Tensor]:
+        training = self.training
+        own: dict[str, torch.Tensor] = {}
+        if training.world.rank == 0:
+            own |= {f"feeds/{key}": value for key, value in self._feeds()[0].items()}
+        if position is None:
+            return own  # an epoch begins with new generators, equal buffers and empty metrics
+        own |= {f"generators/{key}": value for key, value in generator_states().items()}
+        if training.measuring is not None:
+            own |= {f"metrics/{key}": value for key, value in training.measuring.partial().items()}
+        return own
+
+    # ------------------------------------------------------------------ going on
+
+    def restore(self) -> None:
+        """Put the training where the checkpoint that was asked for left off.
+
+        Rank 0 chooses the checkpoint, so that no rank goes on from another one, or from none.
+        """
+        training, settings = self.training, self.training.settings
+        if settings.resume is None:
+            if settings.logdir is not None and training.world.rank == 0:
+                aside = set_earlier_run_aside(settings.logdir)
+                if aside is not None:
+                    training.reporter.line(
+                        f"the logdir held an earlier run, now in {aside}; write resume='auto' to go on with it"
+                    )
+            return
+        path, state, failed = None, None, ""
+        if training.world.rank == 0:
+            try:
+                path, state = self._find(settings.resume)
+            except UserError as error:
+                failed = str(error)
+        failed, name = json.loads(all_gather_text(json.dumps([failed, str(path or "")]), training.world)[0])
+        if failed:
+            raise UserError(failed)
+        if not name:
+            training.reporter.line("resume='auto': no checkpoint in the logdir, starting anew")
+            return
+        self._load(Path(name), self._same_on_every_rank(Path(name), state))
+
+    def _find(self, resume: str) -> tuple[Path | None, dict[str, Any] | None]:
+        reporter = self.training.reporter
+        if resume != "auto":
+            path = checkpoint.resolve(Path(resume))
+            state = checkpoint.load(path)
+        else:
+            assert self.folder is not None
+            found = checkpoint.newest(self.folder)
+            if found is None:
+                return None, None
+            path, state, passed_over = found
+            for text in passed_over:
+                reporter.line(f"passed over: {text}")
+        reporter.line(f"resuming from {path}")
+        return path, state
+
+    def _same_on_every_rank(self, path: Path, state: dict[str, Any] | None) -> dict[str, Any]:
+        said = ""
+        if state is None:
+            try:
+                state = checkpoint.load(path)
+            except UserError as error:
+                said = str(error)
+        for rank, text in enumerate(all_gather_text(said, self.training.world)):
+            if text:
+                raise UserError(
+                    f"rank 0 resumes from {path}, which rank {rank} cannot read: {text}. The logdir must be on a file system that "
+                    "all ranks share"
+                )
+        assert state is not None
+        return state
+
+    def _load(self, path: Path, state: dict[str, Any]) -> None:
+        training, settings = self.training, self.training.settings
+        if state.get("format") != FORMAT:
+            raise UserError(f"resume: {path} was written by another version of allhands (format {state.get('format')})")
+        if len(state["callbacks"]) != len(settings.callbacks):
+            raise UserError(
+                f"resume: the checkpoint was written with {len(state['callbacks'])} callback(s) and this run has "
+                f"{len(settings.callbacks)}; pass the same callbacks in the same order"
+            )
+        try:
+            training.model.load_state_dict(state["model"])
+            training.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UserError(f"resume: the checkpoint is of another model or optimizer: {error}") from None
+        training.schedule.load_state_dict(state["scheduler"])
+        if training.precision.scaler is not None and state["scaler"] is not None:
+            training.precision.scaler.load_state_dict(state["scaler"])
+        for callback, callback_state in zip(settings.callbacks, state["callbacks"], strict=True):
+            callback.load_state_dict(callback_state)
+        training.epoch, training.step = state["epoch"], state["step"]
+        training.best, training.best_epoch = state["best"], state["best_epoch"]
+        training.history = state["history"]
+        if state["seed"] != settings.seed:
+            training.reporter.line(
+                f"note: the checkpoint was made with seed={state['seed']}, this run goes on with {settings.seed}"
+            )
+        self._load_own(path, state)
+
+    def _load_own(self, path: Path, state: dict[str, Any]) -> None:
+        """What one rank alone had: the user's samplers, generators, buffers that differ between ranks, unfinished metrics."""
+        training, world = self.training, self.training.world
+        first = checkpoint.load_own(path, 0)
+        feeds = tree.join(state["feeds"], _under(first, "feeds/"))
+        for name, feed in training.feeds.items():
+            if name in feeds:
+                feed.load_state_dict(feeds[name])
+        before = state["world_size"]
+        if before == world.world_size:
+            strategy = training.settings.strategy
+            strategy.load_state_dict(state["strategy"].get(strategy.name, {}))
+        if state["position"] is None:
+            return
+        training.position = position = Position(**state["position"])
+        unknown = [name for name in position.done if name not in training.feeds]
+        if unknown:
+            raise UserError(f"resume: the checkpoint was written with a loader '{unknown[0]}', which this run does not have")
+        if before == world.world_size:
+            own = first if world.rank == 0 else checkpoint.load_own(path, world.rank)
+            self._own = [own]
+            self._generators = _under(own, "generators/")
+            values = _under(own, "buffers/")
+            for name, buffer in training.model.named_buffers():
+                buffer.copy_(values[name])
+            return
+        training.reporter.line(
+            f"the checkpoint was written by {before} worker{'s' if before > 1 else ''}, and {world.world_size} go on: with the "
+            "same samples in the same order; dropout draws anew"
+        )
+        # Sums over ranks stay what they are when one rank holds all of them.
+        if world.rank == 0:
+            self._own = [first, *(checkpoint.load_own(path, rank) for rank in range(1, before))]
+
+    def continue_epoch(self, position: Position) -> None:
+        """Set generators and metrics to where they were, just before the interrupted epoch goes on."""
+        training = self.training
+        settings, rank = training.settings, training.world.rank
+        if self._generators is not None:
+            set_generator_states(self._generators)
+        else:
+            seed_everything(derive_seed(settings.seed, "resumed", training.epoch, rank, training.step))
+        if training.measuring is not None and position.steps:
+            training.measuring.take_up([_under(own, "metrics/") for own in self._own])
+        self._own, self._generators = [], None
+
+
+def _under(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
