@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from allhands.comm import calls
 from allhands.world import World
 
 # Schedulers send SIGTERM to end a job, and SIGUSR1 some time before they do.
@@ -104,6 +105,7 @@ class Agreement:
         """The largest pending signal of all ranks; rank 0's clock decides the rest."""
         if self.world.world_size == 1:
             return pending, due, interval
+        calls.note("agreeing whether to go on")
         first = self.world.rank == 0
         said = torch.tensor([pending, first and due, interval if first else 0], dtype=torch.int64, device=self.world.device)
         dist.all_reduce(said, dist.ReduceOp.MAX)

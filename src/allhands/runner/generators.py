@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -30,7 +31,6 @@ def set_generator_states(states: dict[str, torch.Tensor]) -> None:
     position, has_gauss, gauss = states["numpy-rest"].tolist()
     np.random.set_state(("MT19937", states["numpy"].numpy().astype(np.uint32), int(position), int(has_gauss), gauss))
     version, following = states["random-rest"].tolist()
-    following = None if following != following else following
-    random.setstate((int(version), tuple(states["random"].tolist()), following))
+    random.setstate((int(version), tuple(states["random"].tolist()), None if math.isnan(following) else following))
     if "cuda" in states and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(states["cuda"])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allhands.comm import all_gather_text
+from allhands.comm import all_gather_text, calls
 from allhands.data import derive_seed, seed_everything
 from allhands.errors import UserError
 from allhands.runner import checkpoint
@@ -35,6 +35,7 @@ class Memory:
         # This rank's part of a checkpoint from the middle of an epoch, until that epoch goes on.
         self._own: list[dict[str, torch.Tensor]] = []
         self._generators: dict[str, torch.Tensor] | None = None
+        self._logged: list[str] = []
 
     # ------------------------------------------------------------------ saving
 
@@ -47,6 +48,7 @@ class Memory:
         """Save, at the end of an epoch (`position` is None) or within it."""
         training = self.training
         assert self._saver is not None
+        calls.note(("saving a checkpoint after optimizer step", training.step))
         state, own = self.state(), self._own_tensors(position)
         state["position"] = position.to_dict() if position is not None else None
         kept = {name: buffer.clone() for name, buffer in training.model.named_buffers()} if position is not None else {}
@@ -113,6 +115,7 @@ class Memory:
         own |= {f"generators/{key}": value for key, value in generator_states().items()}
         if training.measuring is not None:
             own |= {f"metrics/{key}": value for key, value in training.measuring.partial().items()}
+            own |= {f"logged/{name}": value for name, value in training.logged.partial().items()}
         return own
 
     # ------------------------------------------------------------------ going on
@@ -131,6 +134,7 @@ class Memory:
                         f"the logdir held an earlier run, now in {aside}; write resume='auto' to go on with it"
                     )
             return
+        calls.note("choosing a checkpoint")
         path, state, failed = None, None, ""
         if training.world.rank == 0:
             try:
@@ -171,8 +175,8 @@ class Memory:
         for rank, text in enumerate(all_gather_text(said, self.training.world)):
             if text:
                 raise UserError(
-                    f"rank 0 resumes from {path}, which rank {rank} cannot read: {text}. The logdir must be on a file system that "
-                    "all ranks share"
+                    f"rank 0 resumes from {path}, which rank {rank} cannot read: {text}. The logdir must be on a file system "
+                    "that all ranks share"
                 )
         assert state is not None
         return state
@@ -219,6 +223,7 @@ class Memory:
             strategy.load_state_dict(state["strategy"].get(strategy.name, {}))
         if state["position"] is None:
             return
+        self._logged = list(_under(first, "logged/"))
         training.position = position = Position(**state["position"])
         unknown = [name for name in position.done if name not in training.feeds]
         if unknown:
@@ -249,6 +254,7 @@ class Memory:
             seed_everything(derive_seed(settings.seed, "resumed", training.epoch, rank, training.step))
         if training.measuring is not None and position.steps:
             training.measuring.take_up([_under(own, "metrics/") for own in self._own])
+            training.logged.take_up([_under(own, "logged/") for own in self._own], self._logged)
         self._own, self._generators = [], None
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allhands.comm import all_reduce_sum, broadcast_tensors
+from allhands.comm import all_reduce_sum, broadcast_tensors, calls
 from allhands.errors import UserError
 from allhands.world import World
 
@@ -210,6 +210,7 @@ class LoaderMetrics:
     def result(self) -> dict[str, float]:
         """The loss and every metric over all samples of all ranks, the same numbers on every rank."""
         self._flush()
+        calls.note(("metrics of", self.where))
         sums = [self._loss, self._count, self.samples, *self._sums.values()]
         totals = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.world.device).reshape(()) for v in sums])
         all_reduce_sum([totals], self.world)
@@ -260,8 +261,8 @@ def _take_up_states(name: str, module: Metric, states: Mapping[str, torch.Tensor
             module.merge_state(other)
         except RuntimeError as error:
             raise UserError(
-                f"metric '{name}' cannot go on in the middle of an epoch with another number of workers ({error}); resume with the "
-                "same number, or from a checkpoint of the end of an epoch"
+                f"metric '{name}' cannot go on in the middle of an epoch with another number of workers ({error}); resume with "
+                "the same number, or from a checkpoint of the end of an epoch"
             ) from None
 
 

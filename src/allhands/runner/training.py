@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from allhands.comm import calls
 from allhands.data import Feed, build_feeds, derive_seed, preserved_generators, seed_everything
 from allhands.errors import UserError
 from allhands.runner import checkpoint
 from allhands.runner.agreement import SIGNALS, Agreement
+from allhands.runner.announce import announce, report_epoch
 from allhands.runner.callbacks import overridden
 from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule
+from allhands.runner.logged import Logged
 from allhands.runner.loggers import Loggers
 from allhands.runner.memory import Memory
 from allhands.runner.metrics import LoaderMetrics
@@ -92,6 +95,7 @@ class Training:
             name: LoaderMetrics(settings.metrics, world, trains=feed in self.trained) for name, feed in self.feeds.items()
         }
         self._step_hooks = overridden(settings.callbacks, "on_step_end")
+        self.logged = Logged(world)
         self.memory = Memory(self)
         saves = settings.logdir is not None
         minutes = settings.save_minutes
@@ -107,6 +111,21 @@ class Training:
         """
         self._stop_reason = reason
         self._stop_now = now
+
+    def log(self, name: str, value: float | torch.Tensor, count: float = 1) -> None:
+        """Add to a mean that is reported, over the epoch and all ranks, with the metrics of the loader that is trained on.
+
+        For use in `Callback.on_step_end`, on every rank. A tensor stays on its device until the end of the epoch.
+
+        Args:
+            name: under which it appears.
+            value: the mean of `count` items.
+            count: its weight; 1 gives each step and rank the same.
+
+        Raises:
+            UserError: the name is taken, or is not logged on every rank (told at the end of the epoch).
+        """
+        self.logged.add(name, value, count)
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint now, for use in `Callback.on_step_end`; to be called on every rank at the same step.
@@ -134,7 +153,7 @@ class Training:
             loggers = Loggers(
                 settings.logdir if self.world.rank == 0 else None, len(self.history["epoch"]), self.step or None
             )  # fmt: skip
-            self._say_what_runs()
+            announce(self)
             self.agreement.begin(self.step)
             try:
                 where = self._train(loggers)
@@ -192,6 +211,7 @@ class Training:
                 resumed = False
         strategy = self.settings.strategy
         if not position.evaluating:
+            calls.note(("comparing weights after epoch", number))
             strategy.sync_buffers()
             strategy.check_equal(f"after epoch {number}")
         position.evaluating = True
@@ -215,13 +235,14 @@ class Training:
         elif improved and self.settings.load_best_on_end:
             self._best_state = {key: value.detach().cpu().clone() for key, value in self.model.state_dict().items()}
         loggers.epoch(number, self.step, values, position.rates, self.history["seconds"][-1])
-        self._report(values, position.rates, improved)
+        report_epoch(self, values, position.rates, improved)
 
     def _train_epoch(self, feed: Feed, position: Position, resumed: bool, loggers: Loggers, since: float) -> dict[str, float]:
         settings, world, reporter, agreement = self.settings, self.world, self.reporter, self.agreement
         number = self.epoch + 1
         self.measuring = metrics = self.metrics[feed.name]
         metrics.start(f"epoch {number}")
+        self.logged.start()
         self.model.train()
         self.wrapped.train()
         take = OptimizerStep(
@@ -231,6 +252,7 @@ class Training:
         total_steps = min(feed.num_steps, self._limit) if self._limit and feed.num_steps else feed.num_steps
         check_every, save_every = settings.strategy.check_weights_every, settings.save_every or 0
         steps_hooked = bool(self._step_hooks) or self.schedule.each_step
+        together = world.world_size > 1
         pace = Pace()
         first = self.step - position.steps
         next_log = self.step + settings.log_every
@@ -239,6 +261,8 @@ class Training:
         if resumed:
             self.memory.continue_epoch(position)
         for batches, counts, total, idle in self._steps_of(feed, position):
+            if together:
+                calls.note(("optimizer step", self.step + 1))
             take(batches, counts, total, idle)
             self.step = step = self.step + 1
             position.samples += total
@@ -254,6 +278,7 @@ class Training:
                     loggers.step(step, metrics.running_loss(), learning_rates(self.optimizer))
             if step >= next_check:
                 next_check = step + check_every
+                calls.note("comparing weights")
                 settings.strategy.check_equal(f"at step {step}")
             if step >= next_save:
                 next_save = step + save_every
@@ -264,7 +289,8 @@ class Training:
                 self._agree()
         metrics.check_finite()
         self.measuring = None
-        return metrics.result()
+        values = metrics.result()
+        return values | self.logged.means(taken=values) if settings.callbacks else values
 
     def _steps_of(self, feed: Feed, position: Position) -> Iterator[Any]:
         """The steps of the epoch that are left."""
@@ -276,7 +302,9 @@ class Training:
         if self.schedule.each_step:
             self.schedule.step()
         for callback in self._step_hooks:
+            calls.position(("in", type(callback).__name__, "on_step_end"))
             callback.on_step_end(self)
+        calls.position("")
         if self._stop_now:
             if self.settings.logdir is not None:
                 self._save_here()
@@ -351,7 +379,9 @@ class Training:
 
     def _hook(self, name: str) -> None:
         for callback in overridden(self.settings.callbacks, name):
+            calls.position(("in", type(callback).__name__, name))
             getattr(callback, name)(self)
+        calls.position("")
 
     def _choose_valid_loader(self) -> str:
         if not self.trained:
@@ -368,30 +398,3 @@ class Training:
         self.model.to(self.world.device)
         if self.optimizer.state:  # a state from earlier training follows its parameters
             self.optimizer.load_state_dict(self.optimizer.state_dict())
-
-    def _say_what_runs(self) -> None:
-        world, feed = self.world, self.trained[0]
-        where = f"{world.world_size} worker{'s' if world.world_size > 1 else ''} on {world.device.type}"
-        if world.world_size > 1:
-            where += f", {world.backend}"
-        samples = f"{feed.num_samples:,} samples" if feed.num_samples is not None else "a stream of samples"
-        steps = f", {feed.num_steps} steps an epoch" if feed.num_steps is not None else ""
-        if feed.global_batch:
-            parts = f"{feed.batch_size} a worker x {world.world_size}"
-            parts += f" x {self.settings.accumulate} accumulated" if self.settings.accumulate > 1 else ""
-            batch = f"global batch {feed.global_batch} ({parts})"
-        else:
-            batch = "batches made by the batch sampler"
-        self.reporter.line(f"allhands: {self.settings.strategy.name}, {where}; {batch}; {samples}{steps}, {feed.kind}")
-        if self.schedule.scheduler is not None:
-            self.reporter.line(self.schedule.describe())
-
-    def _report(self, values: dict[str, dict[str, float]], rates: list[float], improved: bool) -> None:
-        header, cells = ["epoch"], [f"{self.epoch}/{self.num_epochs}"]
-        for loader, metrics in values.items():
-            for name, value in metrics.items():
-                header.append(f"{loader} {name}")
-                cells.append(f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.2e}")
-        header += ["lr", "seconds", "best"]
-        cells += [f"{rates[0]:.3g}", f"{self.history['seconds'][-1]:.2f}", "*" if improved else ""]
-        self.reporter.row(header, cells)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 import allhands
+from allhands.comm import calls
 from allhands.errors import UserError, WorldError
-from allhands.launch import spawn
+from allhands.launch import spawn, worker
 from allhands.launch.processes import cores
 from allhands.runner.reporter import ConsoleReporter, ForwardingReporter, Reporter, replay
 from allhands.strategies import DDP, Single, Strategy, strategy_named
@@ -139,7 +140,9 @@ def _in_worker(job: Job, runner: Any, given: Any, strategy: Strategy, device: st
 def _guarded(job: Job, runner: Any, given: Any, world: World, reporter: Reporter, shipped: bool) -> Any:
     """Run the job; a rank that leaves with exit code 0 in the middle would leave the others waiting without a reason."""
     try:
-        return job(runner, given, world, reporter, shipped)
+        # A rank that calls something alone would leave all of them waiting without a word.
+        with calls.watch(world, worker.fail):
+            return job(runner, given, world, reporter, shipped)
     except SystemExit as error:
         if world.world_size > 1 and error.code in (None, 0):
             raise WorldError(

@@ -1,0 +1,39 @@
+"""What is printed of a training: what runs, and a row for each epoch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from allhands.runner.training import Training
+
+
+def announce(training: Training) -> None:
+    """Say who trains, on how much, in what steps."""
+    world, feed, settings = training.world, training.trained[0], training.settings
+    where = f"{world.world_size} worker{'s' if world.world_size > 1 else ''} on {world.device.type}"
+    if world.world_size > 1:
+        where += f", {world.backend}"
+    samples = f"{feed.num_samples:,} samples" if feed.num_samples is not None else "a stream of samples"
+    steps = f", {feed.num_steps} steps an epoch" if feed.num_steps is not None else ""
+    if feed.global_batch:
+        parts = f"{feed.batch_size} a worker x {world.world_size}"
+        parts += f" x {settings.accumulate} accumulated" if settings.accumulate > 1 else ""
+        batch = f"global batch {feed.global_batch} ({parts})"
+    else:
+        batch = "batches made by the batch sampler"
+    training.reporter.line(f"allhands: {settings.strategy.name}, {where}; {batch}; {samples}{steps}, {feed.kind}")
+    if training.schedule.scheduler is not None:
+        training.reporter.line(training.schedule.describe())
+
+
+def report_epoch(training: Training, values: dict[str, dict[str, float]], rates: list[float], improved: bool) -> None:
+    """The row of the epoch that has just ended."""
+    header, cells = ["epoch"], [f"{training.epoch}/{training.num_epochs}"]
+    for loader, metrics in values.items():
+        for name, value in metrics.items():
+            header.append(f"{loader} {name}")
+            cells.append(f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.2e}")
+    header += ["lr", "seconds", "best"]
+    cells += [f"{rates[0]:.3g}", f"{training.history['seconds'][-1]:.2f}", "*" if improved else ""]
+    training.reporter.row(header, cells)
