@@ -93,6 +93,8 @@ def train(run_file: RunFile) -> dict[str, Any]:
         overfit=given.overfit,
         load_best_on_end=given.load_best_on_end,
         log_every=given.log_every,
+        save_every=given.save_every,
+        save_minutes=given.save_minutes,
     )
     if given.logdir is not None:
         print(f"written to {given.logdir}: metrics.csv, run.yml, checkpoints/, tensorboard/")

@@ -131,3 +131,5 @@ class RunConfig(Section):
     check: Flag = Field(default=False, description="only 3 epochs of 3 steps, to see that all parts work")
     overfit: Flag = Field(default=False, description="only the first step of each loader, in every epoch")
     log_every: Count = Field(default=50, description="optimizer steps between two points in TensorBoard")
+    save_every: Count | None = Field(default=None, description="optimizer steps between checkpoints within an epoch")
+    save_minutes: Positive | None = Field(default=None, description="minutes between checkpoints within an epoch")
