@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from allhands.launch.report import Worker, describe
+from allhands.launch.report import Worker, describe, describe_stop
 
 
 def first(*workers: Worker) -> int | None:
@@ -89,3 +89,28 @@ def test_an_abort_after_the_end_is_told_as_what_it_is() -> None:
     worker = Worker(1, "h", leaving=0, leaving_at=9.0, exit={"signal": int(signal.SIGABRT)}, exit_at=9.5)
     assert worker.cause() == "had finished with exit code 0, then SIGABRT ended it while Python shut down"
     assert worker.exit_code() == 128 + signal.SIGABRT
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_leaving_with_the_code_of_a_request_is_no_failure(number: signal.Signals) -> None:
+    code = 128 + number
+    function = Worker(0, "h", leaving=code, exit={"code": code}, must_return=True)
+    program = Worker(1, "h", exit={"code": code})
+    assert [(one.stopped_after(), one.failed_at()) for one in (function, program)] == [(number, None)] * 2
+
+
+def test_other_ends_are_no_answer_to_a_request() -> None:
+    killed = Worker(0, "h", exit={"signal": int(signal.SIGTERM)}, exit_at=9.0)
+    interrupted = Worker(1, "h", leaving=130, leaving_at=8.5, exit={"code": 130}, exit_at=9.0)
+    raised = Worker(2, "h", raised={"text": "OSError"}, raised_at=8.5, exit={"code": 143}, exit_at=9.0)
+    assert [one.stopped_after() for one in (killed, interrupted, raised)] == [None] * 3
+    assert [one.failed_at() for one in (killed, interrupted, raised)] == [8.0, 8.5, 8.5]
+
+
+def test_the_end_of_a_job_on_request_is_one_line() -> None:
+    ended = Worker(0, "h", exit={"code": 143})
+    killed = Worker(1, "h", stop_at=5.0, exit={"signal": int(signal.SIGKILL)})
+    assert describe_stop(15, [ended], True) == "allhands: stopped by SIGTERM; no worker is left"
+    assert describe_stop(10, [ended, killed], False) == (
+        "allhands: the workers stopped after SIGUSR1; rank 1 had not ended in time and got SIGKILL; no worker is left"
+    )

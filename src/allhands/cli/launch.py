@@ -37,7 +37,7 @@ def launch(
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module's name, as for python -m.")] = False,
     log_dir: Annotated[Path | None, typer.Option(help="Also write each worker's output to a file in this folder.")] = None,
     prefix: Annotated[bool, typer.Option(help="Start each line of output with the rank that wrote it.")] = True,
-    grace: Annotated[float, typer.Option(help="Seconds from SIGTERM to SIGKILL for workers that are stopped.")] = 5.0,
+    grace: Annotated[float, typer.Option(help="Seconds to save and end for workers that are asked to stop.")] = 5.0,
     heartbeat_timeout: Annotated[
         float,
         typer.Option(help="Seconds without a sign of life after which a worker has failed; 0 waits for ever."),
@@ -52,7 +52,8 @@ def launch(
 
     Each worker gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT;
     allhands.init() and torch.distributed.init_process_group() find the others by them. When one worker fails,
-    the others are stopped; the exit code is that of the first one that failed.
+    the others are stopped; the exit code is that of the first one that failed. SIGTERM stops the workers,
+    SIGUSR1 and SIGUSR2 are passed on to them.
     """
     if not command:
         raise UserError("no script was given; write `allhands launch -n 2 train.py`")

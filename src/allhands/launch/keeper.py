@@ -24,6 +24,7 @@ import traceback
 from typing import Any
 
 from allhands.launch import processes, worker
+from allhands.launch.child import Child
 from allhands.launch.lines import LineCutter
 from allhands.launch.protocol import CHUNK, Inbox, encode, text_of, write_all
 from allhands.launch.store import StoreHost
@@ -31,29 +32,11 @@ from allhands.launch.store import StoreHost
 TICK = 1.0
 # Seconds between SIGTERM and SIGKILL when the launcher is gone, and for what a worker left behind.
 LAST_GRACE = 2.0
-# Seconds a worker may be in the stopped state before that counts as a failure.
-STOPPED_FOR = 5.0
 # A loop that comes round this late was itself suspended, and so probably were the workers.
 LATE = 3.0
-
-
-class Child:
-    """One worker, as the keeper sees it."""
-
-    def __init__(self, rank: int, beats: bool) -> None:
-        self.rank = rank
-        self.pid = 0
-        self.beats = beats  # whether it sends heartbeats: Python does, other programs do not
-        self.fds: dict[int, LineCutter | Inbox] = {}
-        self.names: dict[int, int] = {}  # reading end -> 1 (stdout) or 2 (stderr)
-        self.last_beat = time.monotonic()
-        self.stopped_since: float | None = None
-        self.blamed = False
-        self.told = False  # to stop
-        self.own_end = True  # it ended, or was ending, before it was told to
-        self.exited = False
-        self.gone = False
-        self.kill_at: float | None = None
+# A scheduler may send a signal to every process of a job: to the launcher, who passes it on, to this process, and to the
+# workers. What reaches this process too within so many seconds has reached the workers already.
+HEARD_TOO = 0.25
 
 
 class Keeper:
@@ -79,6 +62,8 @@ class Keeper:
         self.end_by = float("inf")
         self.sweep_until = 0.0  # when to give up on processes that do not end even after SIGKILL
         self.last_tick = time.monotonic()
+        self.heard: dict[int, float] = {}  # signal -> when this process itself got it last
+        self.to_pass: list[tuple[int, float]] = []  # signals for the workers, and when the launcher said so
         self.task: dict[str, Any] | None = None
         self.scratch: list[str] = []  # folders to remove in the end; in shared memory they would cost memory for ever
 
@@ -99,7 +84,7 @@ class Keeper:
     def serve(self) -> dict[str, Any] | None:
         """Run until the launcher is done or gone. In a forked worker it returns that worker's task."""
         while not (self.ending and (not self.running or time.monotonic() > self.end_by)):
-            ready = self.selector.select(0.05 if self._is_stopping() else TICK)
+            ready = self.selector.select(0.05 if self.to_pass or self._is_stopping() else TICK)
             # First of all who has ended: the time of an exit is the time at which it is seen here.
             self._reap()
             for key, _ in ready:
@@ -210,6 +195,9 @@ class Keeper:
     def on_stop(self, ranks: list[int] | None, grace: float) -> None:
         self.stop(ranks, grace)
 
+    def on_signal(self, number: int) -> None:
+        self.to_pass.append((number, time.monotonic()))
+
     def on_quit(self) -> None:
         self.end(grace=0.0)
 
@@ -303,17 +291,15 @@ class Keeper:
     def stop(self, ranks: list[int] | None, grace: float) -> None:
         """SIGTERM to the workers themselves, and SIGKILL to all that they started after `grace` seconds."""
         for child in self.children.values():
-            if child.gone or (ranks is not None and child.rank not in ranks):
-                continue
-            if not child.told and not child.exited:
-                child.told, child.own_end = True, processes.is_ending(child.pid)
-            if not child.exited and grace > 0:
-                # A stopped process sees SIGTERM only once it goes on.
-                for number in (signal.SIGTERM, signal.SIGCONT):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(child.pid, number)
-            kill_at = time.monotonic() + grace
-            child.kill_at = kill_at if child.kill_at is None else min(child.kill_at, kill_at)
+            if not child.gone and (ranks is None or child.rank in ranks):
+                child.end(grace)
+
+    def _pass_signals_on(self, now: float) -> None:
+        for number, asked in [entry for entry in self.to_pass if now - entry[1] >= HEARD_TOO]:
+            self.to_pass.remove((number, asked))
+            if now - self.heard.get(number, float("-inf")) > 4 * HEARD_TOO:
+                for child in self.children.values():
+                    child.signal(number)
 
     # Time passes
 
@@ -321,7 +307,8 @@ class Keeper:
         now = time.monotonic()
         if now - self.last_tick > LATE:
             for child in self.children.values():
-                child.last_beat, child.stopped_since = now, None
+                child.was_suspended(now)
+        self._pass_signals_on(now)
         for child in self.children.values():
             if not child.gone:
                 self._look_after(child, now)
@@ -336,11 +323,7 @@ class Keeper:
             self.send(event="alive")
 
     def _look_after(self, child: Child, now: float) -> None:
-        if child.kill_at is not None and now >= child.kill_at:
-            if not child.exited:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child.pid, signal.SIGKILL)
-            processes.signal_group(child.pid, signal.SIGKILL)
+        child.kill_if_due(now)
         if child.exited:
             if not processes.signal_group(child.pid, 0):
                 child.gone = True
@@ -353,18 +336,11 @@ class Keeper:
             return
         if child.blamed or child.kill_at is not None or now - self.last_tick < TICK:
             return
-        state = processes.state(child.pid)
-        child.stopped_since = (child.stopped_since or now) if state == "T" else None
-        if child.stopped_since is not None and now - child.stopped_since > STOPPED_FOR:
-            self._blame(child, now - child.stopped_since, state)
-        elif child.beats and state not in ("T", "t") and 0 < self.beat_timeout < now - child.last_beat:
-            self._blame(child, now - child.last_beat, state)
-        elif state == "t":
-            child.last_beat = now  # a debugger holds it
-
-    def _blame(self, child: Child, seconds: float, state: str) -> None:
-        child.blamed = True
-        self.send(event="silent", rank=child.rank, seconds=seconds, state=state, age=seconds)
+        silent = child.silence(now, self.beat_timeout)
+        if silent is not None:
+            child.blamed = True
+            seconds, state = silent
+            self.send(event="silent", rank=child.rank, seconds=seconds, state=state, age=seconds)
 
     def _flush(self, child: Child, fd: int) -> None:
         cutter = child.fds[fd]
@@ -406,7 +382,11 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     processes.adopt_orphans()
     keeper = Keeper(requests, events)
-    signal.signal(signal.SIGTERM, lambda *_: keeper.end())
+    # None of these is for this process. It ends when the launcher does or says so; a scheduler that signals every process of
+    # the job must not cut short the time that the launcher gives the workers for saving.
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: keeper.heard.update({number: time.monotonic()}))
     task = keeper.serve()
     if task is not None:
         del keeper

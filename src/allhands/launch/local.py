@@ -9,13 +9,13 @@ import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from allhands.errors import UserError
 from allhands.launch.output import Output, show
 from allhands.launch.plan import Command, environment
-from allhands.launch.report import describe
+from allhands.launch.report import describe, describe_stop
+from allhands.launch.signals import restore, stop_on_signals
 from allhands.launch.supervisor import KeeperHandle, Supervisor
 
 ADDRESS = "127.0.0.1"
@@ -99,8 +99,10 @@ def launch_local(
 ) -> int:
     """Run a command in `workers` processes of this machine and look after them until none is left.
 
-    Must be called in the main thread, because it handles SIGINT, SIGTERM and SIGHUP while it runs: the first
-    stops the workers with SIGTERM and, after `grace` seconds, SIGKILL; a second one kills them at once.
+    Must be called in the main thread, because it handles signals while it runs. The first SIGINT, SIGTERM or SIGHUP stops the
+    workers with SIGTERM and, after `grace` seconds, SIGKILL; a second one kills them at once. SIGUSR1 and SIGUSR2 are passed on
+    to the workers. A worker that leaves with 128 + SIGTERM, SIGUSR1 or SIGUSR2 has stopped on request: that is no failure, and
+    the others have `grace` seconds to follow.
 
     Args:
         command: what to run.
@@ -116,7 +118,7 @@ def launch_local(
 
     Returns:
         0 when every worker ended with 0; else the exit code of the worker that failed first, 128 + N for a
-        death by signal N; 128 + N when signal N stopped the launcher.
+        death by signal N; 128 + N when signal N stopped the launcher, or the workers stopped on request with that code.
 
     Raises:
         UserError: an argument cannot be honoured.
@@ -125,7 +127,7 @@ def launch_local(
     check_numbers(workers, grace, heartbeat_timeout, threads)
     output = Output(prefix, log_dir)
     supervisor = Supervisor([start_keeper(env)], output, grace=grace, heartbeat_timeout=heartbeat_timeout)
-    before = _handle_signals(supervisor)
+    before = stop_on_signals(supervisor)
     try:
         supervisor.prepare(
             ADDRESS,
@@ -145,36 +147,17 @@ def launch_local(
         return 128 + signal.SIGPIPE
     finally:
         supervisor.close()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if first is None and supervisor.signals:
-        name = signal.Signals(supervisor.signals[0]).name
-        show(sys.stderr, f"allhands: stopped by {name}; no worker is left\n".encode())
-        return 128 + supervisor.signals[0]
+        restore(before)
+    workers_seen = list(supervisor.workers.values())
     if first is None:
-        return 0
-    text = describe(first, list(supervisor.workers.values()), output.log_path(first.rank), grace, with_traceback=False)
+        number = supervisor.stopped_by()
+        if number is None:
+            return 0
+        show(sys.stderr, f"{describe_stop(number, workers_seen, bool(supervisor.signals))}\n".encode())
+        return 128 + number
+    text = describe(first, workers_seen, output.log_path(first.rank), grace, with_traceback=False)
     show(sys.stderr, text.encode("utf-8", "backslashreplace") + b"\n")
     return first.exit_code()
-
-
-def _handle_signals(supervisor: Supervisor) -> dict[int, Any]:
-    """Turn signals into `interrupt`; returns the handlers that stood before. Ignored ones (nohup) stay
-    ignored."""
-
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        supervisor.interrupt(number)
-        if len(supervisor.signals) > 2:
-            # Whoever insists is obeyed even when our own output is stuck; the keeper ends the workers.
-            os._exit(128 + number)
-
-    before: dict[int, Any] = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        handler = signal.getsignal(number)
-        if handler is not signal.SIG_IGN:
-            before[number] = handler
-            signal.signal(number, on_signal)
-    return before
 
 
 def _silence_stdout() -> None:

@@ -9,6 +9,7 @@ Launcher to keeper, field `op`:
     store    address                                             -> event `store`
     start    workers, heartbeat_timeout, scratch                 -> events `started`, …, `idle`
     stop     ranks (null: all), grace                               SIGTERM, and SIGKILL after `grace` seconds
+    signal   number                                              -> the workers get it
     quit                                                            the keeper ends
 
 Keeper to launcher, field `event`: `ready`, `store`, `started`, `out` (whole lines of output), `raised`,

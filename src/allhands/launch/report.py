@@ -9,6 +9,9 @@ from typing import Any
 
 from allhands.launch.processes import signal_name
 
+# A worker that leaves with 128 + one of these did what the signal asks for: a training that has saved says so with this code.
+_REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
 # An exit is seen only after the process is gone, when its peers have long noticed broken connections. An exit
 # that the worker did not announce (SIGKILL, os._exit) therefore counts as this much earlier than it was seen.
 _UNSEEN = 1.0
@@ -44,6 +47,15 @@ class Worker:
     must_return: bool = False  # its end without a result is a failure
     tail: list[bytes] = field(default_factory=list)
 
+    def stopped_after(self) -> int | None:
+        """The signal after which it stopped on request, and left by itself with exit code 128 + N; None otherwise."""
+        code = self.leaving if self.leaving is not None else (self.exit or {}).get("code", 0)
+        return code - 128 if code - 128 in _REQUESTS and self.raised is None else None
+
+    def left_at(self) -> float:
+        """When it announced its end, or was seen to have ended."""
+        return self.leaving_at if self.leaving is not None else self.exit_at
+
     def failed_at(self) -> float | None:
         """When it failed by itself; None when it did not, or only because it was told to stop."""
         times = []
@@ -53,9 +65,10 @@ class Worker:
             times.append(self.silent_at)
         if self.lost is not None:
             times.append(self.lost_at)
-        if self.leaving is not None and (self.leaving or (self.must_return and self.returned is None)):
+        on_request = self.stopped_after() is not None
+        if not on_request and self.leaving is not None and (self.leaving or (self.must_return and self.returned is None)):
             times.append(self.leaving_at)
-        if self.exit is not None and self._exit_is_failure():
+        if not on_request and self.exit is not None and self._exit_is_failure():
             announced = self.leaving is not None or self.raised is not None
             number = self.exit.get("signal")
             if self.own_end:
@@ -126,10 +139,12 @@ def describe(first: Worker, workers: list[Worker], log_path: object, grace: floa
     lines = [f"allhands: rank {first.rank} ({where}) failed first: {first.cause()}"]
     failed_at = first.failed_at() or time.monotonic()
     for worker in workers:
-        if worker is not first and worker.exit == {"code": 0} and not worker.must_return and worker.exit_at < failed_at + _UNSEEN:
-            ago = max(0.0, failed_at - worker.exit_at)
+        in_order = (worker.exit == {"code": 0} and not worker.must_return) or worker.stopped_after() is not None
+        if worker is not first and in_order and worker.left_at() < failed_at + _UNSEEN:
+            ago = max(0.0, failed_at - worker.left_at())
+            code = 128 + (worker.stopped_after() or -128)
             lines.append(
-                f"  rank {worker.rank} had already left with exit code 0, {ago:.1f} s earlier: "
+                f"  rank {worker.rank} had already left with exit code {code}, {ago:.1f} s earlier: "
                 "if the others still waited for it, that is the cause"
             )
     shown = first.tail
@@ -152,3 +167,20 @@ def describe(first: Worker, workers: list[Worker], log_path: object, grace: floa
     if log_path is not None:
         lines.append(f"  everything it printed: {log_path}")
     return "\n".join(lines)
+
+
+def describe_stop(number: int, workers: list[Worker], launcher_got_it: bool) -> str:
+    """One line on a job that ended because it was asked to, and not by a failure.
+
+    Args:
+        number: the signal that asked.
+        workers: all of them.
+        launcher_got_it: the launcher stopped the workers; otherwise they stopped by themselves.
+    """
+    name = signal_name(number)
+    parts = [f"allhands: stopped by {name}" if launcher_got_it else f"allhands: the workers stopped after {name}"]
+    killed = [worker for worker in workers if worker.stop_at is not None and worker.exit == {"signal": int(signal.SIGKILL)}]
+    if killed:
+        parts.append(f"{_ranks(killed)} had not ended in time and got SIGKILL")
+    parts.append("no worker is left")
+    return "; ".join(parts)

@@ -13,6 +13,7 @@ from allhands.launch import results, ship
 from allhands.launch.local import ADDRESS, PRELOAD, check_numbers, local_tasks, start_keeper
 from allhands.launch.output import Output
 from allhands.launch.report import Worker, describe
+from allhands.launch.signals import pass_signals_on, restore
 from allhands.launch.supervisor import Supervisor
 from allhands.launch.unpicklable import explain, name_arguments
 
@@ -47,7 +48,8 @@ def spawn(
         env: variables to set, or with None to remove, in all workers.
         log_dir: folder for one `rank-N.log` each.
         prefix: start every line of output with `[rank] `.
-        grace: seconds from SIGTERM to SIGKILL for workers that have to be stopped.
+        grace: seconds from SIGTERM to SIGKILL for workers that have to be stopped, and for the others to follow when one
+            has stopped on request; long enough to save.
         heartbeat_timeout: a worker that gives no sign of life for so many seconds has failed; 0 waits for
             ever.
         threads: CPU threads a worker; default OMP_NUM_THREADS, or the cores divided among the workers.
@@ -65,6 +67,11 @@ def spawn(
         WorkerError: a worker failed; the message has its traceback, `rank` says which, `exit_code` its exit
             code. No worker is left then.
         KeyboardInterrupt: and anything that `on_message` raises, after all workers were stopped.
+        SystemExit: with 128 + N, after all workers have ended, when they left with that code after signal N (SIGTERM, SIGUSR1
+            or SIGUSR2), or this process got SIGTERM.
+
+    While it runs in the main thread, SIGTERM, SIGUSR1 and SIGUSR2 that would end this process are passed on to the workers
+    instead, which have `grace` seconds to end after SIGTERM. A signal that the caller handles itself is left to that.
     """
     check_numbers(workers, grace, heartbeat_timeout, threads)
     kwargs = dict(kwargs or {})
@@ -76,6 +83,8 @@ def spawn(
         return folders[-1]
 
     supervisor = Supervisor([start_keeper(env)], output, grace=grace, heartbeat_timeout=heartbeat_timeout, on_message=on_message)
+    before = pass_signals_on(supervisor)
+    returned: list[Any] = []
     try:
         try:
             supervisor.prepare(
@@ -105,12 +114,18 @@ def spawn(
             for one in tasks:
                 one["result"] = os.path.join(return_folder, f"result-{one['rank']}")
             first = supervisor.run([tasks], must_return=True, scratch=folders)
-            if first is None:
+            if first is None and supervisor.stopped_by() is None:
                 # Before the keeper ends, which may remove the files.
-                return [results.load(supervisor.workers[rank].returned or {}) for rank in range(workers)]
+                returned = [results.load(supervisor.workers[rank].returned or {}) for rank in range(workers)]
         finally:
             supervisor.close()
-        raise _error(first, supervisor, output, grace)
+            restore(before)
+        if first is not None:
+            raise _error(first, supervisor, output, grace)
+        number = supervisor.stopped_by()
+        if number is not None:
+            raise SystemExit(128 + number)
+        return returned
     finally:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)

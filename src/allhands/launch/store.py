@@ -47,8 +47,10 @@ class StoreHost:
             os.setsid()
             processes.die_with_parent(parent)
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
-                signal.signal(number, signal.SIG_DFL)
+            # A scheduler that signals every process of the job must not take away the store while the workers still save.
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+                signal.signal(number, signal.SIG_IGN)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for fd in private:
                 os.close(fd)
             self._serve(self._listener.detach())

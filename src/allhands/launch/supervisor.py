@@ -92,7 +92,9 @@ class Supervisor:
         self.on_message, self.on_loaded = on_message, on_loaded
         self.workers: dict[int, Worker] = {}
         self.signals: list[int] = []  # those that the launcher got, oldest first
+        self.passed: list[int] = []  # signals for the workers, oldest first
         self.stopping_since: float | None = None
+        self._leave_by: float | None = None  # when the workers that have not stopped on request, as others have, are stopped
         self._killed = False
         self._not_loaded: set[int] = set()
         self._selector = selectors.DefaultSelector()
@@ -178,10 +180,22 @@ class Supervisor:
         """Stop the job because the launcher got a signal; the second one kills at once. Safe in a signal
         handler."""
         self.signals.append(number)
-        try:
-            os.write(self._wake_end, b"!")
-        except BlockingIOError:
-            pass
+        self._wake_up()
+
+    def pass_on(self, number: int) -> None:
+        """Give a signal to all workers and go on waiting; with SIGTERM they have `grace` seconds to end. Safe in a signal
+        handler."""
+        self.passed.append(number)
+        self._wake_up()
+
+    def stopped_by(self) -> int | None:
+        """The signal that ended a job in which no worker failed; None when all workers just came to their end."""
+        if self.signals:
+            return self.signals[0]
+        asked = [(worker.left_at(), number) for worker in self.workers.values() if (number := worker.stopped_after()) is not None]
+        if asked:
+            return min(asked)[1]
+        return signal.SIGTERM if signal.SIGTERM in self.passed else None
 
     def stop(self, grace: float, but: int | None = None) -> None:
         """SIGTERM to the workers, and SIGKILL after `grace` seconds. Rank `but` is left to end by itself
@@ -207,18 +221,26 @@ class Supervisor:
         self.output.close()
 
     def _until_idle(self) -> None:
-        heeded = 0
+        heeded = passed = 0
         while not all(keeper.idle for keeper in self.keepers):
             self._wait()
             if len(self.signals) > heeded:
                 # Ctrl-C while the workers are already being stopped means: now.
                 self.stop(self.grace if self.stopping_since is None and len(self.signals) == 1 else 0.0)
                 heeded = len(self.signals)
+            for number in self.passed[passed:]:
+                passed += 1
+                for keeper in self.keepers:
+                    keeper.send(op="signal", number=number)
+                if number == signal.SIGTERM and self._leave_by is None:
+                    self._leave_by = time.monotonic() + self.grace
             if self.stopping_since is None:
                 first = self.first_failure()
                 if first is not None:
                     # One that is raising is about to end, and its own teardown may still print.
                     self.stop(self.grace, but=first.rank if first.silent is None else None)
+                elif self._some_do_not_follow():
+                    self.stop(0.0 if signal.SIGTERM in self.passed else self.grace)
                 continue
             waited = time.monotonic() - self.stopping_since
             if waited > self.grace and not self._killed:
@@ -228,6 +250,18 @@ class Supervisor:
                 for keeper in self.keepers:
                     if not keeper.idle:
                         keeper.process.kill()
+
+    def _some_do_not_follow(self) -> bool:
+        """Whether workers still run `grace` seconds after the first one stopped on request."""
+        if self._leave_by is None and any(worker.stopped_after() is not None for worker in self.workers.values()):
+            self._leave_by = time.monotonic() + self.grace
+        return self._leave_by is not None and time.monotonic() > self._leave_by
+
+    def _wake_up(self) -> None:
+        try:
+            os.write(self._wake_end, b"!")
+        except BlockingIOError:
+            pass
 
     def _abandon(self) -> None:
         """Stop everything after an exception in the calling thread; a second Ctrl-C kills at once."""

@@ -130,6 +130,9 @@ def enter(task: dict[str, Any], parent: int, streams: Sequence[int], private: It
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     out, err, reports = streams
     os.dup2(out, 1)
@@ -187,6 +190,8 @@ def run(task: dict[str, Any]) -> None:
     except SystemExit as leave:
         code = leave.code & 0xFF if isinstance(leave.code, int) else 0 if leave.code is None else 1
         _report({"leaving": code, "at": time.monotonic()})
+        if "function" in task and isinstance(leave.code, int | None):
+            _end(code)
         raise
     except BaseException as error:
         at = time.monotonic()

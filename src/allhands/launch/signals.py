@@ -1,0 +1,79 @@
+"""Signals that reach the process which started the workers.
+
+SIGTERM, and SIGUSR1 or SIGUSR2 where a scheduler is told to send them before it takes the machine back, ask a training to save
+and leave. Only the workers can do that, so they must learn of it and get the time for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from allhands.launch.supervisor import Supervisor
+
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def stop_on_signals(supervisor: Supervisor) -> dict[int, Any]:
+    """For a launcher: SIGINT, SIGTERM and SIGHUP stop the job, SIGUSR1 and SIGUSR2 are passed on to the workers.
+
+    Returns:
+        The handlers that stood before, for `restore`. Ignored signals (nohup) stay ignored.
+    """
+
+    def on_stop(number: int, _frame: FrameType | None) -> None:
+        supervisor.interrupt(number)
+        if len(supervisor.signals) > 2:
+            # Whoever insists is obeyed even when our own output is stuck; the keeper ends the workers.
+            os._exit(128 + number)
+
+    before: dict[int, Any] = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *PASSED_ON):
+        handler = signal.getsignal(number)
+        if handler is not signal.SIG_IGN:
+            before[number] = handler
+            signal.signal(number, _passing_on(supervisor) if number in PASSED_ON else on_stop)
+    return before
+
+
+def pass_signals_on(supervisor: Supervisor) -> dict[int, Any]:
+    """For a caller's own process: pass SIGTERM, SIGUSR1 and SIGUSR2 on to the workers, where they would end this process.
+
+    A signal that the caller handles or ignores is left to that, and so are all of them outside of the main thread, in which
+    alone Python can handle signals.
+
+    Returns:
+        The handlers that stood before, for `restore`.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+
+    before: dict[int, Any] = {}
+    for number in (signal.SIGTERM, *PASSED_ON):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            before[number] = signal.SIG_DFL
+            signal.signal(number, _passing_on(supervisor))
+    return before
+
+
+def _passing_on(supervisor: Supervisor) -> Callable[[int, FrameType | None], None]:
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if supervisor.workers:
+            supervisor.pass_on(number)
+        elif number == signal.SIGTERM:
+            raise SystemExit(128 + number)
+        else:
+            name = signal.Signals(number).name
+            os.write(2, f"allhands: {name} came before any worker was started, so nobody has anything to save yet\n".encode())
+
+    return on_signal
+
+
+def restore(before: dict[int, Any]) -> None:
+    """Put the handlers back that stood before."""
+    for number, handler in before.items():
+        signal.signal(number, handler)
