@@ -11,7 +11,7 @@ from allhands.step import LossRule
 
 def test_cross_entropy_counts_the_targets_that_are_not_ignored() -> None:
     rule = LossRule(nn.CrossEntropyLoss(ignore_index=2))
-    counted = rule.count_targets([torch.tensor([0, 2, 1]), torch.tensor([2, 2])], [3, 2])
+    counted = rule.count_targets([torch.tensor([0, 2, 1]), torch.tensor([2, 2])])
     assert counted is not None
     assert counted.tolist() == [2.0, 0.0]
     assert float(rule.call(torch.randn(2, 3), torch.tensor([2, 2]))) == 0.0, "not 0 / 0"
@@ -21,7 +21,7 @@ def test_class_weights_are_what_counts() -> None:
     weights = torch.tensor([1.0, 2.0, 4.0])
     rule = LossRule(nn.CrossEntropyLoss(weight=weights))
     output, target = torch.randn(4, 3), torch.tensor([0, 1, 2, 2])
-    counted = rule.count_targets([target], [4])
+    counted = rule.count_targets([target])
     assert counted is not None
     assert counted.tolist() == [11.0]
     assert torch.allclose(rule.call(output, target) / counted[0], nn.CrossEntropyLoss(weight=weights)(output, target).double())
@@ -30,7 +30,7 @@ def test_class_weights_are_what_counts() -> None:
 def test_class_probabilities_count_samples() -> None:
     rule = LossRule(nn.CrossEntropyLoss())
     target = torch.rand(4, 3).softmax(1)
-    counted = rule.count_targets([target], [4])
+    counted = rule.count_targets([target])
     assert counted is not None
     output = torch.randn(4, 3)
     assert torch.allclose(rule.call(output, target) / counted[0], nn.CrossEntropyLoss()(output, target).double())

@@ -27,7 +27,7 @@ def broadcast_tensors(values: Sequence[torch.Tensor], world: World, source: int 
         return
     for group in _by_dtype(values).values():
         flat = torch.cat([value.reshape(-1) for value in group])
-        dist.broadcast(flat, source)
+        dist.broadcast(flat.view(torch.uint8), source)  # as bytes: gloo and nccl know few of torch's dtypes
         _copy_back(flat, group)
 
 

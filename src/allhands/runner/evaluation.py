@@ -75,7 +75,7 @@ def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: F
                     if done == 0:
                         rule.check_shapes(output, target)
                     if rule.counts_targets:
-                        counted = rule.count_targets([forward.target_of(to_device(batch, forward.device))], [count])
+                        counted = rule.count_targets([forward.target_of(to_device(batch, forward.device))])
                         assert counted is not None
                         factor, counts_for = 1.0, counted[0]
                     else:
@@ -83,6 +83,7 @@ def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: F
                     loss = rule.call(output, target)
                     if done == 0:
                         rule.check_value(loss)
+                        rule.check_counts(output, target, loss)
                     metrics.observe(output, target, loss, factor, counts_for)
                 done += 1
                 if done >= pace.next_look and pace.due(done):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allhands.comm import all_reduce_sum, broadcast_tensors, calls
+from allhands.comm import all_gather_text, all_reduce_sum, broadcast_tensors, calls
 from allhands.errors import UserError
 from allhands.world import World
 
@@ -88,6 +89,11 @@ class LoaderMetrics:
         self._modules: dict[str, Metric] = {}
         for name, metric in metrics.items():
             if isinstance(metric, torch.nn.Module):  # torchmetrics.Metric is one; this spares its slow import
+                if world.world_size > 1 and not getattr(metric, "sync_on_compute", True):
+                    raise UserError(
+                        f"metric '{name}' was made with sync_on_compute=False, so each of the {world.world_size} ranks would "
+                        "report its own samples only; leave that argument out"
+                    )
                 self._modules[name] = metric.clone().to(world.device)  # type: ignore[operator]
             else:
                 self._functions[name] = metric
@@ -211,18 +217,49 @@ class LoaderMetrics:
         """The loss and every metric over all samples of all ranks, the same numbers on every rank."""
         self._flush()
         calls.note(("metrics of", self.where))
-        sums = [self._loss, self._count, self.samples, *self._sums.values()]
+        sums = [self._loss, self._count, self.samples, self.batches > 0, *self._sums.values()]
         totals = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.world.device).reshape(()) for v in sums])
         all_reduce_sum([totals], self.world)
+        loss, count, samples, ranks, *functions = totals.tolist()
+        if not ranks:
+            purpose = "train on" if self.trains else "evaluate"
+            raise UserError(
+                f"there was no batch to {purpose} ({self.where}): the loader has drop_last=True and fewer samples than a global "
+                "batch (batch_size x workers x accumulate), or an empty stream. Write drop_last=False, or a smaller batch_size"
+            )
+        if ranks < self.world.world_size:
+            for module in self._modules.values():
+                _shape_empty_states(module, self.world)
         # Each module reduces its own states over the ranks.
         computed = {name: _scalar(name, module.compute()) for name, module in self._modules.items()}
-        loss, count, samples, *functions = totals.tolist()
         values = {"loss": loss / count if count else float("nan")}
         values |= {name: total / samples if samples else float("nan") for name, total in zip(self._sums, functions, strict=True)}
         values |= computed
         numbers = torch.tensor(list(values.values()), dtype=torch.float64, device=self.world.device)
         broadcast_tensors([numbers], self.world)  # decisions hang on these: they must be equal to the last bit
         return dict(zip(values, numbers.tolist(), strict=True))
+
+
+def _shape_empty_states(module: Metric, world: World) -> None:
+    """Give the lists of outputs that a metric keeps (AUROC) an empty tensor of the right form on ranks without a sample.
+
+    torchmetrics gathers float32 of shape ``[0]`` from such a rank, whatever the others hold, which ends their processes.
+    """
+    lists = [
+        (f"{path}:{name}", metric, name)
+        for path, metric in module.named_modules()
+        if hasattr(metric, "metric_state")
+        for name, value in metric.metric_state.items()
+        if isinstance(value, list)
+    ]
+    kept = {key: getattr(metric, name)[0] for key, metric, name in lists if getattr(metric, name)}
+    forms = {key: [list(value.shape[1:]), str(value.dtype)] for key, value in kept.items()}
+    known = json.loads(all_gather_text(json.dumps(forms), world)[0])  # rank 0 has a sample whenever any rank has one
+    for key, metric, name in lists:
+        if key in known and key not in kept:
+            shape, dtype = known[key]
+            empty = torch.empty(0, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=world.device)
+            setattr(metric, name, [empty])
 
 
 def _states(module: Metric) -> dict[str, torch.Tensor]:

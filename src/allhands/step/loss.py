@@ -8,6 +8,7 @@ of one) for a criterion that sums.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,25 +37,31 @@ class LossRule:
 
     def __init__(self, criterion: Criterion) -> None:
         self.call = criterion
-        self.elementwise = isinstance(criterion, _ELEMENTWISE) or criterion in _ELEMENTWISE_FUNCTIONS
-        reduction = getattr(criterion, "reduction", "mean")
+        # functools.partial(F.cross_entropy, ignore_index=0) counts what F.cross_entropy does with that option.
+        function, options = (criterion.func, criterion.keywords) if isinstance(criterion, functools.partial) else (criterion, {})
+        self.elementwise = isinstance(function, _ELEMENTWISE) or function in _ELEMENTWISE_FUNCTIONS
+        reduction = options.get("reduction", getattr(function, "reduction", "mean"))
         if reduction not in ("mean", "sum", "batchmean"):
+            name = getattr(function, "__name__", type(function).__name__)
             raise UserError(
-                f"the criterion {type(criterion).__name__} has reduction='{reduction}' and so returns one loss an element; "
-                "write reduction='mean'"
+                f"the criterion {name} has reduction='{reduction}' and so returns one loss an element; write reduction='mean'"
             )
         self.sums = reduction == "sum"
         self.counts_targets = False
         self._ignore_index = -100
         self._class_weights: torch.Tensor | None = None
+        self._own_forward = False
         if isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) and reduction == "mean":
             self.counts_targets = True
             self._ignore_index = criterion.ignore_index
             self._class_weights = criterion.weight
+            self._own_forward = type(criterion).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
             self.call = copy.copy(criterion)
             self.call.reduction = "sum"
-        elif criterion in (F.cross_entropy, F.nll_loss):
+        elif function in (F.cross_entropy, F.nll_loss) and reduction == "mean":
             self.counts_targets = True
+            self._ignore_index = options.get("ignore_index", -100)
+            self._class_weights = options.get("weight")
             self.call = _Summing(criterion)
         self.mean_call: Criterion = criterion
 
@@ -62,22 +69,23 @@ class LossRule:
         """Count samples instead of targets when the whole data set (`targets`) shows that it comes to the same thing.
 
         That spares one small collective a step."""
-        if not self.counts_targets or self._class_weights is not None or targets is None:
+        if not self.counts_targets or self._class_weights is not None or self._own_forward or targets is None:
             return
         if targets.dim() == 1 and not targets.is_floating_point() and not bool((targets == self._ignore_index).any()):
             self.counts_targets = False
             self.call = self.mean_call
 
-    def count_targets(self, targets: Sequence[Any], counts: Sequence[int]) -> torch.Tensor | None:
+    def count_targets(self, targets: Sequence[Any]) -> torch.Tensor | None:
         """What each micro-batch counts, float64 of shape ``[len(targets)]``; None when there is no micro-batch.
 
-        Class indices count one each, or their class weight, unless they are `ignore_index`; class probabilities count
-        samples, as the criterion itself does.
+        Class indices count one each, or their class weight, unless they are `ignore_index`; class probabilities of shape
+        ``[batch, classes, …]`` count one a position, whatever the class weights, as the criterion itself does.
         """
         values = []
-        for target, samples in zip(targets, counts, strict=True):
+        for target in targets:
             if target.is_floating_point():
-                values.append(torch.tensor(float(samples), dtype=torch.float64, device=target.device))
+                positions = target.numel() / target.shape[1] if target.dim() > 1 else 1.0
+                values.append(torch.tensor(positions, dtype=torch.float64, device=target.device))
                 continue
             counted = target != self._ignore_index
             if self._class_weights is None:
@@ -98,6 +106,28 @@ class LossRule:
                 "output.squeeze(1)"
             )
 
+    def check_counts(self, output: Any, target: Any, loss: torch.Tensor) -> None:
+        """Raise `UserError` when a class derived from a criterion that counts its targets does not average over them.
+
+        Such a class with a ``forward`` of its own (a focal loss) may average over something else, or ignore ``reduction``.
+        """
+        if not (self.counts_targets and self._own_forward):
+            return
+        counted = self.count_targets([target])
+        assert counted is not None
+        if float(counted) == 0:
+            return
+        with torch.no_grad():
+            mean = float(self.mean_call(output, target))
+        total = float(loss.detach())
+        if abs(total - mean * float(counted)) > 1e-2 * abs(total) + 1e-6:
+            own, base = type(self.mean_call).__name__, type(self.mean_call).__mro__[1].__name__
+            raise UserError(
+                f"the criterion {own} derives from {base}, but its value {mean:.6g} is not its value with reduction='sum', "
+                f"{total:.6g}, divided by the {float(counted):g} targets that count. Let its forward honour self.reduction, or "
+                "derive it from nn.Module when it is the mean over the samples"
+            )
+
     @staticmethod
     def check_value(loss: Any) -> None:
         """Raise `UserError` unless the criterion gave one number."""
@@ -110,7 +140,7 @@ class LossRule:
 
 
 class _Summing:
-    """A functional criterion called with ``reduction="sum"``; a class so that it pickles."""
+    """A functional criterion, or a partial of one, called with ``reduction="sum"``; a class so that it pickles."""
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         self.function = function

@@ -72,6 +72,7 @@ class OptimizerStep:
         self.scale = exchange.gradient_scale(world)
         self.checks_gradients = world.world_size > 1
         self._weights: dict[float, torch.Tensor] = {}
+        self._loss_dtype = torch.float64  # until the first loss shows its own
         self._loss: Criterion = self._first_loss
         self._apply = update_function(optimizer)
 
@@ -87,7 +88,7 @@ class OptimizerStep:
         for parameter in self.parameters:
             parameter.grad = None
         if self.rule.counts_targets:
-            weights, factors, counted = self._count_targets(batches, counts)
+            weights, factors, counted = self._count_targets(batches)
         elif self.rule.sums:
             weights, factors, counted = [self._weight(self.scale)] * len(batches), [1.0] * len(batches), counts
         else:
@@ -106,13 +107,22 @@ class OptimizerStep:
         self._update()
 
     def _micro_batch(self, batch: Any, weight: torch.Tensor, factor: float, count: Any) -> None:
-        if self.precision.casts:
-            with self.precision.autocast():
+        try:
+            if self.precision.casts:
+                with self.precision.autocast():
+                    output, target = self.forward(batch)
+                    loss = self._loss(output, target)
+            else:
                 output, target = self.forward(batch)
                 loss = self._loss(output, target)
-        else:
-            output, target = self.forward(batch)
-            loss = self._loss(output, target)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            where = f" of rank {self.world.rank}" if self.world.world_size > 1 else ""
+            raise UserError(
+                f"BatchNorm cannot train on one sample, the whole batch{where} in this step. When the last global batch is "
+                "short, write drop_last=True for this loader or choose a batch_size that leaves more; or use GroupNorm"
+            ) from error
         self.observe(output, target, loss, factor, count)
         # The weight enters as the gradient of the loss, which costs nothing; multiplying the loss would add an operation.
         scaler = self.precision.scaler
@@ -126,26 +136,29 @@ class OptimizerStep:
         self.rule.check_shapes(output, target)
         loss = self.rule.call(output, target)
         self.rule.check_value(loss)
+        self.rule.check_counts(output, target, loss)
         self._loss = self.rule.call
+        self._loss_dtype = loss.dtype
+        self._weights.clear()
         return loss
 
     def _weight(self, value: float) -> torch.Tensor:
         weight = self._weights.get(value)
         if weight is None:
-            weight = torch.tensor(value, dtype=torch.float32, device=self.world.device)
+            weight = torch.tensor(value, dtype=self._loss_dtype, device=self.world.device)
             if len(self._weights) < 64:  # there are two or three values, unless batches are bucketed by size
                 self._weights[value] = weight
         return weight
 
-    def _count_targets(self, batches: Sequence[Any], counts: Sequence[int]) -> tuple[Any, Any, Any]:
+    def _count_targets(self, batches: Sequence[Any]) -> tuple[Any, Any, Any]:
         """Weights, loss factors and counts of the micro-batches; the global count needs one small all-reduce."""
-        counted = self.rule.count_targets([self.target_of(batch) for batch in batches], counts)
+        counted = self.rule.count_targets([self.target_of(batch) for batch in batches])
         total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
         if counted is not None:
             total += counted.sum()
         all_reduce_sum([total], self.world)
         # When no target at all counts, every loss is a sum over nothing, 0, and so is its gradient.
-        weight = (self.scale / total.clamp_min(1e-30)).to(torch.float32)[0]
+        weight = (self.scale / total.clamp_min(1e-30)).to(self._loss_dtype)[0]
         return [weight] * len(batches), [1.0] * len(batches), counted
 
     def _update(self) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from allhands.comm import broadcast_tensors, mean_buffers, sum_gradients
@@ -66,6 +68,7 @@ class DDP(Strategy):
         self.world = world
         self._order: list[str] = []
         self._hooks: list[Any] = []
+        self._exchanged = self._called = False
         if world.world_size == 1:
             self.bare, self.wrapped = model, model
             return model
@@ -77,15 +80,17 @@ class DDP(Strategy):
         options: dict[str, Any] = {}
         if self.bucket_cap_mb is not None:
             options["bucket_cap_mb"] = self.bucket_cap_mb
-        self.wrapped = DistributedDataParallel(
-            model,
-            device_ids=[world.device.index] if world.device.type == "cuda" else None,
-            **_NO_BUFFERS_IN_FORWARD,
-            find_unused_parameters=self.find_unused_parameters,
-            static_graph=self.static_graph,
-            gradient_as_bucket_view=True,
-            **options,
-        )
+        with _without_buffers(model):
+            self.wrapped = DistributedDataParallel(
+                model,
+                device_ids=[world.device.index] if world.device.type == "cuda" else None,
+                **_NO_BUFFERS_IN_FORWARD,
+                find_unused_parameters=self.find_unused_parameters,
+                static_graph=self.static_graph,
+                gradient_as_bucket_view=True,
+                **options,
+            )
+        self._called_hook = self.wrapped.register_forward_pre_hook(self._note_call)
         self._watch_order()
         return self.wrapped
 
@@ -95,6 +100,11 @@ class DDP(Strategy):
     def no_exchange(self) -> AbstractContextManager[None]:
         if self.world.world_size == 1:
             return super().no_exchange()
+        if self.static_graph and not self._exchanged:
+            raise UserError(
+                "DDP(static_graph=True) must exchange gradients in its first micro-batch, which is not so with accumulate above "
+                "1, or when the first step leaves a rank without a sample. Write DDP() instead"
+            )
         return self.wrapped.no_sync()  # type: ignore[operator]
 
     def exchange_missing(self) -> None:
@@ -139,25 +149,52 @@ class DDP(Strategy):
             self.wrapped().backward()
         finally:
             self.wrapped.module = self.bare
+            self._called = False
         for parameter in by_name.values():
             parameter.grad = None
 
     def check_gradients(self) -> None:
-        if self.world.world_size == 1 or self.find_unused_parameters:
+        if self.world.world_size == 1:
             return
+        if not self._exchanged:
+            self._after_first_exchange()
         if self._hooks:
             self._stop_watching()
-        for _, parameter in self.trained:
-            if parameter.grad is None:
-                break
-        else:
-            return
-        unused = [name for name, parameter in self.trained if parameter.grad is None]
-        shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
-        raise UserError(
-            f"on rank {self.world.rank} these parameters took no part in the loss, so their gradients (and others exchanged with "
-            f"them) were not reduced: {shown}. Remove them from the model, set requires_grad=False, or write "
-            "distributed=DDP(find_unused_parameters=True)"
+        try:
+            self.wrapped._check_reducer_finalized()  # type: ignore[operator]
+        except RuntimeError as error:
+            raise self._unused(error) from None
+
+    def _note_call(self, *_: Any) -> None:
+        self._called = True
+
+    def _after_first_exchange(self) -> None:
+        self._exchanged = True
+        self._called_hook.remove()
+        if not self._called:
+            raise UserError(
+                f"on rank {self.world.rank} the first step did not call the model that handle_batch is given, but something "
+                "inside it (model.module, or a method of it), so no gradients were exchanged. Call model(…) itself; what else "
+                "must run goes into its forward()"
+            )
+
+    def _unused(self, error: RuntimeError) -> Exception:
+        """What to say when PyTorch has not finished the exchange; its own message gives numbers instead of names."""
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if found is None:
+            return error
+        unused = [self.trained[int(number)] for number in found[1].split()]
+        names = [name for name, _ in unused]
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        if any(not parameter.requires_grad for _, parameter in unused):
+            return UserError(
+                f"these parameters were frozen (requires_grad=False) after the training had begun: {shown}. Freeze them before "
+                "train(), or write distributed=DDP(find_unused_parameters=True)"
+            )
+        return UserError(
+            f"on rank {self.world.rank} these parameters took no part in the loss (with accumulate: in that of the last "
+            f"micro-batch), so their gradients (and others exchanged with them) were not reduced: {shown}. Remove them from the "
+            "model, set requires_grad=False, or write distributed=DDP(find_unused_parameters=True)"
         )
 
     def sync_buffers(self) -> None:
@@ -166,7 +203,7 @@ class DDP(Strategy):
         averaged = [
             buffer
             for module in self.bare.modules()
-            if isinstance(module, _BatchNorm) and module.track_running_stats
+            if isinstance(module, _NormBase) and module.track_running_stats  # BatchNorm, SyncBatchNorm and InstanceNorm
             for buffer in (module.running_mean, module.running_var)
             if buffer is not None
         ]
@@ -185,11 +222,33 @@ class DDP(Strategy):
         differ = (smallest != largest).tolist()
         if any(differ):
             names = [name for (name, _), bad in zip(self.bare.named_parameters(), differ, strict=True) if bad]
+            known = {name for name, _ in self.trained}
+            if names[0] not in known:
+                raise WorldError(
+                    f"{where}: the ranks' weights differ in {len(names)} parameter(s), first '{names[0]}', which was frozen "
+                    "(requires_grad=False) when the training began, so its gradients are not exchanged. Let it require gradients "
+                    "before train(), or train in two calls of train()"
+                )
             raise WorldError(
                 f"{where}: the ranks' weights differ in {len(names)} parameter(s), first '{names[0]}'. Their gradients were not "
                 "exchanged: call the model itself in the forward pass (not an inner module or method of it), and change "
                 "weights only in ways that are the same on every rank"
             )
+
+
+@contextmanager
+def _without_buffers(model: nn.Module) -> Iterator[None]:
+    """Within, DistributedDataParallel leaves buffers out: it cannot send those of some dtypes (int16, complex) over gloo."""
+    name = "_ddp_params_and_buffers_to_ignore"  # PyTorch's; read once, when the wrapper is made
+    before = getattr(model, name, None)
+    setattr(model, name, [*(before or ()), *(buffer for buffer, _ in model.named_buffers())])
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(model, name)
+        else:
+            setattr(model, name, before)
 
 
 class _InOrder(nn.Module):
