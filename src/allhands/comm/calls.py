@@ -15,6 +15,8 @@ call it is, asks them for theirs, and compares:
   and `on_mismatch(message)` is called on each rank that sees it;
 * a rank that has not come yet: it may be slow, which is never an error. After ten seconds one line on stderr says who is
   waited for, in which call, and which line of the user's code that rank is in.
+
+Every three seconds each rank also compares its calls with the newest of rank 0, for calls that do not make anybody wait.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ Label = str | tuple[Any, ...]
 _KEPT = 256
 # A rank publishes its newest calls only: for older ones, the rank that is ahead looks into its own log.
 _PUBLISHED = 8
+_LAST_WAIT = 5.0  # seconds that rank 0 waits for the others in the end, where it hosts the store
 _LONGEST = 200  # characters of a label or position that are published
 
 _ring: list[Label] = [""] * _KEPT
@@ -78,6 +81,7 @@ def watch(
     every: float = 0.5,
     quiet: float = 2.0,
     late: float = 10.0,
+    audit: float = 3.0,
 ) -> Watcher:
     """Begin to compare the calls of all ranks, in a daemon thread, until `Watcher.stop` or the end of a ``with`` block.
 
@@ -93,20 +97,22 @@ def watch(
         every: seconds between two looks while all goes well.
         quiet: seconds without a new call after which a rank counts as waiting and asks the others.
         late: seconds without a new call after which the ranks that have not come are named on stderr. Doubles with each time.
+        audit: seconds between two looks at rank 0's newest calls while nobody waits.
 
     Returns:
         The watcher; also a context manager.
     """
-    return Watcher(world, on_mismatch, every, quiet, late)
+    return Watcher(world, on_mismatch, every, quiet, late, audit)
 
 
 class Watcher:
     """The thread of one `watch`. Nothing that happens to the store is raised: without a store there is nobody to compare with."""
 
-    def __init__(self, world: World, on_mismatch: Callable[[str], Any], every: float, quiet: float, late: float) -> None:
+    def __init__(self, world: World, on_mismatch: Callable[[str], Any], every: float, quiet: float, late: float,
+                 audit: float) -> None:  # fmt: skip
         self._rank, self._world_size = world.rank, world.world_size
         self._on_mismatch = on_mismatch
-        self._every, self._quiet, self._late = every, quiet, late
+        self._every, self._quiet, self._late, self._audit = every, quiet, late, audit
         self._base = _made
         self._caller = threading.get_ident()
         self._stopped = threading.Event()
@@ -134,6 +140,9 @@ class Watcher:
         if not self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._publish(ended="" if error is None else f"{type(error).__name__}: {error}".rstrip(": "))
+                self._store.set(f"ended/{self._rank}", "")
+                if error is None and self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                    self._let_the_others_end()
         self._thread = self._store = None
 
     def __enter__(self) -> Watcher:
@@ -141,6 +150,18 @@ class Watcher:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop(error)
+
+    def _let_the_others_end(self) -> None:
+        """Keep the store, which lives in this process, while the others say that they have ended; a few seconds at most.
+
+        A rank that finds the store gone says nothing, but torch logs a page of native frames for it.
+        """
+        ended = [f"ended/{rank}" for rank in range(self._world_size)]
+        deadline = time.monotonic() + _LAST_WAIT
+        pause = 0.002
+        while not self._store.check(ended) and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.1)
 
     # The thread
 
@@ -156,18 +177,24 @@ class Watcher:
         """The message of a mismatch; None when the watch was stopped first."""
         next_poll, gap, patience = 0.0, self._every / 4, 3
         pause = self._every
+        next_audit, suspect = self._since + self._audit, False
         while not self._stopped.wait(pause):
             now, made = time.monotonic(), _made - self._base
             if made != self._seen:
                 self._seen, self._since = made, now
-            waiting = now - self._since >= self._quiet
+            waiting = suspect or now - self._since >= self._quiet
             asked = self._count_asks()
             if not waiting:
                 next_poll, gap = 0.0, self._every / 4
                 pause = self._every
-                if asked:
+                due = now >= next_audit
+                if asked or (due and self._rank == 0):
                     self._publish()
-                continue
+                if due:
+                    next_audit = now + self._audit
+                    suspect = self._rank > 0 and self._differs_from_first()
+                if not suspect:
+                    continue
             if asked or now >= next_poll:
                 self._publish()
             if now >= next_poll:
@@ -185,6 +212,14 @@ class Watcher:
                     self._warn(states, now)
             pause = min(self._every, max(0.02, next_poll - now))
         return None
+
+    def _differs_from_first(self) -> bool:
+        """Whether some call of rank 0 is another one here. Calls that do not block can go on side by side for hours."""
+        if not self._store.check(["rank/0"]):
+            return False
+        _, own = self._own_calls()
+        theirs = json.loads(self._store.get("rank/0"))["calls"]
+        return any(number in own and own[number] != label for number, label in theirs)
 
     def _count_asks(self) -> bool:
         """Whether some rank has asked since the last look."""

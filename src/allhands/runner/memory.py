@@ -29,13 +29,27 @@ class Memory:
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        logdir = training.settings.logdir
+        logdir = self._agreed_logdir()
         self.folder = logdir / "checkpoints" if logdir is not None else None
         self._saver: checkpoint.Saver | None = None
         # This rank's part of a checkpoint from the middle of an epoch, until that epoch goes on.
         self._own: list[dict[str, torch.Tensor]] = []
         self._generators: dict[str, torch.Tensor] | None = None
         self._logged: list[str] = []
+
+    def _agreed_logdir(self) -> Path | None:
+        """Rank 0's logdir: a script that puts the time into its name has another one on each rank."""
+        training = self.training
+        named = [Path(text) if text else None for text in all_gather_text(str(training.settings.logdir or ""), training.world)]
+        without = [rank for rank, path in enumerate(named) if path is None]
+        if without and len(without) < len(named):
+            raise UserError(
+                f"logdir is None on rank {without[0]} and {next(filter(None, named))} on another; pass the same logdir on every "
+                "rank, without `if rank == 0`: only rank 0 writes metrics, and checkpoints are written by all"
+            )
+        if len(set(named)) > 1:
+            training.reporter.line(f"the ranks have different logdirs; all use rank 0's, {named[0]}")
+        return named[0]
 
     # ------------------------------------------------------------------ saving
 

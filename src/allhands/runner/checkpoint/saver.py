@@ -112,6 +112,8 @@ class Saver:
             rank, (cause, _) = sorted(error.failures.items())[0]
             where = f" on rank {rank}" if self.size > 1 else ""
             said = f"the checkpoint {name} could not be written{where}; earlier ones are untouched"
+            if isinstance(cause, FileNotFoundError) and self.size > 1:
+                said += ". The logdir must be on a file system that all ranks share"
             if isinstance(cause, OSError):
                 raise OSError(cause.errno, f"{said}: {cause.strerror or cause}", cause.filename) from None
             raise WorldError(f"{said}: {type(cause).__name__}: {cause}") from cause
@@ -139,12 +141,29 @@ class Saver:
         from torch.distributed import checkpoint as dcp
 
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._check_same(writer.aside.name)
         try:
             dcp.save(staged, storage_writer=writer, planner=planner, process_group=self.group, no_dist=self.size == 1)
         except BaseException:
             if self.rank == 0:
                 shutil.rmtree(writer.aside, ignore_errors=True)
             raise
+
+    def _check_same(self, name: str) -> None:
+        """Raise when another rank is about to save another checkpoint: their parts would be put together."""
+        if self.group is None:
+            return
+        mine = torch.zeros(128, dtype=torch.uint8)
+        mine[: len(name)] = torch.frombuffer(bytearray(name.encode()), dtype=torch.uint8)
+        seen = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(seen, mine, group=self.group)
+        names = [bytes(row.numpy()).rstrip(b"\0").decode().removeprefix(".").split(".")[0] for row in seen]
+        if len(set(names)) > 1:
+            said = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(names))
+            raise WorldError(
+                f"the ranks save different checkpoints ({said}). save_checkpoint() and stop(…, now=True) are for all ranks at the "
+                "same step: call them without `if rank == 0`"
+            )
 
     def _my_share(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """The keys that this rank writes: the largest first, always to the rank that has least so far."""
