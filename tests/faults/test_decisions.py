@@ -125,7 +125,7 @@ class SavesAlone(Callback):
     """At a pace at which nobody waits for anybody."""
 
     def on_step_end(self, training: Any) -> None:
-        time.sleep(0.7)
+        time.sleep(1.2)
         if training.world.rank == 0 and training.step == 2:
             training.save_checkpoint()
 
@@ -151,7 +151,7 @@ def test_a_call_of_one_rank_alone_is_named_within_seconds(tmp_path: Path, callba
     assert time.monotonic() - started < 60  # a hang would last for the group's ten minutes
     assert re.search(rf"rank {rank} (is|was) in 'saving a checkpoint after optimizer step 2'", str(error.value))
     named = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
-    assert re.search(rf"{named} (is|are|was|were) in 'optimizer step 3'", str(error.value))
+    assert re.search(rf"{named} (is|are|was|were) in '(optimizer step 3|agreeing whether to go on)'", str(error.value))
 
 
 def wait_alone(logdir: str) -> Any:

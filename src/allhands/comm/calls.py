@@ -41,8 +41,8 @@ Label = str | tuple[Any, ...]
 # How far one rank may be ahead of another one and still be compared with it. On a GPU the hosts run ahead of the collectives.
 _KEPT = 256
 # A rank publishes its newest calls only: for older ones, the rank that is ahead looks into its own log.
-_PUBLISHED = 8
-_LAST_WAIT = 5.0  # seconds that rank 0 waits for the others in the end, where it hosts the store
+_PUBLISHED = 64
+_LAST_WAIT = 5.0  # seconds that rank 0 waits for the others in the end
 _LONGEST = 200  # characters of a label or position that are published
 
 _ring: list[Label] = [""] * _KEPT
@@ -141,7 +141,7 @@ class Watcher:
             with contextlib.suppress(RuntimeError):
                 self._publish(ended="" if error is None else f"{type(error).__name__}: {error}".rstrip(": "))
                 self._store.set(f"ended/{self._rank}", "")
-                if error is None and self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                if error is None and self._rank == 0:
                     self._let_the_others_end()
         self._thread = self._store = None
 
@@ -152,7 +152,7 @@ class Watcher:
         self.stop(error)
 
     def _let_the_others_end(self) -> None:
-        """Keep the store, which lives in this process, while the others say that they have ended; a few seconds at most.
+        """Stay, because the store may live in this process, while the others say that they have ended; a few seconds at most.
 
         A rank that finds the store gone says nothing, but torch logs a page of native frames for it.
         """
