@@ -52,9 +52,10 @@ def watched(body: Callable[[int], Any]) -> dict[str, Any]:
     except (RuntimeError, LookupError) as raised:  # a collective that gave up, or what the body raises on purpose
         error = type(raised).__name__
     finally:
+        seconds = time.monotonic() - started
         printed, sys.stderr = sys.stderr.getvalue(), stderr
     dist.barrier()  # on the default group, which must still be whole
-    return {"said": said, "at": at, "printed": printed, "error": error}
+    return {"said": said, "at": at, "printed": printed, "error": error, "seconds": seconds}
 
 
 def step(number: int) -> None:
@@ -112,10 +113,16 @@ def comes_late(rank: int) -> None:
     step(3)
 
 
+def ends_late(rank: int) -> None:
+    step(1)
+    if rank == 1:
+        time.sleep(1)
+
+
 def everything() -> dict[str, Any]:
     """Several trainings in a row in one world."""
     rank = here().rank
-    found = {"late": watched(comes_late)}
+    found = {"late": watched(comes_late), "ends_late": watched(ends_late)}
     for scenario in (saves_alone, leaves_early, fails_alone, returns_at_once):
         # A group of its own, in which a rank that does something else never calls anything.
         other = dist.new_group([0, 1, 2], timeout=GIVES_UP)
@@ -182,7 +189,15 @@ def test_a_slow_rank_is_no_error_and_is_named_once_with_its_line(ranks: list[dic
 @pytest.mark.serial
 def test_later_trainings_do_not_see_what_earlier_ones_left(ranks: list[dict[str, Any]]) -> None:
     nothing = {"said": [], "at": [], "printed": "", "error": None}
-    assert [found["at the end"] for found in ranks] == [nothing] * 3
+    for found in ranks:
+        for scenario in ("ends_late", "at the end"):
+            assert {name: found[scenario][name] for name in nothing} == nothing
+
+
+@pytest.mark.serial
+def test_rank_0_which_may_host_the_store_leaves_after_the_others(ranks: list[dict[str, Any]]) -> None:
+    assert 1 <= ranks[0]["ends_late"]["seconds"] < 4
+    assert ranks[2]["ends_late"]["seconds"] < 1
 
 
 def with_the_fault() -> None:

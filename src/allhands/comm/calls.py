@@ -141,7 +141,7 @@ class Watcher:
             with contextlib.suppress(RuntimeError):
                 self._publish(ended="" if error is None else f"{type(error).__name__}: {error}".rstrip(": "))
                 self._store.set(f"ended/{self._rank}", "")
-                if error is None and self._rank == 0:
+                if self._rank == 0 and isinstance(error, SystemExit | None):
                     self._let_the_others_end()
         self._thread = self._store = None
 
