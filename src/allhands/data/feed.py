@@ -7,6 +7,7 @@ Every rank gets the same number of steps in an epoch.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from allhands.comm import all_gather_rows
 from allhands.data.agree import checksum
 from allhands.data.order import Dealer, StepShare, split_share
 from allhands.data.random import derive_seed
+from allhands.data.seeded import Request, SeededDataset, seeded_collate
 from allhands.data.sources import BatchSource, IndexSource, OrderSource
 from allhands.errors import UserError
 from allhands.world import World
@@ -52,8 +54,25 @@ class Feed(ABC):
     targets: torch.Tensor | None = None
 
     @abstractmethod
-    def epoch(self, epoch: int) -> Iterator[StepBatch]:
-        """The steps of one epoch, in order."""
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[StepBatch]:
+        """The steps of one epoch, in order.
+
+        Args:
+            epoch: counted from 0.
+            skip: samples of the epoch's global order that earlier steps have taken, at this world size or another one. They
+                are not read, except from a stream, which cannot be entered in the middle.
+        """
+
+    def state_dict(self, within_epoch: bool) -> dict[str, Any]:
+        """What the user's own sampler needs to go on; of use on rank 0, which draws from it.
+
+        Args:
+            within_epoch: the epoch is to go on, so the order that was drawn for it belongs to the state.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
 
 
 class InMemoryFeed(Feed):
@@ -88,8 +107,14 @@ class InMemoryFeed(Feed):
         free, _ = torch.cuda.mem_get_info(self.device)
         return needed <= free // 4  # the model, its gradients and activations need the rest
 
-    def epoch(self, epoch: int) -> Iterator[StepBatch]:
-        order = self.order.indices(epoch)
+    def state_dict(self, within_epoch: bool) -> dict[str, Any]:
+        return self.order.state_dict(within_epoch)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order.load_state_dict(state)
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[StepBatch]:
+        order = self.order.indices(epoch)[skip:]
         dealer = Dealer(len(order), **self.deal)
         size, per_rank = dealer.batch_size, dealer.batch_size * dealer.accumulate
         full = len(order) // dealer.global_batch
@@ -137,7 +162,13 @@ class LoaderFeed(Feed):
         self.kind = f"{workers} loader process{'es' if workers != 1 else ''}" if workers else "read in the worker itself"
         self._batches = _RankBatches()
         self._generator = torch.Generator()
-        self.loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._batches, generator=self._generator, **options)
+        options = dict(options)
+        options["collate_fn"] = seeded_collate(options.get("collate_fn"))
+        # The sampler's batches are requests that the data set wrapper understands, not the lists that PyTorch's types expect.
+        requests: Any = self._batches
+        self.loader: DataLoader[Any] = DataLoader(
+            SeededDataset(dataset), batch_sampler=requests, generator=self._generator, **options
+        )
         if isinstance(order, IndexSource):
             dealer = Dealer(order.length, **deal)
             self.batch_size, self.global_batch = dealer.batch_size, dealer.global_batch
@@ -147,31 +178,47 @@ class LoaderFeed(Feed):
             self.num_samples = None
             self.num_steps = None if order.length is None else Dealer(order.length, **deal).num_steps
 
-    def epoch(self, epoch: int) -> Iterator[StepBatch]:
-        steps = self._plan(epoch)
-        self._batches.batches = [batch for batches, _, _ in steps for batch in batches]
-        # Loader processes seed torch, numpy and random from this: other draws in each epoch and on each rank.
+    def state_dict(self, within_epoch: bool) -> dict[str, Any]:
+        return self.order.state_dict(within_epoch)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order.load_state_dict(state)
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[StepBatch]:
+        steps = self._plan(epoch, skip)
+        seed = derive_seed(self.seed, "sample", self.name, epoch)
+        self._batches.batches = [(seed, first, batch) for batches, _, _ in steps for first, batch in batches]
+        # What loader processes draw outside of samples, in a worker_init_fn: others in each epoch and on each rank.
         self._generator.manual_seed(derive_seed(self.seed, "loader", self.name, epoch, self.rank))
         loaded = iter(self.loader)
         for batches, total, idle in steps:
-            yield [next(loaded) for _ in batches], [len(batch) for batch in batches], total, idle
+            yield [next(loaded) for _ in batches], [len(batch) for _, batch in batches], total, idle
 
-    def _plan(self, epoch: int) -> list[tuple[list[list[int]], int, bool]]:
-        """For each step: this rank's batches of sample indices, the samples of the whole step, whether a rank has none."""
+    def _plan(self, epoch: int, skip: int) -> list[tuple[list[tuple[int, list[int]]], int, bool]]:
+        """For each step: this rank's batches, as the position of their first sample in the epoch and the sample indices; the
+        samples of the whole step; whether a rank has none."""
         world_size = self.deal["world_size"]
         if isinstance(self.order, BatchSource):
             made = self.order.batches(epoch)
-            dealer = Dealer(len(made), **self.deal)
+            starts = list(itertools.accumulate(map(len, made), initial=0))
+            if skip not in starts:
+                raise UserError(
+                    f"loader '{self.name}' cannot go on after {skip} samples: its batch sampler now makes batches that end "
+                    f"after {', '.join(map(str, starts[1:6]))}… samples. Resume with the batch sampler of the checkpoint"
+                )
+            left = starts.index(skip)
+            dealer = Dealer(len(made) - left, **self.deal)
             steps = []
             for number, share in enumerate(dealer.shares(self.rank)):
-                whole = made[number * dealer.global_batch : number * dealer.global_batch + share.total]
-                mine = made[share.start : share.start + sum(share.sizes)]
-                steps.append((mine, sum(map(len, whole)), share.total < world_size))
+                first = left + number * dealer.global_batch
+                samples = starts[first + share.total] - starts[first]
+                mine = range(left + share.start, left + share.start + sum(share.sizes))
+                steps.append(([(starts[i], made[i]) for i in mine], samples, share.total < world_size))
             return steps
         assert isinstance(self.order, IndexSource)
-        order = self.order.indices(epoch).tolist()
+        order = self.order.indices(epoch)[skip:].tolist()
         return [
-            (_cut(order, share), share.total, share.total < world_size)
+            (_cut(order, share, skip), share.total, share.total < world_size)
             for share in Dealer(len(order), **self.deal).shares(self.rank)
         ]
 
@@ -194,17 +241,19 @@ class IterableFeed(Feed):
         self.seed = seed
         self._generator = torch.Generator()
         options = dict(options)
+        options.pop("persistent_workers", None)  # a process is started for each epoch, so that it knows which one it is
         collate = options.pop("collate_fn", None) or torch.utils.data.default_collate
         self.loader: DataLoader[Any] = DataLoader(
             _DealtStream(dataset, dealer, world.rank, collate), batch_size=None, generator=self._generator, **options
         )
 
-    def epoch(self, epoch: int) -> Iterator[StepBatch]:
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[StepBatch]:
         # The same seed on every rank: a stream that shuffles must shuffle alike everywhere, or samples are lost.
         self._generator.manual_seed(derive_seed(self.seed, "stream", self.name, epoch))
         set_epoch = getattr(self.loader.dataset.dataset, "set_epoch", None)  # type: ignore[attr-defined]
         if set_epoch is not None:
             set_epoch(epoch)
+        self.loader.dataset.skip = skip  # type: ignore[attr-defined]
         for batches, counts, total, fingerprint in self.loader:
             self._check_same_stream(total, fingerprint)
             yield batches, counts, total, total < self.world.world_size
@@ -230,9 +279,9 @@ class _RankBatches:
     """A batch sampler whose batches are replaced before each epoch."""
 
     def __init__(self) -> None:
-        self.batches: list[list[int]] = []
+        self.batches: list[Request] = []
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Request]:
         return iter(self.batches)
 
     def __len__(self) -> int:
@@ -247,10 +296,11 @@ class _DealtStream(IterableDataset[Any]):
         self.dealer = dealer
         self.rank = rank
         self.collate = collate
+        self.skip = 0
 
     def __iter__(self) -> Iterator[tuple[Sequence[Any], Sequence[int], int, int]]:
         block: list[Any] = []
-        for sample in self.dataset:
+        for sample in itertools.islice(self.dataset, self.skip, None):
             block.append(sample)
             if len(block) == self.dealer.global_batch:
                 yield self._deal(block)
@@ -260,7 +310,7 @@ class _DealtStream(IterableDataset[Any]):
 
     def _deal(self, block: list[Any]) -> tuple[Sequence[Any], Sequence[int], int, int]:
         share = split_share(0, len(block), self.rank, self.dealer.world_size, self.dealer.batch_size)
-        batches = [self.collate(part) for part in _cut(block, share)]
+        batches = [self.collate(part) for _, part in _cut(block, share)]
         return batches, share.sizes, share.total, _fingerprint([block[0], block[-1]])
 
 
@@ -277,10 +327,11 @@ def _fingerprint(sample: Any) -> int:
     return zlib.crc32(repr(sample).encode()) if isinstance(sample, (int, float, str, bytes, bool)) else 0
 
 
-def _cut(items: list[Any], share: StepShare) -> list[list[Any]]:
-    """The micro-batches of a share, out of all the items of the epoch (or of the block that the share is of)."""
+def _cut(items: list[Any], share: StepShare, offset: int = 0) -> list[tuple[int, list[Any]]]:
+    """The micro-batches of a share, out of all the items of the epoch (or of the block that the share is of), each with the
+    position of its first item, counted from `offset`."""
     parts, start = [], share.start
     for size in share.sizes:
-        parts.append(items[start : start + size])
+        parts.append((offset + start, items[start : start + size]))
         start += size
     return parts

@@ -20,6 +20,13 @@ class OrderSource(ABC):
 
     length: int | None
 
+    def state_dict(self, within_epoch: bool) -> dict[str, Any]:
+        """What the user's sampler needs to go on, see `Feed.state_dict`."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+
 
 class IndexSource(OrderSource):
     """An order of single samples."""
@@ -52,18 +59,78 @@ class Shuffled(IndexSource):
         return global_order(self.length, self.seed, epoch)
 
 
-class Sampled(IndexSource):
-    """The user's own sampler, drawn on rank 0 and told to the others, so that all ranks deal from one list."""
+class _Drawing:
+    """The user's own sampler or batch sampler: drawn on rank 0, whose order all ranks deal from.
 
-    def __init__(self, name: str, sampler: Iterable[int], world: World, seed: int) -> None:
+    A sampler that draws from the global generators draws the same on every run. One with a generator of its own goes on from
+    that generator's state, which a checkpoint therefore holds.
+    """
+
+    def __init__(self, name: str, sampler: Any, world: World, seed: int) -> None:
         self.name = name
         self.sampler = sampler
         self.world = world
         self.seed = seed
-        self.length = len(sampler) if isinstance(sampler, Sized) else len(self.indices(0))
+        self.epoch: int | None = None
+        self.drawn: list[Any] = []
+
+    def draw(self, epoch: int) -> list[Any] | None:
+        """One epoch of the sampler on rank 0; None on the others."""
+        if self.world.rank != 0:
+            return None
+        if self.epoch != epoch:
+            if hasattr(self.sampler, "set_epoch"):
+                self.sampler.set_epoch(epoch)
+            with preserved_generators():
+                seed_everything(derive_seed(self.seed, "sampler", self.name, epoch))
+                self.drawn = list(self.sampler)
+            self.epoch = epoch
+        return self.drawn
+
+    def forget(self) -> None:
+        """Draw anew when the same epoch is asked for again."""
+        self.epoch = None
+
+    def _generator(self) -> torch.Generator | None:
+        for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
+            generator = getattr(sampler, "generator", None)
+            if isinstance(generator, torch.Generator):
+                return generator
+        return None
+
+    def _keeps_state(self) -> bool:
+        return callable(getattr(self.sampler, "state_dict", None)) and callable(getattr(self.sampler, "load_state_dict", None))
+
+    def state_dict(self) -> dict[str, Any]:
+        generator = self._generator()
+        return {
+            "generator": generator.get_state() if generator is not None else None,
+            "sampler": self.sampler.state_dict() if self._keeps_state() else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        generator = self._generator()
+        if generator is not None and state["generator"] is not None:
+            generator.set_state(state["generator"])
+        if state["sampler"] is not None and self._keeps_state():
+            self.sampler.load_state_dict(state["sampler"])
+
+
+class Sampled(IndexSource):
+    """The order that the user's own sampler gives."""
+
+    def __init__(self, name: str, sampler: Iterable[int], world: World, seed: int) -> None:
+        self.name = name
+        self.world = world
+        self.drawing = _Drawing(name, sampler, world, seed)
+        if isinstance(sampler, Sized):
+            self.length = len(sampler)
+        else:
+            self.length = len(self.indices(0))
+            self.drawing.forget()
 
     def indices(self, epoch: int) -> torch.Tensor:
-        drawn = _draw(self.sampler, self.name, self.world, self.seed, epoch)
+        drawn = self.drawing.draw(epoch)
         if drawn is not None:
             for item in drawn:
                 if not _is_int(item):
@@ -74,42 +141,53 @@ class Sampled(IndexSource):
             drawn = [int(item) for item in drawn]
         return torch.tensor(broadcast_ints(drawn, self.world), dtype=torch.int64)
 
+    def state_dict(self, within_epoch: bool) -> dict[str, Any]:
+        state = self.drawing.state_dict()
+        if within_epoch and self.drawing.epoch is not None:
+            state |= {"epoch": self.drawing.epoch, "order": torch.tensor([int(item) for item in self.drawing.drawn])}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawing.load_state_dict(state)
+        if "order" in state:
+            self.drawing.epoch, self.drawing.drawn = state["epoch"], state["order"].tolist()
+
 
 class BatchSource(OrderSource):
     """The user's own batch sampler: its batches are kept whole, and dealt out to the ranks like samples."""
 
     def __init__(self, name: str, sampler: Iterable[list[int]], world: World, seed: int) -> None:
-        self.name = name
-        self.sampler = sampler
         self.world = world
-        self.seed = seed
+        self.drawing = _Drawing(name, sampler, world, seed)
         self.length = len(sampler) if isinstance(sampler, Sized) else None
 
     def batches(self, epoch: int) -> list[list[int]]:
         """Lists of sample indices, in the order in which the batch sampler gave them."""
-        drawn = _draw(self.sampler, self.name, self.world, self.seed, epoch)
-        lengths = flat = None
-        if drawn is not None:
-            lengths = [len(batch) for batch in drawn]
-            flat = [int(index) for batch in drawn for index in batch]
+        drawn = self.drawing.draw(epoch)
+        lengths, flat = (None, None) if drawn is None else _flat(drawn)
         lengths, flat = broadcast_ints(lengths, self.world), broadcast_ints(flat, self.world)
-        parts = torch.tensor(flat, dtype=torch.int64).split(lengths)
-        return [part.tolist() for part in parts]
+        return _unflat(lengths, flat)
+
+    def state_dict(self, within_epoch: bool) -> dict[str, Any]:
+        state = self.drawing.state_dict()
+        if within_epoch and self.drawing.epoch is not None:
+            lengths, flat = _flat(self.drawing.drawn)
+            state |= {"epoch": self.drawing.epoch, "lengths": torch.tensor(lengths), "order": torch.tensor(flat)}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawing.load_state_dict(state)
+        if "order" in state:
+            self.drawing.epoch = state["epoch"]
+            self.drawing.drawn = _unflat(state["lengths"].tolist(), state["order"].tolist())
 
 
-def _draw(sampler: Any, name: str, world: World, seed: int, epoch: int) -> list[Any] | None:
-    """One epoch of the sampler on rank 0; None on the others.
+def _flat(batches: list[Any]) -> tuple[list[int], list[int]]:
+    return [len(batch) for batch in batches], [int(index) for batch in batches for index in batch]
 
-    A sampler that draws from the global generators draws the same on every run; one with a generator of its own goes on
-    from that generator's state.
-    """
-    if world.rank != 0:
-        return None
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
-    with preserved_generators():
-        seed_everything(derive_seed(seed, "sampler", name, epoch))
-        return list(sampler)
+
+def _unflat(lengths: list[int], flat: list[int]) -> list[list[int]]:
+    return [part.tolist() for part in torch.tensor(flat, dtype=torch.int64).split(lengths)]
 
 
 def _is_int(value: Any) -> bool:

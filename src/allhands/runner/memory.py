@@ -117,7 +117,8 @@ class Memory:
 
     def _feeds(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """What the user's own samplers need, which rank 0 draws from: tensors by name, and the rest."""
-        return tree.split({name: feed.state_dict() for name, feed in self.training.feeds.items() if hasattr(feed, "state_dict")})
+        within = self.training.position is not None
+        return tree.split({name: feed.state_dict(within) for name, feed in self.training.feeds.items()})
 
     def _own_tensors(self, position: Position | None) -> dict[str, torch.Tensor]:
         training = self.training

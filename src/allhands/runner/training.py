@@ -294,8 +294,7 @@ class Training:
 
     def _steps_of(self, feed: Feed, position: Position) -> Iterator[Any]:
         """The steps of the epoch that are left."""
-        epoch = 0 if self.settings.overfit else self.epoch
-        steps = feed.epoch(epoch, position.samples) if position.samples else feed.epoch(epoch)
+        steps = feed.epoch(0 if self.settings.overfit else self.epoch, position.samples)
         return itertools.islice(steps, max(0, self._limit - position.steps)) if self._limit else steps
 
     def _after_step(self) -> None:

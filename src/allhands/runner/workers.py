@@ -18,6 +18,9 @@ from allhands.runner.reporter import ConsoleReporter, ForwardingReporter, Report
 from allhands.strategies import DDP, Single, Strategy, strategy_named
 from allhands.world import World, current_world, detect
 
+# Seconds that workers have for a last checkpoint, once they are asked to leave.
+SAVE_GRACE = 30.0
+
 # (runner, what to do, world, reporter, whether the objects were sent here) -> result of plain data
 Job = Callable[..., Any]
 
@@ -51,7 +54,7 @@ class Plan:
         try:
             results = spawn(
                 _in_worker, (job, runner, given, self.strategy, device, console.shows_bar), workers=self.count,
-                on_message=lambda rank, message: replay(message, console), preload=preload,
+                on_message=lambda rank, message: replay(message, console), preload=preload, grace=SAVE_GRACE,
             )  # fmt: skip
         finally:
             console.close()

@@ -1,0 +1,108 @@
+"""Random draws in a data set (augmentation): a function of the seed, the loader, the epoch and the sample's place in it.
+
+So they do not depend on the number of workers or loader processes, on what was read ahead, or on where the training was
+interrupted, and the same sample is augmented differently in each epoch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, default_collate, get_worker_info
+
+# What the batch sampler hands out: (seed of the epoch, position of the first sample in the epoch's order, sample indices).
+Request = tuple[int, int, Sequence[int]]
+
+_MASK = (1 << 64) - 1
+
+
+class SeededDataset(Dataset[Any]):
+    """The user's data set, with the global generators of torch, numpy and random seeded before each sample.
+
+    A data set that fetches whole batches (``__getitems__``) is asked for whole batches, and seeded once for each.
+    Attributes are those of the user's data set, for a ``worker_init_fn`` that reaches for them.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.__dict__["_dataset"] = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, request: Request) -> list[Any]:
+        seed, first, indices = request
+        dataset = self._dataset
+        with _TorchGeneratorKept():
+            fetch = getattr(dataset, "__getitems__", None)
+            if fetch is not None:
+                seed_sample(seed, first)
+                samples = _Samples(fetch(list(indices)))
+            else:
+                samples = _Samples()
+                for position, index in enumerate(indices, first):
+                    # Measured on one core of an AMD EPYC: 9 us a sample, of which numpy and random take 7.
+                    seed_sample(seed, position)
+                    samples.append(dataset[index])
+        samples.seed = (seed, first)
+        return samples
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by pickle before there is a data set
+            raise AttributeError(name)
+        return getattr(self.__dict__["_dataset"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_dataset"], name, value)
+
+
+def seeded_collate(collate: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+    """The user's collate function, seeded for each batch; one that mixes samples draws the same wherever it runs."""
+    return None if collate is None or collate is default_collate else _SeededCollate(collate)
+
+
+class _SeededCollate:
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        with _TorchGeneratorKept():
+            seed, first = samples.seed
+            seed_sample(seed ^ _MASK >> 1, first)
+            return self.collate(list(samples))
+
+
+class _Samples(list[Any]):
+    """A batch's samples, and from where they are in the epoch."""
+
+    seed: tuple[int, int]
+
+
+class _TorchGeneratorKept:
+    """In the training's own process, torch's generator also makes dropout's masks, and is put back.
+
+    numpy and random stay where the last sample leaves them: that is a place which depends on nothing else either, and saving
+    numpy's state takes ten times as long as seeding it.
+    """
+
+    def __enter__(self) -> None:
+        self.state = torch.get_rng_state() if get_worker_info() is None else None
+
+    def __exit__(self, *_: object) -> None:
+        if self.state is not None:
+            torch.set_rng_state(self.state)
+
+
+def seed_sample(seed: int, position: int) -> None:
+    """Seed torch (the processor's generator), numpy and random for one position of an epoch."""
+    # The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): neighbouring positions get unrelated seeds.
+    mixed = (seed + position * 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    mixed ^= mixed >> 31
+    torch.default_generator.manual_seed(mixed >> 1)  # torch.manual_seed would take a hundred times as long
+    np.random.seed(mixed & 0xFFFFFFFF)
+    random.seed(mixed)
