@@ -110,6 +110,9 @@ class DDP(Strategy):
     def exchange_missing(self) -> None:
         if self.world.world_size == 1:
             return
+        # In the forward pass after the first exchange, PyTorch lays its buckets out anew, which is a collective. A rank that has
+        # no forward pass in this step joins it here; for the others this does nothing.
+        self.wrapped.reducer._rebuild_buckets()  # type: ignore[union-attr, operator]
         parameters = [p for _, p in self.trained]
         sum_gradients(parameters, self.world)
         for parameter in parameters:

@@ -1,0 +1,19 @@
+"""The worlds of 1, 2 and 3 workers in which all probes run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.probes import PROBES, Found, run_all
+from tests.worlds import in_world
+
+_KEPT: dict[int, Found] = {}
+
+
+@pytest.fixture(scope="session", params=[1, 2, 3], ids=lambda workers: f"{workers} worker{'s' if workers > 1 else ''}")
+def found(request: pytest.FixtureRequest) -> Found:
+    """What every probe gave, by rank. One start a size, whatever the order of the tests."""
+    workers = request.param
+    if workers not in _KEPT:
+        _KEPT[workers] = Found(workers, in_world(workers, run_all, dict(PROBES)))
+    return _KEPT[workers]
