@@ -1,0 +1,175 @@
+"""Ranks with other numbers of batches, a rank that raises, work that is repeated behind the user's back.
+
+Kinds of fault: pytorch/pytorch#33148 and #38174 (unequal numbers of batches), pytorch/pytorch#44425 (while accumulating),
+Lightning-AI/pytorch-lightning#6430 (the true error is hidden), #10389 (slow steps and epochs). Ranks that are killed, stopped or
+that exit are in tests/runner/test_distributed.py and tests/launch/test_failures.py.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from allhands import DDP, Callback, SupervisedRunner, WorkerError
+from tests.faults.probes import Found, probe, size, slope_after, sum_of_means
+from tests.reference import Slope, mean_output
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(400)]
+
+
+@probe
+def uneven() -> dict[str, float]:
+    """Every number of samples from 1 to 13, in batches of 1 and 2; many leave ranks without a sample, at once or later."""
+    return {f"{n}/{batch}": slope_after(n, batch) for n in range(1, 14) for batch in (1, 2)}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_every_number_of_samples_is_trained_on_to_the_end(found: Found, batch: int) -> None:
+    for values in found(uneven):
+        for n in range(1, 14):
+            assert values[f"{n}/{batch}"] == pytest.approx(sum_of_means(n, batch * found.workers)), n
+
+
+@probe
+def over_epochs() -> list[float]:
+    """A short step in each epoch, the first step of all included."""
+    return [slope_after(2 * size() + 1, 2, epochs=3), slope_after(1, 4, epochs=3), slope_after(2 * size() + 1, 1, epochs=3)]
+
+
+def test_short_steps_between_full_ones(found: Found) -> None:
+    n = 2 * found.workers + 1
+    expected = [3 * sum_of_means(n, 2 * found.workers), 3.0, 3 * sum_of_means(n, found.workers)]
+    assert found(over_epochs) == [pytest.approx(expected)] * found.workers
+
+
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_object", "broadcast_object_list", "barrier", "gather")
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Counts this process's calls of torch.distributed. DDP's own exchange, in C++, is not among them."""
+    calls = dict.fromkeys(COLLECTIVES, 0)
+    originals = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def counting(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    try:
+        for name in COLLECTIVES:
+            setattr(dist, name, counting(name))
+        yield calls
+    finally:
+        for name in COLLECTIVES:
+            setattr(dist, name, originals[name])
+
+
+class Quiet(Callback):
+    def on_step_end(self, training: Any) -> None:
+        pass
+
+
+@probe
+def collectives() -> list[dict[str, int]]:
+    """An epoch of 3 steps and one of 60, with metrics, a callback and a log line at each step."""
+    found = []
+    for steps in (3, 60):
+        x, model = torch.ones(2 * size() * steps), Slope()
+        data = TensorDataset(x, x)
+        with counted() as calls:
+            SupervisedRunner(device="cpu").train(
+                model=model, criterion=mean_output, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[Quiet()],
+                loaders={"train": DataLoader(data, 2), "valid": DataLoader(data, 2)}, distributed=DDP(), clip_norm=1.0,
+                metrics={"mean": lambda output, target: output.mean()}, log_every=1,
+            )  # fmt: skip
+        found.append(calls)
+    return found
+
+
+def test_no_collective_is_spent_on_logging_a_step(found: Found) -> None:
+    for few, many in found(collectives):
+        assert few == many
+        assert (sum(few.values()) > 0) == (found.workers > 1)
+
+
+class Process(Dataset[Any]):
+    """Gives the process that reads it."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(float(os.getpid()), dtype=torch.float64), torch.tensor(0.0)
+
+
+class Readers(SupervisedRunner):
+    def __init__(self) -> None:
+        super().__init__(device="cpu")
+        self.found: list[float] = []
+
+    def handle_batch(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        self.found += batch[0].tolist()
+        return model(torch.ones(len(batch[0]))), batch[1]
+
+
+@probe
+def loader_processes() -> dict[str, int]:
+    """The number of processes that have read in 3 epochs, of 2 loader processes."""
+    counts = {}
+    for persistent in (True, False):
+        model, runner = Slope(), Readers()
+        runner.train(
+            model=model, criterion=mean_output, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), num_epochs=3,
+            loaders={"train": DataLoader(Process(), 1, num_workers=2, persistent_workers=persistent)}, distributed=DDP(),
+        )  # fmt: skip
+        counts[str(persistent)] = len(set(runner.found))
+    return counts
+
+
+def test_persistent_loader_processes_are_started_once(found: Found) -> None:
+    for counts in found(loader_processes):
+        assert counts == {"True": 2, "False": 6}
+
+
+class Raises(SupervisedRunner):
+    """Fails on rank 1 in its third batch, while the others wait for it in the exchange."""
+
+    def __init__(self) -> None:
+        super().__init__(device="cpu")
+        self.batches = 0
+
+    def handle_batch(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        self.batches += 1
+        if self.batches == 3 and dist.get_rank() == 1:
+            raise KeyError("planted in handle_batch")
+        return super().handle_batch(model, batch)
+
+
+def test_the_error_of_a_rank_that_others_wait_for_is_what_is_told() -> None:
+    model, x = Slope(), torch.ones(24)
+    started = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        Raises().train(
+            model=model, criterion=mean_output, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loaders={"train": DataLoader(TensorDataset(x, x), 2)}, distributed=True, workers=3, num_epochs=2,
+        )  # fmt: skip
+    assert time.monotonic() - started < 40
+    message = str(caught.value)
+    assert caught.value.rank == 1
+    assert caught.value.exit_code != 0
+    assert "planted in handle_batch" in message
+    if "closed by peer" in message:  # what the others met is told after it
+        assert message.index("planted in handle_batch") < message.index("closed by peer")
+    assert float(model.w.detach()) == 0.0  # the caller's own model is as it was
