@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from allhands import DDP, Callback, SupervisedRunner, WorkerError
-from tests.faults.probes import Found, probe, size, slope_after, sum_of_means
+from tests.faults.probes import Found, probe, size, slope_after, sum_of_means, train
 from tests.reference import Slope, mean_output
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(400)]
@@ -49,6 +49,35 @@ def test_short_steps_between_full_ones(found: Found) -> None:
     n = 2 * found.workers + 1
     expected = [3 * sum_of_means(n, 2 * found.workers), 3.0, 3 * sum_of_means(n, found.workers)]
     assert found(over_epochs) == [pytest.approx(expected)] * found.workers
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 2, sparse=sparse)
+        nn.init.ones_(self.table.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x).sum(1)
+
+
+@probe
+def sparse_gradients() -> list[list[torch.Tensor]]:
+    """An embedding with sparse gradients and one with dense ones, on 1 to 7 samples; some steps leave ranks without any."""
+    return [[words(n, sparse) for sparse in (True, False)] for n in range(1, 8)]
+
+
+def words(n: int, sparse: bool) -> torch.Tensor:
+    model, x = Words(sparse), torch.arange(n)
+    train(model, (x, x.float()), 2, nn.MSELoss(), lr=0.1, epochs=2)
+    return model.table.weight.detach()
+
+
+def test_sparse_gradients_equal_dense_ones(found: Found) -> None:
+    for results in found(sparse_gradients):
+        for n, (sparse, dense) in enumerate(results, 1):
+            torch.testing.assert_close(sparse, dense, msg=f"{n} samples")
+            assert not torch.equal(dense, torch.ones(7, 2))
 
 
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_object", "broadcast_object_list", "barrier", "gather")

@@ -42,20 +42,32 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], world: World) -> Non
     """Sum ``.grad`` over the ranks, for a step in which some rank has no sample and so no backward pass.
 
     A parameter without a gradient on any rank keeps ``None``, so that the optimizer leaves it alone as it would in a
-    single process; one that has a gradient on some ranks counts as zero on the others.
+    single process; one that has a gradient on some ranks counts as zero on the others. Sparse gradients stay sparse.
     """
     params = [p for p in parameters if p.requires_grad]
     if world.world_size == 1 or not params:
         return
-    used = torch.tensor([p.grad is not None for p in params], dtype=torch.int32, device=world.device)
-    dist.all_reduce(used)
-    gradients = []
-    for parameter, count in zip(params, used.tolist(), strict=True):
-        if count:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-    all_reduce_sum(gradients, world)
+    gradients = [p.grad for p in params]
+    forms = [[g is not None, g is not None and g.is_sparse] for g in gradients]
+    counts = torch.tensor(forms, dtype=torch.int32, device=world.device)
+    dist.all_reduce(counts)
+    dense = []
+    for parameter, (used, sparse) in zip(params, counts.tolist(), strict=True):
+        if not used:
+            continue
+        if parameter.grad is None:
+            parameter.grad = _no_rows(parameter) if sparse else torch.zeros_like(parameter)
+        if sparse:
+            dist.all_reduce(parameter.grad)
+        else:
+            dense.append(parameter.grad)
+    all_reduce_sum(dense, world)
+
+
+def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
+    """A sparse gradient of 0, in the form that an embedding gives: whole rows."""
+    indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
 
 
 def broadcast_ints(values: Sequence[int] | None, world: World, source: int = 0) -> list[int]:
