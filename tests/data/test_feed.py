@@ -82,10 +82,10 @@ def loader_feeds(loader: Any, size: int, name: str = "train", seed: int = 1, acc
     ]
 
 
-def read(feeds: list[Feed], epoch: int = 0) -> list[list[int]]:
+def read(feeds: list[Feed], epoch: int = 0, skip: int = 0) -> list[list[int]]:
     """For each step, the samples of all ranks in the order of the ranks; checks the counts on the way."""
     steps = []
-    for ranks in zip(*(feed.epoch(epoch) for feed in feeds), strict=True):
+    for ranks in zip(*(feed.epoch(epoch, skip) for feed in feeds), strict=True):
         rows: list[int] = []
         for batches, counts, total, idle in ranks:
             assert idle == any(not batches for batches, _, _, _ in ranks)
@@ -319,3 +319,16 @@ def test_a_stream_that_shuffles_shuffles_alike_on_every_rank() -> None:
 def test_a_stream_that_shards_itself_is_refused() -> None:
     with pytest.raises(UserError, match="read different streams"):
         in_world(2, stream_rows, "by rank")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", [*SETS, "stream"])
+def test_an_epoch_goes_on_after_any_sample_at_any_world_size(kind: str, size: int) -> None:
+    if kind == "stream":
+        loader: DataLoader[Any] = DataLoader(Stream(23), 2)
+        size = 1  # more ranks compare what they read, and need a group
+    else:
+        loader = DataLoader(SETS[kind], 2, shuffle=True)
+    whole = flat(read(loader_feeds(loader, 1), 1))
+    for skip in range(len(whole) + 1):
+        assert flat(read(loader_feeds(loader, size), 1, skip)) == whole[skip:]

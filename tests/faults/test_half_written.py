@@ -44,6 +44,8 @@ def save_for_ever(folder: Path, rank: int, workers: int, started: int) -> None:
 
 def kill_many_times(folder: str) -> None:
     """Run in a process of its own. Half of the trials with one process, half with two of which one is killed."""
+    import torch.distributed.checkpoint
+
     torch.set_num_threads(1)
     chance = random.Random(0)
     for trial in range(KILLS):

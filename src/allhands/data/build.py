@@ -188,8 +188,9 @@ def _source_from_loader(name: str, loader: Any) -> Source:
         source.batch_sampler = loader.batch_sampler
         _refuse_distributed_sampler(name, getattr(loader.batch_sampler, "sampler", None))
         return source
-    source.drop_last = bool(loader.drop_last)
-    sampler = loader.sampler
+    # A BatchSampler that the user made (batch_sampler=BatchSampler(…)) is taken apart like the one that DataLoader makes.
+    batcher = loader.batch_sampler
+    source.batch_size, source.drop_last, sampler = batcher.batch_size, bool(batcher.drop_last), batcher.sampler
     _refuse_distributed_sampler(name, sampler)
     if type(sampler) is RandomSampler and _is_plain_shuffle(sampler, loader.dataset):
         source.shuffle = True
