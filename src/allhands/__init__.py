@@ -51,12 +51,14 @@ __all__ = [
     "init",
     "load_checkpoint",
     "utils",
+    "verify",
 ]
 
 if TYPE_CHECKING:
     from allhands.errors import AllhandsError, UserError, WorkerError, WorldError
     from allhands.runner import Callback, EarlyStopping, SupervisedRunner, load_checkpoint, utils
     from allhands.strategies import DDP, DP, Single, Strategy
+    from allhands.verify.compare import verify
     from allhands.world import World, current_world, finalize, init
 
 
@@ -66,7 +68,7 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     # `import allhands; allhands.data.…` works without naming the module in an import.
-    if name in {"world", "launch", "comm", "data", "models", "step", "strategies", "runner", "config", "errors"}:
+    if name in {"world", "launch", "comm", "data", "models", "step", "strategies", "runner", "verify", "config", "errors"}:
         return importlib.import_module(f"allhands.{name}")
     raise AttributeError(f"module 'allhands' has no attribute {name!r}")
 

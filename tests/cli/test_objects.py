@@ -34,7 +34,7 @@ def optimizer_of(run):
 
 
 def scheduler_of(run):
-    return objects._scheduler(run, optimizer_of(run), objects._entry(run), objects._strategy(run))
+    return objects._scheduler(run, optimizer_of(run), objects._entry(run), lambda: run.config.workers or 1)
 
 
 def test_initial_weights_are_a_function_of_the_seed():

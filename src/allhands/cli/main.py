@@ -42,6 +42,7 @@ SUBCOMMANDS = {
         ends_options=True,
     ),
     "run": Subcommand("allhands.cli.run", "run", "Train what a run file describes."),
+    "verify": Subcommand("allhands.cli.verify", "verify", "Check that distributing does not change what a run file trains."),
     "export": Subcommand("allhands.cli.export", "export", "Write a checkpoint's weights into one safetensors file."),
 }
 

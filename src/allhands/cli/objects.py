@@ -1,10 +1,10 @@
-"""From a run file to the objects that it names, and to a training of them."""
+"""From a run file to the objects that it names, and to a training of them, or a comparison of it with itself."""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from allhands import models
-from allhands.config import RunFile, nearest
+from allhands.cli.named import choose, is_kind, located, make
+from allhands.config import RunFile
 from allhands.data import catalogue, derive_seed, seed_everything
-from allhands.errors import UserError
 from allhands.runner import Callback, EarlyStopping, SupervisedRunner
 from allhands.runner.workers import plan, world_around
-from allhands.strategies import STRATEGIES, Strategy
+from allhands.strategies import STRATEGIES, Strategy, strategy_named
+from allhands.verify.compare import verify as compare
+from allhands.verify.report import Report
 
 # Short names; beside them the classes of torch.nn whose name ends in Loss.
 _CRITERIA = {
@@ -46,9 +48,7 @@ def train(run_file: RunFile) -> dict[str, Any]:
     if minimize is None:
         minimize = main_metric == "loss"
     strategy = _strategy(run_file)
-    entry = _entry(run_file)
-    model = _model(run_file, entry)
-    optimizer = _optimizer(run_file, model)
+    objects = _objects(run_file, lambda: plan(strategy, given.workers, given.device).count or world_around() or 1)
     callbacks: list[Callback] = [StoreRunFile(run_file.to_yaml())]
     if given.early_stopping is not None:
         stopping = given.early_stopping
@@ -62,18 +62,7 @@ def train(run_file: RunFile) -> dict[str, Any]:
             )
         )
     history: dict[str, Any] = SupervisedRunner(device=given.device).train(
-        model=model,
-        criterion=_criterion(run_file),
-        optimizer=optimizer,
-        scheduler=_scheduler(run_file, optimizer, entry, strategy),
-        datasets={
-            "batch_size": given.data.batch_size,
-            "num_workers": given.data.num_workers,
-            "drop_last": given.data.drop_last,
-            "get_datasets_fn": load_datasets,
-            "name": given.data.name,
-            "options": _data_options(run_file),
-        },
+        **objects,
         metrics=given.metrics,
         callbacks=callbacks,
         logdir=given.logdir,
@@ -85,10 +74,6 @@ def train(run_file: RunFile) -> dict[str, Any]:
         resume=given.resume,
         distributed=strategy,
         workers=given.workers,
-        seed=given.seed,
-        accumulate=given.accumulate,
-        clip_norm=given.clip_norm,
-        precision=given.precision,
         check=given.check,
         overfit=given.overfit,
         load_best_on_end=given.load_best_on_end,
@@ -99,6 +84,61 @@ def train(run_file: RunFile) -> dict[str, Any]:
     if given.logdir is not None:
         print(f"written to {given.logdir}: metrics.csv, run.yml, checkpoints/, tensorboard/")
     return history
+
+
+def verify(run_file: RunFile, strategies: Sequence[str] | None, workers: Sequence[int], steps: int) -> Report:
+    """Compare the training that a run file describes, distributed, with itself alone; see `allhands.verify`.
+
+    Nothing is written. Schedules are as long as with the smallest of the numbers of workers, which has the most steps.
+
+    Args:
+        run_file: the run; its `workers` do not count.
+        strategies: names; the run file's own has the settings that are written there. None takes the run file's, or ddp where
+            that is one process.
+        workers: numbers of workers.
+        steps: optimizer steps; no more than the whole training has are compared.
+
+    Raises:
+        UserError: a name or option that does not exist, or cannot be honoured here.
+    """
+    given = run_file.config
+    own = _strategy(run_file)
+    names = strategies if strategies is not None else [own.name if own.name not in ("single", "dp") else "ddp"]
+    fewest = min(workers)
+    found: Report = compare(
+        runner=SupervisedRunner(device=given.device),
+        strategies=[own if name == own.name else strategy_named(name) for name in names],
+        workers=list(workers),
+        steps=min(steps, _length(run_file, "step", _entry(run_file), fewest)),
+        **_objects(run_file, lambda: fewest),
+    )
+    return found
+
+
+def _objects(run_file: RunFile, workers: Callable[[], int]) -> dict[str, Any]:
+    """What `train` and `allhands.verify` both take. `workers` is asked only when a schedule needs the training's length."""
+    given = run_file.config
+    entry = _entry(run_file)
+    model = _model(run_file, entry)
+    optimizer = _optimizer(run_file, model)
+    return {
+        "model": model,
+        "criterion": _criterion(run_file),
+        "optimizer": optimizer,
+        "scheduler": _scheduler(run_file, optimizer, entry, workers),
+        "datasets": {
+            "batch_size": given.data.batch_size,
+            "num_workers": given.data.num_workers,
+            "drop_last": given.data.drop_last,
+            "get_datasets_fn": load_datasets,
+            "name": given.data.name,
+            "options": _data_options(run_file),
+        },
+        "seed": given.seed,
+        "accumulate": given.accumulate,
+        "clip_norm": given.clip_norm,
+        "precision": given.precision,
+    }
 
 
 class StoreRunFile(Callback):
@@ -126,7 +166,7 @@ def load_datasets(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _entry(run_file: RunFile) -> catalogue.Entry:
     path = ("data", "name")
-    entry = _located(run_file, path, lambda: catalogue.info(run_file.config.data.name))
+    entry = located(run_file, path, lambda: catalogue.info(run_file.config.data.name))
     if len(entry.input_shape) != 3:
         raise run_file.error(
             path, "a run file trains on images: digits, mnist, cifar10 or cifar100; for others use SupervisedRunner"
@@ -164,47 +204,46 @@ def _model(run_file: RunFile, entry: catalogue.Entry) -> nn.Module:
     options = {key: value for key, value in sizes.items() if key in takes} | section.options
     # The initial weights are a function of the seed, whatever else has drawn random numbers in this process.
     seed_everything(derive_seed(run_file.config.seed, "model"))
-    model: nn.Module = _located(run_file, ("model",), lambda: models.build(section.name, **options))
+    model: nn.Module = located(run_file, ("model",), lambda: models.build(section.name, **options))
     return model
 
 
 def _criterion(run_file: RunFile) -> nn.Module:
     known = _CRITERIA | {name: getattr(nn, name) for name in dir(nn) if name.endswith("Loss")}
-    made: nn.Module = _make(run_file, "criterion", known, ())
+    made: nn.Module = make(run_file, "criterion", known, ())
     return made
 
 
 def _optimizer(run_file: RunFile, model: nn.Module) -> Optimizer:
-    known = {name: kind for name, kind in vars(torch.optim).items() if _is_kind(kind, Optimizer)}
-    made: Optimizer = _make(run_file, "optimizer", known, (model.parameters(),))
+    known = {name: kind for name, kind in vars(torch.optim).items() if is_kind(kind, Optimizer)}
+    made: Optimizer = make(run_file, "optimizer", known, (model.parameters(),))
     return made
 
 
-def _scheduler(run_file: RunFile, optimizer: Optimizer, entry: catalogue.Entry, strategy: Strategy) -> Any:
+def _scheduler(run_file: RunFile, optimizer: Optimizer, entry: catalogue.Entry, workers: Callable[[], int]) -> Any:
     section = run_file.config.scheduler
     if section is None:
         return None
     bases = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
-    known = {name: kind for name, kind in vars(lr_scheduler).items() if _is_kind(kind, bases)}
-    kind = _choose(run_file, "scheduler", known)[1]
+    known = {name: kind for name, kind in vars(lr_scheduler).items() if is_kind(kind, bases)}
+    kind = choose(run_file, "scheduler", known)[1]
     period = section.period or ("step" if kind in (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR) else "epoch")
     filled = {}
     takes = inspect.signature(kind).parameters
     if "epochs" not in section.options:  # OneCycleLR's other way of saying how long the training is
         for key in _LENGTHS:
             if key in takes and key not in section.options:
-                filled[key] = _length(run_file, period, entry, strategy)
-    made = _make(run_file, "scheduler", known, (optimizer,), **filled)
+                filled[key] = _length(run_file, period, entry, workers())
+    made = make(run_file, "scheduler", known, (optimizer,), **filled)
     return made, period
 
 
-def _length(run_file: RunFile, period: str, entry: catalogue.Entry, strategy: Strategy) -> int:
-    """How often a scheduler of that period steps in the whole training."""
+def _length(run_file: RunFile, period: str, entry: catalogue.Entry, workers: int) -> int:
+    """How often a scheduler of that period steps in the whole training with so many workers."""
     given = run_file.config
     epochs = 3 if given.check else given.num_epochs
     if period == "epoch":
         return epochs
-    workers = plan(strategy, given.workers, given.device).count or world_around() or 1
     samples = entry.sizes["train"]
     samples = min(samples, given.data.limit or samples)
     batch = given.data.batch_size * workers * given.accumulate
@@ -214,68 +253,5 @@ def _length(run_file: RunFile, period: str, entry: catalogue.Entry, strategy: St
 
 
 def _strategy(run_file: RunFile) -> Strategy:
-    made: Strategy = _make(run_file, "strategy", dict(STRATEGIES), ())
+    made: Strategy = make(run_file, "strategy", dict(STRATEGIES), ())
     return made
-
-
-def _make(run_file: RunFile, section: str, known: Mapping[str, Any], positional: tuple[Any, ...], **filled: Any) -> Any:
-    """An object of the class that a section names, from the section's options, which are checked first."""
-    name, kind = _choose(run_file, section, known)
-    chosen = getattr(run_file.config, section)
-    options = {key: tuple(v) if isinstance(v, list) else v for key, v in chosen.options.items()}
-    if getattr(chosen, "lr", None) is not None:
-        options["lr"] = chosen.lr
-    parameters = dict(list(inspect.signature(kind).parameters.items())[len(positional) :])
-    for key, value in options.items():
-        if key not in parameters:
-            raise run_file.error((section, key), f"{name} has no such option; {nearest(key, parameters)}")
-        problem = _mismatch(parameters[key].default, value)
-        if problem:
-            raise run_file.error((section, key), problem)
-    options |= filled
-    missing = [
-        key for key, p in parameters.items() if p.default is p.empty and key not in options and p.kind is p.POSITIONAL_OR_KEYWORD
-    ]
-    if missing:
-        raise run_file.error((section,), f"{name} needs {', '.join(missing)}; write {section}.{missing[0]}: …")
-    return _located(run_file, (section,), lambda: kind(*positional, **options))
-
-
-def _choose(run_file: RunFile, section: str, known: Mapping[str, Any]) -> tuple[str, Any]:
-    """The class that a section names, in any spelling of capitals, and that class's own name."""
-    wanted = getattr(run_file.config, section).name
-    lowered = {name.lower(): name for name in known}
-    if wanted.lower() not in lowered:
-        raise run_file.error((section, "name"), f"there is no such {section}; {nearest(wanted, known)}")
-    name = lowered[wanted.lower()]
-    return name, known[name]
-
-
-def _is_kind(value: Any, bases: Any) -> bool:
-    """Whether it is a public class below `bases`."""
-    if not (inspect.isclass(value) and issubclass(value, bases)) or value.__name__.startswith("_"):
-        return False
-    return value not in (Optimizer, lr_scheduler.LRScheduler, getattr(lr_scheduler, "LambdaLR", None))
-
-
-def _mismatch(default: Any, value: Any) -> str | None:
-    """What a value must be, when it is not of the type of the option's default; None when it fits or none can be told."""
-    if isinstance(default, bool):
-        return None if isinstance(value, bool) else "it must be true or false"
-    if isinstance(default, (int, float)):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return None if number else f"it must be a number; the default is {default}"
-    if isinstance(default, str):
-        return None if isinstance(value, str) else f"it must be a text, such as '{default}'"
-    if isinstance(default, tuple):
-        fits = isinstance(value, tuple) and len(value) == len(default)
-        return None if fits else f"it must be a list of {len(default)} values, such as {list(default)}"
-    return None
-
-
-def _located(run_file: RunFile, path: tuple[str, ...], make: Callable[[], Any]) -> Any:
-    """Call `make`; what it complains about is told with the place in the run file."""
-    try:
-        return make()
-    except (UserError, ValueError, TypeError) as error:
-        raise run_file.error(path, str(error)) from None

@@ -19,6 +19,9 @@ class Strategy(ABC):
 
     #: The name by which it is chosen: ``distributed="ddp"``.
     name: str
+    #: Whether it computes what one process would, up to rounding. A strategy that does not by design says False;
+    #: `allhands.verify` then measures how far it drifts, and holds only samples and learning rates to be the same.
+    exact: bool = True
     #: Optimizer steps between two calls of `check_equal` during an epoch; 0 calls it at the end of each epoch only.
     check_weights_every: int = 0
 

@@ -1,0 +1,91 @@
+"""`allhands verify`: whether distributing changes the training that a run file describes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from allhands.config import read_run
+from allhands.errors import UserError, WorkerError
+
+
+def verify(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]", help="Changes to the run file, such as optimizer.lr=0.01.", show_default=False),
+    ] = None,
+    *,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option("--config", "-C", help="A run file; several are merged, the later ones win. Default: the digits job."),
+    ] = None,
+    workers: Annotated[str, typer.Option("--workers", help="Numbers of workers, with commas between them.")] = "1,2",
+    strategies: Annotated[
+        str | None,
+        typer.Option("--strategies", help="Strategies, with commas between them. Default: the run file's.", show_default=False),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps to compare.")] = 20,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", help="The PNG to draw. Default: verify.png in the run file's logdir.", show_default=False),
+    ] = None,
+) -> int:
+    """Train for some steps alone and distributed, and say whether it is the same training.
+
+    Exit code 0: the same. 1: a real difference, named in the table. 2: something has to be changed before this can run.
+    """
+    run_file = read_run(config or (), overrides or ())
+    counts = [_count(word) for word in _words(workers, "--workers")]
+    names = None if strategies is None else _words(strategies, "--strategies")
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise UserError(f"--plot {plot}: there is no folder {plot.absolute().parent}")
+    from allhands.cli import objects
+    from allhands.verify.report import require_matplotlib
+
+    if plot is not None:
+        require_matplotlib()
+    try:
+        report = objects.verify(run_file, names, counts, steps)
+    except WorkerError as error:
+        # 1 says that the training differs.
+        raise WorkerError(str(error), error.rank, error.exit_code if error.exit_code > 1 else 2) from error
+    logdir = run_file.config.logdir
+    if plot is None and logdir is None:
+        print("no plot: the run file has no logdir; --plot FILE draws one")
+    else:
+        try:
+            if plot is None:
+                assert logdir is not None
+                plot = Path(logdir).expanduser() / "verify.png"
+                _make(plot.parent)
+            report.save_plot(plot)
+            print(f"plot: {plot}")
+        except UserError as error:
+            if "matplotlib" not in str(error):
+                raise
+            print("no plot: matplotlib is not installed; pip install 'allhands[report]'")
+    return 0 if report.ok else 1
+
+
+def _words(text: str, option: str) -> list[str]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise UserError(f"{option} {text!r} names nothing; write {option} " + ("1,2" if option == "--workers" else "ddp"))
+    return words
+
+
+def _count(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise UserError(f"--workers {word!r} is no number of workers; write whole numbers of at least 1, such as --workers 1,2")
+    return int(word)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"the logdir {str(folder)!r} cannot be made: {error.strerror}; write --plot FILE, or another logdir"
+        ) from None

@@ -1,0 +1,306 @@
+"""`allhands.verify`: the user's training alone and distributed, compared step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from allhands.errors import AllhandsError, UserError, kind_of
+from allhands.runner import SupervisedRunner
+from allhands.runner.settings import Data
+from allhands.runner.workers import world_around
+from allhands.strategies import Strategy, strategy_named
+from allhands.verify import causes, probes
+from allhands.verify.noise import FACTOR, Finding, Noise, floor_of, judge, nearest
+from allhands.verify.recording import ALL_GRADIENTS, ALL_PARAMETERS
+from allhands.verify.report import DIFFERS, LOSSY, SAME, Report, Row, require_matplotlib
+from allhands.verify.runs import Runs, Trace, Variation, bytes_of, settings_to_check, smallest_cut
+
+# The reference run keeps the gradients and the parameters of every step; not more than this.
+MEMORY = 2 << 30
+
+
+@dataclass
+class Baseline:
+    """The training alone, on the global batches of some number of workers.
+
+    Attributes:
+        path: the file of the reference run's tensors.
+        trace: the reference run.
+        noise: what rounding explains.
+        refused: runs alone that should differ from the reference by rounding only, and differ by more: what was changed in
+            them, and where they differ first.
+        notes: what could not be measured.
+    """
+
+    path: str
+    trace: Trace
+    noise: Noise
+    refused: dict[str, Finding] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def verify(
+    *,
+    model: nn.Module | None = None,
+    criterion: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    loaders: Any = None,
+    datasets: Any = None,
+    runner: SupervisedRunner | None = None,
+    strategies: str | Strategy | Sequence[str | Strategy] = ("ddp",),
+    workers: int | Sequence[int] = (1, 2),
+    steps: int = 20,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    precision: str = "fp32",
+    seed: int = 42,
+    plot: str | Path | None = None,
+) -> Report:
+    """Train for some steps alone and distributed, and compare samples, learning rates, losses, gradients, weights and buffers.
+
+    For each strategy and number of workers the training runs in that many processes, and in one process on the same global
+    batches, from the same weights. What rounding explains is measured: alone in float64, with the samples of each global batch
+    in reverse order, and cut in micro-batches. A difference is real when it is more than 20 times that. The table is printed,
+    with the causes of each difference below it.
+
+    The objects are those of `SupervisedRunner.train`, and are left as they were. Nothing is written but the plot.
+
+    Args:
+        model: the bare module; None takes the runner's.
+        criterion, optimizer, scheduler, loaders, datasets, accumulate, clip_norm, precision, seed: as for
+            `SupervisedRunner.train`. Loaders that are not trained on are left out, unless ReduceLROnPlateau needs one.
+        runner: for a `handle_batch` of your own, or another device.
+        strategies: names of strategies or `Strategy` objects, one or several.
+        workers: numbers of workers, one or several. "single" and "dp" are one process and take only 1.
+        steps: optimizer steps to compare. Fewer are compared when the reference run would need more than 2 GiB.
+        plot: a PNG to draw the differences into.
+
+    Returns:
+        The report: ``ok``, ``rows``, ``table()``, ``save_plot(path)``.
+
+    Raises:
+        UserError: an argument cannot be honoured, or the training itself refuses to run so.
+        WorkerError: a worker failed.
+    """
+    chosen = _strategies(strategies)
+    counts = _counts(workers)
+    if world_around():
+        raise UserError(
+            f"verify starts the worlds that it compares, and this process is one of a world of {world_around()} already; run it "
+            "in one process, without torchrun, srun, mpirun or `allhands launch`"
+        )
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise UserError(f"steps={steps!r}; it must be a whole number of optimizer steps, at least 1")
+    if runner is not None and not isinstance(runner, SupervisedRunner):
+        raise UserError(f"runner is {kind_of(runner)}; pass a SupervisedRunner, or leave it out")
+    if plot is not None:
+        require_matplotlib()
+    runner = runner or SupervisedRunner()
+    model = model if model is not None else runner.model
+    objects = {
+        "runner": runner, "model": model, "criterion": criterion, "optimizer": optimizer, "scheduler": scheduler,
+        "data": Data(loaders, datasets), "seed": seed, "accumulate": accumulate, "clip_norm": clip_norm, "precision": precision,
+    }  # fmt: skip
+    if isinstance(model, nn.Module) and isinstance(optimizer, torch.optim.Optimizer):
+        probes.refuse_strangers(model, optimizer)
+    settings_to_check(objects, 1).validate()
+    assert model is not None
+    compared, notes = _steps_that_fit(model, steps)
+
+    runs = Runs(objects, runner.device)
+    try:
+        report = _compare(runs, objects, chosen, counts, compared)
+    finally:
+        runs.close()
+    report.notes = notes + report.notes
+    print(report.table())
+    if plot is not None:
+        report.save_plot(plot)
+    return report
+
+
+def _compare(runs: Runs, objects: dict[str, Any], strategies: list[Strategy], counts: list[int], steps: int) -> Report:
+    rows, notes = [], []
+    probe = probes.Probe(runs.path)
+    for workers in counts:
+        baseline = _baseline(runs, objects, workers, steps)
+        notes += [note for note in baseline.notes if note not in notes]
+        for strategy in strategies:
+            try:
+                (trace,) = runs.distributed(strategy, workers, [(Variation(steps), baseline.path)])
+            except UserError as error:
+                raise UserError(f"{strategy.name} with {workers} worker{'s' if workers > 1 else ''}: {error}") from None
+            row, finding = _row(strategy, workers, trace, baseline)
+            if finding is not None and row.verdict == DIFFERS:
+                case = causes.Case(
+                    runs, objects["model"], strategy, workers, steps, trace, baseline.trace, baseline.noise, baseline.refused,
+                    finding, probe,
+                )  # fmt: skip
+                row.causes = causes.explain(case)
+            rows.append(row)
+        runs.forget(baseline.path)
+    rows.sort(key=lambda row: [strategy.name for strategy in strategies].index(row.strategy))
+    notes += probe.notes()
+    about = (
+        f"{len(baseline.trace.steps)} optimizer steps distributed, against one process on the same global batches; more than "
+        f"{FACTOR:g} times the noise is a difference"
+    )
+    return Report(rows, about, notes)
+
+
+def _row(strategy: Strategy, workers: int, trace: Trace, baseline: Baseline) -> tuple[Row, Finding | None]:
+    exact = strategy.exact
+    finding = judge(trace, baseline.trace, baseline.noise, exact)
+    shown: Finding | None
+    if finding is not None:
+        verdict, shown = DIFFERS, finding
+    elif exact:
+        verdict, shown = SAME, nearest(trace, baseline.noise)
+    else:
+        last = trace.steps[-1]["distance"][ALL_PARAMETERS]
+        number = len(trace.steps)
+        verdict = LOSSY
+        shown = Finding(number, ALL_PARAMETERS, last, baseline.noise.at(number - 1, ALL_PARAMETERS), "rounding", [])
+    curves = {}
+    for kind, name in (("gradients", ALL_GRADIENTS), ("parameters", ALL_PARAMETERS)):
+        curves[kind] = {
+            "difference": [step["distance"][name] for step in trace.steps if "distance" in step],
+            "limit": [FACTOR * baseline.noise.at(number, name) for number in range(len(trace.steps))],
+        }
+    row = Row(
+        strategy.name, workers, verdict, finding.step if finding is not None else None, shown.what if shown else "",
+        shown.difference if shown else 0.0, shown.noise if shown else 0.0, curves=curves,
+    )  # fmt: skip
+    return row, finding
+
+
+def _baseline(runs: Runs, objects: dict[str, Any], workers: int, steps: int) -> Baseline:
+    """Run alone, and measure what rounding does to it."""
+    path, trace = runs.reference(Variation(steps, alone_for=workers))
+    noise = Noise(floor_of(objects["model"]))
+    baseline = Baseline(path, trace, noise)
+    limit = _plausible(objects)
+    in_double = None
+    if objects["precision"] != "fp16" and noise.floor > 1e-12:
+        try:
+            in_double = runs.alone(Variation(steps, alone_for=workers, double=True), path)
+        except AllhandsError:
+            raise
+        except Exception as error:  # whatever the user's code says to float64
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            baseline.notes.append(
+                f"the training cannot run in float64 ({text}), so the noise is that of other orders of summation only"
+            )
+        if in_double is not None and not _within(in_double, limit):
+            baseline.notes.append(
+                "in float64 the training draws other random numbers, so the noise is that of other orders of summation only"
+            )
+            in_double = None
+        if in_double is not None:
+            noise.add(in_double)
+    others = {
+        "repeated": Variation(steps, alone_for=workers),
+        "reversed": Variation(steps, alone_for=workers, reverse=True),
+    }
+    cut = smallest_cut(objects, workers)
+    if cut > 1:
+        others["cut"] = Variation(steps, alone_for=workers, cut=cut)
+    traces = {name: runs.alone(variation, path) for name, variation in others.items()}
+    # All are judged by the same noise, whatever the order in which they ran.
+    accepted = []
+    for name, other in traces.items():
+        found = judge(other, trace, noise) if in_double is not None else _implausible(other, limit)
+        if found is None:
+            accepted.append(other)
+        else:
+            baseline.refused[name] = found
+    for other in accepted:
+        noise.add(other)
+    if "repeated" not in baseline.refused and nearest(traces["repeated"], noise) is not None:
+        largest = nearest(traces["repeated"], noise)
+        assert largest is not None
+        baseline.notes.append(
+            f"the training alone, run twice, is not the same to the bit (step {largest.step}, {largest.what}: "
+            f"{largest.difference:.1e}). Kernels that add in no fixed order do that; torch.use_deterministic_algorithms(True) "
+            "names them. It is part of the noise"
+        )
+    return baseline
+
+
+def _plausible(objects: dict[str, Any]) -> float:
+    """How far rounding alone can possibly take the loss and the gradients of the first step, relatively."""
+    eps = floor_of(objects["model"]) / 4
+    if objects["precision"] != "fp32":
+        eps = torch.finfo(torch.bfloat16).eps
+    elif objects["runner"].device != "cpu" and torch.cuda.is_available():
+        eps = 2.0**-10  # TF32, which convolutions use without being asked
+    return min(0.05, 1000 * eps)
+
+
+def _within(trace: Trace, limit: float) -> bool:
+    first = trace.steps[0]["distance"]
+    return first["loss"] <= limit and first[ALL_GRADIENTS] <= limit
+
+
+def _implausible(trace: Trace, limit: float) -> Finding | None:
+    if _within(trace, limit):
+        return None
+    first = trace.steps[0]["distance"]
+    what = "loss" if not first["loss"] <= limit else ALL_GRADIENTS
+    return Finding(1, what, first[what], limit / FACTOR, "rounding", [])
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def _strategies(given: Any) -> list[Strategy]:
+    items = [given] if isinstance(given, (str, Strategy, type)) else list(given)
+    if not items:
+        raise UserError("strategies is empty; write strategies=('ddp',)")
+    chosen = []
+    for item in items:
+        if isinstance(item, str):
+            chosen.append(strategy_named(item))
+        elif isinstance(item, Strategy):
+            chosen.append(item)
+        elif isinstance(item, type) and issubclass(item, Strategy):
+            raise UserError(f"strategies holds the class {item.__name__}; write {item.__name__}()")
+        else:
+            raise UserError(f"strategies holds {kind_of(item)}; write names such as 'ddp', or Strategy objects")
+    return chosen
+
+
+def _counts(given: Any) -> list[int]:
+    items = [given] if isinstance(given, int) else list(given)
+    if not items:
+        raise UserError("workers is empty; write workers=(1, 2)")
+    for item in items:
+        if not isinstance(item, int) or isinstance(item, bool) or item < 1:
+            raise UserError(f"workers holds {item!r}; each must be a whole number of at least 1")
+    return items
+
+
+def _steps_that_fit(model: nn.Module, steps: int) -> tuple[int, list[str]]:
+    """How many steps are compared, and a note when they are fewer than was asked for."""
+    each = 2 * bytes_of(model)
+    if not each:
+        raise UserError("the model has no parameter that is trained; there is nothing to verify")
+    fit = MEMORY // each
+    if fit < 1:
+        raise UserError(
+            f"one step's gradients and weights are {each / 2**30:.1f} GiB, and verify keeps at most {MEMORY / 2**30:g} GiB of "
+            "them; verify the same model with fewer layers or a smaller width"
+        )
+    if fit >= steps:
+        return steps, []
+    return fit, [
+        f"{fit} steps were compared and not {steps}: each step's gradients and weights are {each / 2**20:.0f} MiB, and at most "
+        f"{MEMORY / 2**30:g} GiB of them are kept"
+    ]

@@ -1,0 +1,149 @@
+"""What rounding explains: measured on runs that differ by nothing else, and the judgement that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from allhands.verify.recording import ALL_GRADIENTS, ALL_PARAMETERS, Step
+from allhands.verify.runs import Trace
+
+#: A difference is real when it is more than so many times the noise. docs/verify.md has the figures that it was chosen from.
+FACTOR = 20.0
+# The noise is at least so many times the distance between 1 and the next number of the parameters' type.
+_FLOOR = 4.0
+
+
+@dataclass
+class Finding:
+    """Where a run first differs from its reference, or comes nearest to differing.
+
+    Attributes:
+        step: counted from 1.
+        what: the name of the quantity.
+        difference: relative to the reference; for what must be equal, the difference itself.
+        noise: what rounding explains; 0 for what must be equal.
+        kind: "rounding" for what is held against the noise, "equal" for what must be equal, "ranks" for ranks that hold
+            different values.
+        names: the parameters or buffers that differ in this step in the same way.
+    """
+
+    step: int
+    what: str
+    difference: float
+    noise: float
+    kind: str
+    names: list[str]
+
+    @property
+    def times(self) -> float:
+        """The difference as a multiple of the noise."""
+        return self.difference / self.noise if self.noise else float("inf") if self.difference else 0.0
+
+
+class Noise:
+    """The largest difference that rounding has made up to each step, by quantity.
+
+    Beside a quantity's own noise, that of all gradients and of all parameters together counts, so that a quantity of one
+    number, which two runs can give alike by chance, is not held to that chance.
+
+    Args:
+        floor: never less than this.
+    """
+
+    def __init__(self, floor: float) -> None:
+        self.floor = floor
+        self._steps: list[dict[str, float]] = []
+
+    def add(self, trace: Trace) -> None:
+        """Take in a run that differs from the reference by rounding only."""
+        largest: dict[str, float] = {}
+        for number, step in enumerate(trace.steps):
+            for name, value in step.get("distance", {}).items():
+                largest[name] = max(largest.get(name, 0.0), value)
+            if number == len(self._steps):
+                self._steps.append({})
+            known = self._steps[number]
+            for name, value in largest.items():
+                known[name] = max(known.get(name, 0.0), value)
+
+    def at(self, number: int, name: str) -> float:
+        """The noise of a quantity at the step with this index."""
+        if not self._steps:
+            return self.floor
+        known = self._steps[min(number, len(self._steps) - 1)]
+        pooled = [known.get(ALL_PARAMETERS, 0.0)]
+        if name.startswith("gradient") or name == ALL_GRADIENTS:
+            pooled.append(known.get(ALL_GRADIENTS, 0.0))
+        return max(self.floor, known.get(name, 0.0), *pooled)
+
+
+def floor_of(model: torch.nn.Module) -> float:
+    """The least noise that is assumed, from the type of the first floating-point parameter."""
+    kinds = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    return _FLOOR * torch.finfo(kinds[0] if kinds else torch.float32).eps
+
+
+def judge(trace: Trace, reference: Trace, noise: Noise, exact: bool = True) -> Finding | None:
+    """Where a run first differs from its reference by more than rounding; None when it never does.
+
+    Args:
+        trace: the run.
+        reference: the run alone, over the same global batches.
+        noise: of that reference.
+        exact: False holds only what no strategy may change: samples and learning rates.
+    """
+    for number, (step, other) in enumerate(zip(trace.steps, reference.steps, strict=False)):
+        found = next(_differences(number, step, other, noise, exact), None)
+        if found is not None:
+            return found
+    ours, theirs = len(trace.steps), len(reference.steps)
+    if ours != theirs:
+        return Finding(min(ours, theirs) + 1, "number of optimizer steps", abs(ours - theirs), 0.0, "equal", [])
+    return None
+
+
+def nearest(trace: Trace, noise: Noise) -> Finding | None:
+    """The quantity that is the largest multiple of its noise; None when nothing differs in any bit."""
+    found = [
+        Finding(number + 1, name, value, noise.at(number, name), "rounding", [])
+        for number, step in enumerate(trace.steps)
+        for name, value in step.get("distance", {}).items()
+        if value
+    ]
+    return max(found, key=lambda finding: finding.times, default=None)
+
+
+def _differences(number: int, step: Step, other: Step, noise: Noise, exact: bool) -> Iterator[Finding]:
+    """What differs in one step, causes before what follows from them."""
+    comparable = step["content"] is not None and other["content"] is not None
+    if comparable and step["samples"] != other["samples"]:
+        yield Finding(number + 1, "number of samples", abs(step["samples"] - other["samples"]), 0.0, "equal", [])
+    if comparable and step["content"] != other["content"]:
+        yield Finding(number + 1, "samples", float("nan"), 0.0, "equal", [])
+    rates = [abs(a - b) for a, b in zip(step["rates"], other["rates"], strict=True)]
+    if any(value > 1e-12 * abs(b) for value, b in zip(rates, other["rates"], strict=True)):
+        yield Finding(number + 1, "learning rate", max(rates), 0.0, "equal", [])
+    if not exact:
+        return
+    distance = step.get("distance", {})
+    yield from _beyond(number, {"loss": distance["loss"]}, noise)
+    yield from _beyond(number, {name: value for name, value in distance.items() if name.startswith("gradient of ")}, noise)
+    if step["apart"]["parameters"]:
+        names = step["apart"]["parameters"]
+        yield Finding(number + 1, f"parameter {names[0]} between ranks", float("nan"), 0.0, "ranks", names)
+    yield from _beyond(number, {name: value for name, value in distance.items() if name.startswith("parameter ")}, noise)
+    if step["apart"]["buffers"]:
+        names = step["apart"]["buffers"]
+        yield Finding(number + 1, f"buffer {names[0]} between ranks", float("nan"), 0.0, "ranks", names)
+    yield from _beyond(number, {name: value for name, value in distance.items() if name.startswith("buffer ")}, noise)
+
+
+def _beyond(number: int, distance: dict[str, float], noise: Noise) -> Iterator[Finding]:
+    beyond = [name for name, value in distance.items() if not value <= FACTOR * noise.at(number, name)]
+    if beyond:
+        first = beyond[0]
+        names = [name.partition(" of ")[2] or name.partition(" ")[2] for name in beyond]
+        yield Finding(number + 1, first, distance[first], noise.at(number, first), "rounding", names)
