@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import allhands
 from allhands import Callback, EarlyStopping, SupervisedRunner, UserError, WorkerError
@@ -75,13 +75,50 @@ def different_logdirs(folder: str) -> Any:
     return train(num_epochs=3, resume="auto", logdir=folder if world.rank == 0 else own)["epoch"]
 
 
+class Weights(Callback):
+    """The weights before the first step, and after every step."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_epoch_start(self, training: Any) -> None:
+        self.on_step_end(training)
+
+    def on_step_end(self, training: Any) -> None:
+        self.seen.append(torch.cat([p.detach().flatten().clone() for p in training.model.parameters()]))
+
+
+def nan_on_the_last_rank(samples: int, accumulate: int, precision: str) -> Any:
+    """The sample that the last rank takes last in the second step is not a number; what is said, and the steps taken."""
+    world = allhands.current_world()
+    assert world is not None
+    x, y = classification(samples).tensors
+    x = x.clone()
+    step = 4 * world.world_size * accumulate
+    x[min(2 * step, samples) - 1] = float("nan")
+    model, weights = classifier(), Weights()
+    try:
+        train(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), num_epochs=1, callbacks=[weights],
+            accumulate=accumulate, precision=precision, loaders={"train": DataLoader(TensorDataset(x, y), 4)},
+        )  # fmt: skip
+    except UserError as error:
+        now = torch.cat([p.detach().flatten() for p in model.parameters()])
+        return str(error).split(".")[0], len(weights.seen) - 1, torch.equal(now, weights.seen[-1])
+    return "no error"
+
+
+NAN_CASES = [(48, 1, "fp32"), (96, 2, "fp32"), (48, 1, "fp16"), (48, 1, "bf16"), (13, 1, "fp32")]
+
+
 def everything(folder: str) -> dict[str, Any]:
     world = allhands.current_world()
     assert world is not None
     train(num_epochs=2, logdir=folder)
     return {
         "early stopping": early_stopping(), "plateau": plateau(), "logged": logged_on_one_rank(),
-        "resumed": different_logdirs(folder), "best": os.readlink(Path(folder) / "checkpoints" / "best"),
+        "nan": [nan_on_the_last_rank(*case) for case in NAN_CASES], "resumed": different_logdirs(folder),
+        "best": os.readlink(Path(folder) / "checkpoints" / "best"),
     }  # fmt: skip
 
 
@@ -116,6 +153,18 @@ def test_what_one_rank_alone_logs_is_told_on_all_ranks(ranks: list[dict[str, Any
             assert found["logged"] == "no error"
         else:
             assert "training.log('norm', …) was called on rank 0 only, of" in found["logged"]
+
+
+def test_a_loss_that_is_not_finite_ends_all_ranks_at_the_same_step_with_unchanged_weights(ranks: list[dict[str, Any]]) -> None:
+    last = f" on rank {len(ranks) - 1}" if len(ranks) > 1 else ""
+    for rank, found in enumerate(ranks):
+        for said, steps, unchanged in found["nan"][:4]:
+            assert f"the training loss is nan{last} (epoch 1, batch" in said, rank
+            assert (steps, unchanged) == (1, True)
+        # 13 samples: with three ranks, two of them have nothing to do in the second step.
+        said, steps, unchanged = found["nan"][4]
+        assert "the training loss is nan" in said
+        assert (steps, unchanged) == (1, True)
 
 
 # ---------------------------------------------------------------------- calls that one rank makes alone

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allhands.comm import all_gather_text, all_reduce_sum, broadcast_tensors, calls
+from allhands.comm import all_gather_rows, all_gather_text, all_reduce_sum, broadcast_tensors, calls
 from allhands.errors import UserError
+from allhands.step import NonFiniteLossError
 from allhands.world import World
 
 if TYPE_CHECKING:
@@ -70,10 +71,6 @@ def _name_of(metric: Any) -> str:
     return str(name)
 
 
-class NonFiniteLossError(UserError):
-    """A training loss became NaN or infinite."""
-
-
 class LoaderMetrics:
     """The loss and the metrics of one loader, over one epoch.
 
@@ -120,7 +117,7 @@ class LoaderMetrics:
         if self._on_cpu:
             value = loss.item()
             if self.trains and not math.isfinite(value):
-                self._raise_non_finite(value)
+                self._raise_non_finite(value, self.world.rank)
             self._loss += value * factor
         else:
             self._loss += loss.detach() * factor
@@ -167,12 +164,24 @@ class LoaderMetrics:
         return float(self._loss) / count if count else float("nan")
 
     def check_finite(self) -> None:
-        """Raise `NonFiniteLossError` when a training loss since `start` was not finite. Reads the device."""
-        if self.trains and not math.isfinite(float(self._loss)):
-            self._raise_non_finite(float(self._loss))
+        """Raise `NonFiniteLossError` on all ranks when a training loss of any rank since `start` was not finite.
 
-    def _raise_non_finite(self, value: float) -> None:
-        on_rank = f" on rank {self.world.rank}" if self.world.world_size > 1 else ""
+        Reads the device, and asks the other ranks where losses are not looked at one by one (`observe`).
+        """
+        if not self.trains:
+            return
+        value = float(self._loss)
+        if self._on_cpu or self.world.world_size == 1:
+            ranks = [] if math.isfinite(value) else [self.world.rank]
+        else:
+            calls.note("looking at the loss")
+            mine = torch.tensor([not math.isfinite(value)], dtype=torch.int32, device=self.world.device)
+            ranks = [rank for rank, bad in enumerate(all_gather_rows(mine, self.world)) if int(bad)]
+        if ranks:
+            self._raise_non_finite(value if self.world.rank in ranks else float("nan"), ranks[0])
+
+    def _raise_non_finite(self, value: float, rank: int) -> None:
+        on_rank = f" on rank {rank}" if self.world.world_size > 1 else ""
         raise NonFiniteLossError(
             f"the training loss is {value}{on_rank} ({self.where}, batch {self.batches}). The weights of the last checkpoint are "
             "untouched. Usual causes: a learning rate too high, a target or input that is not finite, a logarithm or division by "

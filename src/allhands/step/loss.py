@@ -25,6 +25,10 @@ _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss
 _ELEMENTWISE_FUNCTIONS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
 
 
+class NonFiniteLossError(UserError):
+    """A training loss became NaN or infinite."""
+
+
 class LossRule:
     """How to call the criterion on one micro-batch, and how its value counts.
 

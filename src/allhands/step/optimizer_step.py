@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -9,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from allhands.comm import all_reduce_sum
+from allhands.comm import all_gather_text, all_reduce_sum, calls
 from allhands.errors import UserError
-from allhands.step.loss import Criterion, LossRule
+from allhands.step.loss import Criterion, LossRule, NonFiniteLossError
 from allhands.step.precision import Precision
 from allhands.step.update import update_function
 from allhands.world import World
@@ -32,6 +33,8 @@ class Exchange(Protocol):
     def exchange_missing(self) -> None: ...
 
     def check_gradients(self) -> None: ...
+
+    def spoil(self) -> None: ...
 
 
 class OptimizerStep:
@@ -70,7 +73,7 @@ class OptimizerStep:
         self.target_of = target_of
         self.clip_norm = clip_norm
         self.scale = exchange.gradient_scale(world)
-        self.checks_gradients = world.world_size > 1
+        self.several = world.world_size > 1
         self._weights: dict[float, torch.Tensor] = {}
         self._loss_dtype = torch.float64  # until the first loss shows its own
         self._loss: Criterion = self._first_loss
@@ -94,16 +97,25 @@ class OptimizerStep:
         else:
             weights, factors, counted = [self._weight(self.scale * count / total) for count in counts], counts, counts
         last = len(batches) - 1
-        for number, batch in enumerate(batches):
-            if idle or number < last:
-                with self.exchange.no_exchange():
+        failed: NonFiniteLossError | None = None
+        try:
+            for number, batch in enumerate(batches):
+                if idle or number < last:
+                    with self.exchange.no_exchange():
+                        self._micro_batch(batch, weights[number], factors[number], counted[number])
+                else:
                     self._micro_batch(batch, weights[number], factors[number], counted[number])
-            else:
-                self._micro_batch(batch, weights[number], factors[number], counted[number])
+        except NonFiniteLossError as error:
+            if not self.several:
+                raise
+            failed = error
+            self._spoil(idle)
         if idle:
             self.exchange.exchange_missing()
-        elif self.checks_gradients:
+        elif self.several and failed is None:
             self.exchange.check_gradients()
+        if self.several and self.world.device.type == "cpu":
+            self._stop_together(failed)
         self._update()
 
     def _micro_batch(self, batch: Any, weight: torch.Tensor, factor: float, count: Any) -> None:
@@ -130,6 +142,30 @@ class OptimizerStep:
             loss.backward(weight if weight.dtype == loss.dtype else weight.to(loss.dtype))
         else:
             scaler.scale(loss * weight).backward()
+
+    def _spoil(self, idle: bool) -> None:
+        """Take part in the exchange with gradients that are NaN, by which the other ranks see that this one has failed."""
+        for parameter in self.parameters:
+            parameter.grad = torch.full_like(parameter, float("nan")) if idle else None
+        if not idle:
+            self.exchange.spoil()
+
+    def _stop_together(self, failed: NonFiniteLossError | None) -> None:
+        """Raise on all ranks when the loss of one was not finite, before any of them changes its weights.
+
+        After the exchange all ranks hold the same gradients, so one number of them tells on all ranks alike whether there is
+        anything to ask about. (It may be an overflow under fp16, which is the scaler's business.)
+        """
+        gradient = next((p.grad for p in self.parameters if p.grad is not None and p.grad.numel()), None)
+        if gradient is None or math.isfinite(gradient.view(-1)[0].item()):
+            return
+        calls.note("asking whose loss is not finite")
+        said = all_gather_text("" if failed is None else str(failed), self.world)
+        if failed is not None:
+            raise failed
+        for text in said:
+            if text:
+                raise NonFiniteLossError(text)
 
     def _first_loss(self, output: Any, target: Any) -> torch.Tensor:
         """The first loss, looked at; later ones have the same form and are not."""

@@ -47,6 +47,9 @@ class Strategy(ABC):
     def check_gradients(self) -> None:
         """Raise `UserError` when the exchange of this step cannot have been complete."""
 
+    def spoil(self) -> None:
+        """Take this rank's part in the exchange of a step with gradients that are all NaN, because its loss was."""
+
     def sync_buffers(self) -> None:
         """Make buffers (BatchNorm statistics) equal on all ranks; called before evaluation and saving."""
 

@@ -146,15 +146,22 @@ class DDP(Strategy):
             return
         self._stop_watching()
         self._order = list(order)
-        # A backward pass over the bare parameters, with gradients of 0, that makes them ready in the same order.
-        self.wrapped.module = _InOrder([by_name[name] for name in order])
+        self._backward_alone([by_name[name] for name in order], 0.0)
+        self._called = False
+        for parameter in by_name.values():
+            parameter.grad = None
+
+    def spoil(self) -> None:
+        if self.world.world_size > 1:
+            self._backward_alone([parameter for _, parameter in self.trained], float("nan"))
+
+    def _backward_alone(self, parameters: list[nn.Parameter], gradient: float) -> None:
+        """A backward pass over the bare parameters, which makes them ready in this order with this gradient."""
+        self.wrapped.module = _InOrder(parameters, gradient)
         try:
             self.wrapped().backward()
         finally:
             self.wrapped.module = self.bare
-            self._called = False
-        for parameter in by_name.values():
-            parameter.grad = None
 
     def check_gradients(self) -> None:
         if self.world.world_size == 1:
@@ -255,17 +262,18 @@ def _without_buffers(model: nn.Module) -> Iterator[None]:
 
 
 class _InOrder(nn.Module):
-    """Adds its parameters up so that their gradients become ready in the given order."""
+    """Adds its parameters up, times a number, so that their gradients become ready in the given order."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], gradient: float) -> None:
         super().__init__()
+        self.gradient = gradient
         self.ordered = parameters  # a plain list: they are not this module's own
 
     def forward(self) -> torch.Tensor:
         total = torch.zeros((), device=self.ordered[0].device)
         # The autograd engine goes back through the last operation first.
         for parameter in reversed(self.ordered):
-            total = total + (parameter * 0).sum()
+            total = total + (parameter * self.gradient).sum()
         return total
 
 
