@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from allhands import DDP, Callback, SupervisedRunner, WorkerError
-from tests.faults.probes import Found, probe, size, slope_after, sum_of_means, train
+from tests.faults.probes import Found, probe, refusal, size, slope_after, sum_of_means, train
 from tests.reference import Slope, mean_output
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(400)]
@@ -78,6 +78,23 @@ def test_sparse_gradients_equal_dense_ones(found: Found) -> None:
         for n, (sparse, dense) in enumerate(results, 1):
             torch.testing.assert_close(sparse, dense, msg=f"{n} samples")
             assert not torch.equal(dense, torch.ones(7, 2))
+
+
+@probe
+def a_loss_that_is_not_finite_in_a_sparse_step() -> list[str]:
+    """The last sample's loss is infinite: alone in its step, or with others in it."""
+    messages = []
+    for n in (2 * size(), 2 * size() + 1):
+        target = torch.zeros(n)
+        target[-1] = float("inf")
+        messages.append(refusal(lambda n=n, target=target: train(Words(True), (torch.arange(n), target), 2, nn.MSELoss())))
+    return messages
+
+
+def test_a_loss_that_is_not_finite_is_told_on_all_ranks_with_sparse_gradients(found: Found) -> None:
+    for messages in found(a_loss_that_is_not_finite_in_a_sparse_step):
+        assert len(messages) == 2
+        assert all("the training loss is inf" in message for message in messages)
 
 
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_object", "broadcast_object_list", "barrier", "gather")

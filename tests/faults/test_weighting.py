@@ -216,6 +216,34 @@ def test_a_step_in_which_no_target_counts_changes_nothing(found: Found) -> None:
     assert found(nothing_counts) == [{"same": True, "steps": [steps]}] * found.workers  # plain PyTorch: 0/0
 
 
+def image_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
+    return model.to(memory_format=torch.channels_last)
+
+
+def images(workers: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two steps in batches of 2 a worker, the second of one sample."""
+    n = 2 * workers + 1
+    return torch.randn(n, 3, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(n) % 2
+
+
+@probe
+def channels_last() -> dict[str, torch.Tensor]:
+    model = image_model()
+    train(model, images(size()), 2, nn.CrossEntropyLoss(), lr=0.1)
+    return model.state_dict()
+
+
+def test_another_memory_format_changes_nothing(found: Found) -> None:
+    model = image_model()
+    batches = global_batches(2 * found.workers + 1, 2 * found.workers, seed=0, shuffle=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train_by_hand(model, nn.CrossEntropyLoss(), optimizer, images(found.workers), batches, 2)
+    for weights in found(channels_last):
+        assert relative_difference(weights, model.state_dict()) < 1e-5
+
+
 @probe
 def focal() -> str:
     return refusal(lambda: train(nn.Linear(3, CLASSES), (torch.ones(6, 3), torch.zeros(6, dtype=torch.long)), 2, Focal()))

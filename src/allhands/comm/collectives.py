@@ -55,6 +55,9 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], world: World) -> Non
     for parameter, (used, sparse) in zip(params, counts.tolist(), strict=True):
         if not used:
             continue
+        if 0 < sparse < used:  # some rank has a dense one, so that all must
+            sparse = 0  # noqa: PLW2901
+            parameter.grad = parameter.grad.to_dense() if parameter.grad is not None else None
         if parameter.grad is None:
             parameter.grad = _no_rows(parameter) if sparse else torch.zeros_like(parameter)
         if sparse:

@@ -157,7 +157,7 @@ class OptimizerStep:
         anything to ask about. (It may be an overflow under fp16, which is the scaler's business.)
         """
         gradient = next((p.grad for p in self.parameters if p.grad is not None and p.grad.numel()), None)
-        if gradient is None or math.isfinite(gradient.view(-1)[0].item()):
+        if gradient is None or math.isfinite(_one_number(gradient)):
             return
         calls.note("asking whose loss is not finite")
         said = all_gather_text("" if failed is None else str(failed), self.world)
@@ -208,3 +208,8 @@ class OptimizerStep:
             scaler.update()
         else:
             self._apply()
+
+
+def _one_number(gradient: torch.Tensor) -> float:
+    """A number of a gradient of any memory format: the first one, of a sparse gradient the sum (NaN when one is)."""
+    return (gradient._values().sum() if gradient.is_sparse else gradient[(0,) * gradient.dim()]).item()

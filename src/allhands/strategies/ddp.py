@@ -157,7 +157,8 @@ class DDP(Strategy):
 
     def _backward_alone(self, parameters: list[nn.Parameter], gradient: float) -> None:
         """A backward pass over the bare parameters, which makes them ready in this order with this gradient."""
-        self.wrapped.module = _InOrder(parameters, gradient)
+        embeddings = (m for m in self.bare.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse)
+        self.wrapped.module = _InOrder(parameters, gradient, {id(module.weight) for module in embeddings})
         try:
             self.wrapped().backward()
         finally:
@@ -262,18 +263,26 @@ def _without_buffers(model: nn.Module) -> Iterator[None]:
 
 
 class _InOrder(nn.Module):
-    """Adds its parameters up, times a number, so that their gradients become ready in the given order."""
+    """Adds its parameters up, times a number, so that their gradients become ready in the given order.
 
-    def __init__(self, parameters: list[nn.Parameter], gradient: float) -> None:
+    Those whose id is in `sparse` get sparse gradients, of their first row.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], gradient: float, sparse: set[int]) -> None:
         super().__init__()
         self.gradient = gradient
+        self.sparse = sparse
         self.ordered = parameters  # a plain list: they are not this module's own
 
     def forward(self) -> torch.Tensor:
         total = torch.zeros((), device=self.ordered[0].device)
         # The autograd engine goes back through the last operation first.
         for parameter in reversed(self.ordered):
-            total = total + (parameter * self.gradient).sum()
+            value: torch.Tensor = parameter
+            if id(parameter) in self.sparse:
+                first = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+                value = nn.functional.embedding(first, parameter, sparse=True)
+            total = total + (value * self.gradient).sum()
         return total
 
 
