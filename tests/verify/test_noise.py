@@ -48,9 +48,24 @@ def test_noise_is_the_largest_so_far_of_all_runs() -> None:
 def test_one_quantity_is_not_held_to_a_chance_agreement() -> None:
     noise = Noise(1e-6)
     noise.add(Trace([step(loss=0.0, gradient=2e-5, parameter=1e-5)]))
-    assert noise.at(0, "loss") == 1e-5
+    assert noise.at(0, "loss") == 2e-5
     assert noise.at(0, "gradient of other") == 2e-5
-    assert noise.at(0, "buffer b") == 1e-5
+    assert noise.at(0, "parameter other") == 1e-5
+    assert noise.at(0, "buffer b") == 2e-5
+
+
+def test_a_parameter_that_is_all_noise_does_not_hide_a_fault_in_the_others() -> None:
+    noise, run = Noise(1e-6), step(gradient=1e-6, parameter=1e-6)
+    run["distance"] |= {
+        "gradient of v": 1e-6,
+        "gradient of key": 1.4,
+        "parameter v": 1e-6,
+        "parameter key": 1.4,
+        ALL_PARAMETERS: 0.3,
+    }
+    noise.add(Trace([run]))
+    assert [noise.at(0, name) for name in ("loss", "gradient of w", "parameter w")] == [1e-6] * 3
+    assert noise.at(0, "parameter key") == 1.4
 
 
 def test_differences_beyond_the_factor_are_found_where_they_begin() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from allhands.config import read_run
 from allhands.errors import UserError, WorkerError
+
+if TYPE_CHECKING:
+    from allhands.verify import Report
 
 
 def verify(
@@ -51,21 +54,7 @@ def verify(
     except WorkerError as error:
         # 1 says that the training differs.
         raise WorkerError(str(error), error.rank, error.exit_code if error.exit_code > 1 else 2) from error
-    logdir = run_file.config.logdir
-    if plot is None and logdir is None:
-        print("no plot: the run file has no logdir; --plot FILE draws one")
-    else:
-        try:
-            if plot is None:
-                assert logdir is not None
-                plot = Path(logdir).expanduser() / "verify.png"
-                _make(plot.parent)
-            report.save_plot(plot)
-            print(f"plot: {plot}")
-        except UserError as error:
-            if "matplotlib" not in str(error):
-                raise
-            print("no plot: matplotlib is not installed; pip install 'allhands[report]'")
+    print(_draw(report, plot, run_file.config.logdir))
     return 0 if report.ok else 1
 
 
@@ -82,10 +71,17 @@ def _count(word: str) -> int:
     return int(word)
 
 
-def _make(folder: Path) -> None:
+def _draw(report: Report, plot: Path | None, logdir: str | None) -> str:
+    """Draw the plot; where it is, or why there is none. Only one that was asked for must be."""
+    if plot is not None:
+        report.save_plot(plot)
+        return f"plot: {plot}"
+    if logdir is None:
+        return "no plot: the run file has no logdir; --plot FILE draws one"
+    path = Path(logdir).expanduser() / "verify.png"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"the logdir {str(folder)!r} cannot be made: {error.strerror}; write --plot FILE, or another logdir"
-        ) from None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        report.save_plot(path)
+    except (UserError, OSError) as error:
+        return f"no plot: {error}"
+    return f"plot: {path}"

@@ -13,7 +13,7 @@ from torch import nn
 from allhands.errors import AllhandsError, UserError, kind_of
 from allhands.runner import SupervisedRunner
 from allhands.runner.settings import Data
-from allhands.runner.workers import world_around
+from allhands.runner.workers import plan, world_around
 from allhands.strategies import Strategy, strategy_named
 from allhands.verify import causes, probes
 from allhands.verify.noise import FACTOR, Finding, Noise, floor_of, judge, nearest
@@ -112,6 +112,9 @@ def verify(
         probes.refuse_strangers(model, optimizer)
     settings_to_check(objects, 1).validate()
     assert model is not None
+    for strategy in chosen:
+        for count in counts:
+            plan(strategy, count, runner.device)  # refuses now what it would refuse after the first runs
     compared, notes = _steps_that_fit(model, steps)
 
     runs = Runs(objects, runner.device)

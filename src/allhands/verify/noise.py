@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from allhands.verify.recording import ALL_GRADIENTS, ALL_PARAMETERS, Step
+from allhands.verify.recording import ALL_PARAMETERS, Step
 from allhands.verify.runs import Trace
 
 #: A difference is real when it is more than so many times the noise. docs/verify.md has the figures that it was chosen from.
@@ -46,8 +47,9 @@ class Finding:
 class Noise:
     """The largest difference that rounding has made up to each step, by quantity.
 
-    Beside a quantity's own noise, that of all gradients and of all parameters together counts, so that a quantity of one
-    number, which two runs can give alike by chance, is not held to that chance.
+    Beside a quantity's own noise, the median over all gradients (or over all parameters) counts, so that a quantity of a few
+    numbers, which two runs can give alike by chance, is not held to that chance. It is the median and not the whole because
+    single parameters may be all noise: Adam makes full steps of a gradient that is 0 but for rounding.
 
     Args:
         floor: never less than this.
@@ -74,10 +76,10 @@ class Noise:
         if not self._steps:
             return self.floor
         known = self._steps[min(number, len(self._steps) - 1)]
-        pooled = [known.get(ALL_PARAMETERS, 0.0)]
-        if name.startswith("gradient") or name == ALL_GRADIENTS:
-            pooled.append(known.get(ALL_GRADIENTS, 0.0))
-        return max(self.floor, known.get(name, 0.0), *pooled)
+        # The loss, the gradients and the buffers of a step come from one forward pass, before its update.
+        kind = "parameter " if name.startswith("parameter ") or name == ALL_PARAMETERS else "gradient of "
+        alike = [value for other, value in known.items() if other.startswith(kind)]
+        return max(self.floor, known.get(name, 0.0), statistics.median(alike) if alike else 0.0)
 
 
 def floor_of(model: torch.nn.Module) -> float:

@@ -122,6 +122,7 @@ class Report:
                 one.plot(steps, shown, marker="o", markersize=3, color=f"C{number}", label=name + exact)
                 one.plot(steps, curves["limit"], linestyle="--", linewidth=1, color=f"C{number}", alpha=0.6)
             one.set(title=f"all {kind}", xlabel="optimizer step", yscale="log")
+            one.xaxis.get_major_locator().set_params(integer=True)
             one.grid(alpha=0.3)
         axes[0].set_ylabel("difference from one process, relative")
         axes[0].plot([], [], "k--", linewidth=1, label="most that rounding explains")
