@@ -179,6 +179,7 @@ class Training:
             where = f"after epoch {self.epoch}"
         except _Left:
             where = f"after optimizer step {self.step}, in epoch {self.epoch + 1}"
+            self.settings.strategy.sync_buffers()  # the model that is handed back is one for all ranks
         if self._signal:
             return where
         self._hook("on_train_end")

@@ -77,7 +77,11 @@ def _read(path: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
     from allhands.runner.checkpoint.storage import Reader, dtype_named
 
     index = json.loads((path / INDEX_FILE).read_text())
-    tensors = {key: torch.empty(entry["size"], dtype=dtype_named(entry["dtype"])) for key, entry in index.items() if wanted(key)}
+    tensors = {
+        key: torch.empty(entry["size"], dtype=dtype_named(entry["dtype"]), device="cpu")
+        for key, entry in index.items()
+        if wanted(key)
+    }
     if tensors:
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with warnings.catch_warnings():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import sys
+import threading
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -158,7 +160,7 @@ class Saver:
         """Raise when another rank is about to save another checkpoint: their parts would be put together."""
         if self.group is None:
             return
-        mine = torch.zeros(128, dtype=torch.uint8)
+        mine = torch.zeros(128, dtype=torch.uint8, device="cpu")
         mine[: len(name)] = torch.frombuffer(bytearray(name.encode()), dtype=torch.uint8)
         seen = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(seen, mine, group=self.group)
@@ -188,7 +190,7 @@ class Saver:
         for key, value in tensors.items():
             buffer = self._buffers.get(key)
             if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-                buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.device.type == "cuda")
+                buffer = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=value.device.type == "cuda")
             buffer.copy_(value, non_blocking=True)
             on_device |= value.device.type == "cuda"
             staged[key] = buffer
@@ -199,5 +201,7 @@ class Saver:
 
 
 def _prepare() -> None:
-    """Import, in the thread, what takes long to import."""
+    """Set the thread up: it gives way to the training, and imports what takes long to import."""
+    if sys.platform == "linux":  # where a priority is a thread's, and not the process's
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
     import allhands.runner.checkpoint.storage  # noqa: F401
