@@ -19,7 +19,7 @@ from allhands.verify import causes, probes
 from allhands.verify.noise import FACTOR, Finding, Noise, floor_of, judge, nearest
 from allhands.verify.recording import ALL_GRADIENTS, ALL_PARAMETERS
 from allhands.verify.report import DIFFERS, LOSSY, SAME, Report, Row, require_matplotlib
-from allhands.verify.runs import Runs, Trace, Variation, bytes_of, settings_to_check, smallest_cut
+from allhands.verify.runs import Runs, Trace, Variation, bytes_of, leaves_on_sigterm, settings_to_check, smallest_cut
 
 # The reference run keeps the gradients and the parameters of every step; not more than this.
 MEMORY = 2 << 30
@@ -117,11 +117,12 @@ def verify(
             plan(strategy, count, runner.device)  # refuses now what it would refuse after the first runs
     compared, notes = _steps_that_fit(model, steps)
 
-    runs = Runs(objects, runner.device)
-    try:
-        report = _compare(runs, objects, chosen, counts, compared)
-    finally:
-        runs.close()
+    with leaves_on_sigterm():
+        runs = Runs(objects, runner.device)
+        try:
+            report = _compare(runs, objects, chosen, counts, compared)
+        finally:
+            runs.close()
     report.notes = notes + report.notes
     print(report.table())
     if plot is not None:

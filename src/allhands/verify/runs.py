@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import shutil
+import signal
+import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -294,6 +297,24 @@ def _double(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_double(item) for item in value)
     return value
+
+
+@contextlib.contextmanager
+def leaves_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit inside, where it would have ended this process at once and left its files behind."""
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    # Python handles signals in the main thread only, and a handler of the user's own stays.
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def bytes_of(model: nn.Module) -> int:

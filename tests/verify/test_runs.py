@@ -1,0 +1,58 @@
+"""The files through which the runs of a comparison get their objects."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from allhands.errors import UserError
+from tests.verify.problems import network, verified
+
+pytestmark = pytest.mark.serial
+
+SLOW = """
+import time
+from allhands import SupervisedRunner
+from allhands.launch import ship
+from tests.verify.problems import verified
+
+class Slow(SupervisedRunner):
+    def handle_batch(self, model, batch):
+        print("training", flush=True)
+        time.sleep(0.2)
+        return super().handle_batch(model, batch)
+
+made = ship.make_directory
+def told(nbytes=0):
+    folder = made(nbytes)
+    print(folder, flush=True)
+    return folder
+ship.make_directory = told
+verified(runner=Slow(device="cpu"), steps=50)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_no_file_behind(number: signal.Signals) -> None:
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen([sys.executable, "-c", SLOW], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    folder = Path(process.stdout.readline().strip())
+    assert process.stdout.readline() == "training\n"
+    assert list(folder.glob("shipped-*"))
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode in (143, -signal.SIGINT), stderr
+    assert not folder.exists()
+
+
+def test_what_cannot_be_sent_to_workers_is_named() -> None:
+    model = network()
+    model.lock = threading.Lock()
+    with pytest.raises(UserError, match=r"model.*lock"):
+        verified(model=model)
