@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, default_collate, get_worker_info
 
 from allhands.data import build_feeds, preserved_generators, sources_from_loaders
 from allhands.data.seeded import SeededDataset, seed_sample
@@ -116,6 +117,61 @@ def test_a_collate_function_that_draws_draws_the_same_wherever_it_runs() -> None
     assert torch.equal(here, rows(world_of(0, 1), collate_fn=mixing, num_workers=2))
     assert torch.equal(here[6:], rows(world_of(0, 1), collate_fn=mixing, skip=6))
     assert not torch.equal(here, rows(world_of(0, 1), collate_fn=mixing, epoch=1))
+
+
+class NoisyStream(IterableDataset[Any]):
+    """21 numbers in a random order, each with a draw of each generator; numpy's normal draws come in pairs."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return map(self.sample, torch.randperm(21).tolist())
+
+    @staticmethod
+    def sample(index: int) -> torch.Tensor:
+        return torch.tensor([index, float(torch.rand(())), np.random.randn(), random.gauss(0, 1)], dtype=torch.float64)
+
+
+def stream(skip: int = 0, draws_between: int = 0, epoch: int = 0, size: int = 3, **options: Any) -> torch.Tensor:
+    """What is read of a stream while the training draws `draws_between` times a step."""
+    loader = DataLoader(NoisyStream(), size, **options)
+    feed = build_feeds(sources_from_loaders({"train": loader}), world_of(0, 1), seed=7)["train"]
+    found = []
+    with preserved_generators():
+        for batches, _, _, _ in feed.epoch(epoch, skip):
+            found += batches
+            for _ in range(draws_between):
+                torch.rand(()), np.random.randn(), random.random()
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("collate", [None, mixing])
+@pytest.mark.parametrize("loader_processes", [0, 1])
+def test_a_stream_draws_the_same_wherever_it_is_read_and_after_an_interruption(loader_processes: int, collate: Any) -> None:
+    whole = stream(collate_fn=collate)
+    if collate is None:
+        assert sorted(whole[:, 0].tolist()) == list(range(21))
+        assert not torch.equal(whole, stream(epoch=1))
+    for draws_between in (0, 3):
+        read = stream(draws_between=draws_between, num_workers=loader_processes, collate_fn=collate)
+        assert torch.equal(read, whole)
+        read = stream(6, draws_between, num_workers=loader_processes, collate_fn=collate)
+        assert torch.equal(read, whole[6:])
+
+
+def test_a_stream_is_the_same_in_batches_of_any_size() -> None:
+    assert torch.equal(stream(size=4), stream(size=3))
+    assert torch.equal(stream(size=4, skip=5), stream(size=3)[5:])
+
+
+def test_a_stream_leaves_the_trainings_generators_alone() -> None:
+    def draws() -> list[float]:
+        return [float(torch.rand(())), np.random.randn(), random.gauss(0, 1)]
+
+    feed = build_feeds(sources_from_loaders({"train": DataLoader(NoisyStream(), 3)}), world_of(0, 1), seed=7)["train"]
+    with preserved_generators():
+        seed_sample(1, 0)
+        expected = [draws() for _ in range(7)]
+        seed_sample(1, 0)
+        assert [draws() for _ in feed.epoch(0)] == expected
 
 
 def double(worker: int) -> None:

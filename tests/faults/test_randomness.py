@@ -2,21 +2,23 @@
 
 Kinds of fault: pytorch/pytorch#5059, xingyizhou/CenterNet#233, Lightning-AI/pytorch-lightning#20412, AlbumentationsX#266
 (equal draws in each loader process or epoch), Lightning-AI/pytorch-lightning#16166, facebookresearch/detr#297 (equal draws on
-every rank).
+every rank). A stream that is read in the training's own process shares generators with it, and must not depend on that.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from allhands import DDP, SupervisedRunner
+from allhands import DDP, Callback, SupervisedRunner
 from tests.faults.probes import Found, probe, size
 from tests.reference import Slope, mean_output
 
@@ -36,6 +38,13 @@ class Noisy(Dataset[Any]):
         return torch.tensor([float(index), float(torch.rand(())), np.random.rand(), random.random()], dtype=torch.float64), 0.0
 
 
+class NoisyStream(IterableDataset[Any]):
+    """The same samples, in an order that the stream draws for itself."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(Noisy().__getitem__, torch.randperm(SAMPLES).tolist())
+
+
 class Keeping(SupervisedRunner):
     """Keeps every sample that this rank trains on."""
 
@@ -45,21 +54,25 @@ class Keeping(SupervisedRunner):
 
     def handle_batch(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         self.seen += batch[0].tolist()
+        torch.rand(()), np.random.rand()  # as a model with dropout draws, and a training that mixes samples
         return model(batch[0].float()), batch[1]
 
 
-def read(loader_processes: int) -> list[list[float]]:
+def read(loader_processes: int, dataset: Any = None) -> list[list[float]]:
     model, runner = Slope(), Keeping()
     runner.train(
         model=model, criterion=mean_output, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), num_epochs=EPOCHS,
-        distributed=DDP(), datasets={"batch_size": 6 // size(), "num_workers": loader_processes, "train": Noisy()},
+        distributed=DDP(), datasets={"batch_size": 6 // size(), "num_workers": loader_processes, "train": dataset or Noisy()},
     )  # fmt: skip
     return runner.seen
 
 
 @probe
 def draws() -> dict[str, Any]:
-    return {"0": read(0), "0 again": read(0), "2": read(2), "2 again": read(2)}
+    return {
+        "0": read(0), "0 again": read(0), "2": read(2), "2 again": read(2),
+        "stream": read(0, NoisyStream()), "stream, loader process": read(1, NoisyStream()),
+    }  # fmt: skip
 
 
 def by_epoch(ranks: list[list[list[float]]]) -> list[list[tuple[float, ...]]]:
@@ -94,6 +107,41 @@ def test_a_sample_is_augmented_alike_at_any_number_of_workers_and_loader_process
     assert [[row[0] for row in epoch] for epoch in here[0]] == [list(map(float, range(SAMPLES)))] * EPOCHS
     # The first world that runs sets what the others must give.
     assert EXPECTED.setdefault("draws", here[0]) == here[0]
+
+
+def test_a_stream_draws_alike_at_any_number_of_workers_and_loader_processes(found: Found) -> None:
+    here = [by_epoch([rank[kind] for rank in found(draws)]) for kind in ("stream", "stream, loader process")]
+    assert here[0] == here[1]
+    assert [[row[0] for row in epoch] for epoch in here[0]] == [list(map(float, range(SAMPLES)))] * EPOCHS
+    assert len({row[1] for epoch in here[0] for row in epoch}) == SAMPLES * EPOCHS
+    assert EXPECTED.setdefault("stream", here[0]) == here[0]
+
+
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, training: Any) -> None:
+        if training.step == self.step:
+            training.stop("for the test", now=True)
+
+
+@pytest.mark.parametrize("loader_processes", [0, 1])
+def test_a_stream_that_shuffles_goes_on_where_it_was_interrupted(tmp_path: Path, loader_processes: int) -> None:
+    def trained(logdir: Path, stop_at: int = 0) -> list[list[float]]:
+        model, runner = nn.Sequential(nn.Dropout(0.5), Slope()), Keeping()
+        runner.train(
+            model=model, criterion=mean_output, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), num_epochs=EPOCHS,
+            distributed=False, callbacks=[StopAt(stop_at)], logdir=logdir, resume="auto",
+            loaders={"train": DataLoader(NoisyStream(), 3, num_workers=loader_processes)},
+        )  # fmt: skip
+        return [*runner.seen, [float(model[1].w.detach())]]
+
+    whole = trained(tmp_path / "whole")
+    for step in (1, 3, 6):
+        seen = trained(tmp_path / str(step), stop_at=step)[:-1]
+        assert seen == whole[: 3 * step]
+        assert trained(tmp_path / str(step)) == whole[3 * step :]
 
 
 def generators() -> list[float]:

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from allhands.comm import all_gather_rows
 from allhands.data.agree import checksum
 from allhands.data.order import Dealer, StepShare, split_share
 from allhands.data.random import derive_seed
-from allhands.data.seeded import Request, SeededDataset, seeded_collate
+from allhands.data.seeded import Request, Samples, SeededDataset, StreamGenerators, seeded_collate
 from allhands.data.sources import BatchSource, IndexSource, OrderSource
 from allhands.errors import UserError
 from allhands.world import World
@@ -242,18 +242,17 @@ class IterableFeed(Feed):
         self._generator = torch.Generator()
         options = dict(options)
         options.pop("persistent_workers", None)  # a process is started for each epoch, so that it knows which one it is
-        collate = options.pop("collate_fn", None) or torch.utils.data.default_collate
-        self.loader: DataLoader[Any] = DataLoader(
-            _DealtStream(dataset, dealer, world.rank, collate), batch_size=None, generator=self._generator, **options
-        )
+        self._stream = _DealtStream(dataset, dealer, world.rank, options.pop("collate_fn", None))
+        self.loader: DataLoader[Any] = DataLoader(self._stream, batch_size=None, generator=self._generator, **options)
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[StepBatch]:
         # The same seed on every rank: a stream that shuffles must shuffle alike everywhere, or samples are lost.
-        self._generator.manual_seed(derive_seed(self.seed, "stream", self.name, epoch))
-        set_epoch = getattr(self.loader.dataset.dataset, "set_epoch", None)  # type: ignore[attr-defined]
+        self._stream.seed = derive_seed(self.seed, "stream", self.name, epoch)
+        self._stream.skip = skip
+        self._generator.manual_seed(self._stream.seed)  # for a worker_init_fn that draws
+        set_epoch = getattr(self._stream.dataset, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        self.loader.dataset.skip = skip  # type: ignore[attr-defined]
         for batches, counts, total, fingerprint in self.loader:
             self._check_same_stream(total, fingerprint)
             yield batches, counts, total, total < self.world.world_size
@@ -295,22 +294,29 @@ class _DealtStream(IterableDataset[Any]):
         self.dataset = dataset
         self.dealer = dealer
         self.rank = rank
-        self.collate = collate
-        self.skip = 0
+        self.collate = seeded_collate(collate)
+        self.seed = self.skip = 0
 
     def __iter__(self) -> Iterator[tuple[Sequence[Any], Sequence[int], int, int]]:
-        block: list[Any] = []
-        for sample in itertools.islice(self.dataset, self.skip, None):
-            block.append(sample)
-            if len(block) == self.dealer.global_batch:
-                yield self._deal(block)
-                block = []
-        if block and not self.dealer.drop_last:
-            yield self._deal(block)
+        # A collate function that draws seeds the generators for itself, and must not move the stream's.
+        reading = StreamGenerators(self.seed, alone=get_worker_info() is not None and self.collate is None)
+        with reading:
+            samples = itertools.islice(self.dataset, self.skip, None)
+        first, size = self.skip, self.dealer.global_batch
+        while True:
+            with reading:
+                block = list(itertools.islice(samples, size))
+            if not block or (len(block) < size and self.dealer.drop_last):
+                return
+            yield self._deal(block, first)
+            if len(block) < size:
+                return
+            first += size
 
-    def _deal(self, block: list[Any]) -> tuple[Sequence[Any], Sequence[int], int, int]:
+    def _deal(self, block: list[Any], first: int) -> tuple[Sequence[Any], Sequence[int], int, int]:
         share = split_share(0, len(block), self.rank, self.dealer.world_size, self.dealer.batch_size)
-        batches = [self.collate(part) for _, part in _cut(block, share)]
+        collate = self.collate or default_collate
+        batches = [collate(Samples(self.seed, position, part)) for position, part in _cut(block, share, first)]
         return batches, share.sizes, share.total, _fingerprint([block[0], block[-1]])
 
 

@@ -10,6 +10,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,16 +33,26 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
 
 
+def get_states() -> tuple[Any, Any, Any]:
+    """Where the processor's global generators of torch, numpy and random are."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def set_states(states: tuple[Any, Any, Any]) -> None:
+    """Put the global generators where `get_states` found them."""
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
 @contextmanager
 def preserved_generators() -> Iterator[None]:
     """Leave the global generators of torch, numpy and random as they were found."""
-    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    states = get_states()
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
         yield
     finally:
-        torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
+        set_states(states)
         if cuda_states is not None:
             torch.cuda.set_rng_state_all(cuda_states)
