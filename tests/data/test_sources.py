@@ -81,7 +81,11 @@ def remembering() -> DataLoader[Any]:
     return DataLoader(DATA, 4, sampler=Remembers())
 
 
-MAKERS = [with_generator, weighted, batches, uneven, remembering]
+def remembering_batches() -> DataLoader[Any]:
+    return DataLoader(DATA, batch_sampler=Uneven(Remembers(), 4, drop_last=False))
+
+
+MAKERS = [with_generator, weighted, batches, uneven, remembering, remembering_batches]
 
 
 @pytest.mark.parametrize("make", MAKERS)

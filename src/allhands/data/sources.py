@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -91,29 +91,36 @@ class _Drawing:
         """Draw anew when the same epoch is asked for again."""
         self.epoch = None
 
+    def _parts(self) -> Iterator[Any]:
+        """The sampler, and the one that a batch sampler draws from."""
+        yield self.sampler
+        if hasattr(self.sampler, "sampler"):
+            yield self.sampler.sampler
+
     def _generator(self) -> torch.Generator | None:
-        for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
-            generator = getattr(sampler, "generator", None)
-            if isinstance(generator, torch.Generator):
-                return generator
+        generators = (getattr(part, "generator", None) for part in self._parts())
+        return next((generator for generator in generators if isinstance(generator, torch.Generator)), None)
+
+    def _stateful(self) -> Any:
+        """The part that keeps a state of its own, or None."""
+        for part in self._parts():
+            if callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None)):
+                return part
         return None
 
-    def _keeps_state(self) -> bool:
-        return callable(getattr(self.sampler, "state_dict", None)) and callable(getattr(self.sampler, "load_state_dict", None))
-
     def state_dict(self) -> dict[str, Any]:
-        generator = self._generator()
+        generator, stateful = self._generator(), self._stateful()
         return {
             "generator": generator.get_state() if generator is not None else None,
-            "sampler": self.sampler.state_dict() if self._keeps_state() else None,
+            "sampler": stateful.state_dict() if stateful is not None else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        generator = self._generator()
+        generator, stateful = self._generator(), self._stateful()
         if generator is not None and state["generator"] is not None:
             generator.set_state(state["generator"])
-        if state["sampler"] is not None and self._keeps_state():
-            self.sampler.load_state_dict(state["sampler"])
+        if stateful is not None and state["sampler"] is not None:
+            stateful.load_state_dict(state["sampler"])
 
 
 class Sampled(IndexSource):
