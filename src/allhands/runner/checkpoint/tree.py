@@ -31,7 +31,7 @@ def split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, 
 
 
 def join(rest: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The state that `split` took apart."""
+    """The state that `split` took apart. Marks of tensors that are not given (one rank's own) are left for a later call."""
     return {key: _fill(value, tensors) for key, value in rest.items()}
 
 
@@ -58,7 +58,7 @@ def _strip(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 def _fill(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if type(value) is tuple and len(value) == 2 and value[0] == _MARK:
-        return tensors[value[1]]
+        return tensors.get(value[1], value)
     if type(value) in (dict, OrderedDict, Counter):
         filled = {key: _fill(item, tensors) for key, item in value.items()}
         return type(value)(filled) if type(value) is not dict else filled

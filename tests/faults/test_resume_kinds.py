@@ -1,0 +1,136 @@
+"""Interrupted trainings of every kind: number formats, accumulation, loader processes, samplers, streams."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+
+import allhands
+from allhands import Callback, SupervisedRunner
+from allhands.comm import all_gather_text
+from tests.faults.probes import Found, probe
+from tests.faults.test_resume import same_bits
+from tests.runner.problems import classification
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(400)]
+
+SAMPLES = 54
+
+
+class Augmented(Dataset[Any]):
+    """Adds noise of numpy and torch to every sample."""
+
+    def __init__(self) -> None:
+        self.x, self.y = classification(SAMPLES).tensors
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index] + 0.3 * torch.randn(5) + 0.3 * float(np.random.randn()), self.y[index]
+
+
+class Stream(IterableDataset[Any]):
+    """A stream in a random order, with noise."""
+
+    def __iter__(self) -> Iterator[Any]:
+        data = Augmented()
+        for index in torch.randperm(SAMPLES).tolist():
+            yield data[index]
+
+
+class Growing(BatchSampler):
+    """Batches of 2, 3, 4, 5, 2, 3, … of a random order."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order, number = list(self.sampler), 0
+        while order:
+            take = 2 + number % 4
+            yield order[:take]
+            order, number = order[take:], number + 1
+
+    def __len__(self) -> int:
+        return 16
+
+
+def with_seed() -> torch.Generator:
+    return torch.Generator().manual_seed(4)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "fp16": {"precision": "fp16"},
+    "bf16": {"precision": "bf16"},
+    "accumulated": {"accumulate": 2, "clip_norm": 0.5},
+    "read in the worker": {"data": "augmented"},
+    "loader processes": {"data": "augmented", "num_workers": 2},
+    "sampler with a generator": {"data": "weighted"},
+    "batch sampler": {"data": "growing"},
+    "stream": {"data": "stream"},
+}
+
+
+def loader(data: str, num_workers: int) -> DataLoader[Any]:
+    plain = classification(SAMPLES)
+    if data == "augmented":
+        return DataLoader(Augmented(), 4, shuffle=True, num_workers=num_workers)
+    if data == "weighted":
+        return DataLoader(plain, 4, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, generator=with_seed()))
+    if data == "growing":
+        return DataLoader(plain, batch_sampler=Growing(RandomSampler(plain, generator=with_seed()), 4, drop_last=False))
+    if data == "stream":
+        return DataLoader(Stream(), 4)
+    return DataLoader(plain, 4, shuffle=True)
+
+
+class Stop(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, training: Any) -> None:
+        if training.step == self.step:
+            training.stop("interrupted", now=True)
+
+
+def run(logdir: Path | None, step: int, data: str = "plain", num_workers: int = 0, **options: Any) -> Any:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    history = SupervisedRunner(device="cpu").train(
+        model=model, criterion=nn.CrossEntropyLoss(), optimizer=optimizer, loaders={"train": loader(data, num_workers)},
+        metrics=["accuracy"], num_epochs=3, callbacks=[Stop(step)], logdir=logdir, resume="auto" if logdir else None, **options,
+    )  # fmt: skip
+    history.pop("seconds")
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"], "history": history}
+
+
+@probe
+def each_kind() -> dict[str, list[str]]:
+    """Stop within the first epoch and within the second, go on, and say what differs from a run that was not stopped."""
+    world = allhands.current_world()
+    assert world is not None
+    differing = {}
+    for name, options in KINDS.items():
+        whole = run(None, 0, **options)
+        each_epoch = whole["history"]["step"][0]
+        for step in (2, each_epoch + 1):
+            with tempfile.TemporaryDirectory() as own:
+                folder = Path(all_gather_text(own, world)[0])
+                run(folder, step, **options)
+                resumed = run(folder, 0, **options)
+                all_gather_text("done", world)  # rank 0's folder goes when all have read it
+            differing[f"{name}, {step}"] = [key for key in whole if not same_bits(whole[key], resumed[key])]
+    return differing
+
+
+def test_every_kind_of_training_goes_on_bit_for_bit(found: Found) -> None:
+    for rank in found(each_kind):
+        assert len(rank) == 2 * len(KINDS)
+        assert {name: keys for name, keys in rank.items() if keys} == {}
