@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import sys
-import threading
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -201,7 +199,6 @@ class Saver:
 
 
 def _prepare() -> None:
-    """Set the thread up: it gives way to the training, and imports what takes long to import."""
-    if sys.platform == "linux":  # where a priority is a thread's, and not the process's
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+    """Import, in the thread, what takes long to import."""
+    # The thread has the process's priority: with a lower one, steps took longer, because they wait for locks that it holds.
     import allhands.runner.checkpoint.storage  # noqa: F401

@@ -9,15 +9,18 @@ do.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -34,6 +37,35 @@ from allhands.runner.checkpoint.files import INDEX_FILE, MANIFEST_FILE, STATE_FI
 _SUM_SUFFIX = ".sha256"
 
 
+class _Summing:
+    """A file that sums up what is written to it, so that it need not be read again."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self.raw = raw
+        self.sum = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.sum.update(data)
+        return self.raw.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+class _SummingFiles(FileSystem):
+    """Makes the files that PyTorch's writer writes, and keeps their sums by name."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with Path(path).open(mode) as raw:
+            stream = _Summing(raw)
+            yield stream
+        self.sums[Path(path).name] = stream.sum.hexdigest()
+
+
 class Writer(FileSystemWriter):
     """Writes one checkpoint into the folder `aside`; on rank 0, `complete` then puts it in its place.
 
@@ -46,6 +78,7 @@ class Writer(FileSystemWriter):
 
     def __init__(self, aside: Path, rest: bytes, summary: dict[str, Any], complete: Callable[[], None]) -> None:
         super().__init__(aside, single_file_per_rank=True, sync_files=True, thread_count=1)
+        self.fs = self._files = _SummingFiles()
         self.aside = aside
         self.rest = rest
         self.summary = summary
@@ -61,9 +94,8 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         written = super().write_data(plan, planner)
-        # Each rank sums up its own file, so that rank 0 need not read everything again.
-        path = self.aside / f"{plan.storage_data.prefix}0.distcp"
-        path.with_name(path.name + _SUM_SUFFIX).write_text(sha256(path))
+        for name, total in self._files.sums.items():
+            (self.aside / (name + _SUM_SUFFIX)).write_text(total)
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
