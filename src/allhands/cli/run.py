@@ -5,24 +5,18 @@ A run file is read and checked before torch is imported, so that a mistake in it
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from allhands.cli.options import Overrides, RunFiles
 from allhands.config import read_run
 
 
 def run(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]", help="Changes to the run file, such as optimizer.lr=0.01.", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
     *,
-    config: Annotated[
-        list[Path] | None,
-        typer.Option("--config", "-C", help="A run file; several are merged, the later ones win. Default: the digits job."),
-    ] = None,
+    config: RunFiles = None,
     show: Annotated[bool, typer.Option("--show", help="Print the whole run file, defaults included, and train nothing.")] = False,
 ) -> int:
     """Train what a run file describes.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from allhands.cli.options import Overrides, RunFiles
 from allhands.config import read_run
 from allhands.errors import UserError, WorkerError
 
@@ -15,15 +16,9 @@ if TYPE_CHECKING:
 
 
 def verify(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]", help="Changes to the run file, such as optimizer.lr=0.01.", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
     *,
-    config: Annotated[
-        list[Path] | None,
-        typer.Option("--config", "-C", help="A run file; several are merged, the later ones win. Default: the digits job."),
-    ] = None,
+    config: RunFiles = None,
     workers: Annotated[str, typer.Option("--workers", help="Numbers of workers, with commas between them.")] = "1,2",
     strategies: Annotated[
         str | None,

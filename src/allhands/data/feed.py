@@ -43,6 +43,7 @@ class Feed(ABC):
         num_samples: samples in an epoch, or None when only reading tells.
         num_steps: optimizer steps in an epoch, or None when only reading tells.
         targets: the last member of every batch, for the whole data set, where it lies in memory.
+        order: where the order of an epoch comes from; None for a stream, which has its own.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Feed(ABC):
     num_samples: int | None
     num_steps: int | None
     targets: torch.Tensor | None = None
+    order: OrderSource | None = None
 
     @abstractmethod
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[StepBatch]:
@@ -69,10 +71,12 @@ class Feed(ABC):
         Args:
             within_epoch: the epoch is to go on, so the order that was drawn for it belongs to the state.
         """
-        return {}
+        return self.order.state_dict(within_epoch) if self.order is not None else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
+        if self.order is not None:
+            self.order.load_state_dict(state)
 
 
 class InMemoryFeed(Feed):
@@ -82,6 +86,7 @@ class InMemoryFeed(Feed):
     """
 
     kind = "in memory"
+    order: IndexSource
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor], order: IndexSource, deal: dict[str, Any],
                  rank: int, device: torch.device) -> None:  # fmt: skip
@@ -106,12 +111,6 @@ class InMemoryFeed(Feed):
         needed = sum(t.numel() * t.element_size() for t in self.tensors if t.device != self.device)
         free, _ = torch.cuda.mem_get_info(self.device)
         return needed <= free // 4  # the model, its gradients and activations need the rest
-
-    def state_dict(self, within_epoch: bool) -> dict[str, Any]:
-        return self.order.state_dict(within_epoch)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.order.load_state_dict(state)
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[StepBatch]:
         order = self.order.indices(epoch)[skip:]
@@ -151,6 +150,8 @@ class InMemoryFeed(Feed):
 class LoaderFeed(Feed):
     """Batches of a map-style data set through a DataLoader that keeps the user's collate function and loader processes."""
 
+    order: OrderSource
+
     def __init__(self, name: str, dataset: Any, order: OrderSource, deal: dict[str, Any], rank: int, seed: int,
                  options: dict[str, Any]) -> None:  # fmt: skip
         self.name = name
@@ -177,12 +178,6 @@ class LoaderFeed(Feed):
             self.batch_size = self.global_batch = 0
             self.num_samples = None
             self.num_steps = None if order.length is None else Dealer(order.length, **deal).num_steps
-
-    def state_dict(self, within_epoch: bool) -> dict[str, Any]:
-        return self.order.state_dict(within_epoch)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.order.load_state_dict(state)
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[StepBatch]:
         steps = self._plan(epoch, skip)

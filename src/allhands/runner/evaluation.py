@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,17 +45,22 @@ def loss_rule(criterion: Any, feed: Feed, runner: SupervisedRunner) -> LossRule:
     return rule
 
 
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A tree of dicts, lists and tuples with each of its tensors changed; what is no tensor stays."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, change) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(item, change) for item in value)
+    return value
+
+
 def to_device(value: Any, device: torch.device) -> Any:
     """A batch with all its tensors on `device`."""
-    if isinstance(value, torch.Tensor):
-        return value if value.device == device else value.to(device, non_blocking=True)
-    if isinstance(value, Mapping):
-        return {key: to_device(item, device) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(item, device) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(to_device(item, device) for item in value)
-    return value
+    return map_tensors(value, lambda t: t if t.device == device else t.to(device, non_blocking=True))
 
 
 def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: Forward, rule: LossRule, metrics: LoaderMetrics,

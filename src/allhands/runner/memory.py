@@ -63,25 +63,30 @@ class Memory:
         training = self.training
         assert self._saver is not None
         calls.note(("saving a checkpoint after optimizer step", training.step))
-        state, own = self.state(), self._own_tensors(position)
+        state = self.state()
+        own: dict[str, torch.Tensor] = {}
+        within = position is not None
+        # Only rank 0 draws from the user's samplers, so what they need is its own.
+        samplers, state["feeds"] = tree.split({name: feed.state_dict(within) for name, feed in training.feeds.items()})
+        if training.world.rank == 0:
+            own |= {f"feeds/{key}": value for key, value in samplers.items()}
         state["position"] = position.to_dict() if position is not None else None
-        kept = {name: buffer.clone() for name, buffer in training.model.named_buffers()} if position is not None else {}
-        own |= {f"buffers/{name}": value for name, value in kept.items()}
-        if position is not None:
-            # On another number of ranks, the training goes on from what evaluation would see; on this one, from `own`.
-            training.settings.strategy.sync_buffers()
-            state["model"] = training.model.state_dict()
         summary = {
-            "epoch": training.epoch + (position is not None),
+            "epoch": training.epoch + within,
             "step": training.step,
             "world_size": training.world.world_size,
             "metrics": metrics or {},
         }
-        try:
-            return self._saver.save(state, own, summary, training.step if position is not None else None, best)
-        finally:
-            for name, buffer in training.model.named_buffers() if kept else ():
-                buffer.copy_(kept[name])
+        if position is None:  # an epoch begins with new generators, equal buffers and empty metrics
+            return self._saver.save(state, own, summary, None, best)
+        own |= {f"generators/{key}": value for key, value in generator_states().items()}
+        if training.measuring is not None:
+            own |= {f"metrics/{key}": value for key, value in training.measuring.partial().items()}
+            own |= {f"logged/{name}": value for name, value in training.logged.partial().items()}
+        # On another number of ranks, the training goes on from what evaluation would see; on this one, from `own`.
+        with training.settings.strategy.buffers_made_equal(training.model) as buffers:
+            own |= {f"buffers/{name}": value for name, value in buffers.items()}
+            return self._saver.save(state, own, summary, training.step, best)
 
     def wait(self) -> None:
         """Until what was saved is whole on the disk."""
@@ -109,29 +114,10 @@ class Memory:
             "best_epoch": training.best_epoch,
             "history": copy.deepcopy(training.history),
             "callbacks": [callback.state_dict() for callback in training.settings.callbacks],
-            "feeds": self._feeds()[1],
             "strategy": {training.settings.strategy.name: training.settings.strategy.state_dict()},
             "seed": training.settings.seed,
             "world_size": training.world.world_size,
         }
-
-    def _feeds(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What the user's own samplers need, which rank 0 draws from: tensors by name, and the rest."""
-        within = self.training.position is not None
-        return tree.split({name: feed.state_dict(within) for name, feed in self.training.feeds.items()})
-
-    def _own_tensors(self, position: Position | None) -> dict[str, torch.Tensor]:
-        training = self.training
-        own: dict[str, torch.Tensor] = {}
-        if training.world.rank == 0:
-            own |= {f"feeds/{key}": value for key, value in self._feeds()[0].items()}
-        if position is None:
-            return own  # an epoch begins with new generators, equal buffers and empty metrics
-        own |= {f"generators/{key}": value for key, value in generator_states().items()}
-        if training.measuring is not None:
-            own |= {f"metrics/{key}": value for key, value in training.measuring.partial().items()}
-            own |= {f"logged/{name}": value for name, value in training.logged.partial().items()}
-        return own
 
     # ------------------------------------------------------------------ going on
 

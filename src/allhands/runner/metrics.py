@@ -249,6 +249,11 @@ class LoaderMetrics:
         return dict(zip(values, numbers.tolist(), strict=True))
 
 
+def _metrics_in(module: Metric) -> list[tuple[str, Any]]:
+    """A torchmetrics metric and those inside it, by path."""
+    return [(path, metric) for path, metric in module.named_modules() if hasattr(metric, "metric_state")]
+
+
 def _shape_empty_states(module: Metric, world: World) -> None:
     """Give the lists of outputs that a metric keeps (AUROC) an empty tensor of the right form on ranks without a sample.
 
@@ -256,8 +261,7 @@ def _shape_empty_states(module: Metric, world: World) -> None:
     """
     lists = [
         (f"{path}:{name}", metric, name)
-        for path, metric in module.named_modules()
-        if hasattr(metric, "metric_state")
+        for path, metric in _metrics_in(module)
         for name, value in metric.metric_state.items()
         if isinstance(value, list)
     ]
@@ -274,9 +278,7 @@ def _shape_empty_states(module: Metric, world: World) -> None:
 def _states(module: Metric) -> dict[str, torch.Tensor]:
     """A torchmetrics metric's states, and those of metrics inside it, as tensors by name."""
     states = {}
-    for path, metric in module.named_modules():
-        if not hasattr(metric, "metric_state"):
-            continue
+    for path, metric in _metrics_in(module):
         states[f"{path}:updates"] = torch.tensor(metric.update_count)
         for name, value in metric.metric_state.items():
             if isinstance(value, list):
@@ -291,9 +293,7 @@ def _take_up_states(name: str, module: Metric, states: Mapping[str, torch.Tensor
     other = module.clone() if merge else module
     if merge:
         other.reset()
-    for path, metric in other.named_modules():
-        if not hasattr(metric, "metric_state"):
-            continue
+    for path, metric in _metrics_in(other):
         for state, value in metric.metric_state.items():
             if isinstance(value, list):
                 count = sum(key.startswith(f"{path}:{state}/") for key in states)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from allhands.world import World
@@ -52,6 +54,19 @@ class Strategy(ABC):
 
     def sync_buffers(self) -> None:
         """Make buffers (BatchNorm statistics) equal on all ranks; called before evaluation and saving."""
+
+    @contextmanager
+    def buffers_made_equal(self, model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+        """Within, the buffers of `model` are what evaluation would see; yields this rank's own, which it has again afterwards."""
+        own = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        if own:
+            self.sync_buffers()
+        try:
+            yield own
+        finally:
+            for name, buffer in model.named_buffers():
+                if name in own:
+                    buffer.copy_(own[name])
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed training needs in order to round sums in the same order; of strings, numbers, lists and dicts."""

@@ -14,7 +14,7 @@ from torch import nn
 from allhands.errors import AllhandsError
 from allhands.strategies import Strategy
 from allhands.verify.noise import Finding, Noise, judge
-from allhands.verify.probes import Probe
+from allhands.verify.probes import Probe, listed
 from allhands.verify.runs import Runs, Trace, Variation, frozen_modules
 
 
@@ -112,7 +112,7 @@ def _ranks(case: Case) -> list[str]:
         if kind == "buffers":
             said.append(
                 f"buffers: after step {number + 1} and the strategy's sync_buffers() the ranks hold different values of "
-                f"{_listed(names)}; what is evaluated and saved depends on the rank"
+                f"{listed(names)}; what is evaluated and saved depends on the rank"
             )
             continue
         where = f"the ranks hold different weights after step {number + 1}, in {len(names)} of {total} parameters"
@@ -123,7 +123,7 @@ def _ranks(case: Case) -> list[str]:
             )
         else:
             said.append(
-                f"not exchanged: {where}: {_listed(names)}. Their gradients were not exchanged, or they were changed in a way "
+                f"not exchanged: {where}: {listed(names)}. Their gradients were not exchanged, or they were changed in a way "
                 "that is not the same on every rank"
             )
     return said
@@ -157,14 +157,14 @@ def _experiments(case: Case) -> list[str]:
     said = []
     if "batchnorm" in gone:
         said.append(
-            f"BatchNorm: with {_listed(suspects['batchnorm'])} in evaluation mode the difference disappears. Each worker "
+            f"BatchNorm: with {listed(suspects['batchnorm'])} in evaluation mode the difference disappears. Each worker "
             "normalises with the statistics of its own micro-batch, as every data-parallel training with BatchNorm does. "
             "GroupNorm or LayerNorm do not depend on the batch; DDP(sync_batchnorm=True) computes the statistics over all "
             "workers, on GPUs"
         )
     if "dropout" in gone:
         said.append(
-            f"dropout: with {_listed(suspects['dropout'])} off the difference disappears. Each rank draws its own masks, so "
+            f"dropout: with {listed(suspects['dropout'])} off the difference disappears. Each rank draws its own masks, so "
             "another number of workers means other masks; that is no fault. Verify with p=0 to see everything else"
         )
     if not said and "all" in gone:
@@ -238,7 +238,7 @@ def _alone(case: Case) -> list[str]:
             break
     if case.probe.unregistered:
         said.append(
-            f"unregistered: {_listed(case.probe.unregistered)} takes part in the loss without being a parameter of the model"
+            f"unregistered: {listed(case.probe.unregistered)} takes part in the loss without being a parameter of the model"
         )
     return said
 
@@ -247,7 +247,7 @@ def _nothing_confirmed(case: Case) -> str:
     finding = case.finding
     total = sum(p.requires_grad for p in case.model.parameters())
     where = (
-        f"; in that step it is in {len(finding.names)} of {total} parameters: {_listed(finding.names)}" if finding.names else ""
+        f"; in that step it is in {len(finding.names)} of {total} parameters: {listed(finding.names)}" if finding.names else ""
     )
     return (
         f"no cause could be confirmed{where}. Samples, learning rates and the weights of all ranks agree up to there, the "
@@ -258,7 +258,3 @@ def _nothing_confirmed(case: Case) -> str:
 
 def _measured(finding: Finding) -> str:
     return finding.what if math.isnan(finding.difference) else f"{finding.what}: {finding.difference:.1e}"
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -17,7 +17,7 @@ from allhands.data import build_feeds, preserved_generators, seed_everything
 from allhands.data.agree import checksum
 from allhands.errors import UserError
 from allhands.launch import ship
-from allhands.runner.evaluation import Forward, loss_rule
+from allhands.runner.evaluation import Forward, loss_rule, map_tensors
 from allhands.step import LossRule
 from allhands.verify.recording import tensors_of
 from allhands.world import current_world
@@ -34,7 +34,7 @@ def refuse_strangers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     names = [name for name, tensor in unregistered(model) if id(tensor) in held]
     if names:
         raise UserError(
-            f"the optimizer holds {_listed(names)}, which the model keeps in a plain attribute, list or dict, so that "
+            f"the optimizer holds {listed(names)}, which the model keeps in a plain attribute, list or dict, so that "
             "model.parameters() does not show it and no strategy exchanges its gradient. Assign an nn.Parameter, or use "
             "nn.ModuleList, nn.ModuleDict or nn.ParameterList"
         )
@@ -106,13 +106,13 @@ class Probe:
         notes = []
         if self.unregistered:
             notes.append(
-                f"the loss depends on {_listed(self.unregistered)}, which the model keeps in a plain attribute, list or dict: "
+                f"the loss depends on {listed(self.unregistered)}, which the model keeps in a plain attribute, list or dict: "
                 "model.parameters() does not show it, so it is neither trained nor made equal on the ranks. Assign an "
                 "nn.Parameter, or use nn.ModuleList, nn.ModuleDict or nn.ParameterList"
             )
         if self.untrained:
             notes.append(
-                f"the optimizer does not hold {_listed(self.untrained)}: it gets gradients and is never updated. Pass "
+                f"the optimizer does not hold {listed(self.untrained)}: it gets gradients and is never updated. Pass "
                 "model.parameters() to the optimizer, or set requires_grad=False where that is meant"
             )
         return notes
@@ -228,13 +228,7 @@ def _collated(dataset: Any, collate: Any, seed: int) -> int:
 
 
 def _rows(value: Any, rows: slice) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value[rows]
-    if isinstance(value, Mapping):
-        return {key: _rows(item, rows) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_rows(item, rows) for item in value)
-    return value
+    return map_tensors(value, lambda t: t[rows])
 
 
 def _content(sample: Any) -> int:
@@ -253,5 +247,6 @@ def _content(sample: Any) -> int:
         return 0  # what cannot be looked at is not accused
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first names, and how many more."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -85,7 +85,8 @@ class Recorder(Callback):
         }
         parameters = {name: p.detach() for name, p in self._names}
         apart = {"parameters": _apart(parameters, training)}
-        with _shared_buffers(training) as buffers:
+        buffers = dict(training.model.named_buffers())
+        with training.settings.strategy.buffers_made_equal(training.model):
             apart["buffers"] = _apart(buffers, training)
             if self.keep:
                 step |= {"gradients": _kept(gradients), "parameters": _kept(parameters), "buffers": _kept(buffers)}
@@ -158,25 +159,6 @@ def row_checksums(batch: Any) -> list[int] | None:
         for number, row in enumerate(data.view(len(data), -1).view(torch.uint8).numpy() if data.numel() else ()):
             rows[number] = zlib.crc32(row.data, rows[number])
     return rows
-
-
-class _shared_buffers:
-    """The buffers as evaluation would see them on this rank; afterwards the training has its own again."""
-
-    def __init__(self, training: Training) -> None:
-        self.training = training
-
-    def __enter__(self) -> dict[str, torch.Tensor]:
-        buffers = dict(self.training.model.named_buffers())
-        self.kept = {name: buffer.clone() for name, buffer in buffers.items()}
-        if buffers:
-            self.training.settings.strategy.sync_buffers()
-        return buffers
-
-    def __exit__(self, *_: object) -> None:
-        for name, buffer in self.training.model.named_buffers():
-            if name in self.kept:
-                buffer.copy_(self.kept[name])
 
 
 def _kept(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

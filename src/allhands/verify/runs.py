@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from allhands.data import Source
+from allhands.data import Feed, Source
 from allhands.errors import UserError, WorldError
 from allhands.launch import ship
 from allhands.launch.unpicklable import explain
+from allhands.runner.evaluation import map_tensors
 from allhands.runner.reporter import Reporter
 from allhands.runner.settings import Data, TrainSettings
 from allhands.runner.training import Training
@@ -266,9 +267,9 @@ class _Stays:
         return self.module
 
 
-def _watch_order(feed: Any, orders: dict[str, int], reverse: bool) -> None:
+def _watch_order(feed: Feed, orders: dict[str, int], reverse: bool) -> None:
     """Note a checksum of each epoch's order; with `reverse`, turn round the samples of each global batch."""
-    order = getattr(feed, "order", None)
+    order = feed.order
     if order is None:
         return  # a stream has no order that could be looked at
     name = "batches" if hasattr(order, "batches") else "indices"
@@ -288,15 +289,7 @@ def _watch_order(feed: Any, orders: dict[str, int], reverse: bool) -> None:
 
 
 def _double(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _double(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_double(item) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_double(item) for item in value)
-    return value
+    return map_tensors(value, lambda t: t.double() if t.is_floating_point() else t)
 
 
 @contextlib.contextmanager
