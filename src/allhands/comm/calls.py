@@ -175,7 +175,8 @@ class Watcher:
 
     def _look_until_stopped(self) -> str | None:
         """The message of a mismatch; None when the watch was stopped first."""
-        next_poll, gap, patience = 0.0, self._every / 4, 3
+        next_poll, gap = 0.0, self._every / 4
+        found_at: float | None = None
         pause = self._every
         next_audit, suspect = self._since + self._audit, False
         while not self._stopped.wait(pause):
@@ -204,9 +205,10 @@ class Watcher:
                 states = self._read()
                 message, complete = self._contradiction(states)
                 if message:
-                    # Those that are on their way to the same place shall be in the message too.
-                    patience -= 1
-                    if complete or patience == 0:
+                    # Those that are on their way to the same place shall be in the message too. A rank that is not waiting
+                    # looks whether it is asked only every so often.
+                    found_at = found_at or now
+                    if complete or now - found_at >= 3 * self._every:
                         return message
                 if now - self._since >= self._late:
                     self._warn(states, now)
