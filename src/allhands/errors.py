@@ -21,6 +21,14 @@ class WorldError(AllhandsError, RuntimeError):
     """The processes could not find each other, or their settings contradict one another."""
 
 
+class HostError(AllhandsError, RuntimeError):
+    """A host of the job cannot be used; the message names it and says why. `host` is its name."""
+
+    def __init__(self, host: str, message: str) -> None:
+        super().__init__(f"host {host}: {message}")
+        self.host = host
+
+
 class WorkerError(AllhandsError, RuntimeError):
     """A worker failed. `exit_code` is what the launcher exits with, `rank` the first rank that failed."""
 

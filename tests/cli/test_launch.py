@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from allhands.cli import launch as cli
 from allhands.cli import main
 from allhands.errors import UserError
 from allhands.launch import Command
+from allhands.launch.hosts import HostSpec
+from allhands.launch.options import Options
 
 
 @pytest.fixture
@@ -27,15 +30,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Command, int, dict[str, Any]]]:
-    calls: list[tuple[Command, int, dict[str, Any]]] = []
+@dataclass
+class Launched:
+    """A job as the command line ordered it."""
 
-    def record(command: Command, workers: int, **options: Any) -> int:
-        calls.append((command, workers, options))
+    command: Command
+    hosts: list[Any]
+    options: Options
+    slots: Any
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
+    calls: list[Launched] = []
+
+    def record(command: Command, hosts: list[Any], options: Options, slots: Any = None) -> int:
+        calls.append(Launched(command, hosts, options, slots))
         return 7
 
-    monkeypatch.setattr(cli, "launch_local", record)
+    monkeypatch.setattr(cli, "run_job", record)
     return calls
 
 
@@ -54,29 +67,61 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Command, int, dict[s
     ],
 )
 def test_everything_after_the_script_is_the_scripts(
-    words: list[str], command: Command, folder: Path, launched: list[Any]
+    words: list[str], command: Command, folder: Path, launched: list[Launched]
 ) -> None:
     assert main.run(["launch", "-n", "3", *words]) == 7
-    assert launched[0][:2] == (command, 3)
+    assert (launched[0].command, launched[0].options.workers) == (command, 3)
 
 
-def test_a_whole_command_in_quotes(folder: Path, launched: list[Any]) -> None:
+def test_a_whole_command_in_quotes(folder: Path, launched: list[Launched]) -> None:
     main.run(["launch", "-n", "2", "sh -c 'echo $RANK' 'a b'"])
-    command = launched[0][0]
+    command = launched[0].command
     assert (command.kind, Path(command.target).name, command.args) == ("program", "sh", ("-c", "echo $RANK", "a b"))
 
 
-def test_options_arrive(folder: Path, launched: list[Any]) -> None:
+def test_options_arrive(folder: Path, launched: list[Launched]) -> None:
     words = "-n 2 --log-dir logs --grace 1.5 --heartbeat-timeout 9 --threads 3 --no-preload --no-prefix train.py"
     main.run(["launch", *words.split()])
-    assert launched[0][2] == {
-        "log_dir": Path("logs"),
-        "grace": 1.5,
-        "heartbeat_timeout": 9.0,
-        "threads": 3,
-        "preload": False,
-        "prefix": False,
-    }
+    assert launched[0].options == Options(
+        workers=2, log_dir=Path("logs"), grace=1.5, heartbeat_timeout=9.0, threads=3, preload=False, prefix=False
+    )
+
+
+def test_options_of_other_hosts_arrive(folder: Path, launched: list[Launched], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN", "a b\"c'")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    (folder / "hosts").write_text("# ours\nd1 slots=2\n\nme@d2:2222  # the other\n")
+    words = "-n 2 -s 1 -H hosts --sync-dst-dir /srv/job --exclude *.pt --env TOKEN --env X=1=2 --max-restarts 3 --min-workers 1"
+    main.run(["launch", *words.split(), "--host-timeout", "9", "--rejoin-timeout", "4", "python /srv/job/absent.py 'a b'"])
+    (job,) = launched
+    assert job.command == Command("program", "python", ("/srv/job/absent.py", "a b"))
+    assert job.options == Options(
+        workers=2, servers=1, cwd="/srv/job", max_restarts=3, min_workers=1, host_timeout=9.0, rejoin_timeout=4.0
+    )
+    assert [host.spec for host in job.hosts] == [HostSpec("d1", slots=2), HostSpec("d2", "me", 2222)]
+    assert job.slots == [2, None]
+    assert job.hosts[0]._copy == (str(folder), "/srv/job", ["*.pt"])
+    variables = job.hosts[1]._env
+    assert (variables["TOKEN"], variables["X"], variables["NCCL_DEBUG"]) == ("a b\"c'", "1=2", "INFO")
+    assert not {"HOME", "PATH", "CUDA_VISIBLE_DEVICES", "ALLHANDS_LAUNCH"} & variables.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--launcher ssh train.py", "needs the hosts"),
+        ("-H d1 --launcher local train.py", "write --launcher ssh"),
+        ("--sync-dst-dir /x train.py", "--sync-dst-dir is about other hosts"),
+        ("--python /usr/bin/python train.py", "--python is about other hosts"),
+        ("-H d1 --env 1X=2 train.py", "is no name of a variable"),
+        ("-H d1 --env ABSENT_HERE train.py", "it is not set here"),
+        ("-H ./absent/hosts train.py", "there is no such file"),
+        ("-n 1 --launcher sssh train.py", "sssh"),
+    ],
+)
+def test_options_that_do_not_go_together(words: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["launch", *words.split()]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,34 @@
-"""`allhands launch`: run a script, module or program in several workers of this machine."""
+"""`allhands launch`: run a script, module or program in several workers, here or on other hosts."""
 
 from __future__ import annotations
 
+import enum
 import os
 import shlex
 import shutil
-import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from allhands.errors import UserError
-from allhands.launch import Command, launch_local
-from allhands.launch.processes import cores
+from allhands.launch.hosts import read_hosts
+from allhands.launch.job import Host, Job
+from allhands.launch.local import LocalHost
+from allhands.launch.options import Options
+from allhands.launch.plan import Command
+from allhands.launch.processes import cores, gpus
+from allhands.launch.protocol import MARK
+from allhands.launch.ssh import SshHost
+
+
+class Launcher(enum.StrEnum):
+    """What starts the workers."""
+
+    local = "local"
+    ssh = "ssh"
 
 
 def launch(
@@ -31,8 +46,18 @@ def launch(
         typer.Option(
             "--workers",
             "-n",
-            help="How many workers. Default: one for each GPU, or for each core without GPUs.",
+            help="How many workers in all. Default: one for each GPU, or for each core without GPUs.",
         ),
+    ] = None,
+    servers: Annotated[
+        int, typer.Option("--servers", "-s", help="How many parameter servers beside them, one a host in turn.")
+    ] = 0,
+    hosts: Annotated[
+        str | None,
+        typer.Option("--hosts", "-H", help="A file with one host a line, or a list: d1,d2. See docs/ssh.md."),
+    ] = None,
+    launcher: Annotated[
+        Launcher | None, typer.Option(help="What starts the workers. Default: ssh with --hosts, else local.")
     ] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module's name, as for python -m.")] = False,
     log_dir: Annotated[Path | None, typer.Option(help="Also write each worker's output to a file in this folder.")] = None,
@@ -47,8 +72,27 @@ def launch(
         typer.Option(help="CPU threads for each worker. Default: OMP_NUM_THREADS, or the cores shared out evenly."),
     ] = None,
     preload: Annotated[bool, typer.Option(help="Import torch once for all workers, not once in each.")] = True,
+    max_restarts: Annotated[
+        int, typer.Option(help="How many times to start all workers again after a failure; they resume from their checkpoint.")
+    ] = 0,
+    min_workers: Annotated[
+        int | None, typer.Option(help="Restart without hosts that do not come back, as long as so many workers are left.")
+    ] = None,
+    rejoin_timeout: Annotated[float, typer.Option(help="Seconds for a lost host to come back.")] = 30.0,
+    host_timeout: Annotated[float, typer.Option(help="Seconds without a word after which another host is lost.")] = 15.0,
+    sync_dst_dir: Annotated[
+        str | None, typer.Option(help="Copy the working folder to this folder of every host first, and run there.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="A pattern that is not copied (as for rsync); may be repeated.")
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME or NAME=VALUE: a variable for all workers; NAME alone takes its value here. May be repeated."),
+    ] = None,
+    python: Annotated[str | None, typer.Option(help="The Python on the other hosts. Default: the path of this one.")] = None,
 ) -> int:
-    """Run a script, module or program in several workers.
+    """Run a script, module or program in several workers, on this machine or on others.
 
     Each worker gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT;
     allhands.init() and torch.distributed.init_process_group() find the others by them. When one worker fails,
@@ -59,25 +103,94 @@ def launch(
         raise UserError("no script was given; write `allhands launch -n 2 train.py`")
     if workers is not None and workers < 1:
         raise UserError(f"--workers {workers}: it must be at least 1")
-    chosen = _module(command) if module else parse(command)
-    return launch_local(
-        chosen,
-        workers if workers is not None else default_workers(),
+    chosen_launcher = launcher or (Launcher.ssh if hosts else Launcher.local)
+    elsewhere = chosen_launcher is not Launcher.local
+    _check_together(chosen_launcher, hosts, {"--sync-dst-dir": sync_dst_dir, "--exclude": exclude, "--python": python})
+    chosen = _module(command) if module else parse(command, elsewhere=elsewhere)
+    variables = read_env(env or [])
+    if not elsewhere and workers is None:
+        workers = default_workers()
+    options = Options(
+        workers=workers,
+        servers=servers,
+        cwd=None if not elsewhere else sync_dst_dir or os.getcwd(),
         log_dir=log_dir,
         prefix=prefix,
         grace=grace,
         heartbeat_timeout=heartbeat_timeout,
+        host_timeout=host_timeout,
         threads=threads,
         preload=preload,
+        max_restarts=max_restarts,
+        min_workers=min_workers,
+        rejoin_timeout=rejoin_timeout,
     )
+    if not elsewhere:
+        return run_job(chosen, [LocalHost(variables)], options)
+    assert hosts is not None
+    specs = read_hosts(hosts)
+    copy = (os.getcwd(), sync_dst_dir, exclude or ()) if sync_dst_dir else None
+    forwarded = {**forwarded_variables(), **variables}
+    return run_job(
+        chosen,
+        [SshHost(spec, python or sys.executable, forwarded, copy) for spec in specs],
+        options,
+        [spec.slots for spec in specs],
+    )
+
+
+def run_job(command: Command, hosts: Sequence[Host], options: Options, slots: Sequence[int | None] | None = None) -> int:
+    """Run it, and say what came of it; the one place where a job of any launcher begins."""
+    return Job(command, hosts, options, slots).run()
+
+
+def _check_together(launcher: Launcher, hosts: str | None, of_ssh: dict[str, Any]) -> None:
+    if launcher is Launcher.ssh and not hosts:
+        raise UserError("--launcher ssh needs the hosts: write -H d1,d2, or -H FILE with one host a line")
+    if launcher is Launcher.local:
+        if hosts:
+            raise UserError("--hosts is for other machines; write --launcher ssh, or leave --launcher out")
+        for name, value in of_ssh.items():
+            if value:
+                raise UserError(f"{name} is about other hosts; write -H HOSTS as well, or leave it out")
+
+
+def read_env(words: Sequence[str]) -> dict[str, str | None]:
+    """The variables that `--env` names.
+
+    Raises:
+        UserError: a name is none, or NAME alone is not set here.
+    """
+    found: dict[str, str | None] = {}
+    for word in words:
+        name, sign, value = word.partition("=")
+        if not name.isidentifier():
+            raise UserError(f"--env {word}: {name!r} is no name of a variable; write --env NAME or --env NAME=VALUE")
+        if not sign and name not in os.environ:
+            raise UserError(f"--env {name}: it is not set here; write --env {name}=VALUE, or set it first")
+        found[name] = value if sign else os.environ[name]
+    return found
+
+
+# Variables of this shell that mean the job and not this machine.
+_FORWARDED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "ALLHANDS_", "PYTHONHASHSEED", "PYTHONWARNINGS")
+
+
+def forwarded_variables() -> dict[str, str | None]:
+    """The variables of this process that workers on other hosts get as well."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED) and name != MARK}
 
 
 def _module(words: list[str]) -> Command:
     return Command("module", words[0], tuple(words[1:]))
 
 
-def parse(words: list[str]) -> Command:
+def parse(words: list[str], *, elsewhere: bool = False) -> Command:
     """Tell a Python script from another program.
+
+    Args:
+        words: the command and its arguments, or the whole command in one word.
+        elsewhere: it runs on other hosts, where other files exist; the name alone decides.
 
     Raises:
         UserError: there is no such file or program.
@@ -86,6 +199,8 @@ def parse(words: list[str]) -> Command:
         words = shlex.split(words[0])  # a whole command in quotes, as launchers of parameter servers take it
     target, args = words[0], tuple(words[1:])
     path = Path(target)
+    if elsewhere:
+        return Command("script" if path.suffix in (".py", ".pyz", ".zip") else "program", target, args)
     if path.is_dir():
         if not (path / "__main__.py").is_file():
             raise UserError(f"{target!r} is a folder without a __main__.py")
@@ -116,16 +231,4 @@ def _similar(path: Path) -> str:
 
 def default_workers() -> int:
     """One worker for each GPU that CUDA_VISIBLE_DEVICES leaves, or for each core when there is none."""
-    return _gpus() or cores()
-
-
-def _gpus() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
-    try:
-        # Asking the driver's tool takes less than importing torch.
-        answer: Any = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(line.startswith("GPU ") for line in answer.stdout.splitlines()) if answer.returncode == 0 else 0
+    return gpus() or cores()

@@ -13,7 +13,6 @@ import contextlib
 import gc
 import importlib
 import os
-import platform
 import selectors
 import shutil
 import signal
@@ -23,11 +22,15 @@ import time
 import traceback
 from typing import Any
 
+from allhands.errors import UserError
 from allhands.launch import processes, worker
 from allhands.launch.child import Child
 from allhands.launch.lines import LineCutter
 from allhands.launch.protocol import CHUNK, Inbox, encode, text_of, write_all
+from allhands.launch.python import as_python, versions
+from allhands.launch.reach import reach, reachable_addresses
 from allhands.launch.store import StoreHost
+from allhands.world.interface import own_addresses
 
 TICK = 1.0
 # Seconds between SIGTERM and SIGKILL when the launcher is gone, and for what a worker left behind.
@@ -56,6 +59,8 @@ class Keeper:
         self.children: dict[int, Child] = {}
         self.store: StoreHost | None = None
         self.parent = 0
+        self.launcher_timeout = 0.0  # seconds without a word from a launcher elsewhere that mean it is lost; 0: it is here
+        self.heard_launcher = time.monotonic()
         self.beat_timeout = 0.0
         self.running = False  # a round was started and is not idle yet
         self.ending = False
@@ -120,6 +125,7 @@ class Keeper:
             self.selector.unregister(self.requests)
             self.end()
             return
+        self.heard_launcher = time.monotonic()
         for request in self.inbox.feed(data):
             op = request.pop("op")
             try:
@@ -128,7 +134,7 @@ class Keeper:
                 self.send(
                     event="failed",
                     op=op,
-                    text=f"{type(error).__name__}: {error}",
+                    text=str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}",
                     traceback=traceback.format_exc(),
                 )
             if self.task is not None:
@@ -140,9 +146,10 @@ class Keeper:
         env: dict[str, str | None],
         cwd: str | None,
         parent: int | None,
-        local_workers: int,
+        local_workers: int | None,
         threads: int | None,
         preload: list[str],
+        launcher_timeout: float = 0.0,
     ) -> None:
         for name, value in env.items():
             if value is None:
@@ -150,8 +157,15 @@ class Keeper:
             else:
                 os.environ[name] = value
         if cwd is not None:
-            os.chdir(cwd)
+            try:
+                os.chdir(cwd)
+            except OSError as error:
+                raise UserError(f"the folder {cwd} cannot be used there: {error.strerror}") from None
         self.parent = parent or 0
+        self.launcher_timeout = launcher_timeout
+        gpus = processes.gpus() if local_workers is None else None
+        if local_workers is None:
+            local_workers = gpus or processes.cores()
         # OpenMP reads this once, when torch is loaded, so it has to stand before the preload.
         if threads is None and "OMP_NUM_THREADS" not in os.environ:
             threads = max(1, processes.cores() // max(1, local_workers))
@@ -163,13 +177,15 @@ class Keeper:
                 importlib.import_module(name)
             except Exception as error:  # the worker that needs it imports it again and shows the whole traceback
                 failed[name] = str(error)
+        self.heard_launcher = time.monotonic()
         self.send(
             event="ready",
             host=socket.gethostname(),
             pid=os.getpid(),
             cores=processes.cores(),
+            gpus=gpus,
             threads=os.environ["OMP_NUM_THREADS"],
-            python=platform.python_version(),
+            versions=versions(),
             not_preloaded=failed,
         )
 
@@ -177,7 +193,16 @@ class Keeper:
         if self.store:
             self.store.stop()
         self.store = StoreHost(address)
-        self.send(event="store", port=self.store.port)
+        # Under which of them the other hosts reach the store is for them to find out.
+        reachable = reachable_addresses() if self.store.is_open_to_all else [address]
+        self.send(event="store", port=self.store.port, addresses=reachable, interfaces=own_addresses())
+
+    def on_reach(self, addresses: list[str], port: int) -> None:
+        """Try which of the addresses of the store's host this host reaches, and through which of its own interfaces."""
+        self.send(event="reached", **reach(addresses, port))
+
+    def on_ping(self) -> None:
+        """The launcher is alive, which `_read_requests` has noted."""
 
     def on_start(self, workers: list[dict[str, Any]], heartbeat_timeout: float, scratch: list[str]) -> None:
         self.beat_timeout = heartbeat_timeout
@@ -205,6 +230,7 @@ class Keeper:
 
     def _fork(self, task: dict[str, Any]) -> bool:
         """Start one worker; True in the worker itself."""
+        task = as_python(task)
         child = Child(task["rank"], beats="program" not in task)
         pipes = [os.pipe() for _ in range(3)]
         keeper = os.getpid()
@@ -306,6 +332,7 @@ class Keeper:
     def _tick(self) -> None:
         now = time.monotonic()
         if now - self.last_tick > LATE:
+            self.heard_launcher = now
             for child in self.children.values():
                 child.was_suspended(now)
         self._pass_signals_on(now)
@@ -319,6 +346,9 @@ class Keeper:
             # A process that the launcher forked may hold the other end of our pipe open after the launcher's
             # death.
             if self.parent and os.getppid() != self.parent:
+                self.end()
+            # A connection that is cut ends without a sign.
+            if 0 < self.launcher_timeout < now - self.heard_launcher:
                 self.end()
             self.send(event="alive")
 

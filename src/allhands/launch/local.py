@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import uuid
@@ -11,15 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from allhands.errors import UserError
-from allhands.launch.output import Output, show
-from allhands.launch.plan import Command, environment
-from allhands.launch.report import describe, describe_stop
-from allhands.launch.signals import restore, stop_on_signals
-from allhands.launch.supervisor import KeeperHandle, Supervisor
-
-ADDRESS = "127.0.0.1"
-PRELOAD = ("torch", "torch.distributed", "numpy")
+from allhands.launch.handle import KeeperHandle
+from allhands.launch.job import LOOPBACK, Job
+from allhands.launch.options import Options
+from allhands.launch.plan import Command, Place, tasks_of
 
 # `-m` would put the working folder first on the path, where a file named like a standard module would break
 # the keeper. The folder of this package is added for callers that found it through their own sys.path.
@@ -50,39 +44,26 @@ def start_keeper(env: Mapping[str, str | None] | None = None) -> KeeperHandle:
     return KeeperHandle(process, host=os.uname().nodename, local=True)
 
 
-def check_numbers(workers: int, grace: float, heartbeat_timeout: float, threads: int | None) -> None:
-    """Refuse what cannot be meant.
+class LocalHost:
+    """This machine. `env`: variables to set, or with None to remove, for all workers."""
 
-    Raises:
-        UserError: naming the number and what it must be.
-    """
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise UserError(f"workers={workers!r}: it must be a whole number of at least 1")
-    if grace < 0:
-        raise UserError(f"grace={grace!r}: it must be 0 or more seconds")
-    if heartbeat_timeout < 0:
-        raise UserError(f"heartbeat_timeout={heartbeat_timeout!r}: it must be 0 (never) or more seconds")
-    if threads is not None and threads < 1:
-        raise UserError(f"threads={threads!r}: it must be at least 1")
+    local = True
+
+    def __init__(self, env: Mapping[str, str | None] | None = None) -> None:
+        self.name = os.uname().nodename
+        self._env = env
+
+    def start(self) -> KeeperHandle:
+        """Start a keeper."""
+        return start_keeper(self._env)
+
+    def close(self) -> None:
+        """Nothing has to be let go of."""
 
 
 def local_tasks(task: Mapping[str, Any], workers: int, port: int) -> list[dict[str, Any]]:
     """The same task once for each rank, with the variables that make the ranks one world."""
-    run_id = uuid.uuid4().hex[:12]
-    tasks = []
-    for rank in range(workers):
-        env = environment(
-            rank,
-            workers,
-            local_rank=rank,
-            local_world_size=workers,
-            node_rank=0,
-            address=ADDRESS,
-            port=port,
-            run_id=run_id,
-        )
-        tasks.append({**task, "rank": rank, "env": env})
-    return tasks
+    return tasks_of(task, [Place(workers, (), LOOPBACK)], port, run_id=uuid.uuid4().hex[:12])[0]
 
 
 def launch_local(
@@ -96,6 +77,8 @@ def launch_local(
     heartbeat_timeout: float = 60.0,
     threads: int | None = None,
     preload: bool = True,
+    servers: int = 0,
+    max_restarts: int = 0,
 ) -> int:
     """Run a command in `workers` processes of this machine and look after them until none is left.
 
@@ -115,6 +98,8 @@ def launch_local(
             for ever.
         threads: CPU threads a worker; default OMP_NUM_THREADS, or the cores divided among the workers.
         preload: import torch once, before the workers are forked, instead of in each.
+        servers: how many parameter servers to start beside the workers.
+        max_restarts: how many times to start all workers again after a failure; TORCHELASTIC_RESTART_COUNT tells them.
 
     Returns:
         0 when every worker ended with 0; else the exit code of the worker that failed first, 128 + N for a
@@ -124,44 +109,8 @@ def launch_local(
         UserError: an argument cannot be honoured.
         WorkerError: the keeper process could not be started.
     """
-    check_numbers(workers, grace, heartbeat_timeout, threads)
-    output = Output(prefix, log_dir)
-    supervisor = Supervisor([start_keeper(env)], output, grace=grace, heartbeat_timeout=heartbeat_timeout)
-    before = stop_on_signals(supervisor)
-    try:
-        supervisor.prepare(
-            ADDRESS,
-            env={},
-            cwd=None,
-            parent=os.getpid(),
-            local_workers=workers,
-            threads=threads,
-            preload=list(PRELOAD) if preload and command.kind != "program" else [],
-        )
-        first = supervisor.run([local_tasks(command.task(), workers, supervisor.wait_ready())])
-    except KeyboardInterrupt:
-        first = None
-    except BrokenPipeError:
-        # Whoever read our output has left, as `head` does; other programs end with this code then.
-        _silence_stdout()
-        return 128 + signal.SIGPIPE
-    finally:
-        supervisor.close()
-        restore(before)
-    workers_seen = list(supervisor.workers.values())
-    if first is None:
-        number = supervisor.stopped_by()
-        if number is None:
-            return 0
-        show(sys.stderr, f"{describe_stop(number, workers_seen, bool(supervisor.signals))}\n".encode())
-        return 128 + number
-    text = describe(first, workers_seen, output.log_path(first.rank), grace, with_traceback=False)
-    show(sys.stderr, text.encode("utf-8", "backslashreplace") + b"\n")
-    return first.exit_code()
-
-
-def _silence_stdout() -> None:
-    """Keep Python from complaining about the same closed pipe again when it exits."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.close(null)
+    options = Options(
+        workers=workers, log_dir=log_dir, prefix=prefix, grace=grace, heartbeat_timeout=heartbeat_timeout, threads=threads,
+        preload=preload, servers=servers, max_restarts=max_restarts,
+    )  # fmt: skip
+    return Job(command, [LocalHost(env)], options).run()

@@ -26,6 +26,7 @@ class Output:
         self._muted = False
         self._log_dir = Path(log_dir) if log_dir is not None else None
         self._logs: dict[int, IO[bytes]] = {}
+        self._marks: dict[int, bytes] = {}
         self._tails: dict[int, collections.deque[bytes]] = {}
         if self._log_dir is not None:
             try:
@@ -35,14 +36,20 @@ class Output:
             except OSError as error:
                 raise UserError(f"cannot write to the log folder {str(self._log_dir)!r}: {error.strerror}") from error
 
+    def place(self, rank: int, host: str) -> None:
+        """Where a rank runs from now on; "" when all run here. Its lines begin with `[host rank] ` or `[rank] `."""
+        name = str(rank) if rank >= 0 else f"server {-rank - 1}"
+        self._marks[rank] = f"[{host} {name}] ".replace("[ ", "[").encode()
+
     def log_path(self, rank: int) -> Path | None:
         """The file with everything that a rank printed, when there is one."""
-        return self._log_dir / f"rank-{rank}.log" if self._log_dir is not None else None
+        name = f"rank-{rank}.log" if rank >= 0 else f"server-{-rank - 1}.log"
+        return self._log_dir / name if self._log_dir is not None else None
 
     def _open_log(self, rank: int) -> IO[bytes] | None:
         path = self.log_path(rank)
         if path is not None and rank not in self._logs:
-            self._logs[rank] = path.open("wb")
+            self._logs[rank] = path.open("wb")  # once a job: a restarted rank goes on in it
         return self._logs.get(rank)
 
     def write(self, rank: int, fd: int, lines: bytes) -> None:
@@ -68,7 +75,7 @@ class Output:
         if self._muted:
             return
         if self._prefix:
-            mark = b"[%d] " % rank
+            mark = self._marks.get(rank) or b"[%d] " % rank
             lines = mark + lines[:-1].replace(b"\n", b"\n" + mark) + b"\n"
         show(sys.stdout if fd == 1 else sys.stderr, lines)
 

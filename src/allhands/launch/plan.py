@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from allhands.launch.protocol import MARK
+
+# What a parameter-server process runs.
+SERVER = "allhands.launch.server"
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ def environment(
     port: int,
     run_id: str,
     restarts: int = 0,
+    servers: int = 0,
 ) -> dict[str, str]:
     """The variables of one worker: torchrun's, so that `allhands.init()` and plain torch.distributed both
     understand.
@@ -59,5 +64,53 @@ def environment(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_RUN_ID": run_id,
+        "ALLHANDS_NUM_SERVERS": str(servers),
         MARK: "1",
     }
+
+
+@dataclass(frozen=True)
+class Place:
+    """One host's part of a job.
+
+    Attributes:
+        workers: how many ranks run there.
+        servers: the numbers of the parameter servers there.
+        address: where its processes reach the store.
+        defaults: variables that its processes get unless they are set there.
+    """
+
+    workers: int
+    servers: Sequence[int]
+    address: str
+    defaults: Mapping[str, str] = field(default_factory=dict)
+
+
+def tasks_of(
+    task: Mapping[str, Any], places: Sequence[Place], port: int, run_id: str, restarts: int = 0
+) -> list[list[dict[str, Any]]]:
+    """What each host starts: its servers first, then its share of the ranks, which are counted from the first host on.
+
+    A server gets the same variables as the workers of its host, with its own number instead of a rank.
+    """
+    world_size = sum(place.workers for place in places)
+    servers = sum(len(place.servers) for place in places)
+    tasks, rank = [], 0
+    for node_rank, place in enumerate(places):
+
+        def env(own: int, local: int, node_rank: int = node_rank, place: Place = place) -> dict[str, str]:
+            return environment(
+                own, world_size, local_rank=local, local_world_size=place.workers, node_rank=node_rank, address=place.address,
+                port=port, run_id=run_id, restarts=restarts, servers=servers,
+            )  # fmt: skip
+
+        there: list[dict[str, Any]] = []
+        for number in place.servers:
+            own = {name: value for name, value in env(0, 0).items() if name not in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+            own |= {"ALLHANDS_SERVER": str(number)}
+            there.append({"module": SERVER, "args": [], "rank": -1 - number, "env": own, "defaults": place.defaults})
+        for local in range(place.workers):
+            there.append({**task, "rank": rank, "env": env(rank, local), "defaults": place.defaults})
+            rank += 1
+        tasks.append(there)
+    return tasks

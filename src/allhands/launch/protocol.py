@@ -5,14 +5,16 @@ streams), and its end is the one signal of a peer's death that even SIGKILL cann
 
 Launcher to keeper, field `op`:
 
-    prepare  env, cwd, parent, local_workers, threads, preload   -> event `ready`
-    store    address                                             -> event `store`
+    prepare  env, cwd, parent, local_workers, threads, preload, launcher_timeout   -> event `ready`
+    store    address ("": all addresses of the host)             -> event `store`
+    reach    addresses, port                                     -> event `reached`
+    ping                                                         the launcher is alive; sent to other hosts once a second
     start    workers, heartbeat_timeout, scratch                 -> events `started`, …, `idle`
     stop     ranks (null: all), grace                               SIGTERM, and SIGKILL after `grace` seconds
     signal   number                                              -> the workers get it
     quit                                                            the keeper ends
 
-Keeper to launcher, field `event`: `ready`, `store`, `started`, `out` (whole lines of output), `raised`,
+Keeper to launcher, field `event`: `ready`, `store`, `reached`, `started`, `out` (whole lines of output), `raised`,
 `leaving`, `returned`, `message` (what worker code sent), `silent`, `exit`, `idle` (no process of the round is
 left), `alive`. Times are `age`: seconds between the thing and its sending, because clocks of two hosts cannot
 be compared.

@@ -26,7 +26,10 @@ _STATES = {
 
 @dataclass
 class Worker:
-    """What is known of one worker. Times are those of the launcher's monotonic clock."""
+    """What is known of one worker, or of one server. Times are those of the launcher's monotonic clock.
+
+    Servers are counted below zero: rank -1 is server 0.
+    """
 
     rank: int
     host: str
@@ -46,6 +49,16 @@ class Worker:
     returned: dict[str, Any] | None = None
     must_return: bool = False  # its end without a result is a failure
     tail: list[bytes] = field(default_factory=list)
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it is a parameter server, which serves until the last worker has ended."""
+        return self.rank < 0
+
+    @property
+    def name(self) -> str:
+        """`rank 3`, or `server 0`."""
+        return f"server {-self.rank - 1}" if self.is_server else f"rank {self.rank}"
 
     def stopped_after(self) -> int | None:
         """The signal after which it stopped on request, and left by itself with exit code 128 + N; None otherwise."""
@@ -80,7 +93,7 @@ class Worker:
 
     def _exit_is_failure(self) -> bool:
         if self.exit == {"code": 0}:
-            return self.must_return and self.returned is None
+            return self.is_server or (self.must_return and self.returned is None)
         return True
 
     def exit_code(self) -> int:
@@ -117,11 +130,15 @@ class Worker:
         code = self.leaving if self.leaving is not None else (self.exit or {}).get("code", "unknown")
         if self.must_return and self.returned is None:
             return f"left with exit code {code} before its function returned"
+        if self.is_server and not code:
+            return "left with exit code 0 while workers still needed it"
         return f"exit code {code}"
 
 
 def _ranks(workers: list[Worker]) -> str:
-    return ("rank " if len(workers) == 1 else "ranks ") + ", ".join(str(worker.rank) for worker in workers)
+    ranks = [worker for worker in workers if not worker.is_server]
+    named = [("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(worker.rank) for worker in ranks)] if ranks else []
+    return ", ".join([*named, *(worker.name for worker in workers if worker.is_server)])
 
 
 def describe(first: Worker, workers: list[Worker], log_path: object, grace: float, with_traceback: bool) -> str:
@@ -136,15 +153,15 @@ def describe(first: Worker, workers: list[Worker], log_path: object, grace: floa
             contain it.
     """
     where = f"{first.host}, pid {first.pid}" if first.pid else first.host
-    lines = [f"allhands: rank {first.rank} ({where}) failed first: {first.cause()}"]
+    lines = [f"allhands: {first.name} ({where}) failed first: {first.cause()}"]
     failed_at = first.failed_at() or time.monotonic()
     for worker in workers:
-        in_order = (worker.exit == {"code": 0} and not worker.must_return) or worker.stopped_after() is not None
+        in_order = (worker.exit == {"code": 0} and not worker._exit_is_failure()) or worker.stopped_after() is not None
         if worker is not first and in_order and worker.left_at() < failed_at + _UNSEEN:
             ago = max(0.0, failed_at - worker.left_at())
             code = 128 + (worker.stopped_after() or -128)
             lines.append(
-                f"  rank {worker.rank} had already left with exit code {code}, {ago:.1f} s earlier: "
+                f"  {worker.name} had already left with exit code {code}, {ago:.1f} s earlier: "
                 "if the others still waited for it, that is the cause"
             )
     shown = first.tail

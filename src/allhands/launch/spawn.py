@@ -10,7 +10,9 @@ from typing import Any
 
 from allhands.errors import UserError, WorkerError
 from allhands.launch import results, ship
-from allhands.launch.local import ADDRESS, PRELOAD, check_numbers, local_tasks, start_keeper
+from allhands.launch.job import LOOPBACK, PRELOAD
+from allhands.launch.local import local_tasks, start_keeper
+from allhands.launch.options import check_numbers
 from allhands.launch.output import Output
 from allhands.launch.report import Worker, describe
 from allhands.launch.signals import pass_signals_on, restore
@@ -88,7 +90,7 @@ def spawn(
     try:
         try:
             supervisor.prepare(
-                ADDRESS,
+                LOOPBACK,
                 env={},
                 cwd=os.getcwd(),
                 parent=os.getpid(),

@@ -19,6 +19,9 @@ class StoreHost:
     listener's queue. It lives in its own process because a worker that hosted it would take it along when it
     ends first.
 
+    Args:
+        address: where it listens; "" is all addresses of this host.
+
     Raises:
         OSError: `address` is not one of this host's addresses.
     """
@@ -28,7 +31,8 @@ class StoreHost:
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         self._listener.bind((address, 0))
         self._listener.listen(4096)
-        self.address = address
+        self.address = address or "127.0.0.1"
+        self.is_open_to_all = not address
         self.port: int = self._listener.getsockname()[1]
         self.pid = 0
 

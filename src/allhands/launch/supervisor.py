@@ -6,62 +6,20 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from allhands.errors import UserError, WorkerError
+from allhands.launch.handle import OVERDUE, KeeperHandle
 from allhands.launch.output import Output
-from allhands.launch.protocol import CHUNK, Inbox, bytes_of, encode, write_all
+from allhands.launch.protocol import CHUNK, bytes_of
 from allhands.launch.report import Worker
 
 # Importing torch from a cold network file system can take minutes.
 START_TIMEOUT = 300.0
-# Seconds beyond the grace period after which a keeper that does not finish is given up.
-OVERDUE = 20.0
-
-
-class KeeperHandle:
-    """The launcher's end of one keeper: a process that speaks `protocol` on its standard streams."""
-
-    def __init__(self, process: subprocess.Popen[bytes], host: str, local: bool) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self.process = process
-        self.host = host
-        self.local = local  # its process ids are ours
-        self.requests = process.stdin.fileno()
-        self.events = process.stdout.fileno()
-        self.inbox = Inbox()
-        self.heard_at = time.monotonic()
-        self.ready: dict[str, Any] | None = None
-        self.port: int | None = None
-        self.ranks: list[int] = []
-        self.idle = True
-        self.lost = False
-
-    def send(self, **request: Any) -> None:
-        """Ask the keeper for something. A keeper that is gone is noticed by the end of its events."""
-        try:
-            write_all(self.requests, encode(request))
-        except OSError:
-            pass
-
-    def close(self, timeout: float = OVERDUE) -> None:
-        """End the keeper, which ends whatever it still looks after."""
-        self.send(op="quit")
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                try:
-                    stream.close()
-                except OSError:
-                    pass
-        try:
-            self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+HOST_TIMEOUT = 15.0
+_PING_EVERY = 1.0
 
 
 class Supervisor:
@@ -72,8 +30,11 @@ class Supervisor:
         output: where lines go.
         grace: seconds from SIGTERM to SIGKILL for workers that are stopped.
         heartbeat_timeout: seconds without a heartbeat that count as a failure; 0 waits for ever.
+        host_timeout: seconds without a word from the keeper of another host that count as the loss of that host; its keeper
+            takes the launcher for lost after as many.
         on_message: called with (rank, message) for what workers hand to `worker.send`.
         on_loaded: called once every worker has read what was shipped to it.
+        on_tick: called about twice a second while workers run and none is being stopped.
     """
 
     def __init__(
@@ -83,13 +44,15 @@ class Supervisor:
         *,
         grace: float = 5.0,
         heartbeat_timeout: float = 60.0,
+        host_timeout: float = HOST_TIMEOUT,
         on_message: Callable[[int, dict[str, Any]], None] | None = None,
         on_loaded: Callable[[], None] | None = None,
+        on_tick: Callable[[], None] | None = None,
     ) -> None:
-        self.keepers = list(keepers)
+        self.keepers: list[KeeperHandle] = []
         self.output = output
-        self.grace, self.heartbeat_timeout = grace, heartbeat_timeout
-        self.on_message, self.on_loaded = on_message, on_loaded
+        self.grace, self.heartbeat_timeout, self.host_timeout = grace, heartbeat_timeout, host_timeout
+        self.on_message, self.on_loaded, self.on_tick = on_message, on_loaded, on_tick
         self.workers: dict[int, Worker] = {}
         self.signals: list[int] = []  # those that the launcher got, oldest first
         self.passed: list[int] = []  # signals for the workers, oldest first
@@ -101,9 +64,24 @@ class Supervisor:
         self._wake, self._wake_end = os.pipe()
         os.set_blocking(self._wake_end, False)
         self._selector.register(self._wake, selectors.EVENT_READ, None)
-        for keeper in self.keepers:
-            self._selector.register(keeper.events, selectors.EVENT_READ, keeper)
-        self._looked_at = time.monotonic()
+        self._looked_at = self._pinged_at = time.monotonic()
+        for keeper in keepers:
+            self.add(keeper)
+
+    def add(self, keeper: KeeperHandle) -> None:
+        """Take a keeper into the job; it comes last."""
+        self.keepers.append(keeper)
+        self._selector.register(keeper.events, selectors.EVENT_READ, keeper)
+        keeper.heard_at = time.monotonic()
+        for event in keeper.inbox.feed(keeper.early):
+            self._hear(keeper, event)
+        keeper.early = b""
+
+    def remove(self, keeper: KeeperHandle) -> None:
+        """Let go of a keeper, which is left as it is."""
+        self.keepers.remove(keeper)
+        if not keeper.lost:
+            self._selector.unregister(keeper.events)
 
     def prepare(self, address: str, **request: Any) -> None:
         """Ask every keeper to set up its process and preload, and the first one to open the store at `address`.
@@ -116,7 +94,7 @@ class Supervisor:
                 keeper.send(op="store", address=address)
 
     def wait_ready(self) -> int:
-        """Wait until all keepers are prepared.
+        """Wait until all keepers are prepared, and the first one has opened the store.
 
         Returns:
             The port of the store.
@@ -125,17 +103,31 @@ class Supervisor:
             WorkerError: a keeper did not start.
             KeyboardInterrupt: a signal came; nothing was started yet.
         """
-        deadline = time.monotonic() + START_TIMEOUT
-        while any(keeper.ready is None for keeper in self.keepers) or self.keepers[0].port is None:
-            self._wait(deadline - time.monotonic())
+        self.wait_for("ready", self.keepers)
+        return int(self.wait_for("store", self.keepers[:1])[0]["port"])
+
+    def wait_for(self, kind: str, keepers: Sequence[KeeperHandle], timeout: float = START_TIMEOUT) -> list[dict[str, Any]]:
+        """Wait until each of `keepers` has answered with an event of this kind; their answers, which are taken away.
+
+        Raises:
+            WorkerError: one of them ended, or did not answer within `timeout` seconds.
+            KeyboardInterrupt: a signal came.
+        """
+        deadline = time.monotonic() + timeout
+        while any(kind not in keeper.answers for keeper in keepers):
+            self._wait(min(0.5, deadline - time.monotonic()))
             if self.signals:
                 raise KeyboardInterrupt
-            lost = [keeper for keeper in self.keepers if keeper.lost]
-            late = [keeper for keeper in self.keepers if keeper.ready is None and time.monotonic() > deadline]
-            for keeper in (*lost, *late):
-                why = "ended" if keeper.lost else f"did not answer within {START_TIMEOUT:.0f} s"
-                raise WorkerError(f"the keeper on {keeper.host} {why} before any worker was started")
-        return self.keepers[0].port
+            late = time.monotonic() > deadline
+            for keeper in keepers:
+                if kind not in keeper.answers and (keeper.lost or late):
+                    why = keeper.why_gone() if keeper.lost else f"it did not answer within {timeout:.0f} s"
+                    raise WorkerError(f"the keeper on {keeper.host} failed before any worker was started: {why}")
+        return [keeper.answers.pop(kind) for keeper in keepers]
+
+    def pause(self, seconds: float) -> None:
+        """Look after the keepers, and wait at most so long for one of them to say something."""
+        self._wait(seconds)
 
     def run(
         self, tasks: Sequence[Sequence[dict[str, Any]]], *, must_return: bool = False, scratch: Sequence[str] = ()
@@ -154,11 +146,16 @@ class Supervisor:
             BaseException: whatever is raised in the calling thread meanwhile, KeyboardInterrupt above all;
                 the workers are stopped first.
         """
+        self.workers, self.passed = {}, []
+        self.stopping_since = self._leave_by = None
+        self._killed = False
+        self._not_loaded.clear()
         for keeper, chosen in zip(self.keepers, tasks, strict=True):
             keeper.ranks = [task["rank"] for task in chosen]
             keeper.idle = False
             for rank in keeper.ranks:
                 self.workers[rank] = Worker(rank, keeper.host, must_return=must_return)
+                self.output.place(rank, "" if keeper.local else keeper.host)
             self._not_loaded.update(keeper.ranks)
             keeper.heard_at = time.monotonic()
             keeper.send(op="start", workers=list(chosen), heartbeat_timeout=self.heartbeat_timeout, scratch=scratch)
@@ -192,7 +189,11 @@ class Supervisor:
         """The signal that ended a job in which no worker failed; None when all workers just came to their end."""
         if self.signals:
             return self.signals[0]
-        asked = [(worker.left_at(), number) for worker in self.workers.values() if (number := worker.stopped_after()) is not None]
+        asked = [
+            (worker.left_at(), number)
+            for worker in self.workers.values()
+            if not worker.is_server and (number := worker.stopped_after()) is not None
+        ]
         if asked:
             return min(asked)[1]
         return signal.SIGTERM if signal.SIGTERM in self.passed else None
@@ -213,7 +214,7 @@ class Supervisor:
         """End the keepers and release everything."""
         for keeper in self.keepers:
             if keeper.ready is None:
-                keeper.process.kill()  # still importing, deaf to requests, and without workers
+                keeper.kill()  # still importing, deaf to requests, and without workers
             keeper.close()
         self._selector.close()
         os.close(self._wake)
@@ -241,6 +242,10 @@ class Supervisor:
                     self.stop(self.grace, but=first.rank if first.silent is None else None)
                 elif self._some_do_not_follow():
                     self.stop(0.0 if signal.SIGTERM in self.passed else self.grace)
+                else:
+                    self._dismiss_servers()
+                    if self.on_tick is not None:
+                        self.on_tick()
                 continue
             waited = time.monotonic() - self.stopping_since
             if waited > self.grace and not self._killed:
@@ -249,7 +254,13 @@ class Supervisor:
             if waited > self.grace + OVERDUE:
                 for keeper in self.keepers:
                     if not keeper.idle:
-                        keeper.process.kill()
+                        keeper.kill()
+
+    def _dismiss_servers(self) -> None:
+        """Servers serve until the last worker has ended."""
+        servers = [worker for worker in self.workers.values() if worker.is_server and worker.stop_at is None]
+        if servers and all(worker.exit is not None for worker in self.workers.values() if not worker.is_server):
+            self.stop(self.grace)
 
     def _some_do_not_follow(self) -> bool:
         """Whether workers still run `grace` seconds after the first one stopped on request."""
@@ -266,7 +277,7 @@ class Supervisor:
     def _abandon(self) -> None:
         """Stop everything after an exception in the calling thread; a second Ctrl-C kills at once."""
         # Whatever raised may raise again, and nothing may stand in the way of the end.
-        self.on_message = self.on_loaded = None
+        self.on_message = self.on_loaded = self.on_tick = None
         self.output.mute()
         self.signals.append(signal.SIGINT)
         self.stop(self.grace)
@@ -283,7 +294,7 @@ class Supervisor:
                 continue
             data = os.read(key.fd, CHUNK)
             if not data:
-                self._lose(key.data, "its keeper process ended")
+                self._lose(key.data, key.data.why_gone())
                 continue
             key.data.heard_at = time.monotonic()
             for event in key.data.inbox.feed(data):
@@ -293,11 +304,22 @@ class Supervisor:
             for keeper in self.keepers:
                 keeper.heard_at = now
         self._looked_at = now
+        if now - self._pinged_at >= _PING_EVERY:
+            self._pinged_at = now
+            for keeper in self.keepers:
+                if not keeper.local and not keeper.lost:
+                    keeper.send(op="ping")
         for keeper in self.keepers:
             silent = now - keeper.heard_at
-            if not keeper.idle and not keeper.lost and 0 < self.heartbeat_timeout < silent - 1:
-                self._lose(keeper, f"no word from the keeper process for {silent:.0f} s")
-                keeper.process.kill()
+            longest = self.host_timeout
+            if keeper.local:
+                longest = self.heartbeat_timeout + 1 if self.heartbeat_timeout else float("inf")
+            if not keeper.idle and not keeper.lost and silent > longest:
+                what = "the keeper process"
+                if not keeper.local:
+                    what = f"host {keeper.host} (its network or the machine is down, or it was suspended)"
+                self._lose(keeper, f"no word from {what} for {silent:.0f} s")
+                keeper.kill()
 
     def _lose(self, keeper: KeeperHandle, why: str) -> None:
         """Nothing more will come from a keeper. Its workers die with it; what they started is ended here."""
@@ -319,12 +341,12 @@ class Supervisor:
         at = time.monotonic() - event.get("age", 0.0)
         if kind == "ready":
             keeper.ready = event
-        elif kind == "store":
-            keeper.port = event["port"]
+        if kind in ("ready", "store", "reached"):
+            keeper.answers[kind] = event
         elif kind == "idle":
             keeper.idle = True
         elif kind == "failed":
-            raise (UserError if event["op"] == "prepare" else WorkerError)(f"{keeper.host}: {event['op']}: {event['text']}")
+            raise (UserError if event["op"] == "prepare" else WorkerError)(f"host {keeper.host}: {event['text']}")
         elif "rank" in event:
             self._hear_worker(self.workers[event["rank"]], kind, event, at)
 

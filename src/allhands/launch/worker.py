@@ -140,6 +140,8 @@ def enter(task: dict[str, Any], parent: int, streams: Sequence[int], private: It
     for fd in (out, err, *private):
         os.close(fd)
     os.environ.update(task["env"])
+    for name, value in task.get("defaults", {}).items():
+        os.environ.setdefault(name, value)
     _link = _Link(reports)
     if "program" in task:
         _execute(task["program"])

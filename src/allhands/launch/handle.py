@@ -1,0 +1,84 @@
+"""The launcher's end of one keeper."""
+
+from __future__ import annotations
+
+import collections
+import subprocess
+import time
+from typing import Any
+
+from allhands.launch.protocol import Inbox, encode, write_all
+
+# Seconds beyond the grace period after which a keeper that does not finish is given up.
+OVERDUE = 20.0
+
+
+class KeeperHandle:
+    """A process that speaks `protocol` on its standard streams: the keeper, or what leads to it on another host.
+
+    Args:
+        process: with pipes as standard input and output.
+        host: its name, for messages.
+        local: its process ids are ours.
+        said: the last lines that it printed on standard error, kept up to date by the caller.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], host: str, local: bool, said: collections.deque[bytes] | None = None
+    ) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.process = process
+        self.host = host
+        self.local = local
+        self.requests = process.stdin.fileno()
+        self.events = process.stdout.fileno()
+        self.inbox = Inbox()
+        self.early = b""  # events that arrived before anybody asked for them
+        self.heard_at = time.monotonic()
+        self.ready: dict[str, Any] | None = None
+        self.answers: dict[str, dict[str, Any]] = {}  # the newest event of each kind that answers a request
+        self.ranks: list[int] = []
+        self.idle = True
+        self.lost = False
+        self._said = said if said is not None else collections.deque()
+
+    def send(self, **request: Any) -> None:
+        """Ask the keeper for something. A keeper that is gone is noticed by the end of its events."""
+        try:
+            write_all(self.requests, encode(request))
+        except OSError:
+            pass
+
+    def kill(self) -> None:
+        """End it at once; a keeper on another host then loses its streams, and ends with all that it looks after."""
+        self.process.kill()
+
+    def why_gone(self) -> str:
+        """Why nothing more comes from it, as far as that is known."""
+        if self.local:
+            return "its keeper process ended"
+        try:
+            code = self.process.wait(2)
+        except subprocess.TimeoutExpired:
+            return f"the connection to host {self.host} ended"
+        last = b"".join(self._said).decode("utf-8", "replace").strip().splitlines()[-1:]
+        about = f" ({last[0]})" if last else ""
+        if code == 255:
+            return f"the connection to host {self.host} broke{about}: the host was switched off, or its network went down"
+        return f"the keeper process on host {self.host} ended with exit code {code}{about}"
+
+    def close(self, timeout: float = OVERDUE) -> None:
+        """End the keeper, which ends whatever it still looks after."""
+        self.send(op="quit")
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                try:
+                    stream.close()
+                except OSError:
+                    pass
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()

@@ -1,0 +1,402 @@
+"""One job over any number of hosts: brings the keepers up, runs the world, and starts it again after a failure.
+
+Where a keeper comes from (this machine, ssh, Slurm, MPI) is the business of a `Host`; everything else is the same for all.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from allhands.errors import AllhandsError, HostError, WorkerError
+from allhands.launch.handle import KeeperHandle
+from allhands.launch.hosts import deal
+from allhands.launch.options import Options
+from allhands.launch.output import Output, show
+from allhands.launch.plan import Command, Place, tasks_of
+from allhands.launch.report import Worker, describe, describe_stop
+from allhands.launch.signals import restore, stop_on_signals
+from allhands.launch.supervisor import Supervisor
+
+LOOPBACK = "127.0.0.1"
+PRELOAD = ("torch", "torch.distributed", "numpy")
+# What gloo, nccl and TensorPipe read to find the interface; a variable that the user has set stands.
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+# How often a lost host is asked whether it is back.
+_RETRY_EVERY = 3.0
+
+
+class Host(Protocol):
+    """A place where a keeper can be started."""
+
+    name: str
+    local: bool  # it is this machine
+
+    def start(self) -> KeeperHandle:
+        """Reach the host and start a keeper; called in any thread. Raises `AllhandsError` when that cannot be done."""
+
+    def close(self) -> None:
+        """Let go of the host."""
+
+
+class _Seat:
+    """A host's place in the job. `workers` is None until the host has told how many it takes."""
+
+    def __init__(self, host: Host, workers: int | None, servers: Sequence[int]) -> None:
+        self.host, self.workers, self.servers = host, workers, list(servers)
+        self.keeper: KeeperHandle | None = None
+        self.trouble: Exception | None = None
+        self.thread: threading.Thread | None = None
+        self.next_try = 0.0
+
+    def begin(self) -> None:
+        """Start a keeper in the background."""
+        self.trouble = None
+        self.next_try = time.monotonic() + _RETRY_EVERY
+        self.thread = threading.Thread(target=self._start, daemon=True)
+        self.thread.start()
+
+    def _start(self) -> None:
+        try:
+            self.keeper = self.host.start()
+        except Exception as error:
+            self.trouble = error
+
+    @property
+    def is_starting(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+
+class Job:
+    """Runs one command on some hosts; see `run`.
+
+    Args:
+        command: what every worker runs.
+        hosts: where, in the order of the ranks.
+        options: how.
+        slots: the bound of workers on each host; None where the user set none.
+
+    Raises:
+        UserError: an option cannot be honoured.
+    """
+
+    def __init__(
+        self, command: Command, hosts: Sequence[Host], options: Options, slots: Sequence[int | None] | None = None
+    ) -> None:
+        options.check()
+        self.command, self.options = command, options
+        slots = slots if slots is not None else [None] * len(hosts)
+        counts: Sequence[int | None] = slots
+        if options.workers is not None:
+            counts = deal([host.name for host in hosts], slots, options.workers)
+        places = [range(index, options.servers, len(hosts)) for index in range(len(hosts))]
+        self.seats = [_Seat(*one) for one in zip(hosts, counts, places, strict=True)]
+        for seat in [seat for seat in self.seats if seat.workers == 0 and not seat.servers]:
+            self._say(f"host {seat.host.name} gets no worker")
+            self.seats.remove(seat)
+            seat.host.close()
+        self.supervisor = Supervisor(
+            [],
+            Output(options.prefix, options.log_dir),
+            grace=options.grace,
+            heartbeat_timeout=options.heartbeat_timeout,
+            host_timeout=options.host_timeout,
+            on_tick=self._look_for_lost_hosts,
+        )
+        self.regrouping = False  # the world is stopped only because a lost host is back
+
+    # ------------------------------------------------------------------ the whole job
+
+    def run(self) -> int:
+        """Run it until no process of it is left on any host. Must be called in the main thread, because it handles signals.
+
+        Returns:
+            0 when every worker ended with 0; else the exit code of the worker that failed first, 128 + N for a death by
+            signal N; 128 + N when signal N stopped the launcher, or the workers stopped on request with that code.
+
+        Raises:
+            HostError, WorkerError: a host could not be used; nothing runs on any then.
+        """
+        before = stop_on_signals(self.supervisor)
+        try:
+            try:
+                first = self._rounds()
+            except KeyboardInterrupt:
+                first = None
+            except BrokenPipeError:
+                # Whoever read our output has left, as `head` does; other programs end with this code then.
+                _silence_stdout()
+                return 128 + signal.SIGPIPE
+        finally:
+            self._close()
+            restore(before)
+        if first is not None:
+            return first.exit_code()
+        number = self.supervisor.stopped_by()
+        if number is None:
+            return 0
+        workers = list(self.supervisor.workers.values())
+        self._say(describe_stop(number, workers, bool(self.supervisor.signals)).removeprefix("allhands: "))
+        return 128 + number
+
+    def _rounds(self) -> Worker | None:
+        self._bring_up()
+        restarts = attempt = 0
+        while True:
+            try:
+                first = self._round(attempt)
+            except (HostError, WorkerError) as error:
+                # A host that fails while the world is set up is as lost as one that fails later.
+                if restarts == self.options.max_restarts:
+                    raise
+                self._say(str(error))
+                first = None
+            else:
+                if self.regrouping and not self.supervisor.signals:
+                    self.regrouping = False
+                    self._take_in()
+                    attempt += 1
+                    continue
+                if first is None:
+                    return None
+                self._report(first)
+            if restarts == self.options.max_restarts or self.supervisor.signals:
+                return first
+            restarts += 1
+            attempt += 1
+            self._recover(f"restart {restarts} of {self.options.max_restarts}")
+
+    def _report(self, first: Worker) -> None:
+        log = self.supervisor.output.log_path(first.rank)
+        workers = list(self.supervisor.workers.values())
+        text = describe(first, workers, log, self.options.grace, with_traceback=False)
+        show(sys.stderr, text.encode("utf-8", "backslashreplace") + b"\n")
+
+    # ------------------------------------------------------------------ hosts
+
+    def _bring_up(self) -> None:
+        for seat in self.seats:
+            seat.begin()
+        self._wait_while(lambda: any(seat.is_starting for seat in self.seats))
+        troubles = [seat.trouble for seat in self.seats if seat.trouble is not None]
+        if troubles:
+            self._refuse(troubles)
+        self._take_in()
+
+    def _wait_while(self, condition: Callable[[], bool]) -> None:
+        while condition():
+            self.supervisor.pause(0.02)
+            if self.supervisor.signals:
+                raise KeyboardInterrupt
+
+    @staticmethod
+    def _refuse(troubles: Sequence[Exception]) -> None:
+        """Raise the one trouble, or all of them in one."""
+        for trouble in troubles:
+            if not isinstance(trouble, AllhandsError):
+                raise trouble
+        if len(troubles) == 1:
+            raise troubles[0]
+        raise WorkerError("\n".join(str(trouble) for trouble in troubles), exit_code=2)
+
+    def _take_in(self) -> None:
+        """Prepare the keepers that have come up, and let them take part from the next round on."""
+        new = [seat for seat in self.seats if seat.keeper is not None and seat.keeper not in self.supervisor.keepers]
+        for seat in new:
+            assert seat.keeper is not None
+            self.supervisor.add(seat.keeper)
+            local = seat.host.local
+            seat.keeper.send(
+                op="prepare",
+                env={},
+                cwd=None if local else self.options.cwd,
+                parent=os.getpid() if local else None,
+                local_workers=seat.workers,
+                threads=self.options.threads,
+                preload=list(PRELOAD) if self.options.preload and self.command.kind != "program" else [],
+                launcher_timeout=0.0 if local else self.options.host_timeout,
+            )
+        ready = self.supervisor.wait_for("ready", [seat.keeper for seat in new if seat.keeper is not None])
+        for seat, told in zip(new, ready, strict=True):
+            if seat.workers is None:
+                seat.workers = told["gpus"] or told["cores"]
+        self._check_versions()
+
+    def _check_versions(self) -> None:
+        seats = [seat for seat in self.seats if seat.keeper is not None and seat.keeper.ready is not None]
+        for seat in seats[1:]:
+            for name, version in self._versions(seat).items():
+                first = self._versions(seats[0])[name]
+                if not _equal(name, version, first):
+                    raise HostError(
+                        seat.host.name,
+                        f"it has {name} {version}, but {seats[0].host.name} has {name} {first}; install the same version on all "
+                        "hosts, or name another Python with --python PATH",
+                    )
+
+    @staticmethod
+    def _versions(seat: _Seat) -> dict[str, str]:
+        assert seat.keeper is not None
+        assert seat.keeper.ready is not None
+        return dict(seat.keeper.ready["versions"])
+
+    # ------------------------------------------------------------------ one round
+
+    def _here(self) -> list[_Seat]:
+        """The seats that take part, in the order of the ranks; the supervisor's keepers are put into the same order."""
+        seats = [seat for seat in self.seats if seat.keeper in self.supervisor.keepers and seat.keeper is not None]
+        self.supervisor.keepers = [seat.keeper for seat in seats if seat.keeper is not None]
+        return seats
+
+    def _round(self, attempt: int) -> Worker | None:
+        seats = self._here()
+        port, places = self._meet(seats)
+        # A failed attempt's store, with the addresses of processes that are gone, is never seen by the next one.
+        tasks = tasks_of(self.command.task(), places, port, run_id=uuid.uuid4().hex[:12], restarts=attempt)
+        return self.supervisor.run(tasks)
+
+    def _meet(self, seats: Sequence[_Seat]) -> tuple[int, list[Place]]:
+        """Open the round's store on the first host, and find out how each host reaches it."""
+        first, others = self.supervisor.keepers[0], self.supervisor.keepers[1:]
+        first.send(op="store", address="" if others else LOOPBACK)
+        store = self.supervisor.wait_for("store", [first])[0]
+        port = int(store["port"])
+        if not others:
+            return port, [Place(seats[0].workers or 0, self._servers(0, seats), LOOPBACK)]
+        known: list[str] = store["addresses"]
+        for keeper in others:
+            keeper.send(op="reach", addresses=list(dict.fromkeys([*known[:1], first.host, *known])), port=port)
+        told = self.supervisor.wait_for("reached", others)
+        for keeper, answer in zip(others, told, strict=True):
+            if answer["address"] is None:
+                raise HostError(
+                    keeper.host,
+                    f"it reaches {first.host} under none of its addresses ({'; '.join(answer['tried'])}). Workers talk to one "
+                    "another on ports that the system chooses: open the firewall between the hosts; `allhands doctor -H …` "
+                    "tests every pair",
+                )
+        addresses = [told[0]["address"], *(answer["own"] for answer in told)]
+        interfaces = [store["interfaces"].get(told[0]["address"]), *(answer["interface"] for answer in told)]
+        meeting = [told[0]["address"], *(answer["address"] for answer in told)]
+        places, rank, words = [], 0, []
+        for index, seat in enumerate(seats):
+            defaults = dict.fromkeys(INTERFACE_VARIABLES, interfaces[index]) if interfaces[index] else {}
+            place = Place(seat.workers or 0, self._servers(index, seats), meeting[index], defaults)
+            places.append(place)
+            about = f"{addresses[index]}, {interfaces[index] or 'no interface of its own'}"
+            words.append(f"{seat.host.name} ({about}) {_ranks(rank, place)}")
+            rank += place.workers
+        self._say(f"{rank} workers on {len(seats)} hosts: {'; '.join(words)}; they meet at {meeting[0]}:{port}")
+        return port, places
+
+    def _servers(self, index: int, seats: Sequence[_Seat]) -> list[int]:
+        """The servers of a seat; those of absent hosts are dealt to the hosts that are there."""
+        if len(seats) == len(self.seats):
+            return seats[index].servers
+        return list(range(index, self.options.servers, len(seats)))
+
+    # ------------------------------------------------------------------ after a failure
+
+    def _recover(self, title: str) -> None:
+        """Bring back the hosts that were lost.
+
+        Raises:
+            WorkerError: too few of them came back.
+        """
+        lost = [seat for seat in self.seats if seat.keeper is None or seat.keeper.lost]
+        if not lost:
+            self._say(f"{title}: the same hosts again")
+            return
+        names = ", ".join(seat.host.name for seat in lost)
+        self._say(f"{title}: waiting up to {self.options.rejoin_timeout:g} s for {names} to come back")
+        for seat in lost:
+            self._drop(seat)
+        deadline = time.monotonic() + self.options.rejoin_timeout
+
+        def still_waiting() -> bool:
+            away = [seat for seat in lost if seat.keeper is None]
+            for seat in away:
+                if not seat.is_starting and time.monotonic() > seat.next_try:
+                    seat.begin()
+            return bool(away) and time.monotonic() < deadline
+
+        self._wait_while(still_waiting)
+        away = [seat for seat in lost if seat.keeper is None]
+        self._take_in()
+        left = sum(seat.workers or 0 for seat in self.seats if seat.keeper is not None)
+        if not away:
+            self._say(f"{names} came back")
+            return
+        names = ", ".join(seat.host.name for seat in away)
+        reasons = "; ".join(str(seat.trouble) for seat in away if seat.trouble is not None)
+        gone = f"{names} did not come back within {self.options.rejoin_timeout:g} s{f' ({reasons})' if reasons else ''}"
+        least = self.options.min_workers
+        if least is None or left < least or not left:
+            need = (
+                "every worker is needed (--min-workers would let it go on with fewer)" if least is None else f"{least} are needed"
+            )
+            raise WorkerError(f"{gone}; {left} workers are left and {need}", exit_code=1)
+        self._say(f"{gone}; going on with {left} workers, and with all of them as soon as it is back")
+
+    def _drop(self, seat: _Seat) -> None:
+        if seat.keeper is not None:
+            if seat.keeper in self.supervisor.keepers:
+                self.supervisor.remove(seat.keeper)
+            seat.keeper.kill()
+            seat.keeper.close(2.0)
+            seat.keeper = None
+
+    def _look_for_lost_hosts(self) -> None:
+        """While a round runs with fewer hosts: once a lost one is back, the workers are asked to save and the world grows."""
+        if self.regrouping or self.options.min_workers is None:
+            return
+        for seat in self.seats:
+            if seat.keeper is None and not seat.is_starting and time.monotonic() > seat.next_try:
+                seat.begin()
+            elif seat.keeper is not None and seat.keeper not in self.supervisor.keepers and not seat.is_starting:
+                self._say(f"{seat.host.name} is back; the workers are asked to save, and all start again together")
+                self.regrouping = True
+                self.supervisor.stop(self.options.grace)
+                return
+
+    # ------------------------------------------------------------------ ends
+
+    def _close(self) -> None:
+        for seat in self.seats:
+            if seat.keeper is not None and seat.keeper not in self.supervisor.keepers:
+                seat.keeper.kill()
+                seat.keeper.close(2.0)
+        self.supervisor.close()
+        for seat in self.seats:
+            seat.host.close()
+
+    @staticmethod
+    def _say(text: str) -> None:
+        show(sys.stderr, f"allhands: {text}\n".encode("utf-8", "backslashreplace"))
+
+
+def _ranks(first: int, place: Place) -> str:
+    last = first + place.workers - 1
+    words = [] if not place.workers else [f"rank {first}"] if place.workers == 1 else [f"ranks {first}-{last}"]
+    words += [f"server {number}" for number in place.servers]
+    return ", ".join(words)
+
+
+def _equal(name: str, version: str, other: str) -> bool:
+    """Patch releases of Python are alike; a build's suffix (2.13.0+cpu) matters as much as the number."""
+    if name == "Python":
+        return version.split(".")[:2] == other.split(".")[:2]
+    return version == other
+
+
+def _silence_stdout() -> None:
+    """Keep Python from complaining about the same closed pipe again when it exits."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)

@@ -1,0 +1,82 @@
+"""How a job is run, checked before anything starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from allhands.errors import UserError
+from allhands.launch.supervisor import HOST_TIMEOUT
+
+# Seconds for which a host that was lost is waited for.
+REJOIN_TIMEOUT = 30.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a job is run.
+
+    Attributes:
+        workers: how many in all; None: `slots` a host, else one for each GPU, or core, of each host.
+        servers: how many parameter servers, one a host in turn.
+        cwd: the working folder on other hosts.
+        log_dir: folder for one `rank-N.log` each.
+        prefix: start every line of output with the rank that wrote it, and its host.
+        grace: seconds from SIGTERM to SIGKILL.
+        heartbeat_timeout: seconds without a sign of life after which a worker has failed; 0 waits for ever.
+        host_timeout: seconds without a word after which another host is lost.
+        threads: CPU threads a worker; None: OMP_NUM_THREADS, or the cores divided among the workers.
+        preload: import torch once a host, before the workers are forked.
+        max_restarts: how many times the world is started again after a failure.
+        min_workers: with so many workers left a restart goes on without hosts that do not come back; None waits for all.
+        rejoin_timeout: seconds for a lost host to come back.
+    """
+
+    workers: int | None = None
+    servers: int = 0
+    cwd: str | None = None
+    log_dir: str | os.PathLike[str] | None = None
+    prefix: bool = True
+    grace: float = 5.0
+    heartbeat_timeout: float = 60.0
+    host_timeout: float = HOST_TIMEOUT
+    threads: int | None = None
+    preload: bool = True
+    max_restarts: int = 0
+    min_workers: int | None = None
+    rejoin_timeout: float = REJOIN_TIMEOUT
+
+    def check(self) -> None:
+        """Refuse what cannot be meant.
+
+        Raises:
+            UserError: naming the number and what it must be.
+        """
+        check_numbers(self.workers, self.grace, self.heartbeat_timeout, self.threads)
+        for name, value, least in (("servers", self.servers, 0), ("max_restarts", self.max_restarts, 0)):
+            if value < least:
+                raise UserError(f"{name}={value!r}: it must be at least {least}")
+        if self.host_timeout < 3:
+            raise UserError(f"host_timeout={self.host_timeout!r}: it must be at least 3 seconds; hosts are asked once a second")
+        if self.min_workers is not None and self.min_workers < 1:
+            raise UserError(f"min_workers={self.min_workers!r}: it must be at least 1")
+        if self.min_workers is not None and not self.max_restarts:
+            raise UserError("min_workers is about going on after a failure; set max_restarts (--max-restarts) as well")
+        if self.min_workers is not None and self.workers is not None and self.min_workers > self.workers:
+            raise UserError(f"min_workers={self.min_workers} is more than workers={self.workers}")
+
+
+def check_numbers(workers: int | None, grace: float, heartbeat_timeout: float, threads: int | None) -> None:
+    """Refuse what cannot be meant.
+
+    Raises:
+        UserError: naming the number and what it must be.
+    """
+    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
+        raise UserError(f"workers={workers!r}: it must be a whole number of at least 1")
+    if grace < 0:
+        raise UserError(f"grace={grace!r}: it must be 0 or more seconds")
+    if heartbeat_timeout < 0:
+        raise UserError(f"heartbeat_timeout={heartbeat_timeout!r}: it must be 0 (never) or more seconds")
+    if threads is not None and threads < 1:
+        raise UserError(f"threads={threads!r}: it must be at least 1")

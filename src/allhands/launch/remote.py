@@ -1,0 +1,147 @@
+"""How a keeper comes to life on another host, behind whatever login shell is there.
+
+The shell sees one short command in plain characters. All else arrives on standard input: first one line with the variables and
+the program (`first_message`), then the conversation with the keeper. So nothing has to survive a shell's quoting, and no
+secret is ever in a command line. The first Python only sets the variables and becomes the second one, because the dynamic
+linker and Python itself read some variables only when a process starts.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from allhands.errors import HostError
+from allhands.launch.handle import KeeperHandle
+from allhands.launch.output import show
+
+# Importing this package, without torch, from a cold network file system.
+START_TIMEOUT = 120.0
+
+# What the login files of a shell print comes before this line and is ignored.
+KEEPER_LINE = b"allhands keeper 1\n"
+
+# Runs under any Python, old ones included, so that it can say what is wrong. Byte by byte: what follows the line is the keeper's.
+_FIRST = 'import json,os;exec(json.loads(b"".join(iter(lambda:os.read(0,1)or os._exit(9),chr(10).encode())).decode())["program"])'
+
+_SECOND = """
+import os, sys
+message = {message!r}
+if sys.version_info < (3, 11):
+    sys.stderr.write("%s is Python %s; allhands needs 3.11 or newer\\n" % (sys.executable, sys.version.split()[0]))
+    sys.exit(3)
+for name, value in message["env"].items():
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+os.execv(sys.executable, [sys.executable, "-c", message["keeper"]])
+"""
+
+# `-c` puts the working folder first on the path, where a file named like a standard module would break the keeper.
+_KEEPER = """
+import os, sys
+sys.flags.safe_path or sys.path.pop(0)
+try:
+    from allhands.launch.keeper import main
+except ImportError as error:
+    sys.stderr.write("%s cannot import allhands: %s\\n" % (sys.executable, error))
+    sys.exit(4)
+os.write(1, {line!r})
+main()
+"""
+
+
+def keeper_words(python: str) -> list[str]:
+    """The command that becomes a keeper, where no shell is in between."""
+    return [python, "-c", _FIRST]
+
+
+def keeper_command(python: str) -> str:
+    """The command for a login shell. `python` is quoted already."""
+    return f"exec {python} -c '{_FIRST}'"
+
+
+def first_message(env: Mapping[str, str | None]) -> bytes:
+    """The line that `keeper_command` waits for: the variables to set, or with None to remove."""
+    message = {"env": dict(env), "keeper": _KEEPER.format(line=KEEPER_LINE)}
+    return json.dumps({"program": _SECOND.format(message=message)}).encode("ascii") + b"\n"
+
+
+def await_keeper(
+    process: subprocess.Popen[bytes], host: str, python: str, explain: Callable[[str], str] | None = None
+) -> KeeperHandle:
+    """Wait until the keeper answers that `process` (ssh or srun) leads to.
+
+    What it prints on standard error is shown with the host's name from then on.
+
+    Args:
+        process: with pipes as its standard streams.
+        host: its name, for messages.
+        python: the Python that was to run there.
+        explain: turns what `process` said into a reason, when it failed itself (exit code 255, as ssh does).
+
+    Raises:
+        HostError: it did not come up; says why.
+    """
+    assert process.stdout is not None
+    assert process.stderr is not None
+    said: collections.deque[bytes] = collections.deque(maxlen=20)
+    show_from_now = threading.Event()
+    reader = threading.Thread(target=_read_stderr, args=(process, host, said, show_from_now), daemon=True)
+    reader.start()
+    fd, data = process.stdout.fileno(), b""
+    deadline = time.monotonic() + START_TIMEOUT
+    while KEEPER_LINE not in data:
+        ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+        piece = os.read(fd, 65536) if ready else b""
+        if not piece:
+            code = _exit_code(process) if ready else None
+            process.kill()
+            reader.join(2)
+            if code == 255 and explain is not None:
+                raise HostError(host, explain(b"".join(said).decode("utf-8", "replace")))
+            raise HostError(host, _why_no_keeper(code, said, python))
+        data = (data + piece)[-(1 << 20) :]
+    keeper = KeeperHandle(process, host=host, local=False, said=said)
+    keeper.early = data.partition(KEEPER_LINE)[2]
+    show_from_now.set()
+    return keeper
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return process.wait(5)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _why_no_keeper(code: int | None, said: collections.deque[bytes], python: str) -> str:
+    text = b"".join(said).decode("utf-8", "replace").strip()
+    last = (text.splitlines() or ["nothing was said"])[-1]
+    if code is None:
+        return f"{python} did not start within {START_TIMEOUT:.0f} s ({last})"
+    if "allhands needs 3.11" in text:
+        return f"{last}; name another with --python PATH"
+    if "cannot import allhands" in text:
+        return (
+            f"{last}; install the same version there (`{python} -m pip install allhands`), or name another Python with --python"
+        )
+    if code in (126, 127) or "not found" in text or "No such file" in text or "Unknown command" in text:
+        return f"there is no Python at {python} ({last}); name the one that has torch and allhands with --python PATH"
+    return f"{python} ended with exit code {code}: {text or last}"
+
+
+def _read_stderr(process: subprocess.Popen[bytes], host: str, said: collections.deque[bytes], shown: threading.Event) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        said.append(line)
+        if shown.is_set():
+            show(sys.stderr, b"[%s] %s" % (host.encode(), line))
