@@ -30,7 +30,7 @@ _LAZY = {
     "DP": "allhands.strategies",
     "DDP": "allhands.strategies",
 }
-_SUBMODULES = {"utils": "allhands.runner.utils"}
+_SUBMODULES = {"slurm": "allhands.world.slurm", "utils": "allhands.runner.utils"}
 
 __all__ = [
     "DDP",

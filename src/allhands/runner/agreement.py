@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -19,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from allhands.comm import calls
-from allhands.world import World
+from allhands.errors import WorldError
+from allhands.world import World, slurm
 
 # Schedulers send SIGTERM to end a job, and SIGUSR1 some time before they do.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -111,3 +113,13 @@ class Agreement:
         dist.all_reduce(said, dist.ReduceOp.MAX)
         pending, save, interval = said.tolist()
         return pending, bool(save), interval
+
+
+def requeue_if_asked(world: World, say: Callable[[str], None]) -> None:
+    """Once a signal has ended a training and all is saved: put its Slurm job back into the queue when ALLHANDS_REQUEUE=1."""
+    if world.rank != 0 or not slurm.wants_requeue(os.environ):
+        return
+    try:
+        say(slurm.requeue())
+    except WorldError as error:
+        say(f"the job was not requeued: {error}")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
+
+from allhands.world import slurm
 
 if TYPE_CHECKING:
     from allhands.runner.training import Training
@@ -25,6 +28,8 @@ def announce(training: Training) -> None:
     training.reporter.line(f"allhands: {settings.strategy.name}, {where}; {batch}; {samples}{steps}, {feed.kind}")
     if training.schedule.scheduler is not None:
         training.reporter.line(training.schedule.describe())
+    if settings.logdir is None and slurm.wants_requeue(os.environ):
+        training.reporter.line(f"note: {slurm.REQUEUE_VARIABLE}=1 has no effect here: without a logdir nothing is saved")
 
 
 def report_epoch(training: Training, values: dict[str, dict[str, float]], rates: list[float], improved: bool) -> None:

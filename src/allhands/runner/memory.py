@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,14 @@ from allhands.runner.checkpoint import tree
 from allhands.runner.generators import generator_states, set_generator_states
 from allhands.runner.loggers import set_earlier_run_aside
 from allhands.runner.position import Position
+from allhands.world import slurm
 
 if TYPE_CHECKING:
     from allhands.runner.training import Training
 
 FORMAT = 2
+# In the checkpoints folder: the Slurm job that has begun this training.
+_JOB_FILE = "slurm-job"
 
 
 class Memory:
@@ -127,19 +131,21 @@ class Memory:
         Rank 0 chooses the checkpoint, so that no rank goes on from another one, or from none.
         """
         training, settings = self.training, self.training.settings
-        if settings.resume is None:
+        resume = settings.resume if settings.resume is not None else self._resume_of_requeued_job()
+        if resume is None:
             if settings.logdir is not None and training.world.rank == 0:
                 aside = set_earlier_run_aside(settings.logdir)
                 if aside is not None:
                     training.reporter.line(
                         f"the logdir held an earlier run, now in {aside}; write resume='auto' to go on with it"
                     )
+                self._mark()
             return
         calls.note("choosing a checkpoint")
         path, state, failed = None, None, ""
         if training.world.rank == 0:
             try:
-                path, state = self._find(settings.resume)
+                path, state = self._find(resume)
             except UserError as error:
                 failed = str(error)
         failed, name = json.loads(all_gather_text(json.dumps([failed, str(path or "")]), training.world)[0])
@@ -149,6 +155,32 @@ class Memory:
             training.reporter.line("resume='auto': no checkpoint in the logdir, starting anew")
             return
         self._load(Path(name), self._same_on_every_rank(Path(name), state))
+
+    def _mark(self) -> None:
+        """Note which Slurm job a training that starts anew belongs to: that job goes on with it when Slurm starts it again."""
+        job = slurm.job_of(os.environ)
+        if job is not None and self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / _JOB_FILE).write_text(f"{job}\n")
+
+    def _resume_of_requeued_job(self) -> str | None:
+        """ "auto" in a job that Slurm has started again, when the checkpoints in the logdir are that job's own; else None."""
+        count = slurm.restarts_of(os.environ)
+        if count == 0 or self.folder is None:
+            return None
+        own = False
+        if self.training.world.rank == 0:
+            mark = self.folder / _JOB_FILE
+            own = (
+                mark.is_file() and mark.read_text().strip() == slurm.job_of(os.environ) and bool(checkpoint.found_in(self.folder))
+            )
+        if all_gather_text("own" if own else "", self.training.world)[0] != "own":
+            return None
+        self.training.reporter.line(
+            f"job {slurm.job_of(os.environ)} was requeued (restart {count}): going on with its own newest checkpoint, as with "
+            "resume='auto'"
+        )
+        return "auto"
 
     def _find(self, resume: str) -> tuple[Path | None, dict[str, Any] | None]:
         reporter = self.training.reporter

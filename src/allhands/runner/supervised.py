@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from allhands.runner.settings import Data, TrainSettings, callback_list, check_m
 from allhands.runner.training import History, Training
 from allhands.step import Precision
 from allhands.strategies import Strategy
-from allhands.world import World
+from allhands.world import World, slurm
 
 
 class SupervisedRunner:
@@ -131,7 +132,8 @@ class SupervisedRunner:
             minimize_metric: whether smaller is better.
             verbose: draw a progress bar.
             resume: a checkpoint, or "auto" for the newest whole one in `logdir`; None starts anew, and moves an earlier
-                run's files aside.
+                run's files aside. In a Slurm job that was started again (requeued), None goes on with the newest one that this
+                job has saved in `logdir`.
             distributed: True starts one worker a GPU (a core, without GPUs) and trains with "ddp"; or the name of a
                 strategy, or a `Strategy`. In a world that something else has started (torchrun, srun, mpirun,
                 ``allhands launch``), the run joins it, also with False.
@@ -168,6 +170,10 @@ class SupervisedRunner:
         )  # fmt: skip
         settings.validate()
         prepare_logdir(settings.logdir)
+        if slurm.wants_requeue(os.environ) and settings.logdir is None:
+            print(
+                f"note: {slurm.REQUEUE_VARIABLE}=1 has no effect on this training, which saves nothing; pass logdir=…", flush=True
+            )
         plan = self._plan(distributed, workers)
         settings.strategy = plan.strategy
         # It takes half a second to import, so once for all workers.

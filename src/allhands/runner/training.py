@@ -16,7 +16,7 @@ from allhands.comm import calls
 from allhands.data import Feed, build_feeds, derive_seed, preserved_generators, seed_everything
 from allhands.errors import UserError
 from allhands.runner import checkpoint
-from allhands.runner.agreement import SIGNALS, Agreement
+from allhands.runner.agreement import SIGNALS, Agreement, requeue_if_asked
 from allhands.runner.announce import announce, report_epoch
 from allhands.runner.callbacks import overridden
 from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule
@@ -191,6 +191,7 @@ class Training:
         name = signal.Signals(self._signal).name
         self.memory.close()
         self.reporter.line(f"stopped by {name} {where}: saved in {self.settings.logdir}; go on with resume='auto'")
+        requeue_if_asked(self.world, self.reporter.line)
         self.reporter.close()
         raise SystemExit(128 + self._signal)
 

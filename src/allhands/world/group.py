@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from allhands.errors import WorldError
-from allhands.world import interface
+from allhands.world import guard, interface
 from allhands.world.detection import find_environment
 from allhands.world.devices import choose_backend, only_gpu_name, pick_device, visible_gpus
 from allhands.world.layout import Environ, Layout
@@ -66,6 +66,7 @@ class _State:
     made_group: bool
     set_ifname: bool = False
     store: Any = None  # rank 0's listener lives as long as this object
+    guard: guard.Guard | None = None
 
 
 _state: _State | None = None
@@ -151,6 +152,8 @@ def finalize() -> None:
         state, _state = _state, None
         if state is None:
             return
+        if state.guard is not None:
+            state.guard.close()
         if state.set_ifname:
             os.environ.pop(interface.VARIABLE, None)
         import torch.distributed as dist
@@ -170,6 +173,7 @@ def _leave_at_exit() -> None:
 
 def _start(asked: Asked, environ: Environ) -> _State:
     layout, meeting = who_and_where(asked, environ)
+    silence = guard.heartbeat_timeout(environ) if layout.environment == "slurm" and meeting and not meeting.path else None
     backend, device = choose_backend(asked.backend, asked.device)
     gpus = visible_gpus() if device.startswith("cuda") else 0
     if meeting is None:
@@ -199,9 +203,18 @@ def _start(asked: Asked, environ: Environ) -> _State:
     local_rank, local_size, node_rank = place_of(cards, layout.rank)
     chosen = pick_device(device, local_rank, gpus)
     set_ifname = interface.set_for_gloo(cards, layout.rank)
+    guarding = _guard(opened.store, layout, opened.place, silence) if silence is not None and layout.world_size > 1 else None
     _make_group(opened.store, backend, chosen, layout, timeout)
     world = World(layout.rank, local_rank, node_rank, layout.world_size, local_size, chosen, backend, layout.environment)
-    return _State(world, asked, made_group=True, set_ifname=set_ifname, store=opened.store)
+    return _State(world, asked, made_group=True, set_ifname=set_ifname, store=opened.store, guard=guarding)
+
+
+def _guard(store: Any, layout: Layout, place: str, silence: float) -> guard.Guard:
+    """srun does not end a world of which one rank has failed."""
+    from torch.distributed import PrefixStore
+
+    host = place.rpartition(":")[0]
+    return guard.start(PrefixStore("allhands", store), layout.rank, layout.world_size, host, silence)
 
 
 def _meet(store: Any, card: Card, place: str, deadline: float) -> list[Card]:
