@@ -160,7 +160,10 @@ class Keeper:
             try:
                 os.chdir(cwd)
             except OSError as error:
-                raise UserError(f"the folder {cwd} cannot be used there: {error.strerror}") from None
+                raise UserError(
+                    f"the folder {cwd} cannot be used there ({error.strerror}); --sync-dst-dir DIR copies the working folder to "
+                    "each host first"
+                ) from None
         self.parent = parent or 0
         self.launcher_timeout = launcher_timeout
         gpus = processes.gpus() if local_workers is None else None
