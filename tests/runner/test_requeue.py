@@ -38,7 +38,7 @@ def test_a_requeued_job_goes_on_where_it_was_stopped(
         fit(dropout=0.3, logdir=tmp_path / "run", callbacks=[Send("step", signal.SIGUSR1)])
     assert ended.value.code == 128 + signal.SIGUSR1
     # By then the checkpoint was whole.
-    assert found == [["epoch-0001-step-000000004", "last", "slurm-job"]]
+    assert found == [["epoch-0001-step-000000004", "job", "last"]]
     assert "requeued job 9" in capsys.readouterr().out
 
     job.setenv("SLURM_RESTART_COUNT", "1")
@@ -58,7 +58,7 @@ def test_the_checkpoints_of_another_job_are_set_aside(
     _, history = fit(logdir=tmp_path, num_epochs=1)
     assert history["epoch"] == [1]
     assert f"the logdir held an earlier run, now in {tmp_path / 'earlier-1'}" in capsys.readouterr().out
-    assert (tmp_path / "checkpoints" / "slurm-job").read_text() == "10\n"
+    assert (tmp_path / "checkpoints" / "job").read_text() == "slurm 10\n"
 
 
 def test_nothing_is_requeued_unasked_and_a_useless_wish_is_told(
@@ -75,3 +75,26 @@ def test_nothing_is_requeued_unasked_and_a_useless_wish_is_told(
     job.setenv("ALLHANDS_REQUEUE", "please")
     with pytest.raises(UserError, match="ALLHANDS_REQUEUE='please'"):
         fit(num_epochs=1)
+
+
+def test_workers_that_are_started_again_go_on(
+    job: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.delenv("SLURM_JOB_ID")
+    job.setenv("TORCHELASTIC_RUN_ID", "a1")
+    first = tmp_path / "first"
+    fit(logdir=first, num_epochs=1, callbacks=[Callback()])
+    with pytest.raises(SystemExit):
+        fit(logdir=tmp_path / "run", resume=first / "checkpoints" / "last", callbacks=[Send("step", signal.SIGUSR1)])
+    job.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    capsys.readouterr()
+    # What the command line says was for the first start; this run has come further since.
+    _, history = fit(logdir=tmp_path / "run", resume=first / "checkpoints" / "last", callbacks=[Callback()])
+    told = capsys.readouterr().out
+    assert "the workers were started again (attempt 2): going on with its own newest checkpoint" in told
+    assert f"resuming from {tmp_path / 'run'}" in told
+    assert history["step"] == [7, 14, 21]
+    # Another job's restart is another matter.
+    job.setenv("TORCHELASTIC_RUN_ID", "b2")
+    fit(logdir=tmp_path / "run", num_epochs=1)
+    assert "the logdir held an earlier run" in capsys.readouterr().out

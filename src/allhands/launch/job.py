@@ -109,6 +109,7 @@ class Job:
             host_timeout=options.host_timeout,
             on_tick=self._look_for_lost_hosts,
         )
+        self.run_id = uuid.uuid4().hex[:12]  # the same for every attempt
         self.regrouping = False  # the world is stopped only because a lost host is back
 
     # ------------------------------------------------------------------ the whole job
@@ -258,7 +259,7 @@ class Job:
         seats = self._here()
         port, places = self._meet(seats)
         # A failed attempt's store, with the addresses of processes that are gone, is never seen by the next one.
-        tasks = tasks_of(self.command.task(), places, port, run_id=uuid.uuid4().hex[:12], restarts=attempt)
+        tasks = tasks_of(self.command.task(), places, port, run_id=self.run_id, restarts=attempt)
         return self.supervisor.run(tasks)
 
     def _meet(self, seats: Sequence[_Seat]) -> tuple[int, list[Place]]:

@@ -28,6 +28,9 @@ START_TIMEOUT = 120.0
 # What the login files of a shell print comes before this line and is ignored.
 KEEPER_LINE = b"allhands keeper 1\n"
 
+# torch's store says this of every connection from an address that has no name, which is no trouble.
+_NO_NAME = b"The hostname of the client socket cannot be retrieved"
+
 # Runs under any Python, old ones included, so that it can say what is wrong. Byte by byte: what follows the line is the keeper's.
 _FIRST = 'import json,os;exec(json.loads(b"".join(iter(lambda:os.read(0,1)or os._exit(9),chr(10).encode())).decode())["program"])'
 
@@ -142,6 +145,8 @@ def _why_no_keeper(code: int | None, said: collections.deque[bytes], python: str
 def _read_stderr(process: subprocess.Popen[bytes], host: str, said: collections.deque[bytes], shown: threading.Event) -> None:
     assert process.stderr is not None
     for line in process.stderr:
+        if _NO_NAME in line:
+            continue
         said.append(line)
         if shown.is_set():
             show(sys.stderr, b"[%s] %s" % (host.encode(), line))

@@ -18,14 +18,14 @@ from allhands.runner.checkpoint import tree
 from allhands.runner.generators import generator_states, set_generator_states
 from allhands.runner.loggers import set_earlier_run_aside
 from allhands.runner.position import Position
-from allhands.world import slurm
+from allhands.world.jobs import jobs_around
 
 if TYPE_CHECKING:
     from allhands.runner.training import Training
 
 FORMAT = 2
 # In the checkpoints folder: the Slurm job that has begun this training.
-_JOB_FILE = "slurm-job"
+_JOB_FILE = "job"
 
 
 class Memory:
@@ -131,15 +131,13 @@ class Memory:
         Rank 0 chooses the checkpoint, so that no rank goes on from another one, or from none.
         """
         training, settings = self.training, self.training.settings
-        resume = settings.resume if settings.resume is not None else self._resume_of_requeued_job()
+        resume = self._resume_of_restarted_job() or settings.resume
+        if resume is None and settings.logdir is not None and training.world.rank == 0:
+            aside = set_earlier_run_aside(settings.logdir)
+            if aside is not None:
+                training.reporter.line(f"the logdir held an earlier run, now in {aside}; write resume='auto' to go on with it")
+        self._mark()
         if resume is None:
-            if settings.logdir is not None and training.world.rank == 0:
-                aside = set_earlier_run_aside(settings.logdir)
-                if aside is not None:
-                    training.reporter.line(
-                        f"the logdir held an earlier run, now in {aside}; write resume='auto' to go on with it"
-                    )
-                self._mark()
             return
         calls.note("choosing a checkpoint")
         path, state, failed = None, None, ""
@@ -157,29 +155,29 @@ class Memory:
         self._load(Path(name), self._same_on_every_rank(Path(name), state))
 
     def _mark(self) -> None:
-        """Note which Slurm job a training that starts anew belongs to: that job goes on with it when Slurm starts it again."""
-        job = slurm.job_of(os.environ)
-        if job is not None and self.folder is not None:
+        """Note which jobs this training belongs to: started again, they go on with it."""
+        jobs = jobs_around(os.environ)
+        if jobs and self.folder is not None and self.training.world.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / _JOB_FILE).write_text(f"{job}\n")
+            (self.folder / _JOB_FILE).write_text("".join(f"{job.name}\n" for job in jobs))
 
-    def _resume_of_requeued_job(self) -> str | None:
-        """ "auto" in a job that Slurm has started again, when the checkpoints in the logdir are that job's own; else None."""
-        count = slurm.restarts_of(os.environ)
-        if count == 0 or self.folder is None:
+    def _resume_of_restarted_job(self) -> str | None:
+        """ "auto" in a job that was started again, when the checkpoints in the logdir are that job's own; else None.
+
+        They are newer than a checkpoint that the first start was told to resume from.
+        """
+        jobs = [job for job in jobs_around(os.environ) if job.restarts]
+        if not jobs or self.folder is None:
             return None
-        own = False
+        told = ""
         if self.training.world.rank == 0:
             mark = self.folder / _JOB_FILE
-            own = (
-                mark.is_file() and mark.read_text().strip() == slurm.job_of(os.environ) and bool(checkpoint.found_in(self.folder))
-            )
-        if all_gather_text("own" if own else "", self.training.world)[0] != "own":
+            names = mark.read_text().splitlines() if mark.is_file() and checkpoint.found_in(self.folder) else []
+            told = next((job.told for job in jobs if job.name in names), "")
+        told = all_gather_text(told, self.training.world)[0]
+        if not told:
             return None
-        self.training.reporter.line(
-            f"job {slurm.job_of(os.environ)} was requeued (restart {count}): going on with its own newest checkpoint, as with "
-            "resume='auto'"
-        )
+        self.training.reporter.line(f"{told}: going on with its own newest checkpoint, as with resume='auto'")
         return "auto"
 
     def _find(self, resume: str) -> tuple[Path | None, dict[str, Any] | None]:
