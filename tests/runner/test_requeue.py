@@ -85,7 +85,7 @@ def test_workers_that_are_started_again_go_on(
     first = tmp_path / "first"
     fit(logdir=first, num_epochs=1, callbacks=[Callback()])
     with pytest.raises(SystemExit):
-        fit(logdir=tmp_path / "run", resume=first / "checkpoints" / "last", callbacks=[Send("step", signal.SIGUSR1)])
+        fit(logdir=tmp_path / "run", resume=first / "checkpoints" / "last", callbacks=[Send("epoch", signal.SIGUSR1)])
     job.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     capsys.readouterr()
     # What the command line says was for the first start; this run has come further since.
