@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from allhands.launch.options import Options
 from allhands.launch.plan import Command
 from allhands.launch.processes import cores, gpus
 from allhands.launch.protocol import MARK
+from allhands.launch.slurm import SlurmNode, allocation, submit
 from allhands.launch.ssh import SshHost
 
 
@@ -29,9 +30,11 @@ class Launcher(enum.StrEnum):
 
     local = "local"
     ssh = "ssh"
+    slurm = "slurm"
 
 
 def launch(
+    context: typer.Context,
     command: Annotated[
         list[str] | None,
         typer.Argument(
@@ -90,6 +93,10 @@ def launch(
         list[str] | None,
         typer.Option(help="NAME or NAME=VALUE: a variable for all workers; NAME alone takes its value here. May be repeated."),
     ] = None,
+    sbatch: Annotated[
+        str | None, typer.Option(help='Options for sbatch, where --launcher slurm submits a job: "--nodes=2 --time=30".')
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Where a job is submitted: show its output until it ends.")] = False,
     python: Annotated[str | None, typer.Option(help="The Python on the other hosts. Default: the path of this one.")] = None,
 ) -> int:
     """Run a script, module or program in several workers, on this machine or on others.
@@ -105,7 +112,17 @@ def launch(
         raise UserError(f"--workers {workers}: it must be at least 1")
     chosen_launcher = launcher or (Launcher.ssh if hosts else Launcher.local)
     elsewhere = chosen_launcher is not Launcher.local
-    _check_together(chosen_launcher, hosts, {"--sync-dst-dir": sync_dst_dir, "--exclude": exclude, "--python": python})
+    _check_together(
+        chosen_launcher,
+        {
+            "--hosts": (hosts, {Launcher.ssh}),
+            "--sync-dst-dir": (sync_dst_dir, {Launcher.ssh}),
+            "--exclude": (exclude, {Launcher.ssh}),
+            "--python": (python, {Launcher.ssh, Launcher.slurm}),
+            "--sbatch": (sbatch, {Launcher.slurm}),
+            "--wait": (wait, {Launcher.slurm}),
+        },
+    )
     chosen = _module(command) if module else parse(command, elsewhere=elsewhere)
     variables = read_env(env or [])
     if not elsewhere and workers is None:
@@ -125,18 +142,22 @@ def launch(
         min_workers=min_workers,
         rejoin_timeout=rejoin_timeout,
     )
-    if not elsewhere:
-        return run_job(chosen, [LocalHost(variables)], options)
-    assert hosts is not None
-    specs = read_hosts(hosts)
-    copy = (os.getcwd(), sync_dst_dir, exclude or ()) if sync_dst_dir else None
-    forwarded = {**forwarded_variables(), **variables}
-    return run_job(
-        chosen,
-        [SshHost(spec, python or sys.executable, forwarded, copy) for spec in specs],
-        options,
-        [spec.slots for spec in specs],
-    )
+    options.check()
+    if chosen_launcher is Launcher.ssh:
+        assert hosts is not None
+        specs = read_hosts(hosts)
+        copy = (os.getcwd(), sync_dst_dir, exclude or ()) if sync_dst_dir else None
+        forwarded = {**forwarded_variables(), **variables}
+        there: list[Host] = [SshHost(spec, python or sys.executable, forwarded, copy) for spec in specs]
+        return run_job(chosen, there, options, [spec.slots for spec in specs])
+    if chosen_launcher is Launcher.slurm:
+        given = allocation(os.environ)
+        if given is None:
+            return submit(_without_wait(context.obj), workers, shlex.split(sbatch or ""), wait)
+        names = zip(given.nodes, given.cpus, strict=True)
+        there = [SlurmNode(name, python or sys.executable, variables, cpus) for name, cpus in names]
+        return run_job(chosen, there, options, given.slots if workers is None else None)
+    return run_job(chosen, [LocalHost(variables)], options)
 
 
 def run_job(command: Command, hosts: Sequence[Host], options: Options, slots: Sequence[int | None] | None = None) -> int:
@@ -144,15 +165,21 @@ def run_job(command: Command, hosts: Sequence[Host], options: Options, slots: Se
     return Job(command, hosts, options, slots).run()
 
 
-def _check_together(launcher: Launcher, hosts: str | None, of_ssh: dict[str, Any]) -> None:
-    if launcher is Launcher.ssh and not hosts:
+def _without_wait(argv: Sequence[str]) -> list[str]:
+    """The words of `allhands launch …` for the job that is submitted; a `--wait` before the script was for its submission."""
+    words = list(argv[1:])
+    if "--wait" in words:
+        words.remove("--wait")
+    return words
+
+
+def _check_together(launcher: Launcher, given: Mapping[str, tuple[Any, set[Launcher]]]) -> None:
+    if launcher is Launcher.ssh and not given["--hosts"][0]:
         raise UserError("--launcher ssh needs the hosts: write -H d1,d2, or -H FILE with one host a line")
-    if launcher is Launcher.local:
-        if hosts:
-            raise UserError("--hosts is for other machines; write --launcher ssh, or leave --launcher out")
-        for name, value in of_ssh.items():
-            if value:
-                raise UserError(f"{name} is about other hosts; write -H HOSTS as well, or leave it out")
+    for name, (value, launchers) in given.items():
+        if value and launcher not in launchers:
+            right = " or ".join(sorted(f"--launcher {other.value}" for other in launchers))
+            raise UserError(f"{name} is for {right}, and the launcher here is {launcher.value}; write one, or leave {name} out")
 
 
 def read_env(words: Sequence[str]) -> dict[str, str | None]:

@@ -63,7 +63,7 @@ def run(argv: list[str]) -> int:
     if wanted is not None and wanted not in SUBCOMMANDS and argv[0] == wanted:
         return _refuse(f"there is no subcommand {wanted!r}{nearest(wanted, SUBCOMMANDS)}")
     try:
-        result = _app(wanted)(args=argv or ["--help"], prog_name="allhands", standalone_mode=False)
+        result = _app(wanted)(args=argv or ["--help"], prog_name="allhands", standalone_mode=False, obj=argv)
     except WorkerError as error:
         return _refuse(str(error), error.exit_code)
     except (UserError, WorldError, AllhandsError) as error:

@@ -17,7 +17,7 @@ from allhands.cli.named import choose, is_kind, located, make
 from allhands.config import RunFile
 from allhands.data import catalogue, derive_seed, seed_everything
 from allhands.runner import Callback, EarlyStopping, SupervisedRunner
-from allhands.runner.workers import plan, world_around
+from allhands.runner.workers import plan
 from allhands.strategies import STRATEGIES, Strategy, strategy_named
 from allhands.verify.compare import verify as compare
 from allhands.verify.report import Report
@@ -48,7 +48,7 @@ def train(run_file: RunFile) -> dict[str, Any]:
     if minimize is None:
         minimize = main_metric == "loss"
     strategy = _strategy(run_file)
-    objects = _objects(run_file, lambda: plan(strategy, given.workers, given.device).count or world_around() or 1)
+    objects = _objects(run_file, lambda: _world_size(strategy, given.workers, given.device))
     callbacks: list[Callback] = [StoreRunFile(run_file.to_yaml())]
     if given.early_stopping is not None:
         stopping = given.early_stopping
@@ -84,6 +84,13 @@ def train(run_file: RunFile) -> dict[str, Any]:
     if given.logdir is not None:
         print(f"written to {given.logdir}: metrics.csv, run.yml, checkpoints/, tensorboard/")
     return history
+
+
+def _world_size(strategy: Strategy, workers: int | None, device: str | None) -> int:
+    chosen = plan(strategy, workers, device)
+    if chosen.circle is not None:
+        chosen.circle.close()
+    return chosen.world_size
 
 
 def verify(run_file: RunFile, strategies: Sequence[str] | None, workers: Sequence[int], steps: int) -> Report:

@@ -1,0 +1,199 @@
+"""Jobs under Slurm: keepers on the nodes of an allocation, through srun, and the submission of a job that will have one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from allhands.errors import UserError
+from allhands.launch.handle import KeeperHandle
+from allhands.launch.output import show
+from allhands.launch.remote import await_keeper, first_message, keeper_words
+from allhands.world import expand_hosts
+from allhands.world.hostlist import expand_tasks
+
+
+class SlurmNode:
+    """One node of the allocation around this process. Its keeper is a job step of its own with all that the job has there.
+
+    Args:
+        name: of the node.
+        python: path of the Python interpreter there.
+        env: variables for all workers there, besides those of this process, which srun takes along.
+        cpus: how many the job has on the node.
+    """
+
+    local = False
+
+    def __init__(self, name: str, python: str, env: Mapping[str, str | None], cpus: int | None) -> None:
+        self.name = name
+        self._python, self._env, self._cpus = python, dict(env), cpus
+
+    def start(self) -> KeeperHandle:
+        """Start a keeper on the node.
+
+        Raises:
+            HostError: srun could not start it there, there is no such Python, or it lacks allhands.
+        """
+        words = [
+            _program("srun"),
+            "--nodes=1",
+            "--ntasks=1",
+            f"--nodelist={self.name}",
+            "--overlap",
+            "--unbuffered",
+            "--export=ALL",
+        ]
+        # Left to itself, a step of one task gets one CPU.
+        words += [f"--cpus-per-task={self._cpus}"] if self._cpus else []
+        # Sizes that the job was asked for would contradict the step's.
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(_SIZES)}
+        process = subprocess.Popen(
+            [*words, *keeper_words(self._python)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env=environ,
+            start_new_session=True,  # srun passes on what it gets; the keeper is told by us alone
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # what is wrong is told by its exit
+            process.stdin.write(first_message(self._env))
+        return await_keeper(process, self.name, self._python)
+
+    def close(self) -> None:
+        """Nothing has to be let go of: the step ends with the keeper."""
+
+
+# What srun would read as options of its own.
+_SIZES = (
+    "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NNODES",
+    "SLURM_GPUS_PER_TASK", "SLURM_DISTRIBUTION", "SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURM_INPUTMODE", "SLURM_STDINMODE",
+    "SLURM_OUTPUTMODE", "SLURM_STDOUTMODE", "SLURM_LABELIO", "SLURM_KILL_BAD_EXIT",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What Slurm gave the job around this process.
+
+    Attributes:
+        nodes: their names.
+        slots: the tasks on each that the job was asked for; None where nobody said, and the GPUs or cores decide.
+        cpus: on each node, where Slurm tells.
+    """
+
+    nodes: list[str]
+    slots: list[int | None]
+    cpus: list[int | None]
+
+
+def allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """The allocation around this process; None outside of one.
+
+    Raises:
+        UserError: Slurm's variables contradict one another, or this process is one of several tasks.
+    """
+    if not environ.get("SLURM_JOB_ID"):
+        return None
+    if int(environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1:
+        raise UserError(
+            f"--launcher slurm in one of {environ['SLURM_STEP_NUM_TASKS']} tasks of srun: write `srun python script.py`, "
+            "or start `allhands launch --launcher slurm` once, from the script of sbatch or the shell of salloc"
+        )
+    nodes = expand_hosts(environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", ""))
+    if not nodes:
+        raise UserError("SLURM_JOB_ID is set, but SLURM_JOB_NODELIST is not; start this inside salloc or sbatch")
+    slots: list[int | None] = [None] * len(nodes)
+    # SLURM_TASKS_PER_NODE alone is 1 a node when nobody asked for tasks.
+    if any(environ.get(name) for name in ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE")):
+        slots = [*_counts(environ, "SLURM_TASKS_PER_NODE", len(nodes))]
+    return Allocation(nodes, slots, _counts(environ, "SLURM_JOB_CPUS_PER_NODE", len(nodes)))
+
+
+def _counts(environ: Mapping[str, str], name: str, nodes: int) -> list[int | None]:
+    text = environ.get(name, "")
+    counts = expand_tasks(text) if text else []
+    if counts and len(counts) != nodes:
+        raise UserError(f"{name}={text!r} is about {len(counts)} nodes, but the job has {nodes}; unset whichever was set by hand")
+    return [*counts] if counts else [None] * nodes
+
+
+def submit(arguments: Sequence[str], workers: int | None, options: Sequence[str], wait: bool) -> int:
+    """Put a job into Slurm's queue that runs `allhands launch` with the same arguments.
+
+    Args:
+        arguments: of `allhands launch`.
+        workers: how many tasks to ask for, unless `options` do.
+        options: for sbatch.
+        wait: return only when the job has ended, with its exit code.
+
+    Raises:
+        UserError: there is no sbatch, or it refuses.
+    """
+    sized = any(re.match(r"-[nN]|--(ntasks|nodes|ntasks-per-node)\b", option) for option in options)
+    if not sized and workers is None:
+        raise UserError(
+            "--launcher slurm outside of an allocation submits a job, and nobody said how large: write -n WORKERS, or "
+            '--sbatch "--nodes=2 --ntasks-per-node=4 …"'
+        )
+    size = [] if sized else [f"--ntasks={workers}"]
+    name = os.environ.get("SLURM_JOB_NAME") or "allhands"
+    words = [_program("sbatch"), "--parsable", f"--job-name={name}", "--output=slurm-%j.out", *size, *options]
+    words += ["--wait"] if wait else []
+    # exec: what Slurm signals is then the launcher, which passes it on, and not a shell that dies of it.
+    run = [sys.executable, "-P", "-c", "from allhands.cli.main import main; main()", "launch", *arguments]
+    script = f"#!/bin/sh\nexec {shlex.join(run)}\n"
+    with tempfile.TemporaryFile("w+") as said:
+        sbatch = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True)
+        assert sbatch.stdin is not None
+        assert sbatch.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            sbatch.stdin.write(script)
+            sbatch.stdin.close()
+        job = sbatch.stdout.readline().strip().partition(";")[0]
+        if not job:
+            sbatch.wait()
+            said.seek(0)
+            raise UserError(f"sbatch refuses ({shlex.join(words[1:])}): {said.read().strip()}")
+    output = Path(f"slurm-{job}.out")
+    print(f"allhands: submitted job {job}; what it prints is in {output}", file=sys.stderr, flush=True)
+    try:
+        return _follow(sbatch, output) if wait else sbatch.wait()
+    except KeyboardInterrupt:
+        print(f"allhands: job {job} goes on; `scancel {job}` ends it", file=sys.stderr, flush=True)
+        raise
+
+
+def _follow(sbatch: subprocess.Popen[str], output: Path) -> int:
+    """Show what the job writes until it has ended; its exit code."""
+    seen = 0
+    while True:
+        code = sbatch.poll()
+        if output.exists():
+            with output.open("rb") as file:
+                file.seek(seen)
+                data = file.read()
+            seen += len(data)
+            show(sys.stdout, data)
+        if code is not None:
+            return code
+        time.sleep(0.5)
+
+
+def _program(name: str) -> str:
+    program = shutil.which(name)
+    if program is None:
+        raise UserError(f"there is no {name} on this machine: --launcher slurm works on a cluster's login node and in its jobs")
+    return program
