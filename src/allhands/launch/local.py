@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from allhands.launch.handle import KeeperHandle
-from allhands.launch.job import LOOPBACK, Job
+from allhands.launch.job import Job
 from allhands.launch.options import Options
-from allhands.launch.plan import Command, Place, tasks_of
+from allhands.launch.plan import Command
 
 # `-m` would put the working folder first on the path, where a file named like a standard module would break
 # the keeper. The folder of this package is added for callers that found it through their own sys.path.
@@ -59,11 +57,6 @@ class LocalHost:
 
     def close(self) -> None:
         """Nothing has to be let go of."""
-
-
-def local_tasks(task: Mapping[str, Any], workers: int, port: int) -> list[dict[str, Any]]:
-    """The same task once for each rank, with the variables that make the ranks one world."""
-    return tasks_of(task, [Place(workers, (), LOOPBACK)], port, run_id=uuid.uuid4().hex[:12])[0]
 
 
 def launch_local(

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-import shutil
-import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from allhands.errors import UserError, WorkerError
-from allhands.launch import results, ship
+from allhands.launch import results
+from allhands.launch.circle import Circle
+from allhands.launch.handle import KeeperHandle
 from allhands.launch.job import LOOPBACK, PRELOAD
-from allhands.launch.local import local_tasks, start_keeper
+from allhands.launch.local import start_keeper
+from allhands.launch.nodes import Follower, other_keepers
 from allhands.launch.options import check_numbers
 from allhands.launch.output import Output
+from allhands.launch.plan import Place, tasks_of
 from allhands.launch.report import Worker, describe
+from allhands.launch.shipment import Shipment
 from allhands.launch.signals import pass_signals_on, restore
 from allhands.launch.supervisor import Supervisor
-from allhands.launch.unpicklable import explain, name_arguments
 
 
 def spawn(
@@ -34,6 +37,7 @@ def spawn(
     threads: int | None = None,
     on_message: Callable[[int, dict[str, Any]], None] | None = None,
     preload: Sequence[str] = (),
+    circle: Circle | None = None,
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` in `workers` new processes that form one world.
 
@@ -59,6 +63,8 @@ def spawn(
             `allhands.launch.worker.send`.
         preload: modules to import once, before the workers are forked; they must not start threads or touch a
             GPU.
+        circle: the tasks of other nodes that make the same call (`allhands.launch.circle.gather`): the workers of all of them
+            form one world. The results are then those of this node's workers.
 
     Returns:
         The results by rank: None, numbers, strings, bytes, tensors, numpy arrays, and lists, tuples, dicts
@@ -76,61 +82,83 @@ def spawn(
     instead, which have `grace` seconds to end after SIGTERM. A signal that the caller handles itself is left to that.
     """
     check_numbers(workers, grace, heartbeat_timeout, threads)
-    kwargs = dict(kwargs or {})
     output = Output(prefix, log_dir)
-    folders: list[str] = []
-
-    def make_folder(nbytes: int) -> str:
-        folders.append(ship.make_directory(nbytes))
-        return folders[-1]
-
-    supervisor = Supervisor([start_keeper(env)], output, grace=grace, heartbeat_timeout=heartbeat_timeout, on_message=on_message)
-    before = pass_signals_on(supervisor)
-    returned: list[Any] = []
+    shipment = Shipment()
+    keeper = start_keeper(env)
+    prepare: dict[str, Any] = {
+        "env": {}, "cwd": os.getcwd(), "parent": os.getpid(), "local_workers": workers, "threads": threads,
+        "preload": [*PRELOAD, "cloudpickle", *preload],
+    }  # fmt: skip
     try:
+        if circle is not None and circle.node > 0:
+            return _follow(circle, keeper, shipment, prepare, (fn, args, kwargs or {}))
+        others = other_keepers(circle, lambda: supervisor) if circle is not None else []
+        supervisor = Supervisor(
+            [keeper, *others], output, grace=grace, heartbeat_timeout=heartbeat_timeout, on_message=on_message
+        )  # fmt: skip
+        before = pass_signals_on(supervisor)
+        returned: list[Any] = []
         try:
-            supervisor.prepare(
-                LOOPBACK,
-                env={},
-                cwd=os.getcwd(),
-                parent=os.getpid(),
-                local_workers=workers,
-                threads=threads,
-                preload=[*PRELOAD, "cloudpickle", *preload],
-            )
+            supervisor.prepare(circle.store_address if circle is not None else LOOPBACK, **prepare)
             # The keeper imports torch while the arguments are written.
-            try:
-                shipped = ship.dump((fn, tuple(args), kwargs), make_folder)
-            except UserError:
-                raise
-            except Exception as error:
-                raise explain(error, {"fn": fn, **name_arguments(fn, args, kwargs)}) from error
-            supervisor.on_loaded = lambda: os.unlink(shipped)
-            return_folder = make_folder(0)
-            task = {
-                "function": shipped,
-                "sys_path": [str(entry) for entry in sys.path],
-                "argv": list(sys.argv),
-            }
-            tasks = local_tasks(task, workers, supervisor.wait_ready())
-            for one in tasks:
-                one["result"] = os.path.join(return_folder, f"result-{one['rank']}")
-            first = supervisor.run([tasks], must_return=True, scratch=folders)
-            if first is None and supervisor.stopped_by() is None:
+            task = shipment.pack(fn, args, kwargs or {})
+            supervisor.on_loaded = shipment.all_loaded
+            port = supervisor.wait_ready()
+            places = circle.places() if circle is not None else [Place(workers, (), LOOPBACK)]
+            here, *elsewhere = tasks_of(task, places, port, run_id=uuid.uuid4().hex[:12])
+            first = supervisor.run(
+                [shipment.with_results(here), *elsewhere], must_return=True, scratch=shipment.folders
+            )  # fmt: skip
+            number = supervisor.stopped_by()
+            if first is None and number is None:
                 # Before the keeper ends, which may remove the files.
                 returned = [results.load(supervisor.workers[rank].returned or {}) for rank in range(workers)]
+            failure = _error(first, supervisor, output, grace) if first is not None else None
+            if circle is not None:
+                _tell(circle, failure, number)
+        except BaseException as error:
+            if circle is not None:
+                _tell(circle, error, None)
+            raise
         finally:
             supervisor.close()
             restore(before)
-        if first is not None:
-            raise _error(first, supervisor, output, grace)
-        number = supervisor.stopped_by()
+        if failure is not None:
+            raise failure
         if number is not None:
             raise SystemExit(128 + number)
         return returned
     finally:
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+        shipment.close()
+        if circle is not None:
+            circle.close()
+
+
+def _follow(circle: Circle, keeper: KeeperHandle, shipment: Shipment, prepare: dict[str, Any], call: Any) -> list[Any]:
+    """Start this node's workers for the task that leads."""
+    follower = Follower(circle, keeper, shipment)
+    before = follower.pass_signals_on()
+    try:
+        keeper.send(op="prepare", **prepare)
+        return follower.run(shipment.pack(*call))
+    except BaseException as error:
+        follower.leave(error)
+        raise
+    finally:
+        keeper.close()
+        restore(before)
+
+
+def _tell(circle: Circle, failure: BaseException | None, number: int | None) -> None:
+    """Tell the other nodes' tasks how it ended."""
+    if failure is not None:
+        code = getattr(failure, "exit_code", 1)
+        text = str(failure) or type(failure).__name__
+        circle.tell(failed=text, user=isinstance(failure, UserError), rank=getattr(failure, "rank", None), code=code)
+    elif number is not None:
+        circle.tell(signal=number)
+    else:
+        circle.tell()
 
 
 def _error(first: Worker, supervisor: Supervisor, output: Output, grace: float) -> Exception:

@@ -136,7 +136,9 @@ class SupervisedRunner:
                 job has saved in `logdir`.
             distributed: True starts one worker a GPU (a core, without GPUs) and trains with "ddp"; or the name of a
                 strategy, or a `Strategy`. In a world that something else has started (torchrun, srun, mpirun,
-                ``allhands launch``), the run joins it, also with False.
+                ``allhands launch``), the run joins it, also with False. Where srun started one task on each of several nodes,
+                each starts one worker a GPU of its node (`workers` of them, where that is given), and all of them make one
+                world.
             workers: how many to start; only with `distributed`.
             seed: decides sample order, dropout and loader processes.
             accumulate: micro-batches in one optimizer step.
@@ -278,7 +280,8 @@ class SupervisedRunner:
 
 
 def _train(runner: SupervisedRunner, settings: TrainSettings, world: World, reporter: Reporter, shipped: bool) -> dict[str, Any]:
-    settings.data.same_everywhere = shipped
+    # Each node's task has sent its own data.
+    settings.data.same_everywhere = shipped and world.local_world_size == world.world_size
     home = next(settings.model.parameters(), torch.empty(0)).device
     training = Training(runner, settings, world, reporter)
     history = training.run()
@@ -297,7 +300,8 @@ def _evaluate(runner: SupervisedRunner, given: Any, world: World, reporter: Repo
     model, criterion, data, metrics, precision, seed = given
     home = next(model.parameters(), torch.empty(0)).device
     with preserved_generators():
-        feeds = build_feeds(data.sources(seed), world, seed, same_everywhere=shipped)
+        same = shipped and world.local_world_size == world.world_size
+        feeds = build_feeds(data.sources(seed), world, seed, same_everywhere=same)
         model.to(world.device)
         if isinstance(criterion, nn.Module):
             criterion.to(world.device)
@@ -320,7 +324,8 @@ def _predict(runner: SupervisedRunner, given: Any, world: World, reporter: Repor
     for source in sources.values():
         source.shuffle = False
     with preserved_generators():
-        (feed,) = build_feeds(sources, world, seed, same_everywhere=shipped).values()
+        same = shipped and world.local_world_size == world.world_size
+        (feed,) = build_feeds(sources, world, seed, same_everywhere=same).values()
         model.to(world.device)
         rows = predict_feed(feed, model, Forward(runner, model, world.device), Precision(precision, world.device), world)
         model.to(home).train(was_training)

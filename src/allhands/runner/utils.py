@@ -10,7 +10,7 @@ import torch
 import allhands
 from allhands.launch import spawn
 from allhands.launch.processes import cores
-from allhands.runner.workers import world_around
+from allhands.runner.workers import gather_nodes, node_task, world_around
 
 
 def distributed_cmd_run(worker_fn: Callable[..., Any], distributed: bool = True, *args: Any, workers: int | None = None,
@@ -18,19 +18,26 @@ def distributed_cmd_run(worker_fn: Callable[..., Any], distributed: bool = True,
     """Run ``worker_fn(*args, **kwargs)`` on one worker a GPU (a core, without GPUs), each a member of one world.
 
     In a process that is part of a world already (torchrun, srun, mpirun, ``allhands launch``), and with
-    ``distributed=False``, the function is called here. The script around it is never run again in the workers.
+    ``distributed=False``, the function is called here. Where srun started one task on each of several nodes, each starts one
+    worker a GPU of its node. The script around it is never run again in the workers.
 
     Args:
         worker_fn: called on every worker after `allhands.init`; trainings inside it join the world.
         distributed: whether to start workers.
-        workers: how many; None takes one a GPU, or a core.
+        workers: how many (on each node, under srun); None takes one a GPU, or a core (one, under srun on several nodes).
 
     Returns:
-        What rank 0's call returned: None, numbers, strings, tensors, or lists and dicts of them.
+        What rank 0's call returned (on several nodes, that of the node's first worker): None, numbers, strings, tensors, or
+        lists and dicts of them.
 
     Raises:
         WorkerError: a worker failed; the message holds its traceback.
     """
+    task = node_task() if distributed else None
+    if task is not None:
+        count, circle = gather_nodes(task, workers, None)
+        if circle is not None:
+            return spawn(_call_in_world, (worker_fn, args, kwargs), workers=count, circle=circle)[0]
     if not distributed or world_around():
         return worker_fn(*args, **kwargs)
     count = workers or torch.cuda.device_count() or cores()

@@ -13,10 +13,11 @@ import allhands
 from allhands.comm import calls
 from allhands.errors import UserError, WorldError
 from allhands.launch import spawn, worker
+from allhands.launch.circle import Circle, gather
 from allhands.launch.processes import cores
 from allhands.runner.reporter import ConsoleReporter, ForwardingReporter, Reporter, replay
 from allhands.strategies import DDP, Single, Strategy, strategy_named
-from allhands.world import World, current_world, detect
+from allhands.world import Layout, World, current_world, detect, slurm
 
 # Seconds that workers have for a last checkpoint, once they are asked to leave.
 SAVE_GRACE = 30.0
@@ -35,9 +36,16 @@ class Plan:
     strategy: Strategy
     count: int
     device: str | None
+    circle: Circle | None = None  # the tasks of other nodes that start their part of the workers
+
+    @property
+    def world_size(self) -> int:
+        """How many processes take part."""
+        return sum(self.circle.counts) if self.circle is not None else self.count or world_around() or 1
 
     def run(self, job: Job, runner: Any, given: Any, verbose: bool = False, preload: Sequence[str] = ()) -> Any:
-        """The job's result; rank 0's where workers were started, which then have the modules `preload` imported already.
+        """The job's result; that of this node's first worker where workers were started, which then have the modules `preload`
+        imported already.
 
         Raises:
             WorkerError: a worker failed.
@@ -54,7 +62,7 @@ class Plan:
         try:
             results = spawn(
                 _in_worker, (job, runner, given, self.strategy, device, console.shows_bar), workers=self.count,
-                on_message=lambda rank, message: replay(message, console), preload=preload, grace=SAVE_GRACE,
+                on_message=lambda rank, message: replay(message, console), preload=preload, grace=SAVE_GRACE, circle=self.circle,
             )  # fmt: skip
         finally:
             console.close()
@@ -70,6 +78,11 @@ def plan(distributed: bool | str | Strategy, count: int | None, device: str | No
     strategy = _strategy(distributed)
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         raise UserError(f"workers={count!r}; it must be a whole number of at least 1")
+    if strategy is not None and strategy.name not in ("single", "dp"):
+        task = node_task()
+        if task is not None:
+            count, circle = gather_nodes(task, count, device)
+            return Plan(strategy, 0 if circle is None else count, device, circle)
     around = world_around()
     if around:
         if count is not None and count != around:
@@ -86,12 +99,52 @@ def plan(distributed: bool | str | Strategy, count: int | None, device: str | No
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if count is None:
         count = gpus or cores()
-    elif gpus and count > gpus:
-        raise UserError(
-            f"workers={count}, but this machine shows {gpus} GPU{'s' if gpus > 1 else ''} and each worker drives one; write "
-            f"workers={gpus}, or SupervisedRunner(device='cpu') to train on CPU cores"
-        )
+    elif too_many := _more_than_gpus(count, gpus):
+        raise UserError(too_many)
     return Plan(strategy, count, device)
+
+
+def _more_than_gpus(count: int, gpus: int) -> str | None:
+    if not gpus or count <= gpus:
+        return None
+    return (
+        f"workers={count}, but this machine shows {gpus} GPU{'s' if gpus > 1 else ''} and each worker drives one; write "
+        f"workers={gpus}, or SupervisedRunner(device='cpu') to train on CPU cores"
+    )
+
+
+def node_task() -> Layout | None:
+    """The layout of the step when srun started one task on each of several nodes, which may start the workers there."""
+    if current_world() is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    return slurm.node_task(os.environ)
+
+
+def gather_nodes(task: Layout, count: int | None, device: str | None) -> tuple[int, Circle | None]:
+    """How many workers this node starts, and the tasks of the other nodes; to be called on all of them.
+
+    No circle when every node has one: then the tasks are the workers.
+
+    Args:
+        task: what `node_task` gave.
+        count: workers a node; None takes one a GPU, and one without GPUs.
+        device: "cpu" leaves GPUs alone.
+    """
+    gpus = torch.cuda.device_count() if device != "cpu" else 0
+    here = count if count is not None else gpus or 1
+    meeting = slurm.meeting_of_nodes(os.environ, task)
+    assert task.node_rank is not None
+    assert meeting.job_key is not None
+    circle = gather(task.node_rank, meeting.hosts, meeting.job_key, here, _more_than_gpus(here, gpus))
+    alone = set(circle.counts) == {1}
+    if circle.node == 0:
+        each = "one worker each" if alone else "workers " + ", ".join(map("{} on {}".format, circle.counts, circle.hosts))
+        hint = "; no GPU is seen, workers=N starts N on each node" if alone and count is None and not gpus else ""
+        print(f"allhands: srun started one task on each of {len(circle.counts)} nodes: {each}{hint}", flush=True)
+    if alone:
+        circle.close()
+        return 1, None
+    return here, circle
 
 
 def _strategy(distributed: bool | str | Strategy) -> Strategy | None:
@@ -137,7 +190,7 @@ def _in_worker(job: Job, runner: Any, given: Any, strategy: Strategy, device: st
     result = _guarded(job, runner, given, world, reporter, True)
     # Not after an error: taking nccl down can wait for the others, and the error is to be told at once.
     allhands.finalize()
-    return result if world.rank == 0 else None
+    return result if world.local_rank == 0 else None
 
 
 def _guarded(job: Job, runner: Any, given: Any, world: World, reporter: Reporter, shipped: bool) -> Any:

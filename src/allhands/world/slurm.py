@@ -134,6 +134,12 @@ def node_task(environ: Environ) -> Layout | None:
     return layout if layout.world_size > 1 and one_a_node else None
 
 
+def meeting_of_nodes(environ: Environ, layout: Layout) -> Meeting:
+    """The hosts of a step and the name under which its tasks meet; MASTER_ADDR and MASTER_PORT are for their workers."""
+    own = {name: value for name, value in environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
+    return Slurm().meeting(own, layout)
+
+
 # ---------------------------------------------------------------------- jobs that run again
 
 

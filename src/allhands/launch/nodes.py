@@ -1,0 +1,244 @@
+"""One world from several tasks that something else (srun) has started, one on each node, each with workers of its own.
+
+Every task runs the caller's script, so each has the function and its arguments, and sends them to the workers of its own node.
+The task of node 0 *leads*: its supervisor looks after the workers of all nodes. The others *follow*: they pass on what their
+keeper tells, and what the leader asks for. A failure anywhere thus ends all nodes, and is told once, as in any other job.
+
+The tasks meet through a beacon (see `allhands.world.beacon`) and talk over one connection each. Nobody vouches for the other
+end of it, so a follower never does what a leader could only ask for in bad faith: it accepts numbers (where the store is, when
+to stop, which signal), and builds what its workers run from what its own task holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+from allhands.errors import UserError, WorkerError
+from allhands.launch import results
+from allhands.launch.circle import Circle
+from allhands.launch.handle import KeeperHandle
+from allhands.launch.plan import tasks_of
+from allhands.launch.protocol import CHUNK, Inbox, encode, write_all
+from allhands.launch.shipment import Shipment
+from allhands.launch.supervisor import HOST_TIMEOUT, Supervisor
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# A signal that reaches all tasks is passed on by the leader; one that reaches a follower alone, so much later by its word.
+_HEARD_TOO = 0.5
+
+# ---------------------------------------------------------------------- on the leader
+
+
+def other_keepers(circle: Circle, supervisor_of: Callable[[], Supervisor]) -> list[KeeperHandle]:
+    """The keepers of the other nodes; `supervisor_of` gives, later, the one that looks after them."""
+    return [NodeHandle(link, host, supervisor_of) for link, host in zip(circle.links, circle.hosts[1:], strict=True)]
+
+
+class _Link:
+    """A connection in the place of a keeper's process: a socket to write to, and a pipe to read from that ends with it."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.link = link
+        self.stdin = link
+        read, self._write = os.pipe()
+        self.stdout = os.fdopen(read, "rb", buffering=0)
+        self._thread = threading.Thread(target=self._pump, name="allhands-node", daemon=True)
+        self._thread.start()
+
+    def _pump(self) -> None:
+        with contextlib.suppress(OSError):
+            while data := self.link.recv(CHUNK):
+                write_all(self._write, data)
+        os.close(self._write)
+
+    def kill(self) -> None:
+        with contextlib.suppress(OSError):
+            self.link.shutdown(socket.SHUT_RDWR)
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.kill()
+        self._thread.join(timeout)
+        return 0
+
+
+class NodeHandle(KeeperHandle):
+    """The keeper of another node, through the task there."""
+
+    def __init__(self, link: socket.socket, host: str, supervisor_of: Callable[[], Supervisor]) -> None:
+        super().__init__(cast(Any, _Link(link)), host, local=False)
+        self.inbox: _NodeInbox = _NodeInbox(supervisor_of)
+
+    def send(self, **request: Any) -> None:
+        """Ask for something; what only the task there can know is left to it."""
+        if request["op"] == "prepare":
+            return
+        if request["op"] == "start":
+            env = request["workers"][0]["env"]
+            request = {
+                "op": "start", "port": int(env["MASTER_PORT"]), "run_id": env["TORCHELASTIC_RUN_ID"],
+                "heartbeat_timeout": request["heartbeat_timeout"],
+            }  # fmt: skip
+        super().send(**request)
+
+    def why_gone(self) -> str:
+        """Why nothing more comes from it."""
+        return self.inbox.gone or f"the task on host {self.host} is gone: it was killed, or its network is down"
+
+
+class _NodeInbox(Inbox):
+    """Takes out what the task of another node says of itself."""
+
+    def __init__(self, supervisor_of: Callable[[], Supervisor]) -> None:
+        super().__init__()
+        self._supervisor_of = supervisor_of
+        self.gone = ""  # why it leaves
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """The messages of the keeper that `data` completes."""
+        messages = super().feed(data)
+        for message in messages:
+            if message["event"] == "signal" and message["number"] in _SIGNALS:
+                threading.Timer(_HEARD_TOO, self._pass_on, (message["number"],)).start()
+            elif message["event"] == "gone":
+                self.gone = str(message["why"])
+        return [message for message in messages if message["event"] not in ("signal", "gone")]
+
+    def _pass_on(self, number: int) -> None:
+        supervisor = self._supervisor_of()
+        if number not in supervisor.passed:
+            supervisor.pass_on(number)
+
+
+# ---------------------------------------------------------------------- on the others
+
+
+class Follower:
+    """This node's keeper, as the leader sees it."""
+
+    def __init__(self, circle: Circle, keeper: KeeperHandle, shipment: Shipment) -> None:
+        self.circle, self.keeper, self.shipment = circle, keeper, shipment
+        self.link = circle.links[0]
+        self.leader = circle.hosts[0]
+        self.returned: dict[int, dict[str, Any]] = {}
+        self.started = False
+        self._loaded = 0
+        self._inbox = Inbox()
+        self._end: dict[str, Any] | None = None
+        self._heard = time.monotonic()
+
+    def pass_signals_on(self) -> dict[int, Any]:
+        """Tell the leader of SIGTERM, SIGUSR1 and SIGUSR2 instead of ending by them; returns the handlers that stood before."""
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        before: dict[int, Any] = {}
+        for number in _SIGNALS:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, self._on_signal)
+        return before
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the leader why this task cannot go on."""
+        self._tell({"event": "gone", "why": str(error) or f"the task there ended by {type(error).__name__}"})
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        if self.started:
+            self._tell({"event": "signal", "number": number})
+        elif number == signal.SIGTERM:
+            raise SystemExit(128 + number)
+
+    def run(self, task: dict[str, Any]) -> list[Any]:
+        """Start the workers of this node when the leader says so, and see them through; returns their results by local rank.
+
+        Raises:
+            UserError, WorkerError, SystemExit: as on the leader; and WorkerError when the leader is gone.
+        """
+        selector = selectors.DefaultSelector()
+        selector.register(self.link, selectors.EVENT_READ, "leader")
+        selector.register(self.keeper.events, selectors.EVENT_READ, "keeper")
+        looked = time.monotonic()
+        with selector:
+            while self._end is None:
+                for key, _ in selector.select(1.0):
+                    if key.data == "leader":
+                        self._hear_leader(task)
+                    elif not self._hear_keeper():
+                        raise WorkerError(f"the keeper process on host {self.circle.hosts[self.circle.node]} ended by itself")
+                now = time.monotonic()
+                if now - looked > 3.0:  # this process itself was suspended
+                    self._heard = now
+                looked = now
+                if self.started and now - self._heard > HOST_TIMEOUT:
+                    raise WorkerError(f"no word from the task on {self.leader}, which leads, for {now - self._heard:.0f} s")
+        return self._outcome(self._end)
+
+    def _hear_leader(self, task: dict[str, Any]) -> None:
+        try:
+            data = self.link.recv(CHUNK)
+        except OSError:
+            data = b""
+        if not data:
+            raise WorkerError(f"the task on {self.leader}, which leads, is gone: it was killed, or its network is down")
+        self._heard = time.monotonic()
+        for message in self._inbox.feed(data):
+            op = message["op"]
+            if op == "start":
+                self._start(task, int(message["port"]), str(message["run_id"]), float(message["heartbeat_timeout"]))
+            elif op == "stop":
+                ranks = message["ranks"]
+                self.keeper.send(
+                    op="stop", ranks=None if ranks is None else [int(rank) for rank in ranks], grace=float(message["grace"])
+                )
+            elif op == "signal" and message["number"] in _SIGNALS:
+                self.keeper.send(op="signal", number=message["number"])
+            elif op == "end":
+                self._end = message
+
+    def _start(self, task: dict[str, Any], port: int, run_id: str, heartbeat_timeout: float) -> None:
+        tasks = tasks_of(task, self.circle.places(), port, run_id)[self.circle.node]
+        self.keeper.ranks = [one["rank"] for one in tasks]
+        self.started = True
+        self.keeper.send(
+            op="start",
+            workers=self.shipment.with_results(tasks),
+            heartbeat_timeout=heartbeat_timeout,
+            scratch=self.shipment.folders,
+        )
+
+    def _hear_keeper(self) -> bool:
+        data = os.read(self.keeper.events, CHUNK)
+        for event in self.keeper.inbox.feed(data):
+            if event["event"] == "ready":
+                self.keeper.ready = event
+            elif event["event"] == "returned":
+                self.returned[event["rank"]] = event["value"]
+                event["value"] = {}  # the file is for this task
+            elif event["event"] == "loaded":
+                self._loaded += 1
+                if self._loaded == self.circle.counts[self.circle.node]:
+                    self.shipment.all_loaded()
+            self._tell(event)
+        return bool(data)
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            self.link.sendall(encode(event))
+
+    def _outcome(self, end: dict[str, Any]) -> list[Any]:
+        if "signal" in end:
+            raise SystemExit(128 + int(end["signal"]))
+        if "failed" in end:
+            if end.get("user"):
+                raise UserError(str(end["failed"]))
+            text = str(end["failed"]).partition("\n")[0]
+            raise WorkerError(
+                f"{text} (more in the output of {self.leader})", rank=end.get("rank"), exit_code=int(end.get("code", 1))
+            )
+        return [results.load(self.returned.get(rank, {})) for rank in self.keeper.ranks]

@@ -1,0 +1,162 @@
+"""Tasks that something else has started, one on each node, and that make one world. The real Slurm is in tests/cluster."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allhands.errors import AllhandsError, UserError, WorldError
+from allhands.launch import circle
+from allhands.world import beacon
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(120)]
+HOSTS = ["127.0.0.1", "localhost", "127.0.0.1"]
+
+
+@pytest.fixture(autouse=True)
+def _first_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(circle, "_meetings", itertools.repeat(0))  # the nodes of these tests are threads of one process
+
+
+def on_nodes(nodes: int, call: Callable[[int], Any]) -> list[Any]:
+    """What `call(node)` gives, or raises, on each node."""
+
+    def guarded(node: int) -> Any:
+        try:
+            return call(node)
+        except AllhandsError as error:
+            return error
+
+    with ThreadPoolExecutor(nodes) as pool:
+        return list(pool.map(guarded, range(nodes)))
+
+
+def test_the_nodes_agree_on_who_starts_how_many() -> None:
+    met = on_nodes(3, lambda node: circle.gather(node, HOSTS, "counts", [2, 4, 1][node], timeout=20))
+    for node, one in enumerate(met):
+        assert (one.node, one.counts, one.address) == (node, [2, 4, 1], "127.0.0.1")
+        assert [place.workers for place in one.places()] == [2, 4, 1]
+        one.close()
+
+
+def test_what_one_node_cannot_do_is_refused_on_all() -> None:
+    refused = ["", "workers=3, but this machine shows 2 GPUs", ""]
+    for error in on_nodes(3, lambda node: circle.gather(node, HOSTS, "refused", 3, refused[node], timeout=20)):
+        assert isinstance(error, UserError)
+        assert str(error) == f"{socket.gethostname()}: workers=3, but this machine shows 2 GPUs"
+
+
+def test_other_versions_are_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"Python": "3.11.2", "torch": "2.13.0", "allhands": "0.1"}
+    mine = threading.local()
+    monkeypatch.setattr(circle, "versions", lambda: found | {"torch": mine.torch})
+
+    def gather(node: int) -> Any:
+        mine.torch = f"2.1{2 + node}.0"
+        return circle.gather(node, HOSTS[:2], "versions", 1, timeout=20)
+
+    for error in on_nodes(2, gather):
+        assert isinstance(error, WorldError)
+        assert "has torch 2.13.0, but" in str(error)
+
+
+def test_a_node_that_does_not_come_is_named() -> None:
+    first, second = on_nodes(2, lambda node: circle.gather(node, ["127.0.0.1", "localhost", "n3"], "absent", 1, timeout=1.5))
+    assert re.search("2 of 3 nodes met within 2 s; missing: n3", str(first))
+    assert "reached the task on 127.0.0.1" in str(second)
+
+
+def test_strangers_are_passed_over() -> None:
+    def gather(node: int) -> Any:
+        if node == 1:
+            host, port = beacon.ask("strangers nodes 0", HOSTS[:1], 10)
+            for said in (b"GET / HTTP/1.0\r\n\r\n", json.dumps({"key": "another", "node": 1}).encode() + b"\n"):
+                with socket.create_connection((host, port)) as stranger:
+                    stranger.sendall(said)
+        return circle.gather(node, HOSTS[:2], "strangers", 1 + node, timeout=20)
+
+    for one in on_nodes(2, gather):
+        assert one.counts == [1, 2]
+        one.close()
+
+
+SCRIPT = """
+import os, sys, time
+import torch
+from allhands import Callback, SupervisedRunner, utils
+from tests.runner.problems import arguments
+
+
+class Fails(Callback):
+    def on_step_end(self, training):
+        if training.world.rank == 2 and training.step == 3:
+            raise ValueError("planted fault")
+
+
+given = arguments(num_epochs=1, logdir=sys.argv[1], distributed=True, workers=int(sys.argv[2]))
+history = SupervisedRunner(device="cpu").train(**given)
+print("trained", history["step"], float(sum(p.double().sum() for p in given["model"].parameters())), flush=True)
+
+
+def who():
+    import allhands
+    world = allhands.current_world()
+    return [world.rank, world.world_size, world.local_rank, world.local_world_size, world.node_rank]
+
+
+print("who", utils.distributed_cmd_run(who, workers=int(sys.argv[2])), flush=True)
+SupervisedRunner(device="cpu").train(**given | {"logdir": None, "callbacks": [Fails()]})
+print("not reached")
+"""
+
+
+def test_one_world_over_the_tasks_and_its_failure_ends_all_of_them(tmp_path: Path) -> None:
+    """The tasks of `srun -N 2` with one and two workers, on this machine: 127.0.0.1 is one node and localhost the other."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    step = {
+        "SLURM_JOB_ID": f"test{os.getpid()}", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "127.0.0.1,localhost",
+        "SLURM_LOCALID": "0", "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1",
+        # Slurm's GPUs must not be believed where torch sees none.
+        "CUDA_VISIBLE_DEVICES": "0,1",
+    }  # fmt: skip
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "train.py", str(tmp_path / "logs"), str(1 + node)],
+            cwd=tmp_path, env=os.environ | step | {"SLURM_PROCID": str(node), "SLURM_NODEID": str(node)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    try:
+        (first, first_errors), (second, second_errors) = [task.communicate(timeout=100) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+            task.wait()
+    name = socket.gethostname()
+    assert f"srun started one task on each of 2 nodes: workers 1 on {name}, 2 on {name}" in first, first_errors
+    assert "ddp, 3 workers on cpu" in first
+    trained = re.findall(r"trained .*", first + second)
+    assert len(trained) == 2
+    assert trained[0] == trained[1]
+    assert "who [0, 3, 0, 1, 0]" in first
+    assert "who [1, 3, 0, 2, 1]" in second
+    assert second.startswith("trained")  # the table of epochs is printed once
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["checkpoints", "metrics.csv", "tensorboard"]
+    assert [task.returncode for task in tasks] == [1, 1]
+    for errors in (first_errors, second_errors):
+        assert re.search(r"WorkerError: rank 2 \(\S+, pid \d+\) failed first: raised ValueError: planted fault", errors)
+    assert "not reached" not in first + second
