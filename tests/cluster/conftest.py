@@ -1,0 +1,41 @@
+"""The fixtures of the tests that need hosts, Slurm or MPI. All tests here carry the marker `cluster`.
+
+They skip, and say why, where a part is missing. After each test that used hosts, none of its processes may be left on them,
+and all harm is undone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.hosts import Hosts, why_not
+
+GRACE = 10.0  # seconds in which the processes of a test have to be gone; a cut connection is noticed after some
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark all tests of this folder."""
+    item.add_marker("cluster")
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    """Two hosts, d1 and d2."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with Hosts(("d1", "d2"), label=f"hosts-{os.getpid()}") as hosts:
+        yield hosts
+
+
+@pytest.fixture(autouse=True)
+def mended(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Check that the test has left no process on a host, and undo what it did to them."""
+    used = [request.getfixturevalue(name) for name in ("hosts",) if name in request.fixturenames]
+    yield
+    left = [process for cluster in used for process in cluster.left(GRACE)]
+    for cluster in used:
+        cluster.mend()
+    assert not left, f"left running on hosts {GRACE:g} s after the test: {left}"
