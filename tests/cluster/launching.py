@@ -1,0 +1,86 @@
+"""`allhands launch` from the driver of a cluster, in a folder that all hosts see."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.hosts import Hosts
+
+ALLHANDS = [sys.executable, "-P", "-c", "from allhands.cli.main import main; main()"]
+
+
+class Launch:
+    """One job that runs in the background, and what it says. Use it as a context: it is killed at the end.
+
+    Args:
+        hosts: the cluster.
+        folder: where it is started.
+        words: after `allhands launch`.
+        extra: variables for the launcher.
+    """
+
+    def __init__(self, hosts: Hosts, folder: Path, *words: str, extra: dict[str, str] | None = None) -> None:
+        self.out, self.err = folder / f"out-{time.monotonic_ns()}", folder / f"err-{time.monotonic_ns()}"
+        self.started = time.monotonic()
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [*ALLHANDS, "launch", *words],
+                cwd=folder,
+                env=hosts.environ(**(extra or {})),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                # A test run in the background of a shell ignores SIGINT, and so would the launcher.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,  # noqa: PLW1509
+            )
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def said(self) -> str:
+        """Everything so far, standard output first."""
+        return self.out.read_text(errors="replace") + self.err.read_text(errors="replace")
+
+    def until(self, text: str, seconds: float = 30.0, times: int = 1) -> None:
+        """Wait until it has said something, `times` times."""
+        deadline = time.monotonic() + seconds
+        while self.said.count(text) < times:
+            assert self.process.poll() is None, f"it ended with {self.process.returncode} before it said {text!r}: {self.said}"
+            assert time.monotonic() < deadline, f"it did not say {text!r} within {seconds} s: {self.said}"
+            time.sleep(0.02)
+
+    def end(self, seconds: float = 40.0) -> tuple[int, str]:
+        """Its exit code, and everything that it said."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it still ran after {seconds} s: {self.said}") from None
+        self.lasted = time.monotonic() - self.started
+        return self.process.returncode, self.said
+
+    def told(self) -> list[dict[str, Any]]:
+        """The lines of JSON that workers printed, with the `place` that the launcher put before each."""
+        found = re.findall(r"^\[([^]]+)\] (\{.*\})$", self.out.read_text(), re.MULTILINE)
+        return sorted(({**json.loads(text), "place": place} for place, text in found), key=lambda one: str(one["place"]))
+
+
+def shared_folder(hosts: Hosts, name: str) -> Path:
+    """An empty folder that is the same on the driver and on all hosts."""
+    folder = hosts.folder / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "hosts").write_text("# all of them\nd1\nd2\n")
+    return folder
