@@ -41,9 +41,10 @@ def test_six_restarts_of_gloo_in_six(job: Job) -> None:
 
 
 def test_restarts_come_to_an_end_and_the_last_failure_decides(job: Job) -> None:
-    code, out, err = job.run("-n", "2", "--no-preload", "--max-restarts", "2", "--", "sh", "-c", "echo try $RANK; exit 5")
+    code, _, err = job.run("-n", "2", "--no-preload", "--max-restarts", "2", "--", "sh", "-c", "echo try $RANK; exit 5")
     assert code == 5
-    assert out.count("try 0") == 3
+    assert err.count("failed first: exit code 5") == 3
+    assert err.count("| try") == 3, "the last lines are those of the attempt that failed"
     assert "restart 2 of 2" in err
 
 

@@ -37,7 +37,11 @@ class Output:
                 raise UserError(f"cannot write to the log folder {str(self._log_dir)!r}: {error.strerror}") from error
 
     def place(self, rank: int, host: str) -> None:
-        """Where a rank runs from now on; "" when all run here. Its lines begin with `[host rank] ` or `[rank] `."""
+        """Where a rank runs from now on; "" when all run here. Its lines begin with `[host rank] ` or `[rank] `.
+
+        What an earlier attempt printed last is forgotten.
+        """
+        self._tails.pop(rank, None)
         name = str(rank) if rank >= 0 else f"server {-rank - 1}"
         self._marks[rank] = f"[{host} {name}] ".replace("[ ", "[").encode()
 
