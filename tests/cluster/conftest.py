@@ -11,7 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.hosts import Hosts, why_not
+from tests.cluster import hosts as from_namespaces
+from tests.cluster import slurm as real_slurm
+from tests.cluster.hosts import Hosts
+from tests.cluster.slurm import Slurm
 
 GRACE = 10.0  # seconds in which the processes of a test have to be gone; a cut connection is noticed after some
 
@@ -24,16 +27,25 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
     """Two hosts, d1 and d2."""
-    if reason := why_not():
+    if reason := from_namespaces.why_not():
         pytest.skip(reason)
     with Hosts(("d1", "d2"), label=f"hosts-{os.getpid()}") as hosts:
         yield hosts
 
 
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    """A Slurm of two nodes, d1 and d2, with 4 CPUs and 2 GPUs each that exist on paper."""
+    if reason := real_slurm.why_not():
+        pytest.skip(reason)
+    with Slurm(("d1", "d2"), label=f"slurm-{os.getpid()}") as slurm:
+        yield slurm
+
+
 @pytest.fixture(autouse=True)
 def mended(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check that the test has left no process on a host, and undo what it did to them."""
-    used = [request.getfixturevalue(name) for name in ("hosts",) if name in request.fixturenames]
+    used = [request.getfixturevalue(name) for name in ("hosts", "slurm") if name in request.fixturenames]
     yield
     left = [process for cluster in used for process in cluster.left(GRACE)]
     for cluster in used:

@@ -186,6 +186,15 @@ class Hosts(Namespaces):
             self.run(host, "kill", "-KILL", pid, check=False)
 
 
+def down(label: str) -> int:
+    """End what another process has started; the exit code."""
+    if not (ROOT / label).is_dir():
+        print(f"no cluster with the label {label!r} is up", file=sys.stderr)
+        return 1
+    Hosts.load(label).remove()
+    return 0
+
+
 def main() -> int:
     """The command line: start, list or end hosts by hand."""
     parser = argparse.ArgumentParser(prog="python -m tests.cluster.hosts", description=main.__doc__)
@@ -200,10 +209,7 @@ def main() -> int:
         hosts = Hosts(given.names.split(","), label=given.label, persist=True).__enter__()
         print(f"export PATH={hosts.folder}/bin:$PATH  # then: ssh {hosts.names[0]}")
     elif given.verb == "down":
-        if not (ROOT / given.label).is_dir():
-            print(f"no cluster with the label {given.label!r} is up", file=sys.stderr)
-            return 1
-        Hosts.load(given.label).remove()
+        return down(given.label)
     else:
         with claims():
             sweep()

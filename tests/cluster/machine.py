@@ -20,13 +20,20 @@ PROGRAMS = ("unshare", "nsenter", "setpriv", "ip", "ssh", "ssh-keygen", "sshd", 
 UNSHARE = ("unshare", "--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child=KILL", "--mount-proc")
 
 
-def call(*argv: str | Path, check: bool = True, stdin: str | None = None, timeout: float = 60.0) -> str:
+def call(
+    *argv: str | Path,
+    check: bool = True,
+    stdin: str | None = None,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout: float = 60.0,
+) -> str:
     """Run a program to its end; its combined output. With check, a failure is a RuntimeError with that output."""
-    result = subprocess.run(
-        [str(part) for part in argv], input=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout
-    )
+    words = [str(word) for word in argv]
+    pipe, out = subprocess.PIPE, subprocess.STDOUT
+    result = subprocess.run(words, input=stdin, env=env, cwd=cwd, stdout=pipe, stderr=out, text=True, timeout=timeout)
     if check and result.returncode != 0:
-        raise RuntimeError(f"{' '.join(map(str, argv))} ended with {result.returncode}: {result.stdout}")
+        raise RuntimeError(f"{' '.join(words)} ended with {result.returncode}: {result.stdout}")
     return result.stdout
 
 

@@ -111,6 +111,7 @@ class Namespaces:
         self._init: dict[str, int] = {}  # the first process of each host that is up
         self._born: dict[str, str] = {}  # and when that began
         self._unshare: dict[str, subprocess.Popen[bytes]] = {}
+        self._helpers: list[subprocess.Popen[Any]] = []
         self._subnet = subnet
         venv = Path(sys.prefix) / "bin"
         self.path = f"{self.folder}/bin:{venv}:{SYSTEM_PATH}"  # of a command on a host
@@ -305,9 +306,13 @@ class Namespaces:
         """The same for a caller that holds the lock."""
         for name in list(self._init):
             self._end(name)
-        for process in self._unshare.values():  # of a start that failed half-way
+        for process in (*self._unshare.values(), *self._helpers):  # the first are of a start that failed half-way
             process.kill()
             process.wait()
+        if (listed := self.folder / "helpers").exists() and not self._helpers:  # another process has started them
+            for pid, born in (line.split() for line in listed.read_text().splitlines()):
+                if start_time(int(pid)) == born:
+                    os.kill(int(pid), signal.SIGKILL)
         if hasattr(self, "number"):
             for link in (*(self._veth(name) for name in self.names), self.bridge):
                 call("ip", "link", "del", link, check=False)
@@ -322,6 +327,15 @@ class Namespaces:
             process.wait()
         until(lambda: not os.path.exists(f"/proc/{pid}/ns/net"), 10, lambda: f"the host {host} does not end")
         self.daemons[host].clear()
+
+    def helper(self, *argv: str, **options: Any) -> subprocess.Popen[Any]:
+        """Start a daemon of the cluster beside the driver, not on a host. It ends with the cluster."""
+        leash = [] if self.persist else ["setpriv", "--pdeathsig", "KILL"]
+        process = subprocess.Popen([*leash, *argv], stdin=subprocess.DEVNULL, start_new_session=True, **options)
+        self._helpers.append(process)
+        with (self.folder / "helpers").open("a") as listed:
+            listed.write(f"{process.pid} {start_time(process.pid)}\n")
+        return process
 
     # Use
 

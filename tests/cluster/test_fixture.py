@@ -15,6 +15,7 @@ import pytest
 
 from tests.cluster.hosts import DISK, Hosts
 from tests.cluster.machine import until
+from tests.cluster.slurm import Slurm
 
 
 @contextlib.contextmanager
@@ -53,6 +54,7 @@ def test_disks_are_private(hosts: Hosts, tmp_path: Path) -> None:
 
 def test_processes_that_are_left_are_seen(hosts: Hosts) -> None:
     with ended(hosts.popen("d1", ["sh", "-c", "echo $$; exec sleep 1000"], stdout=subprocess.PIPE, text=True)) as process:
+        assert process.stdout
         pid = process.stdout.readline().strip()
         until(lambda: hosts.processes("d1") == [f"{pid} sleep 1000"], 5, lambda: str(hosts.processes("d1")))
         assert hosts.left(0) == [f"d1: {pid} sleep 1000"]
@@ -69,6 +71,7 @@ def test_a_network_is_cut_and_heals(hosts: Hosts) -> None:
         hosts.cut("d1")
         assert _reaches(hosts, "d1") != 0
         assert _reaches(hosts, "d2") == 0
+        assert process.stdout
         assert process.stdout.readline() == "on\n"  # it goes on alone
         hosts.heal("d1")
         assert _reaches(hosts, "d1") == 0
@@ -163,6 +166,7 @@ print(*hosts._init.values(), flush=True)
 input()"""
     session = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with ended(session):
+        assert session.stdout
         first = [int(pid) for pid in session.stdout.readline().split()]
         assert len(first) == 2
         session.send_signal(signal.SIGKILL)
@@ -171,3 +175,28 @@ input()"""
     assert folder.exists()
     with Hosts(("d1",), label=f"next-{os.getpid()}"):
         assert not folder.exists()
+
+
+def test_slurm_starts_tasks_on_both_nodes(slurm: Slurm) -> None:
+    result = slurm.srun("-N2", "--ntasks-per-node=2", "--gpus-per-task=1", "sh", "-c", "echo $(hostname) $CUDA_VISIBLE_DEVICES")
+    assert sorted(result.stdout.splitlines()) == ["d1 0", "d1 1", "d2 0", "d2 1"]
+    assert slurm.srun("-N2", "sh", "-c", 'exit "$SLURM_PROCID"').returncode == 1
+    assert slurm.left() == []
+
+
+def test_slurm_jobs_are_seen_and_cancelled(slurm: Slurm) -> None:
+    job = slurm.sbatch("-N2", "--wrap", "srun sleep 1000")
+    until(lambda: sum("sleep 1000" in process for process in slurm.left(0)) >= 3, 10, lambda: slurm.command("squeue"))
+    assert f"JobId={job} " in slurm.command("scontrol", "show", "job", str(job))
+    assert (slurm.folder / f"slurm-{job}.out").exists()
+    slurm.mend()
+    assert slurm.left() == []
+    assert slurm.command("squeue", "-h") == ""
+    assert "PreemptMode=REQUEUE" in slurm.command("scontrol", "show", "partition", "batch")
+    assert "PreemptMode=OFF" in slurm.command("scontrol", "show", "partition", "urgent")
+
+
+def test_a_slurm_node_goes_down_and_comes_back(slurm: Slurm) -> None:
+    slurm.hosts.poweroff("d2")
+    slurm.boot("d2")
+    assert slurm.srun("-N2", "hostname").stdout.split() in (["d1", "d2"], ["d2", "d1"])
