@@ -43,6 +43,7 @@ SUBCOMMANDS = {
     ),
     "run": Subcommand("allhands.cli.run", "run", "Train what a run file describes."),
     "verify": Subcommand("allhands.cli.verify", "verify", "Check that distributing does not change what a run file trains."),
+    "doctor": Subcommand("allhands.cli.doctor", "doctor", "Check whether this machine, or some hosts, can run a job."),
     "export": Subcommand("allhands.cli.export", "export", "Write a checkpoint's weights into one safetensors file."),
 }
 

@@ -34,6 +34,7 @@ class KeeperHandle:
         self.requests = process.stdin.fileno()
         self.events = process.stdout.fileno()
         self.inbox = Inbox()
+        self.noise = b""  # what a login shell printed before the keeper came up
         self.early = b""  # events that arrived before anybody asked for them
         self.heard_at = time.monotonic()
         self.ready: dict[str, Any] | None = None

@@ -79,7 +79,11 @@ def first_message(env: Mapping[str, str | None]) -> bytes:
 
 
 def await_keeper(
-    process: subprocess.Popen[bytes], host: str, python: str, explain: Callable[[str], str] | None = None
+    process: subprocess.Popen[bytes],
+    host: str,
+    python: str,
+    explain: Callable[[str], str] | None = None,
+    timeout: float = START_TIMEOUT,
 ) -> KeeperHandle:
     """Wait until the keeper answers that `process` (ssh or srun) leads to.
 
@@ -90,6 +94,7 @@ def await_keeper(
         host: its name, for messages.
         python: the Python that was to run there.
         explain: turns what `process` said into a reason, when it failed itself (exit code 255, as ssh does).
+        timeout: seconds for it.
 
     Raises:
         HostError: it did not come up; says why.
@@ -101,7 +106,7 @@ def await_keeper(
     reader = threading.Thread(target=_read_stderr, args=(process, host, said, show_from_now), daemon=True)
     reader.start()
     fd, data = process.stdout.fileno(), b""
-    deadline = time.monotonic() + START_TIMEOUT
+    deadline = time.monotonic() + timeout
     while KEEPER_LINE not in data:
         ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
         piece = os.read(fd, 65536) if ready else b""
@@ -111,10 +116,10 @@ def await_keeper(
             reader.join(2)
             if code == 255 and explain is not None:
                 raise HostError(host, explain(b"".join(said).decode("utf-8", "replace")))
-            raise HostError(host, _why_no_keeper(code, said, python))
+            raise HostError(host, _why_no_keeper(code, said, python, timeout))
         data = (data + piece)[-(1 << 20) :]
     keeper = KeeperHandle(process, host=host, local=False, said=said)
-    keeper.early = data.partition(KEEPER_LINE)[2]
+    keeper.noise, _, keeper.early = data.partition(KEEPER_LINE)
     show_from_now.set()
     return keeper
 
@@ -126,11 +131,11 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
         return None
 
 
-def _why_no_keeper(code: int | None, said: collections.deque[bytes], python: str) -> str:
+def _why_no_keeper(code: int | None, said: collections.deque[bytes], python: str, timeout: float) -> str:
     text = b"".join(said).decode("utf-8", "replace").strip()
     last = (text.splitlines() or ["nothing was said"])[-1]
     if code is None:
-        return f"{python} did not start within {START_TIMEOUT:.0f} s ({last})"
+        return f"{python} did not start within {timeout:.0f} s ({last})"
     if "allhands needs 3.11" in text:
         return f"{last}; name another with --python PATH"
     if "cannot import allhands" in text:

@@ -1,0 +1,135 @@
+"""The doctor's end of the conversation with the agent on one host."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.resources
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from allhands.errors import HostError
+from allhands.launch.handle import KeeperHandle
+from allhands.launch.protocol import write_all
+from allhands.launch.remote import KEEPER_LINE, await_keeper, keeper_command, keeper_words
+from allhands.launch.ssh import SshHost, explain, neutral
+
+# From the start of ssh to the agent's first word.
+LOGIN_S = 15.0
+
+# The first Python may be an old one, so it must be able to read this much. As in `remote`, `-c` has put the working folder first
+# on the path.
+_PROGRAM = """
+import os, sys
+message = {message!r}
+if sys.version_info < (3, 11):
+    sys.stderr.write("%s is Python %s; allhands needs 3.11 or newer\\n" % (sys.executable, sys.version.split()[0]))
+    sys.exit(3)
+for name, value in message["env"].items():
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+sys.flags.safe_path or sys.path.pop(0)
+sys.path.extend(entry for entry in message["path"] if entry not in sys.path)
+os.write(1, message["line"])
+exec(compile(message["agent"], "<allhands doctor>", "exec"))
+"""
+
+
+def _first_message(env: Mapping[str, str | None], path: list[str]) -> bytes:
+    agent = importlib.resources.files("allhands.doctor").joinpath("agent.py").read_text(encoding="utf-8")
+    message = {"env": dict(env), "path": path, "line": KEEPER_LINE, "agent": agent}
+    return json.dumps({"program": _PROGRAM.format(message=message)}).encode("ascii") + b"\n"
+
+
+class Contact:
+    """An agent on one host, or on this machine.
+
+    Args:
+        name: the host, for messages.
+        ssh: how it is reached; None for this machine.
+        python: the Python there.
+        env: variables for the agent, as workers would get them.
+    """
+
+    def __init__(self, name: str, ssh: SshHost | None, python: str, env: Mapping[str, str | None]) -> None:
+        self.name, self.ssh = name, ssh
+        self.login_s = 0.0
+        self.noise = b""  # what the login shell printed on standard output
+        self._python, self._env = python, dict(env)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._handle: KeeperHandle | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Log in and start the agent.
+
+        Raises:
+            HostError: that cannot be done; says why.
+        """
+        if self.ssh is None:
+            words, path = keeper_words(self._python), [entry for entry in sys.path if entry]
+        else:
+            words, path = self.ssh.command(keeper_command(neutral(self._python)), carries_others=True), []
+        pipe = subprocess.PIPE
+        began = time.monotonic()
+        self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # what is wrong is told by its exit
+            write_all(self._process.stdin.fileno(), _first_message(self._env, path))
+        said: Callable[[str], str] = lambda text: explain(self.name, text)  # noqa: E731
+        self._handle = await_keeper(self._process, self.name, self._python, said, timeout=LOGIN_S)
+        self.login_s = time.monotonic() - began
+        self.noise = self._handle.noise
+
+    def ask(self, op: str, timeout: float = 10.0, **question: Any) -> Any:
+        """What the agent answers.
+
+        Raises:
+            HostError: it failed, is gone, or did not answer in time.
+        """
+        assert self._handle is not None
+        with self._lock:
+            self._handle.send(op=op, **question)
+            deadline = time.monotonic() + timeout
+            while True:
+                ready, _, _ = select.select([self._handle.events], [], [], max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    self.close()  # its late answer must not be taken for that to another question
+                    raise HostError(self.name, f"it did not answer within {timeout:.0f} s (asked for {op})")
+                data = os.read(self._handle.events, 1 << 18)
+                if not data:
+                    raise HostError(self.name, f"{self._handle.why_gone()} (asked for {op})")
+                for answer in self._handle.inbox.feed(data):
+                    if "error" in answer:
+                        raise HostError(self.name, f"the examination failed there (asked for {op}): {answer['error']}")
+                    return answer["answer"]
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it can be asked."""
+        return self._handle is not None and self._process is not None and self._process.poll() is None
+
+    def close(self) -> None:
+        """End the agent, which takes away what it made, and the connection."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            process.wait(3)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
