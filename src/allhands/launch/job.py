@@ -339,10 +339,8 @@ class Job:
         gone = f"{names} did not come back within {self.options.rejoin_timeout:g} s{f' ({reasons})' if reasons else ''}"
         least = self.options.min_workers
         if least is None or left < least or not left:
-            need = (
-                "every worker is needed (--min-workers would let it go on with fewer)" if least is None else f"{least} are needed"
-            )
-            raise WorkerError(f"{gone}; {left} workers are left and {need}", exit_code=1)
+            need = "all are needed (--min-workers lets it go on with fewer)" if least is None else f"{least} are needed"
+            raise WorkerError(f"{gone}; workers left: {left}, and {need}", exit_code=1)
         self._say(f"{gone}; going on with {left} workers, and with all of them as soon as it is back")
 
     def _drop(self, seat: _Seat) -> None:
