@@ -14,6 +14,7 @@ import pytest
 from tests.cluster import hosts as from_namespaces
 from tests.cluster import slurm as real_slurm
 from tests.cluster.hosts import Hosts
+from tests.cluster.mpi import NAMES, Mpi, launcher, launchers
 from tests.cluster.slurm import Slurm
 
 GRACE = 10.0  # seconds in which the processes of a test have to be gone; a cut connection is noticed after some
@@ -40,6 +41,24 @@ def slurm() -> Iterator[Slurm]:
         pytest.skip(reason)
     with Slurm(("d1", "d2"), label=f"slurm-{os.getpid()}") as slurm:
         yield slurm
+
+
+@pytest.fixture(params=NAMES)
+def mpi(request: pytest.FixtureRequest) -> Mpi:
+    """One MPI launcher after the other; each that is missing is a test that is skipped."""
+    found = launcher(request.param)
+    if not isinstance(found, Mpi):
+        pytest.skip(found)
+    return found
+
+
+@pytest.fixture(scope="session")
+def mpi_launchers() -> list[Mpi]:
+    """All MPI launchers that are here; skips when there is none."""
+    found = launchers()
+    if not found:
+        pytest.skip("; ".join(str(launcher(name)) for name in NAMES))
+    return found
 
 
 @pytest.fixture(autouse=True)

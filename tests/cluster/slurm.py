@@ -3,7 +3,7 @@
     with Slurm(("d1", "d2"), label="try") as slurm:
         slurm.srun("-N2", "--ntasks-per-node=2", "hostname").stdout
 
-Partition `batch` is the default; its jobs give way to those of `urgent`: they get SIGCONT and SIGTERM (the latter more than once),
+Partition `batch` is the default; its jobs give way to those of `urgent`: they get SIGCONT and SIGTERM (more than once),
 after some seconds SIGKILL, and are requeued. From the shell: `python -m tests.cluster.slurm up`, `down`.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from tests.cluster.hosts import DISK, Hosts
 from tests.cluster.machine import until
+from tests.cluster.mpi import Mpi
 from tests.cluster.slurm import Slurm
 
 
@@ -200,3 +202,25 @@ def test_a_slurm_node_goes_down_and_comes_back(slurm: Slurm) -> None:
     slurm.hosts.poweroff("d2")
     slurm.boot("d2")
     assert slurm.srun("-N2", "hostname").stdout.split() in (["d1", "d2"], ["d2", "d1"])
+
+
+HELLO = """import os, socket, sys
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+said = f"{world.allreduce(world.rank)} {socket.gethostname()} {MPI.Get_library_version()[:4]} {os.environ['WORDS']}"
+for line in world.gather(f"{world.rank} of {world.size}: {said}") or []:
+    print(line)
+"""
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_mpi_ranks_find_each_other(mpi: Mpi, hosts: Hosts, far: bool) -> None:
+    where = hosts if far else None
+    argv = mpi.argv(4, ["python", "-c", HELLO], where)
+    environ = mpi.environ(where, WORDS="two words")
+    result = subprocess.run(argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    names = ["d1", "d1", "d2", "d2"] if far else [socket.gethostname()] * 4
+    library = {"openmpi": "Open", "mpich": "MPIC"}[mpi.name]
+    expected = [f"{rank} of 4: 6 {name} {library} two words" for rank, name in enumerate(names)]
+    assert result.stdout.splitlines() == expected, result.stderr
+    assert hosts.left() == []
