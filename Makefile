@@ -9,27 +9,33 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEMO := $(VENV)/installed-demo
 DEV := $(VENV)/installed-dev
 
-.PHONY: help demo test lint fix bench docs clean
+.PHONY: help demo test test-cluster lint fix bench docs clean
 
 help:
 	@echo "make demo   install, train on real digit images with two workers, say where to look"
-	@echo "make test   install, run all tests"
+	@echo "make test   install, run all tests; make test-cluster: those on real ssh hosts, Slurm and MPI"
 	@echo "make lint   style, types, layers, documentation; make fix mends the style"
 	@echo "make bench  measure against peers; docs: serve the documentation; clean: remove what was made"
 
 demo: $(DEMO)
 	$(BIN)/python examples/digits/train.py
 
-# Tests that start several processes run alone, after all others. Both parts run, whatever the first one says.
+# Tests that start several processes run alone, after all others. Those that need hosts, Slurm or MPI mostly wait, and run
+# side by side; each file has hosts of its own. All parts run, whatever the first one says.
+CLUSTER := $(BIN)/python -m pytest -m cluster -n 3 --dist loadfile
 # The variable marks every process that a test starts; none with it may be left at the end.
 test: export ALLHANDS_TEST_RUN := make-test-$(shell date +%s)-$(shell echo $$PPID)
 test: $(DEV)
 	@status=0; \
-	$(BIN)/python -m pytest -m "not serial" -n 2 --dist worksteal || status=1; \
-	$(BIN)/python -m pytest -m serial || status=1; \
+	$(BIN)/python -m pytest -m "not serial and not cluster" -n 2 --dist worksteal || status=1; \
+	$(BIN)/python -m pytest -m "serial and not cluster" || status=1; \
+	$(CLUSTER) || status=1; \
 	$(BIN)/python .ci/no_process_left.py || status=1; \
 	if [ $$status -eq 0 ]; then echo "make test: passed"; else echo "make test: FAILED, see above"; fi; \
 	exit $$status
+
+test-cluster: $(DEV)
+	$(CLUSTER)
 
 lint: $(DEV)
 	$(BIN)/ruff check .
