@@ -165,6 +165,43 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
 
 
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
+def test_interrupted_within_an_epoch_on_two_cards_and_resumed(how: str, tmp_path: Path) -> None:
+    def run(logdir: Path, **more: Any) -> nn.Module:
+        given = arguments(dropout=0.3, num_epochs=3, logdir=logdir, save_every=2, distributed=True, workers=2, **more)
+        SupervisedRunner().train(**given)
+        return given["model"]
+
+    whole = run(tmp_path / "whole", callbacks=[Fails("nothing")])
+    with pytest.raises(WorkerError, match="planted fault" if how == "raise" else "SIGKILL"):
+        run(tmp_path / "cut", callbacks=[Fails(how)])
+    resumed = run(tmp_path / "cut", callbacks=[Fails("nothing")], resume="auto")
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+@pytest.mark.gpu(2)
+def test_a_loss_that_is_not_finite_ends_both_cards_at_the_same_step() -> None:
+    x, y = classification().tensors
+    x = x.clone()
+    x[20] = float("nan")
+    given = arguments(loaders={"train": DataLoader(TensorDataset(x, y), 8)}, distributed=True, workers=2)
+    before = [parameter.detach().clone() for parameter in given["model"].parameters()]
+    with pytest.raises(UserError, match="not finite|is nan"):
+        SupervisedRunner().train(**given)
+    # A failed training gives nothing back.
+    assert all(torch.equal(a, b) for a, b in zip(before, given["model"].parameters(), strict=True))
+
+
+def test_verify_on_cards() -> None:
+    workers = [1, 2] if torch.cuda.device_count() > 1 else [1]
+    given = arguments(distributed=True)
+    for name in ("num_epochs", "metrics", "distributed"):
+        del given[name]
+    report = allhands.verify(**given, workers=workers, steps=8)
+    assert report.ok, str(report)
+
+
 def test_data_lies_on_the_card_and_predictions_come_back() -> None:
     model = classifier()
     data = classification(53)
