@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -28,8 +29,13 @@ GROUP_TIMEOUT_S = 15.0
 WHOLE_S = 30.0
 
 
-def measure(hosts: Sequence[Host], slots: Sequence[int]) -> tuple[dict[str, Any] | None, str]:
-    """Run it with so many workers on each host.
+def measure(hosts: Sequence[Host], slots: Sequence[int], device: str = "auto") -> tuple[dict[str, Any] | None, str]:
+    """Run it.
+
+    Args:
+        hosts: where.
+        slots: how many workers on each of them.
+        device: "cpu", or "auto" for a GPU each where there are any.
 
     Returns:
         What rank 0 measured (`backend`; `sizes` with `bytes`, `seconds`) and "", or None and what went wrong.
@@ -39,7 +45,7 @@ def measure(hosts: Sequence[Host], slots: Sequence[int]) -> tuple[dict[str, Any]
     said = io.StringIO()
     timed_out = threading.Event()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        job = Job(Command("module", "allhands.doctor.allreduce"), hosts, options, slots)
+        job = Job(Command("module", "allhands.doctor.allreduce", (device,)), hosts, options, slots)
         job.supervisor.on_message = told.__setitem__
 
         def give_up() -> None:
@@ -75,12 +81,12 @@ def _failure(text: str) -> str:
 # ---------------------------------------------------------------------- in the workers
 
 
-def work() -> None:
+def work(device: str) -> None:
     """What each worker does."""
     from allhands.launch import worker
     from allhands.world import finalize, init
 
-    world = init(timeout=GROUP_TIMEOUT_S)
+    world = init(timeout=GROUP_TIMEOUT_S, device=device)
     try:
         correct, sizes = True, list[dict[str, Any]]()
         for wanted in SIZES:
@@ -139,4 +145,4 @@ def _seconds(action: Any, device: Any) -> float:
 
 
 if __name__ == "__main__":
-    work()
+    work(sys.argv[1])

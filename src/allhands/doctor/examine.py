@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import secrets
 import shutil
@@ -295,12 +296,13 @@ class _Examination:
             self.findings.append(Finding(TOGETHER, "all-reduce", "warning", f"not tried: {why}", advice))
             return
         specs = self.request.hosts
-        counts = [self._gpus(name) for name in self._names_of_hosts()]
+        counts = gpu_counts = [self._gpus(name) for name in self._names_of_hosts()]
         if not self.request.per_gpu:
             counts = [1] * len(specs) if len(specs) > 1 else [2]
+        device = "auto" if all(map(operator.ge, gpu_counts, counts)) else "cpu"
         hosts: list[Host] = [*map(self._ssh, specs)] or [LocalHost()]
         self.say(f"all-reduce by {sum(counts)} workers on {', '.join(self._names_of_hosts())}")
-        told, trouble = allreduce.measure(hosts, counts)
+        told, trouble = allreduce.measure(hosts, counts, device)
         if told is None:
             advice = (
                 "this is what a job would meet: mend the problems above first; if there are none, the text names rank and cause"
@@ -314,8 +316,7 @@ class _Examination:
         return [spec.name for spec in self.request.hosts] or [HERE]
 
     def _gpus(self, host: str) -> int:
-        counts = [one.values.get("count", 0) for one in self.findings if one.host == host and one.check == "gpus" and one.values]
-        return max(counts, default=0)
+        return gpus.usable(host, self.facts[host]) if host in self.facts else 0
 
     def _why_not(self) -> str:
         names = self._names_of_hosts()
@@ -328,7 +329,7 @@ class _Examination:
             if finding.status == "problem" and finding.check in ("python", "versions") and finding.host in names:
                 return finding.found
         if self.request.per_gpu and (without := [name for name in names if not self._gpus(name)]):
-            return f"--gpus, but {', '.join(without)} has no GPU"
+            return f"--gpus, but {', '.join(without)} has no GPU that can be used"
         return ""
 
 

@@ -157,6 +157,16 @@ def _users(text: str) -> dict[str, list[str]]:
     return found
 
 
+def usable(host: str, facts: Facts) -> int:
+    """How many of them workers get: those that CUDA_VISIBLE_DEVICES leaves, and none when something is wrong with them."""
+    what, *trouble = gpus(host, facts)
+    visible = facts["variables"].get("CUDA_VISIBLE_DEVICES")
+    if any(finding.status == "problem" for finding in (what, *trouble)):
+        return 0
+    named = None if visible is None else len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
+    return int(what.values["count"] if named is None else min(named, what.values["count"]))
+
+
 def alike(facts: dict[str, Facts]) -> list[Finding]:
     """Whether the hosts have the same GPUs; the slowest one sets the pace."""
     kinds = {}

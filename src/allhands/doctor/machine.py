@@ -36,12 +36,13 @@ def shell(host: str, noise: bytes) -> Finding:
     """What the login shell prints on standard output when it is not interactive."""
     if not noise:
         return Finding(host, "shell", "ok", "its login shell prints nothing of its own")
-    text = noise.decode("utf-8", "replace").strip().splitlines() or [repr(noise.decode("utf-8", "replace"))]
+    text = noise.decode("utf-8", "replace")
+    first = (text.strip().splitlines() or [text])[0]
     advice = (
         "rsync and scp break on it, and so does --sync-dst-dir. Move what prints from ~/.bashrc, ~/.cshrc or config.fish to the "
         "file for interactive shells, or put `[ -t 0 ] || return` before it"
     )
-    return Finding(host, "shell", "problem", f"its login shell prints on standard output: {text[0][:100]!r}", advice)
+    return Finding(host, "shell", "problem", f"its login shell prints on standard output: {first[:100]!r}", advice)
 
 
 def rsync(host: str, version: str | None, *, needed: bool) -> Finding:
