@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.cluster.hosts import Hosts
+from tests.cluster.slurm import Slurm
 
 ALLHANDS = [sys.executable, "-P", "-c", "from allhands.cli.main import main; main()"]
 
@@ -25,19 +29,23 @@ class Launch:
         folder: where it is started.
         words: after `allhands launch`.
         extra: variables for the launcher.
+        within: the words before `allhands`, such as those of salloc.
     """
 
-    def __init__(self, hosts: Hosts, folder: Path, *words: str, extra: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, hosts: Hosts | Slurm, folder: Path, *words: str, extra: dict[str, str] | None = None, within: Sequence[str] = ()
+    ) -> None:
         self.out, self.err = folder / f"out-{time.monotonic_ns()}", folder / f"err-{time.monotonic_ns()}"
         self.started = time.monotonic()
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
-                [*ALLHANDS, "launch", *words],
+                [*within, *ALLHANDS, "launch", *words],
                 cwd=folder,
                 env=hosts.environ(**(extra or {})),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
+                start_new_session=True,
                 # A test run in the background of a shell ignores SIGINT, and so would the launcher.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,  # noqa: PLW1509
             )
@@ -46,7 +54,8 @@ class Launch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # with whatever is between salloc and the launcher
         self.process.wait()
 
     @property
@@ -77,7 +86,7 @@ class Launch:
         return sorted(({**json.loads(text), "place": place} for place, text in found), key=lambda one: str(one["place"]))
 
 
-def shared_folder(hosts: Hosts, name: str) -> Path:
+def shared_folder(hosts: Hosts | Slurm, name: str) -> Path:
     """An empty folder that is the same on the driver and on all hosts."""
     folder = hosts.folder / name
     shutil.rmtree(folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -52,7 +53,7 @@ def prepared(hosts: Hosts) -> Path:
         ("raise", "raised ValueError: no such class: 11", 1),
         ("exit", "exit code 3", 3),
         ("kill", "killed by SIGKILL", 128 + 9),
-        ("stop", "no progress for 5 s: it is stopped (state T), by SIGSTOP or a debugger", 128 + 9),
+        ("stop", "it is stopped (state T), by SIGSTOP or a debugger", 128 + 9),
     ],
 )
 def test_a_worker_fails(hosts: Hosts, how: str, cause: str, code: int) -> None:
@@ -63,7 +64,7 @@ def test_a_worker_fails(hosts: Hosts, how: str, cause: str, code: int) -> None:
         assert time.monotonic() - began < 30
     assert got == code, said
     assert "rank 1 (d2, pid " in said
-    assert f"failed first: {cause}" in said
+    assert re.search(f"failed first: (no progress for [5-9] s: )?{re.escape(cause)}", said), said
     assert hosts.left(5) == []
 
 
