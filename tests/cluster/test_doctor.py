@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -110,6 +111,19 @@ def test_no_rsync_a_talkative_shell_a_missing_folder_and_an_unknown_key(hosts: H
     assert set(findings(told, "problem")) == {("d1", "ssh"), ("d2", "rsync")}
     assert "its host key is not known here. Run `ssh d1` once" in findings(told, "problem")["d1", "ssh"]
     assert f"{DISK}/new will be made in {DISK}" in findings(told, "ok")["d2", "folder"]
+
+
+def test_a_doctor_that_is_stopped_leaves_nothing(hosts: Hosts) -> None:
+    before = set(Path("/tmp").glob("allhands-ssh-*"))
+    words = [*ALLHANDS, "doctor", "-H", "d1,d2", "--dir", DISK]
+    with subprocess.Popen(words, env=hosts.environ(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "to one another" not in process.stderr.readline():
+            assert process.poll() is None
+        process.terminate()
+        assert process.wait(10) == 128 + signal.SIGTERM
+    assert hosts.left(5) == []
+    assert set(Path("/tmp").glob("allhands-ssh-*")) <= before
 
 
 def test_another_python_and_a_shared_folder(hosts: Hosts, tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +19,8 @@ import torch
 from allhands.doctor import agent
 from allhands.doctor.contact import Contact
 from allhands.errors import HostError
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(60)]
 
 TOKEN = "0123456789abcdef"
 
@@ -32,6 +36,23 @@ def contact() -> Iterator[Contact]:
 def test_the_text_that_is_sent_is_read_by_the_oldest_python_that_may_answer() -> None:
     compile(Path(agent.__file__).read_text(), "agent", "exec")
     assert "import allhands" not in Path(agent.__file__).read_text().split("def ")[0]  # a host may lack it
+
+
+def test_a_host_without_allhands_and_torch_answers_too() -> None:
+    questions = b'{"op": "facts"}\n{"op": "listen", "token": "x"}\n{"op": "connect", "token": "x", "targets": []}\n'
+    program = Path(agent.__file__).read_text()
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", program], input=questions, capture_output=True, timeout=30)
+    facts, listening, connected = [json.loads(line)["answer"] for line in done.stdout.splitlines()]
+    assert facts["versions"] == {
+        "Python": platform.python_version(),
+        "torch": None,
+        "allhands": None,
+        "numpy": None,
+        "CUDA": None,
+    }
+    assert listening["port"] > 0
+    assert connected == []
+    assert done.stderr == b""
 
 
 def test_facts(contact: Contact) -> None:

@@ -4,7 +4,7 @@
 from facts to findings) and runs a real all-reduce (`allreduce`). `report` writes the findings down.
 """
 
-from allhands.doctor.examine import Request, examine
+from allhands.doctor.examination import Request, examine
 from allhands.doctor.finding import Finding, Report
 
 __all__ = ["Finding", "Report", "Request", "examine"]

@@ -31,6 +31,7 @@ def as_json(report: Report) -> str:
 def show(report: Report) -> None:
     """Print a table a host, then what to do about the problems and warnings."""
     from rich.console import Console
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
@@ -53,7 +54,7 @@ def show(report: Report) -> None:
         title = f"{_MARKS[finding.status]} {finding.check}" + (f" on {finding.host}" if finding.host else "")
         console.print(Text(f"{title}: {finding.found}", style=_COLOURS[finding.status]))
         if finding.advice:
-            console.print(Text(f"  -> {finding.advice}"))
+            console.print(Padding(Text(f"-> {finding.advice}"), (0, 0, 0, 2)))
     count = f"{len(report.problems)} problem{'s' * (len(report.problems) != 1)}, "
     count += f"{len(report.warnings)} warning{'s' * (len(report.warnings) != 1)}"
     console.print(f"{count} ({report.seconds:.1f} s)")

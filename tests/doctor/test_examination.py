@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from allhands.cli.main import run
-from allhands.doctor import Finding, Report, allreduce
+from allhands.doctor import Finding, Report, Request, allreduce, examination, examine
+from allhands.doctor.contact import Contact
 from allhands.doctor.finding import CHECKS
 from allhands.doctor.report import as_json, show
+from allhands.errors import HostError
+from allhands.launch.hosts import read_hosts
 from allhands.launch.local import LocalHost
+from allhands.launch.ssh import SshHost
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(60)]
 
@@ -37,6 +44,42 @@ def test_this_machine(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     assert (reduced["ranks"], reduced["hosts"], reduced["correct"]) == (2, 1, True)
     assert [one["bytes"] for one in reduced["sizes"]] == [4096, 1 << 20, 32 << 20]
     assert all(one["gb_per_s"] == pytest.approx(one["bytes"] / one["seconds"] / 1e9, rel=0.1) for one in reduced["sizes"])
+
+
+class Failing(Contact):
+    """Another host that is this machine, and goes away when it is asked something."""
+
+    fails_at = ""
+
+    def __init__(self, name: str, ssh: SshHost | None, python: str, env: Mapping[str, str | None]) -> None:
+        super().__init__(name, None, python, env)
+        self.made = ssh
+
+    def ask(self, op: str, timeout: float = 10.0, **question: Any) -> Any:
+        if (self.name, op) == ("d2", self.fails_at):
+            raise HostError("d2", "it went away")
+        return super().ask(op, timeout, **question)
+
+    def close(self) -> None:
+        super().close()
+        self.ssh = self.made
+
+
+@pytest.mark.parametrize("op", ["facts", "clock", "resolve", "listen", "connect", "folder", "look"])
+def test_a_host_that_goes_away_meanwhile(op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "Contact", Failing)
+    monkeypatch.setattr(Failing, "fails_at", op)
+    before = set(Path("/tmp").glob("allhands-ssh-*"))
+    request = Request(read_hosts("d1,d2,d3"), folder=str(tmp_path))
+    report = examine(request)
+    gone = [one for one in report.problems if one.host == "d2"]
+    assert [(one.check, one.found) for one in gone] == [("ssh", "it went away")]
+    for host in ("d1", "d3"):
+        assert {"ssh", "python", "network", "folder"} <= {one.check for one in report.findings if one.host == host}
+    (reduced,) = [one for one in report.findings if one.check == "all-reduce"]
+    assert reduced.found == "not tried: d2 could not be examined"
+    assert set(Path("/tmp").glob("allhands-ssh-*")) <= before
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_all_reduce_that_fails_says_why() -> None:
@@ -113,6 +156,14 @@ def test_the_table_ends_with_what_to_do(capsys: pytest.CaptureFixture[str], monk
         "1 problem, 1 warning (3.1 s)",
     ]
     assert any("a note" in line for line in lines)
+
+
+def test_the_documentation_names_every_check_and_key() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    rows = re.findall(r"^\| `([a-z-]+)` \|", page, re.MULTILINE)
+    assert [name for name in rows if name in CHECKS] == list(CHECKS)
+    assert set(json.loads(as_json(REPORT))) <= set(re.findall(r"`([a-z]+)`", page))
+    assert set(json.loads(as_json(REPORT))["findings"][0]) <= set(re.findall(r"`([a-z]+)`", page))
 
 
 def test_json() -> None:

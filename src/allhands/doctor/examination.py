@@ -116,7 +116,7 @@ class _Examination:
             except HostError as error:
                 return error
 
-        answers: dict[str, Answer] = {}
+        contacts, answers = list(contacts), dict[str, Answer]()
         for contact, answer in zip(contacts, self.pool.map(one, contacts), strict=True):
             if isinstance(answer, HostError):
                 self.findings.append(machine.unreachable(contact.name, str(answer).removeprefix(f"host {contact.name}: ")))
@@ -235,6 +235,8 @@ class _Examination:
     def _choose(self, pairs: dict[tuple[str, str], dict[str, Any]]) -> None:
         """The interfaces that a job would use: towards the first host, and on that the one that the second host reaches."""
         hosts = [contact.name for contact in self._hosts_up()]
+        if len(hosts) < 2:
+            return
         for source, target, seen_from in [(hosts[1], hosts[0], True)] + [(host, hosts[0], False) for host in hosts[1:]]:
             good = pairs.get((source, target), {}).get("reached")
             if good is None:
