@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,29 +15,49 @@ from typing import Any
 import pytest
 
 from tests.cluster.hosts import DISK, Hosts
-from tests.cluster.launching import ALLHANDS
 from tests.cluster.machine import call
 
 pytestmark = pytest.mark.timeout(90)
 
 
-def doctor(hosts: Hosts, *words: str, folder: str = "/") -> dict[str, Any]:
-    """What it found. It must have ended within 30 s, with an exit code that fits, and must have left nothing."""
-    began = time.monotonic()
-    before = set(Path("/tmp").glob("allhands-ssh-*"))
-    done = subprocess.run(
-        [*ALLHANDS, "doctor", "--json", *words], cwd=folder, env=hosts.environ(), capture_output=True, text=True, timeout=60
-    )
-    assert time.monotonic() - began < 30
-    assert done.stdout.startswith("{"), done.stderr
-    told = json.loads(done.stdout)
-    assert done.returncode == (1 if told["problems"] else 0), done.stderr
-    assert told["ok"] == (told["problems"] == 0)
+# The folders that it makes for ssh's connections carry its process id: other tests make such folders at the same time.
+DOCTOR = """
+import os, tempfile
+make = tempfile.mkdtemp
+tempfile.mkdtemp = lambda prefix, dir: make(prefix=f"{prefix}{os.getpid()}-", dir=dir)
+from allhands.cli.main import main
+main()
+"""
+
+
+def start(hosts: Hosts, *words: str) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-P", "-c", DOCTOR, "doctor", *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(argv, cwd="/", env=hosts.environ(), stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+
+
+def assert_nothing_left(hosts: Hosts, process: subprocess.Popen[str]) -> None:
     assert hosts.left(5) == []
-    assert set(Path("/tmp").glob("allhands-ssh-*")) <= before
+    assert list(Path("/tmp").glob(f"allhands-ssh-{process.pid}-*")) == []
     for name in hosts.names:
         if hosts.is_up(name):
             assert hosts.run(name, "sh", "-c", f"find / {DISK} -maxdepth 1 -name '.allhands-doctor*'") == ""
+
+
+def doctor(hosts: Hosts, *words: str) -> dict[str, Any]:
+    """What it found. It must have ended within 30 s, with an exit code that fits, and must have left nothing."""
+    began = time.monotonic()
+    with start(hosts, "--json", *words) as process:
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert time.monotonic() - began < 30
+    assert out.startswith("{"), err
+    told = json.loads(out)
+    assert process.returncode == (1 if told["problems"] else 0), err
+    assert told["ok"] == (told["problems"] == 0)
+    assert_nothing_left(hosts, process)
     return dict(told)
 
 
@@ -55,7 +76,7 @@ def test_healthy_hosts(hosts: Hosts) -> None:
     for host in hosts.names:
         network = good[host, "network"]["values"]
         assert (network["chosen"], network["address"]) == ("eth0", hosts.address[host])
-        assert abs(good[host, "clock"]["values"]["skew_ms"]) < 100
+        assert abs(good[host, "clock"]["values"]["skew_ms"]) < 500
         assert "127.0.1.1" in good[host, "names"]["found"]
         assert "GLOO_SOCKET_IFNAME=eth0" in good[host, "names"]["advice"]
     assert "2 directions" in good["", "ports"]["found"]
@@ -114,16 +135,16 @@ def test_no_rsync_a_talkative_shell_a_missing_folder_and_an_unknown_key(hosts: H
 
 
 def test_a_doctor_that_is_stopped_leaves_nothing(hosts: Hosts) -> None:
-    before = set(Path("/tmp").glob("allhands-ssh-*"))
-    words = [*ALLHANDS, "doctor", "-H", "d1,d2", "--dir", DISK]
-    with subprocess.Popen(words, env=hosts.environ(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        while "to one another" not in process.stderr.readline():
-            assert process.poll() is None
-        process.terminate()
-        assert process.wait(10) == 128 + signal.SIGTERM
-    assert hosts.left(5) == []
-    assert set(Path("/tmp").glob("allhands-ssh-*")) <= before
+    with start(hosts, "-H", "d1,d2", "--dir", DISK) as process:
+        try:
+            assert process.stderr is not None
+            while "to one another" not in process.stderr.readline():
+                assert process.poll() is None
+            process.terminate()
+            assert process.wait(10) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+    assert_nothing_left(hosts, process)
 
 
 def test_another_python_and_a_shared_folder(hosts: Hosts, tmp_path: Path) -> None:
