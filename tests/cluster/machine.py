@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path("/run/allhands-cluster")  # one folder a label
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-PROGRAMS = ("unshare", "nsenter", "setpriv", "ip", "ssh", "ssh-keygen", "sshd", "rsync", "mount")
+PROGRAMS = ("unshare", "nsenter", "setpriv", "ip", "ssh", "ssh-keygen", "sshd", "rsync", "mount", "iptables")
 UNSHARE = ("unshare", "--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child=KILL", "--mount-proc")
 
 
@@ -55,7 +55,7 @@ def why_not() -> str | None:
         return "hosts from namespaces need root"
     missing = [name for name in PROGRAMS if not shutil.which(name, path=SYSTEM_PATH)]
     if missing:
-        return f"programs are missing: {', '.join(missing)} (Debian: apt-get install openssh-server rsync iproute2 util-linux)"
+        return f"programs are missing: {', '.join(missing)} (Debian: apt-get install openssh-server rsync iproute2 iptables util-linux)"
     try:
         call(*UNSHARE, "mount", "-t", "sysfs", "sysfs", "/sys")
         call("unshare", "--net", "sh", "-c", "ip link add ah0 type bridge && ip link add ah1 type veth peer name ah2")
