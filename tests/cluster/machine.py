@@ -55,7 +55,7 @@ def why_not() -> str | None:
         return "hosts from namespaces need root"
     missing = [name for name in PROGRAMS if not shutil.which(name, path=SYSTEM_PATH)]
     if missing:
-        return f"programs are missing: {', '.join(missing)} (Debian: apt-get install openssh-server rsync iproute2 iptables util-linux)"
+        return f"programs are missing: {', '.join(missing)} (Debian: apt-get install openssh-server rsync iproute2 iptables)"
     try:
         call(*UNSHARE, "mount", "-t", "sysfs", "sysfs", "/sys")
         call("unshare", "--net", "sh", "-c", "ip link add ah0 type bridge && ip link add ah1 type veth peer name ah2")
