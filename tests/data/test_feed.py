@@ -332,3 +332,25 @@ def test_an_epoch_goes_on_after_any_sample_at_any_world_size(kind: str, size: in
     whole = flat(read(loader_feeds(loader, 1), 1))
     for skip in range(len(whole) + 1):
         assert flat(read(loader_feeds(loader, size), 1, skip)) == whole[skip:]
+
+
+@pytest.mark.parametrize("gathered", [1 << 20, 100])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_resumed_epoch_cuts_the_same_batches_at_the_same_places_in_memory(
+    monkeypatch: pytest.MonkeyPatch, gathered: int, accumulate: int
+) -> None:
+    """The last bit of a matrix product depends on how its operands lie in memory; bit-for-bit resume depends on this."""
+    monkeypatch.setattr("allhands.data.feed.GATHER_BYTES", gathered)
+    data = TensorDataset(torch.arange(53 * 5, dtype=torch.float32).view(53, 5))
+    sources = sources_from_loaders({"train": DataLoader(data, 3, shuffle=True)})
+    for rank in range(2):
+        fake = World(rank, 0, 0, 2, 1, torch.device("cpu"), "gloo", "test")
+        feed = build_feeds(sources, fake, 0, accumulate, same_everywhere=True)["train"]
+        whole = list(feed.epoch(0))
+        for done in range(len(whole)):
+            resumed = list(feed.epoch(0, done * 6 * accumulate))
+            assert len(resumed) == len(whole) - done
+            for (one, *_), (other, *_) in zip(whole[done:], resumed, strict=True):
+                for (x,), (y,) in zip(one, other, strict=True):
+                    assert torch.equal(x, y)
+                    assert x.storage_offset() == y.storage_offset()

@@ -121,9 +121,14 @@ class InMemoryFeed(Feed):
         mine = order[: full * dealer.global_batch].view(full, dealer.world_size, per_rank)[:, self.rank]
         counts = (size,) * dealer.accumulate
         steps_at_once = max(1, GATHER_BYTES // (self.row_bytes * per_rank))
-        for first in range(0, full, steps_at_once):
-            rows = self._gather(mine[first : first + steps_at_once].reshape(-1))
-            batches = zip(*(tensor.split(size) for tensor in rows), strict=True)
+        # An epoch that goes on cuts its batches out of a block at the same places as one that was not interrupted: the last bit
+        # of a product depends on how its operands lie in memory. The rows of the block's earlier steps are only there for that.
+        earlier = skip // dealer.global_batch % steps_at_once
+        for first in range(-earlier, full, steps_at_once):
+            before = mine.new_zeros(max(0, -first) * per_rank)
+            rows = self._gather(torch.cat([before, mine[max(0, first) : first + steps_at_once].reshape(-1)]))
+            cut = zip(*(tensor.split(size) for tensor in rows), strict=True)
+            batches = itertools.islice(cut, len(before) // size, None)
             if dealer.accumulate == 1:
                 for batch in batches:
                     yield (batch,), counts, dealer.global_batch, False
