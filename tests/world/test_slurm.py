@@ -127,8 +127,14 @@ def test_setup_refuses_what_is_no_port(port: Any) -> None:
         slurm.setup(port=port)
 
 
-def test_setup_believes_master_variables() -> None:
-    assert slurm._set_up(environ(EVEN, "MASTER_ADDR=head MASTER_PORT=4242"), None) == (3, 1, 4, "tcp://head:4242")
+def test_setup_believes_master_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert slurm._set_up(environ(EVEN, "MASTER_ADDR=head MASTER_PORT=4242 GLOO_SOCKET_IFNAME=eth7"), None) == (
+        3,
+        1,
+        4,
+        "tcp://head:4242",
+    )
 
 
 # ---------------------------------------------------------------------- jobs that run again

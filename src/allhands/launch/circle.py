@@ -16,8 +16,8 @@ from allhands.launch.plan import Place
 from allhands.launch.protocol import encode
 from allhands.launch.python import versions
 from allhands.world import beacon
-from allhands.world.guard import keep_alive
 from allhands.world.interface import interface_with, is_loopback
+from allhands.world.links import keep_alive, listen
 
 MEETING_TIMEOUT = 600.0
 _ANSWER_S = 10.0
@@ -100,11 +100,7 @@ def _lead(said: dict[str, Any], hosts: Sequence[str], key: str, timeout: float) 
     deadline = time.monotonic() + timeout
     came: dict[int, tuple[dict[str, Any], socket.socket]] = {}
     with contextlib.ExitStack() as stack:
-        try:
-            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-        except (OSError, ValueError):  # no IPv6 here
-            listener = socket.create_server(("", 0), backlog=1024)
-        stack.enter_context(listener)
+        listener = stack.enter_context(listen())
         stack.callback(beacon.Beacon(key, listener.getsockname()[1], local=False).close)
         while len(came) < len(hosts) - 1:
             listener.settimeout(max(0.1, deadline - time.monotonic()))

@@ -19,6 +19,7 @@ import os
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ from typing import Any, NoReturn
 
 from allhands.errors import UserError, WorldError
 from allhands.world.layout import Environ
+from allhands.world.links import keep_alive, listen
 
 TIMEOUT_VARIABLE = "ALLHANDS_HEARTBEAT_TIMEOUT"
 DEFAULT_TIMEOUT_S = 60.0
@@ -36,8 +38,6 @@ _BEAT_S = 1.0
 _COLLECT_S = 1.0
 # Time for the others to write their own tracebacks.
 _GRACE_S = 2.0
-# A connection whose other end does not answer the kernel for so long is cut.
-_CUT_MS = 20_000
 # Exit codes of a rank that a signal asked to save and leave, as a training does.
 _ON_REQUEST = tuple(128 + number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
 _LONGEST = 500
@@ -74,6 +74,7 @@ class Guard:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.name = f"{socket.gethostname()}, pid {os.getpid()}"
         self._link = link
+        self.accepted: list[socket.socket] = []  # on rank 0: the others' connections
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._closed = False
@@ -91,10 +92,14 @@ class Guard:
         self._before = (sys.excepthook, sys.exit)
         sys.excepthook = self._on_exception
         sys.exit = self._on_exit
-        # A loader process that outlives this one must not keep the connection open.
-        os.register_at_fork(after_in_child=self._link.close)
+        os.register_at_fork(after_in_child=self._close_in_child)
         self._say({"rank": self.rank, "name": self.name})
         self._thread.start()
+
+    def _close_in_child(self) -> None:
+        # A loader process that outlives this one must not keep its connections open.
+        for link in (self._link, *self.accepted):
+            link.close()
 
     def close(self) -> None:
         """Leave in order: from now on, the end of this process is nobody's concern. A failing exit code is told instead."""
@@ -189,10 +194,13 @@ class Guard:
         """End this process, which has a moment to end by itself; `why` is for when rank 0 cannot say it."""
         if self._closed:
             return
-        if why is not None and (self.rank == 1 or int(os.environ.get("SLURM_LOCALID", "1") or 1) == 0):
+        first = self.rank == 1 or os.environ.get("SLURM_LOCALID") == "0"
+        if why is not None and first:
             _print(f"allhands: rank {self.rank} ({self.name}) ends because {why}")
         time.sleep(_GRACE_S)
         if not self._closed:
+            if first and why is not None and "no sign of life" in why:
+                kill_step()
             leave()
 
 
@@ -209,6 +217,7 @@ class _Watch:
         self.failed: list[tuple[float, int, str]] = []
         self.selector = selectors.DefaultSelector()
         self.decide_at: float | None = None
+        self.silent = False
 
     def run(self) -> None:
         guard = self.guard
@@ -250,6 +259,7 @@ class _Watch:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             link, _ = self.guard._link.accept()
+            self.guard.accepted.append(link)
             link.setblocking(False)
             keep_alive(link)
             self.data[link] = b""
@@ -306,6 +316,7 @@ class _Watch:
         for link, at in list(self.heard.items()):
             rank = self.ranks.get(link)
             if rank is not None and rank not in self.left and now - at > self.guard.timeout:
+                self.silent = True
                 self._lose(link, f"has given no sign of life for {now - at:.0f} s: stopped, hung, or its network is down")
 
     def _blame(self, at: float, rank: int, how: str) -> None:
@@ -328,6 +339,8 @@ class _Watch:
         self.guard._over.set()
         time.sleep(_GRACE_S)
         if not self.guard._closed:
+            if self.silent:
+                kill_step()
             leave()
 
     def _tell(self, message: dict[str, Any]) -> None:
@@ -335,6 +348,17 @@ class _Watch:
         for link in list(self.heard):
             with contextlib.suppress(OSError):
                 link.sendall(data)
+
+
+def kill_step() -> None:
+    """End the tasks of this step that cannot do so themselves, because they are stopped or hang; srun would wait for them."""
+    step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID', os.environ.get('SLURM_STEPID'))}"
+    if "None" in step:
+        return
+    try:
+        subprocess.run(["scancel", "--signal=KILL", step], capture_output=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        _print(f"allhands: the silent task could not be ended ({error}); write `scancel {step}`")
 
 
 def leave() -> NoReturn:
@@ -366,7 +390,7 @@ def start(store: Any, rank: int, size: int, host: str, timeout: float, deadline_
         WorldError: it was not.
     """
     if rank == 0:
-        listener = _listener()
+        listener = listen()
         store.set("guard", str(listener.getsockname()[1]))
         guard = Guard(rank, size, listener, timeout)
     else:
@@ -383,22 +407,6 @@ def start(store: Any, rank: int, size: int, host: str, timeout: float, deadline_
         guard = Guard(rank, size, link, timeout)
     guard.open()
     return guard
-
-
-def _listener() -> socket.socket:
-    try:
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    except (OSError, ValueError):  # no IPv6 here
-        return socket.create_server(("", 0), backlog=1024)
-
-
-def keep_alive(link: socket.socket) -> None:
-    """Let the kernel notice a cut network in `_CUT_MS`, where it can."""
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", _CUT_MS)):
-        if hasattr(socket, name):
-            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _print(text: str) -> None:

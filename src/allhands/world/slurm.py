@@ -12,7 +12,7 @@ import subprocess
 from typing import Any
 
 from allhands.errors import UserError, WorldError
-from allhands.world import beacon
+from allhands.world import beacon, interface
 from allhands.world.environments.slurm import Slurm
 from allhands.world.layout import Environ, Layout, Meeting, read_int
 
@@ -32,7 +32,8 @@ def setup(port: int | None = None) -> tuple[int, int, int, str]:
     """Who this task of srun is and where its ranks meet; call it once in every task, and on all of them.
 
     Rank 0 opens the listener before it tells anybody the port, so no other job can take it in between; a group that rank 0
-    makes with `host_addr` shares that listener.
+    makes with `host_addr` shares that listener. GLOO_SOCKET_IFNAME, unless it is set, becomes the interface that reaches the
+    other nodes.
 
     Args:
         port: the first port that rank 0 tries; it takes the next one that is free. None lets the system choose.
@@ -70,7 +71,23 @@ def _set_up(environ: Environ, port: int | None) -> tuple[int, int, int, str]:
         host, found = _listen(environ, layout, meeting, port)
     else:
         host, found = beacon.ask(_key_of(meeting), meeting.hosts, _SETUP_TIMEOUT_S)
+    _choose_interface(environ, layout, meeting, host)
     return layout.rank, local_rank, layout.world_size, f"tcp://{host}:{found}"
+
+
+def _choose_interface(environ: Environ, layout: Layout, meeting: Meeting, host: str) -> None:
+    """A group that torch makes alone would have gloo resolve this host's own name, often to a loopback address."""
+    if environ.get(interface.VARIABLE):
+        return
+    own = environ.get("SLURMD_NODENAME", "").strip()
+    others = ["127.0.0.1"] if layout.one_host else [name for name in (host, *meeting.hosts) if name != own]
+    for other in others:
+        address = interface.address_towards(other)
+        if address is not None and (layout.one_host or not interface.is_loopback(address)):
+            name = interface.interface_with(address)
+            if name is not None:
+                os.environ[interface.VARIABLE] = name
+            return
 
 
 def _key_of(meeting: Meeting) -> str:

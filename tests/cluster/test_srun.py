@@ -1,0 +1,287 @@
+"""Under a real Slurm: tasks of srun that join by themselves, workers a node, failures, signals and requeues."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from allhands import SupervisedRunner
+from tests.reference import relative_difference
+
+pytestmark = pytest.mark.timeout(150)
+ROOT = Path(__file__).parents[2]
+
+
+class Scripts:
+    """A folder that all nodes see (their /tmp is their own), and how a script in it is started."""
+
+    def __init__(self, slurm: Any) -> None:
+        self.folder = Path(slurm.folder) / "srun"
+        self.folder.mkdir(exist_ok=True)
+        self._environ = slurm.environ() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(text)
+
+    def call(self, *words: str, env: dict[str, str] | None = None, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        """stdout and stderr apart, any exit code."""
+        return subprocess.run(
+            words, env=self._environ | (env or {}), cwd=self.folder, capture_output=True, text=True, timeout=timeout
+        )
+
+    def srun(self, options: str, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        return self.call("srun", *options.split(), f"--chdir={self.folder}", sys.executable, *words, env=env)
+
+    def alive(self, script: str) -> list[str]:
+        """Command lines of processes that run `script`, on all nodes: their process tables are parts of this machine's."""
+        wanted = str(self.folder / script).encode()
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if wanted in line.split(b"\0") and b"srun" not in line:
+                found.append(line.decode())
+        return found
+
+
+@pytest.fixture
+def scripts(slurm: Any) -> Iterator[Scripts]:
+    scripts = Scripts(slurm)
+    yield scripts
+    scripts.call("scancel", "--user=root")  # what a test that failed has left
+
+
+def until(condition: Callable[[], Any], seconds: float, what: Callable[[], str]) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.1)
+
+
+JOINS = """
+import dataclasses, json, socket
+import torch
+import torch.distributed as dist
+import allhands
+from allhands import slurm
+
+told = slurm.setup()
+assert slurm.setup() == told
+dist.init_process_group("gloo", rank=told[0], world_size=told[2], init_method=told[3])
+total = torch.ones(1)
+dist.all_reduce(total)
+dist.destroy_process_group()
+world = allhands.init(device="cpu")
+dist.all_reduce(total)
+print(json.dumps({"setup": told, "total": total.item(), "host": socket.gethostname(),
+                  "world": [world.rank, world.local_rank, world.node_rank, world.world_size, world.local_world_size],
+                  "environment": world.environment}))
+"""
+
+
+def test_tasks_join_by_themselves(scripts: Scripts) -> None:
+    """Two a node, and an uneven step that runs at the same time on the same hosts."""
+    scripts.write("joins.py", JOINS)
+    with ThreadPoolExecutor(2) as pool:
+        even, uneven = pool.map(lambda options: scripts.srun(options, "joins.py"), ["-N2 --ntasks-per-node=2", "-N2 -n3"])
+    for done, expected in (
+        (even, [[0, 0, 0, 4, 2], [1, 1, 0, 4, 2], [2, 0, 1, 4, 2], [3, 1, 1, 4, 2]]),
+        (uneven, [[0, 0, 0, 3, 2], [1, 1, 0, 3, 2], [2, 0, 1, 3, 1]]),
+    ):
+        assert done.returncode == 0, done.stderr
+        told = sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda one: one["world"][0])
+        assert [one["world"] for one in told] == expected
+        size = len(expected)
+        assert [one["setup"][:3] for one in told] == [[world[0], world[1], size] for world in expected]
+        assert {one["total"] for one in told} == {float(size * size)}
+        assert {one["environment"] for one in told} == {"slurm"}
+        assert [one["host"] for one in told] == [f"d{world[2] + 1}" for world in expected]
+        (address,) = {one["setup"][3] for one in told}
+        assert re.fullmatch(r"tcp://d1:\d+", address)
+
+
+FAILS = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+import allhands
+
+world = allhands.init(device="cpu")
+how, rest = sys.argv[1:]
+total = torch.ones(1)
+dist.all_reduce(total)
+if world.rank == 1:
+    print("failing at", time.time(), flush=True)
+    if how == "raise":
+        raise ValueError("planted fault")
+    if how == "exit":
+        sys.exit(3)
+    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+while rest == "collective":
+    dist.all_reduce(total)
+time.sleep(100)
+"""
+FAILURES = {
+    ("raise", "sleep"): "failed first: raised ValueError: planted fault",
+    ("exit", "sleep"): "failed first: left with exit code 3",
+    ("kill", "collective"): "failed first: is gone without a word: killed, crashed, or its host is down",
+    ("stop", "sleep"): "failed first: has given no sign of life for",
+}
+
+
+def test_a_failing_task_is_named_and_ends_the_step(scripts: Scripts) -> None:
+    """srun itself would wait for the others for ever."""
+    scripts.write("fails.py", FAILS)
+
+    def run(case: tuple[str, str]) -> tuple[subprocess.CompletedProcess[str], float]:
+        path = str(scripts.folder / "fails.py")
+        done = scripts.srun("-N2 -n2", path, *case, env={"ALLHANDS_HEARTBEAT_TIMEOUT": "4"})
+        return done, time.time() - float(re.findall(r"failing at (\S+)", done.stdout)[0])
+
+    with ThreadPoolExecutor(len(FAILURES)) as pool:
+        found = list(pool.map(run, FAILURES))
+    for (case, message), (done, seconds) in zip(FAILURES.items(), found, strict=True):
+        assert re.search(rf"allhands: rank 1 \(d2, pid \d+\) {message}", done.stderr), (case, done.stderr)
+        assert done.returncode != 0, case
+        assert seconds < 20, case
+    until(lambda: not scripts.alive("fails.py"), 5, lambda: f"left behind: {scripts.alive('fails.py')}")
+
+
+TRAINS = """
+import os, sys, time
+import torch
+from allhands import Callback, SupervisedRunner
+from tests.cluster.test_srun import given
+
+
+class Fails(Callback):
+    def on_step_end(self, training):
+        if training.world.rank == 3 and training.step == 2:
+            raise ValueError("planted fault")
+
+
+arguments = given(3)
+history = SupervisedRunner().train(**arguments, logdir="nodes", distributed=True, workers=2)
+torch.save(arguments["model"].state_dict(), f"task-{os.environ['SLURM_PROCID']}.pt")
+print("trained on", os.environ["SLURM_PROCID"], history["step"], os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+SupervisedRunner().train(**given(3), distributed=True, workers=2, callbacks=[Fails()])
+"""
+
+
+def given(batch_size: int, dropout: float = 0.0) -> dict[str, Any]:
+    """Arguments of `train` for a small classification."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(53, 5, generator=generator)
+    data = TensorDataset(x, (x[:, 0] > 0).long())
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 2))
+    return {
+        "model": model,
+        "criterion": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), lr=0.02),
+        "loaders": {"train": DataLoader(data, batch_size, shuffle=True), "valid": DataLoader(data, batch_size)},
+        "num_epochs": 2,
+    }
+
+
+def test_one_task_a_node_starts_the_workers_of_its_node(scripts: Scripts) -> None:
+    scripts.write("trains.py", TRAINS)
+    done = scripts.srun("-N2 --gres=gpu:2", "trains.py")
+    assert "allhands: srun started one task on each of 2 nodes: workers 2 on d1, 2 on d2" in done.stdout, done.stderr
+    assert done.stdout.count("ddp, 4 workers on cpu") == 2
+    assert done.stdout.count("1/2 ") == 1, "the first training's table is printed by one task"
+    for task in range(2):
+        assert f"trained on {task} [5, 10] 0,1" in done.stdout
+    assert sorted(path.name for path in (scripts.folder / "nodes").iterdir()) == ["checkpoints", "metrics.csv", "tensorboard"]
+    first, second = (torch.load(scripts.folder / f"task-{task}.pt", weights_only=True) for task in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    alone = given(12)
+    SupervisedRunner(device="cpu").train(**alone)
+    assert relative_difference(first, alone["model"].state_dict()) < 1e-5
+    # The second training fails on the other node, and ends both.
+    assert done.returncode != 0
+    assert (
+        len(re.findall(r"WorkerError: rank 3 \(d2, pid \d+\) failed first: raised ValueError: planted fault", done.stderr)) == 2
+    )
+
+
+INTERRUPTED = """
+import os, sys, time
+import torch
+from allhands import Callback, SupervisedRunner
+from tests.cluster.test_srun import given
+
+
+class Slow(Callback):
+    def on_step_end(self, training):
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+        if "SLURM_RESTART_COUNT" in os.environ and training.step == 12 + 5 * restarts and training.world.rank == 0:
+            open(f"again-{restarts}", "w").close()
+        if training.step == 7 and training.world.rank == 0:
+            open("begun", "w").close()
+        time.sleep(float(sys.argv[2]))
+
+
+arguments = given(3, dropout=0.3) | {"num_epochs": 4, "callbacks": [Slow()]}
+SupervisedRunner(device="cpu").train(**arguments, logdir=sys.argv[1])
+if os.environ["SLURM_PROCID"] == "0":
+    torch.save(arguments["model"].state_dict(), sys.argv[1] + ".pt")
+"""
+BATCH = """#!/bin/bash
+#SBATCH -N2 --ntasks-per-node=1 --output=job.out --open-mode=append --requeue
+export ALLHANDS_REQUEUE=1
+srun {python} interrupted.py cut 0.25
+"""
+
+
+def test_a_job_that_is_signalled_and_then_preempted_goes_on_to_the_same_end(scripts: Scripts) -> None:
+    scripts.write("interrupted.py", INTERRUPTED)
+    scripts.write("job.sh", BATCH.format(python=sys.executable))
+
+    def shown(name: str) -> str:
+        text = scripts.call("scontrol", "show", "job", job).stdout
+        return re.findall(rf"\b{name}=(\S+)", text)[0]
+
+    def said() -> str:
+        path = scripts.folder / "job.out"
+        return (path.read_text() if path.exists() else "") + scripts.call("scontrol", "show", "job", job).stdout
+
+    def starts_again(restarts: int) -> None:
+        until(lambda: shown("JobState") == "PENDING" and shown("Restarts") == str(restarts), 40, said)
+        # A requeued job is held back for two minutes.
+        scripts.call("scontrol", "update", f"jobid={job}", "StartTime=now")
+
+    job = scripts.call("sbatch", "--parsable", "job.sh").stdout.strip()
+    until((scripts.folder / "begun").exists, 40, said)
+    scripts.call("scancel", "--signal=USR1", job)
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(scripts.srun, "-N2 -n2", "interrupted.py", "whole", "0")
+        starts_again(1)
+        assert whole.result().returncode == 0, whole.result().stderr
+    until((scripts.folder / "again-1").exists, 40, said)
+    urgent = scripts.call("sbatch", "--parsable", "--partition=urgent", "--exclusive", "-N2", "--output=/dev/null", "--wrap=true")
+    assert urgent.returncode == 0, urgent.stderr
+    starts_again(2)
+    until(lambda: shown("JobState") == "COMPLETED", 40, said)
+    out = (scripts.folder / "job.out").read_text()
+    assert out.count("stopped by SIGUSR1 after optimizer step") == 1, out
+    assert out.count("stopped by SIGTERM after optimizer step") == 1, out
+    assert out.count(f"requeued job {job}\n") == 2, out
+    for restarts in (1, 2):
+        assert f"job {job} was requeued (restart {restarts}): going on with its own newest checkpoint" in out
+    cut, whole_state = (torch.load(scripts.folder / f"{name}.pt", weights_only=True) for name in ("cut", "whole"))
+    assert all(torch.equal(cut[name], whole_state[name]) for name in whole_state)
