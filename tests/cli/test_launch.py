@@ -110,9 +110,9 @@ def test_options_of_other_hosts_arrive(folder: Path, launched: list[Launched], m
     ("words", "message"),
     [
         ("--launcher ssh train.py", "needs the hosts"),
-        ("-H d1 --launcher local train.py", "write --launcher ssh"),
-        ("--sync-dst-dir /x train.py", "--sync-dst-dir is about other hosts"),
-        ("--python /usr/bin/python train.py", "--python is about other hosts"),
+        ("-H d1 --launcher local train.py", "--hosts is for --launcher ssh or --launcher mpi, and the launcher here is local"),
+        ("--sync-dst-dir /x train.py", "--sync-dst-dir is for --launcher ssh, and the launcher here is local"),
+        ("--python /usr/bin/python train.py", "--python is for --launcher ssh or --launcher slurm or --launcher mpi"),
         ("-H d1 --env 1X=2 train.py", "is no name of a variable"),
         ("-H d1 --env ABSENT_HERE train.py", "it is not set here"),
         ("-H ./absent/hosts train.py", "there is no such file"),

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from allhands.errors import UserError
 from allhands.launch.hosts import read_hosts
 from allhands.launch.job import Host, Job
 from allhands.launch.local import LocalHost
+from allhands.launch.mpi import run_mpi
 from allhands.launch.options import Options
 from allhands.launch.plan import Command
 from allhands.launch.processes import cores, gpus
@@ -31,6 +33,7 @@ class Launcher(enum.StrEnum):
     local = "local"
     ssh = "ssh"
     slurm = "slurm"
+    mpi = "mpi"
 
 
 def launch(
@@ -97,6 +100,9 @@ def launch(
         str | None, typer.Option(help='Options for sbatch, where --launcher slurm submits a job: "--nodes=2 --time=30".')
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Where a job is submitted: show its output until it ends.")] = False,
+    mpirun: Annotated[
+        str | None, typer.Option(help='More options for the MPI launcher, with --launcher mpi: "--bind-to none".')
+    ] = None,
     python: Annotated[str | None, typer.Option(help="The Python on the other hosts. Default: the path of this one.")] = None,
 ) -> int:
     """Run a script, module or program in several workers, on this machine or on others.
@@ -115,10 +121,11 @@ def launch(
     _check_together(
         chosen_launcher,
         {
-            "--hosts": (hosts, {Launcher.ssh}),
+            "--hosts": (hosts, {Launcher.ssh, Launcher.mpi}),
             "--sync-dst-dir": (sync_dst_dir, {Launcher.ssh}),
             "--exclude": (exclude, {Launcher.ssh}),
-            "--python": (python, {Launcher.ssh, Launcher.slurm}),
+            "--python": (python, {Launcher.ssh, Launcher.slurm, Launcher.mpi}),
+            "--mpirun": (mpirun, {Launcher.mpi}),
             "--sbatch": (sbatch, {Launcher.slurm}),
             "--wait": (wait, {Launcher.slurm}),
         },
@@ -150,6 +157,16 @@ def launch(
         forwarded = {**forwarded_variables(), **variables}
         there: list[Host] = [SshHost(spec, python or sys.executable, forwarded, copy) for spec in specs]
         return run_job(chosen, there, options, [spec.slots for spec in specs])
+    if chosen_launcher is Launcher.mpi:
+        run_mpi(
+            chosen,
+            read_hosts(hosts) if hosts else [],
+            options if hosts or workers is not None else replace(options, workers=default_workers()),
+            variables=variables,
+            exported=sorted(forwarded_variables()),
+            python=python or sys.executable,
+            more=shlex.split(mpirun or ""),
+        )
     if chosen_launcher is Launcher.slurm:
         given = allocation(os.environ)
         if given is None:
@@ -178,7 +195,7 @@ def _check_together(launcher: Launcher, given: Mapping[str, tuple[Any, set[Launc
         raise UserError("--launcher ssh needs the hosts: write -H d1,d2, or -H FILE with one host a line")
     for name, (value, launchers) in given.items():
         if value and launcher not in launchers:
-            right = " or ".join(sorted(f"--launcher {other.value}" for other in launchers))
+            right = " or ".join(f"--launcher {other.value}" for other in Launcher if other in launchers)
             raise UserError(f"{name} is for {right}, and the launcher here is {launcher.value}; write one, or leave {name} out")
 
 

@@ -1,0 +1,168 @@
+"""`allhands launch --launcher mpi`: the command line of the mpirun or mpiexec that is here, in its own words.
+
+MPI's launcher starts the ranks and passes on their output, signals and exit codes; this process becomes it. What keeps a world
+from hanging after a failure is in the ranks: `allhands.init` sees to it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from allhands.errors import UserError
+from allhands.launch.hosts import HostSpec, deal
+from allhands.launch.options import Options
+from allhands.launch.plan import Command
+from allhands.world.guard import TIMEOUT_VARIABLE
+
+# What MPI's launchers have no word for.
+_NOT_MPI = ("servers", "log_dir", "grace", "host_timeout", "max_restarts", "min_workers", "rejoin_timeout", "preload")
+
+
+@dataclass(frozen=True)
+class MpiLauncher:
+    """An mpirun or mpiexec. `flavour` is "openmpi", or "mpich" for MPICH and all that come with its Hydra (Intel MPI too)."""
+
+    program: str
+    flavour: str
+
+
+def find_launcher(environ: Mapping[str, str]) -> MpiLauncher:
+    """The MPI launcher that is first in PATH.
+
+    Raises:
+        UserError: there is none, or none whose options are known here.
+    """
+    program = next((found for name in ("mpirun", "mpiexec") if (found := shutil.which(name, path=environ.get("PATH")))), None)
+    if program is None:
+        raise UserError(
+            "--launcher mpi: there is no mpirun or mpiexec in PATH; pip install 'allhands[mpi]' mpich, or load your cluster's "
+            "module of MPI"
+        )
+    try:
+        asked = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30, check=False)
+        said = asked.stdout + asked.stderr
+    except subprocess.TimeoutExpired:
+        said = ""
+    if "Open MPI" in said or "OpenRTE" in said or "PRRTE" in said:
+        return MpiLauncher(program, "openmpi")
+    if "HYDRA" in said or "Hydra" in said or "Intel" in said:
+        return MpiLauncher(program, "mpich")
+    raise UserError(
+        f"--launcher mpi: {program} is neither Open MPI's nor MPICH's; start it yourself: mpirun -n 4 python script.py"
+    )
+
+
+def command_line(
+    launcher: MpiLauncher,
+    command: Command,
+    *,
+    workers: int | None,
+    hosts: Sequence[HostSpec],
+    exported: Sequence[str],
+    python: str,
+    prefix: bool,
+    options: Sequence[str] = (),
+) -> list[str]:
+    """The words that start `command` as MPI ranks.
+
+    Args:
+        launcher: whose words.
+        command: what each rank runs.
+        workers: how many ranks; None: all slots of the hosts.
+        hosts: where; none for this machine.
+        exported: names of variables that ranks on other hosts get as well.
+        python: the interpreter for scripts and modules.
+        prefix: let each line of output begin with its rank.
+        options: more, for the launcher.
+
+    Raises:
+        UserError: a host cannot be written in MPI's words, or nobody said how many ranks.
+    """
+    for host in hosts:
+        if host.user or host.port:
+            raise UserError(
+                f"--launcher mpi: {host.name} has a user or port in --hosts, which MPI's launchers do not take; put them into "
+                "~/.ssh/config under that name"
+            )
+    slots = [host.slots for host in hosts]
+    if workers is None:
+        if not hosts or None in slots:
+            raise UserError("--launcher mpi: nobody said how many ranks; write -n WORKERS, or slots=N after each host")
+        workers = sum(slot or 0 for slot in slots)
+    counts = deal([host.name for host in hosts], slots, workers) if hosts else [workers]
+    names = [host.name for host in hosts] or ["localhost"]
+    places = ",".join(f"{name}:{count}" for name, count in zip(names, counts, strict=True) if count)
+    words = [launcher.program, "-n", str(workers)]
+    if launcher.flavour == "openmpi":
+        # Slots are told, or it would refuse more ranks than cores.
+        words += ["--host", places, *(["--tag-output"] if prefix else [])]
+        words += [word for name in exported for word in ("-x", name)]
+    else:
+        words += [*(["-hosts", places] if hosts else []), *(["-prepend-rank"] if prefix else [])]
+    return [*words, *options, *_ranks_command(command, python)]
+
+
+def _ranks_command(command: Command, python: str) -> list[str]:
+    if command.kind == "program":
+        return [command.target, *command.args]
+    return [python, *(["-m"] if command.kind == "module" else []), command.target, *command.args]
+
+
+def run_mpi(
+    command: Command,
+    hosts: Sequence[HostSpec],
+    options: Options,
+    *,
+    variables: Mapping[str, str | None],
+    exported: Sequence[str],
+    python: str,
+    more: Sequence[str],
+) -> NoReturn:
+    """Become the MPI launcher that runs `command`.
+
+    Args:
+        command: what each rank runs.
+        hosts: where; none for this machine.
+        options: how; those that MPI's launchers have no word for are refused.
+        variables: to set, or with None to remove, for all ranks.
+        exported: names of the other variables that ranks on other hosts get.
+        python: the interpreter for scripts and modules.
+        more: options for the launcher.
+
+    Raises:
+        UserError: an option cannot be honoured, or there is no MPI launcher.
+    """
+    refused = [name for name in _NOT_MPI if getattr(options, name) != getattr(Options(), name)]
+    if refused:
+        named = ", ".join(f"--{'no-preload' if name == 'preload' else name.replace('_', '-')}" for name in refused)
+        raise UserError(
+            f"{named}: with --launcher mpi the ranks belong to MPI's launcher, which cannot do that; leave it out, or use "
+            "--launcher ssh or slurm"
+        )
+    launcher = find_launcher(os.environ)
+    environ = {**os.environ, **{name: value for name, value in variables.items() if value is not None}}
+    own = {}
+    if options.threads is not None:
+        own["OMP_NUM_THREADS"] = str(options.threads)
+    if options.heartbeat_timeout != Options().heartbeat_timeout:
+        own[TIMEOUT_VARIABLE] = f"{options.heartbeat_timeout:g}"
+    environ |= own
+    words = command_line(
+        launcher,
+        command,
+        workers=options.workers,
+        hosts=hosts,
+        exported=sorted({*exported, *variables, *own}),
+        python=python,
+        prefix=options.prefix,
+        options=more,
+    )
+    print(f"allhands: {shlex.join(words)}", file=sys.stderr, flush=True)
+    os.execve(launcher.program, words, environ)

@@ -1,0 +1,70 @@
+"""`--launcher mpi` speaks the words of the MPI launcher that is here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allhands.cli import main
+from allhands.errors import UserError
+from allhands.launch import Command
+from allhands.launch.hosts import HostSpec
+from allhands.launch.mpi import MpiLauncher, command_line, find_launcher
+
+OPEN_MPI, MPICH = MpiLauncher("mpirun", "openmpi"), MpiLauncher("mpiexec", "mpich")
+SCRIPT = Command("script", "train.py", ("--lr", "0.1"))
+D1, D2 = HostSpec("d1", slots=2), HostSpec("d2", slots=2)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "given", "expected"),
+    [
+        (OPEN_MPI, {}, "mpirun -n 4 --host localhost:4 --tag-output"),
+        (
+            OPEN_MPI,
+            {"hosts": [D1, D2], "workers": 3, "exported": ["A", "B"]},
+            "mpirun -n 3 --host d1:2,d2:1 --tag-output -x A -x B",
+        ),
+        (OPEN_MPI, {"hosts": [D1, D2], "workers": None, "prefix": False}, "mpirun -n 4 --host d1:2,d2:2"),
+        (
+            OPEN_MPI,
+            {"hosts": [D1, D2], "workers": 2, "options": ["--bind-to", "none"]},
+            "mpirun -n 2 --host d1:2 --tag-output --bind-to none",
+        ),
+        (MPICH, {"exported": ["A"]}, "mpiexec -n 4 -prepend-rank"),
+        (MPICH, {"hosts": [HostSpec("d1"), HostSpec("d2")], "prefix": False}, "mpiexec -n 4 -hosts d1:2,d2:2"),
+    ],
+)
+def test_the_words(launcher: MpiLauncher, given: dict[str, Any], expected: str) -> None:
+    chosen = {"workers": 4, "hosts": [], "exported": [], "python": "py", "prefix": True} | given
+    assert command_line(launcher, SCRIPT, **chosen) == [*expected.split(), "py", "train.py", "--lr", "0.1"]
+
+
+def test_modules_and_programs() -> None:
+    given: dict[str, Any] = {"workers": 1, "hosts": [], "exported": [], "python": "py", "prefix": False}
+    assert command_line(MPICH, Command("module", "pkg.mod", ("x",)), **given)[-4:] == ["py", "-m", "pkg.mod", "x"]
+    assert command_line(MPICH, Command("program", "prog", ("x",)), **given)[-2:] == ["prog", "x"]
+
+
+def test_what_cannot_be_said_in_these_words_is_refused(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"exported": [], "python": "py", "prefix": True}
+    with pytest.raises(UserError, match="d1 has a user or port in --hosts"):
+        command_line(MPICH, SCRIPT, workers=2, hosts=[HostSpec("d1", user="me")], **given)
+    with pytest.raises(UserError, match="nobody said how many ranks"):
+        command_line(MPICH, SCRIPT, workers=None, hosts=[HostSpec("d1")], **given)
+    with pytest.raises(UserError, match="there is no mpirun or mpiexec in PATH"):
+        find_launcher({"PATH": str(tmp_path)})
+    other = tmp_path / "mpirun"
+    other.write_text("#!/bin/sh\necho something else\n")
+    other.chmod(0o755)
+    with pytest.raises(UserError, match="is neither Open MPI's nor MPICH's"):
+        find_launcher({"PATH": str(tmp_path)})
+
+
+def test_options_of_other_launchers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = "--launcher mpi -n 2 -s 1 --no-preload --max-restarts 2 train.py"
+    assert main.run(["launch", *words.split()]) == 2
+    assert "--servers, --max-restarts, --no-preload: with --launcher mpi" in capsys.readouterr().err
