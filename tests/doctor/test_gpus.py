@@ -42,7 +42,7 @@ def with_mode(mode: str) -> str:
         ({"nvidia_smi__gpus": "Failed to initialize NVML: version mismatch\n"}, "problem", "version mismatch", "boot"),
         ({"versions__CUDA": None}, "problem", "torch is built without CUDA, beside 2 GPUs", "pytorch.org"),
         ({"versions__CUDA": "14.1"}, "problem", "CUDA 14.1, but the driver 580.159.04 knows CUDA up to 13.0", "CUDA 13.x"),
-        ({"variables__CUDA_VISIBLE_DEVICES": ""}, "warning", "hides all 2 GPUs", "unset it"),
+        ({"variables__CUDA_VISIBLE_DEVICES": ""}, "warning", "hides every GPU (2)", "unset it"),
         ({"nvidia_smi__apps": USED}, "warning", "GPU 0: 615 of 143771 MiB are taken by pid 4211 (python3, 1200 MiB)", "wait"),
         (
             {"nvidia_smi__gpus": SMI["gpus"].replace("143156", "100000", 1)},

@@ -147,3 +147,6 @@ def test_an_all_reduce_without_a_link() -> None:
     assert one.status == "ok"
     assert "all on one host" in one.found
     assert "not known" in network.all_reduce(reduced(0.1), 2, 2, None).found
+    one = network.all_reduce(reduced(0.1), 1, 1, None)
+    assert "GB/s" not in one.found
+    assert one.values["sizes"] == []

@@ -111,7 +111,7 @@ def _trouble(host: str, found: list[Gpu], told: dict[str, str], facts: Facts) ->
         advice = f"update the driver, or install a torch that is built for CUDA {driver_cuda.split('.')[0]}.x"
         trouble.append(Finding(host, "gpus", "problem", what, advice))
     if visible is not None and visible.strip() in ("", "-1"):
-        what = f"CUDA_VISIBLE_DEVICES={visible!r} hides all {len(found)} GPUs"
+        what = f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU ({len(found)})"
         trouble.append(Finding(host, "gpus", "warning", what, "unset it, unless the CPU is meant"))
     users = _users(told.get("apps") or "")
     for gpu in found:

@@ -174,6 +174,9 @@ def all_reduce(told: dict[str, Any], ranks: int, hosts: int, link_rate: float | 
         "sizes": [{**one, "gb_per_s": round(one["bytes"] / one["seconds"] / 1e9, 5)} for one in told["sizes"]],
         "expected_gb_per_s": round(expected / 1e9, 5) if expected else None,
     }  # fmt: skip
+    if ranks == 1:
+        found = f"one worker ({told['backend']}) starts and ends well; alone it has nothing to exchange, so no bandwidth is told"
+        return Finding("", "all-reduce", "ok", found, values={**values, "sizes": []})
     each = ", ".join(f"{size(one['bytes'])} in {_time(one['seconds'])}" for one in told["sizes"])
     found = f"{ranks} workers ({told['backend']}), correct sums: {each}: {rates[largest] / 1e9:.3g} GB/s"
     if expected is None:
