@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from allhands import torch_hook
+
 __version__ = "0.1.0"
 
 # public name -> module that defines it. A module of the package itself is written as its own name.
@@ -60,6 +62,8 @@ if TYPE_CHECKING:
     from allhands.strategies import DDP, DP, Single, Strategy
     from allhands.verify.compare import verify
     from allhands.world import World, current_world, finalize, init
+
+torch_hook.install()
 
 
 def __getattr__(name: str) -> Any:

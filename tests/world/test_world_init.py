@@ -91,7 +91,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, str], type[Exception], str]] = [
     ({"backend": "nccl"}, {}, UserError, "backend='nccl' needs a GPU"),
     ({"backend": "nccl", "device": "cpu"}, {}, UserError, "nccl"),
     ({"backend": "ucc"}, {}, UserError, "backend='ucc' must be one of auto, gloo, nccl, mpi"),
-    ({"backend": "mpi"}, {}, UserError, "no MPI built in"),
+    ({"backend": "mpi"}, {}, UserError, "no MPI built in and mpi4py is not installed: pip install mpi4py mpich"),
     ({"device": "cuda"}, {}, UserError, "device='cuda' needs a GPU"),
     ({"device": "tpu"}, {}, UserError, "device='tpu' must be"),
     ({"timeout": 0}, {}, UserError, "timeout=0 must be"),
@@ -125,6 +125,7 @@ def test_refuses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(devices, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(kind, match=message):

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from allhands.errors import UserError
+from allhands.world import mpilib
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +44,8 @@ def choose_backend(backend: str, device: str) -> tuple[str, str]:
         device = "cuda" if backend == "nccl" else "cpu"
     if backend == "mpi" and not dist.is_mpi_available():
         raise UserError(
-            "backend='mpi', but this torch has no MPI built in and allhands.comm's has not been installed: write "
-            "backend='gloo', or pip install 'allhands[mpi]' and install it first."
+            f"backend='mpi', but this torch has no MPI built in and mpi4py is not installed: {mpilib.INSTALL} (mpich only where "
+            "there is no MPI yet), or write backend='gloo'."
         )
     return backend, device
 

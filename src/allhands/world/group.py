@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from allhands.errors import WorldError
-from allhands.world import guard, interface
+from allhands.errors import AllhandsError, WorldError
+from allhands.world import guard, interface, mpilib
 from allhands.world.detection import find_environment
 from allhands.world.devices import choose_backend, only_gpu_name, pick_device, visible_gpus
 from allhands.world.layout import Environ, Layout
@@ -181,6 +181,8 @@ def _start(asked: Asked, environ: Environ) -> _State:
         world = World(0, 0, 0, 1, 1, chosen, "none", layout.environment)
         return _State(world, asked, made_group=False)
 
+    if backend == "mpi":
+        mpilib.check_launched(layout, environ)
     timeout = asked.timeout if asked.timeout is not None else DEFAULT_TIMEOUT.total_seconds()
     deadline = time.monotonic() + timeout
     opened = open_store(meeting, layout, timeout)
@@ -205,6 +207,8 @@ def _start(asked: Asked, environ: Environ) -> _State:
     set_ifname = interface.set_for_gloo(cards, layout.rank)
     guarding = _guard(opened.store, layout, opened.place, silence) if silence is not None and layout.world_size > 1 else None
     _make_group(opened.store, backend, chosen, layout, timeout)
+    if layout.environment in {"openmpi", "mpich"}:
+        mpilib.end_job_on_error(layout.rank, card.name, environ)
     world = World(layout.rank, local_rank, node_rank, layout.world_size, local_size, chosen, backend, layout.environment)
     return _State(world, asked, made_group=True, set_ifname=set_ifname, store=opened.store, guard=guarding)
 
@@ -226,21 +230,21 @@ def _meet(store: Any, card: Card, place: str, deadline: float) -> list[Card]:
 def _make_group(store: Any, backend: str, device: torch.device, layout: Layout, timeout: float) -> None:
     import torch.distributed as dist
 
-    extra: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
+    # MPI knows the ranks itself.
+    extra: dict[str, Any] = {} if backend == "mpi" else {"store": store, "rank": layout.rank, "world_size": layout.world_size}
+    if backend == "nccl":
+        extra["device_id"] = device
     try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=layout.rank,
-            world_size=layout.world_size,
-            timeout=timedelta(seconds=timeout),
-            **extra,
-        )
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **extra)
+    except AllhandsError:
+        raise
     except RuntimeError as error:
         raise WorldError(
             f"rank {layout.rank} met the other {layout.world_size - 1} processes, but {backend} could not connect them: {error} "
             f"({interface.VARIABLE}={os.environ.get(interface.VARIABLE, '(unset)')})"
         ) from error
+    if backend == "mpi":
+        mpilib.check_same(dist.get_rank(), dist.get_world_size(), layout)
 
 
 def _adopt(asked: Asked, environ: Environ) -> _State:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import os
-import sys
+from array import array
 from pathlib import Path
-from types import TracebackType
 
 from allhands.errors import WorldError
 from allhands.world.layout import Environ, Layout, Meeting, given_meeting, read_int
+from allhands.world.mpilib import end_job_on_error, load_mpi, mpi4py_installed
 
 _LAUNCHERS = ("pmi_proxy", "mpiexec", "mpirun", "orted", "prted", "prterun")
 
@@ -27,7 +27,7 @@ def mpi_meeting(environ: Environ, layout: Layout, job_key: str | None) -> Meetin
         return given
     if layout.one_host:
         return Meeting(("127.0.0.1",), job_key=job_key or _launcher_key(layout))
-    if importlib.util.find_spec("mpi4py") is not None:
+    if mpi4py_installed():
         return Meeting(mpi_broadcast=True)
     share = "an unknown part" if layout.local_world_size is None else str(layout.local_world_size)
     raise WorldError(
@@ -39,19 +39,17 @@ def mpi_meeting(environ: Environ, layout: Layout, job_key: str | None) -> Meetin
 
 def broadcast_meeting(meeting: Meeting | None) -> Meeting:
     """Rank 0 passes where it listens, the others None; every rank gets rank 0's value. Collective over MPI's world."""
-    from mpi4py import MPI
-
-    before = sys.excepthook
-
-    def abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
-        sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(1)
-
+    MPI = load_mpi()
+    world = MPI.COMM_WORLD
     # MPI_Finalize at the end of a process waits for every rank: an error in one of them would leave all hanging.
-    sys.excepthook = abort
-    told = MPI.COMM_WORLD.bcast((meeting.hosts, meeting.port) if meeting is not None else None, root=0)
-    return Meeting(hosts=told[0], port=told[1])
+    end_job_on_error(world.Get_rank(), MPI.Get_processor_name(), os.environ)
+    told = bytearray(json.dumps([meeting.hosts, meeting.port]).encode() if meeting is not None else b"")
+    length = array("q", [len(told)])
+    world.Bcast([length, 1, MPI.INT64_T], 0)
+    told = told or bytearray(length[0])
+    world.Bcast([told, length[0], MPI.BYTE], 0)
+    hosts, port = json.loads(told)
+    return Meeting(hosts=tuple(hosts), port=port)
 
 
 def _launcher_key(layout: Layout) -> str:

@@ -1,0 +1,577 @@
+"""What the tests of the mpi backend run in every rank of one mpiexec: many probes, and what came of each as JSON in a file.
+
+    mpiexec -n 3 python -m tests.comm.mpi_probes FOLDER
+
+A probe raises when something is wrong. All ranks run all probes in the same order. No probe needs more than a few ms.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+import allhands
+from allhands.comm.mpi import buffers
+
+RANK = SIZE = 0
+PROBES: dict[str, Callable[[], Any]] = {}
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+OPERATIONS = tuple(getattr(ReduceOp, name) for name in ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"])
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def probe(function: Callable[[], Any]) -> Callable[[], Any]:
+    PROBES[function.__name__] = function
+    return function
+
+
+def data(rank: int, count: int = 5, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Small whole numbers, other ones on each rank, exact in any dtype."""
+    numbers = (torch.arange(count) * (rank + 2) + rank) % 7 + 1
+    return (numbers % 2).bool() if dtype == torch.bool else numbers.to(dtype)
+
+
+def everybody(count: int = 5, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [data(rank, count, dtype) for rank in range(SIZE)]
+
+
+def equal(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.dtype == expected.dtype, (found.dtype, expected.dtype)
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    assert torch.equal(found, expected), (found, expected)
+
+
+def refused(call: Callable[[], Any], *words: str) -> None:
+    try:
+        call()
+    except allhands.AllhandsError as error:
+        missing = [word for word in words if word not in str(error)]
+        assert not missing, f"{missing} not in: {error}"  # noqa: PT017
+        return
+    raise AssertionError(f"not refused: {words}")
+
+
+# Reductions.
+
+
+def reduced(op: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Computed by hand, in 64 bits."""
+    wide = torch.float64 if dtype.is_floating_point else torch.int64
+    stacked = torch.stack([tensor.to(wide) for tensor in everybody(dtype=dtype)])
+    if op in (ReduceOp.SUM, ReduceOp.AVG):
+        total = stacked.sum(0)
+        if op == ReduceOp.AVG:
+            total = total / SIZE if dtype.is_floating_point else total // SIZE
+        return (total > 0) if dtype == torch.bool else total.to(dtype)
+    if op == ReduceOp.PRODUCT:
+        return stacked.prod(0).to(dtype)
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        return (stacked.amin(0) if op == ReduceOp.MIN else stacked.amax(0)).to(dtype)
+    total = stacked[0]
+    for other in stacked[1:]:
+        total = total & other if op == ReduceOp.BAND else total | other if op == ReduceOp.BOR else total ^ other
+    return total.to(dtype)
+
+
+@probe
+def all_reduce_of_every_dtype_and_operation() -> int:
+    cases = 0
+    for dtype in (*INTEGERS, *FLOATS, torch.bool):
+        for op in (
+            ReduceOp.SUM,
+            ReduceOp.AVG,
+            ReduceOp.PRODUCT,
+            ReduceOp.MIN,
+            ReduceOp.MAX,
+            ReduceOp.BAND,
+            ReduceOp.BOR,
+            ReduceOp.BXOR,
+        ):
+            tensor = data(RANK, dtype=dtype)
+            bits = op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+            if bits and dtype.is_floating_point:
+                refused(lambda: dist.all_reduce(tensor, op), "whole numbers", str(dtype))  # noqa: B023
+            elif op == ReduceOp.AVG and dtype == torch.bool:
+                refused(lambda: dist.all_reduce(tensor, op), "AVG")  # noqa: B023
+            elif op == ReduceOp.AVG and dtype in (torch.uint16, torch.uint32, torch.uint64):
+                continue  # torch cannot divide these
+            else:
+                dist.all_reduce(tensor, op)
+                expected = reduced(op, dtype)
+                rounds = op == ReduceOp.AVG and dtype.is_floating_point
+                if rounds:
+                    torch.testing.assert_close(tensor, expected, rtol=1e-2 if dtype.itemsize == 2 else 1e-6, atol=0)
+                else:
+                    equal(tensor, expected)
+                cases += 1
+    assert cases > 60
+    return cases
+
+
+@probe
+def half_precision_is_summed_in_float32() -> None:
+    # 2048 + 1 + … in float16 would stay 2048.
+    tensor = torch.full((3,), 2048.0 if RANK == 0 else 1.0, dtype=torch.float16)
+    dist.all_reduce(tensor)
+    equal(tensor, torch.full((3,), float(torch.tensor(2048.0 + SIZE - 1)), dtype=torch.float16))
+
+
+@probe
+def shapes_and_strides() -> None:
+    for make in (
+        lambda rank: data(rank, 24).view(4, 6).t(),
+        lambda rank: data(rank, 24)[::3],
+        lambda rank: data(rank, 24)[1:],
+        lambda rank: data(rank, 1)[0],
+        lambda rank: data(rank, 24).view(2, 3, 4).permute(2, 0, 1),
+        lambda rank: data(rank, 0),
+        lambda rank: data(rank, 0).view(0, 4),
+    ):
+        tensor = make(RANK)
+        before = tensor.stride()
+        dist.all_reduce(tensor)
+        equal(tensor, sum(make(rank) for rank in range(SIZE)))  # type: ignore[arg-type]
+        assert tensor.stride() == before
+        tensor = make(RANK)
+        dist.broadcast(tensor, SIZE - 1)
+        equal(tensor, make(SIZE - 1))
+        parts = [torch.empty_like(make(0)) for _ in range(SIZE)]
+        dist.all_gather(parts, make(RANK))
+        for rank, part in enumerate(parts):
+            equal(part, make(rank))
+    whole = torch.zeros(2, 6)
+    whole[:, 1::2] = RANK + 1.0
+    dist.all_reduce(whole[:, 1::2])
+    assert whole[:, ::2].abs().sum() == 0
+    assert bool((whole[:, 1::2] == SIZE * (SIZE + 1) / 2).all())
+
+
+@probe
+def complex_and_bool() -> None:
+    def make(rank: int) -> torch.Tensor:
+        return torch.complex(data(rank), data(rank) * 2)
+
+    for dtype in (torch.complex64, torch.complex128):
+        tensor = make(RANK).to(dtype)
+        dist.all_reduce(tensor)
+        equal(tensor, sum(make(rank).to(dtype) for rank in range(SIZE)))  # type: ignore[arg-type]
+        parts = [torch.empty(5, dtype=dtype) for _ in range(SIZE)]
+        dist.group.WORLD.allgather([parts], [make(RANK).to(dtype).conj()]).wait()
+        equal(torch.stack(parts), torch.stack([make(rank).to(dtype).conj().resolve_conj() for rank in range(SIZE)]))
+    group = dist.group.WORLD
+    options = dist.AllreduceOptions()
+    options.reduceOp = ReduceOp.MAX
+    refused(lambda: group.allreduce([make(RANK)], options), "complex")
+    refused(lambda: group.allreduce([make(RANK).conj()]), "conjugated", "resolve_conj()")
+    parts = [torch.empty(5, dtype=torch.bool) for _ in range(SIZE)]
+    dist.all_gather(parts, data(RANK, dtype=torch.bool))
+    for rank, part in enumerate(parts):
+        equal(part, data(rank, dtype=torch.bool))
+
+
+@probe
+def any_dtype_moves() -> None:
+    for dtype in (*INTEGERS, *FLOATS, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2):
+        tensor = data(RANK, dtype=dtype)
+        dist.broadcast(tensor, 0)
+        equal(tensor.to(torch.float32), data(0, dtype=dtype).to(torch.float32))
+
+
+@probe
+def in_pieces() -> None:
+    """Several pieces and a rest, of odd sizes."""
+    whole, buffers.PIECE_BYTES = buffers.PIECE_BYTES, 64
+    from allhands.comm.mpi import moves
+
+    moves.PIECE_BYTES = 64
+    try:
+        count = 1003
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
+            tensor = data(RANK, count, dtype)
+            dist.all_reduce(tensor)
+            equal(tensor, sum(t.to(torch.int64) for t in everybody(count, dtype)).to(dtype))  # type: ignore[union-attr]
+            tensor = data(RANK, count, dtype)
+            dist.reduce(tensor, 0)
+            expected = sum(t.to(torch.int64) for t in everybody(count, dtype)).to(dtype)  # type: ignore[union-attr]
+            equal(tensor, expected if RANK == 0 else data(RANK, count, dtype))
+            tensor = data(RANK, count, dtype)
+            dist.broadcast(tensor, 1)
+            equal(tensor, data(1, count, dtype))
+            out = torch.empty(SIZE * count, dtype=dtype)
+            dist.all_gather_into_tensor(out, data(RANK, count, dtype))
+            equal(out, torch.cat(everybody(count, dtype)))
+            part = torch.empty(count, dtype=dtype)
+            dist.reduce_scatter_tensor(part, data(RANK, SIZE * count, dtype))
+            total = sum(t.to(torch.int64) for t in everybody(SIZE * count, dtype)).to(dtype)  # type: ignore[union-attr]
+            equal(part, total[RANK * count : (RANK + 1) * count])
+    finally:
+        moves.PIECE_BYTES = buffers.PIECE_BYTES = whole
+    largest, buffers.LARGEST_COUNT = buffers.LARGEST_COUNT, 1 << 10
+    try:  # longer than what MPI counts to in one number
+        tensor = data(RANK, 3001, torch.uint8)
+        request = dist.isend(tensor, (RANK + 1) % SIZE)
+        came = torch.empty_like(tensor)
+        dist.recv(came, (RANK - 1) % SIZE)
+        request.wait()
+        equal(came, data((RANK - 1) % SIZE, 3001, torch.uint8))
+    finally:
+        buffers.LARGEST_COUNT = largest
+
+
+@probe
+def more_than_a_piece() -> None:
+    count = 700_001
+    tensor = data(RANK, count)
+    dist.all_reduce(tensor)
+    equal(tensor, torch.stack(everybody(count)).sum(0))
+
+
+# Data that moves.
+
+
+@probe
+def reduce_to_each_root() -> None:
+    for root in range(SIZE):
+        tensor = data(RANK)
+        dist.reduce(tensor, root, ReduceOp.MAX)
+        equal(tensor, torch.stack(everybody()).amax(0) if root == RANK else data(RANK))
+
+
+@probe
+def gathers() -> None:
+    parts = [torch.empty(5) for _ in range(SIZE)]
+    dist.all_gather(parts, data(RANK))
+    equal(torch.stack(parts), torch.stack(everybody()))
+    out = torch.empty(SIZE, 5)
+    dist.all_gather_into_tensor(out, data(RANK))
+    equal(out, torch.stack(everybody()))
+    out = torch.zeros(SIZE * 5)  # as FSDP2 does: from its own place
+    out[RANK * 5 : (RANK + 1) * 5] = data(RANK)
+    dist.all_gather_into_tensor(out, out[RANK * 5 : (RANK + 1) * 5])
+    equal(out, torch.cat(everybody()))
+    for root in range(SIZE):
+        parts = [torch.empty(5) for _ in range(SIZE)] if root == RANK else []
+        dist.gather(data(RANK), parts or None, dst=root)
+        if root == RANK:
+            equal(torch.stack(parts), torch.stack(everybody()))
+        came = torch.empty(5)
+        dist.scatter(came, [data(rank + 10) for rank in range(SIZE)] if root == RANK else None, src=root)
+        equal(came, data(RANK + 10))
+
+
+@probe
+def reduce_scatters() -> None:
+    for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN):
+        stacked = torch.stack([data(rank, 5 * SIZE) for rank in range(SIZE)])
+        expected = {ReduceOp.SUM: stacked.sum(0), ReduceOp.AVG: stacked.mean(0), ReduceOp.MIN: stacked.amin(0)}[op]
+        part = torch.empty(5)
+        dist.reduce_scatter_tensor(part, data(RANK, 5 * SIZE), op)
+        torch.testing.assert_close(part, expected[RANK * 5 : (RANK + 1) * 5])
+        part = torch.empty(5)
+        dist.reduce_scatter(part, list(data(RANK, 5 * SIZE).chunk(SIZE)), op)
+        torch.testing.assert_close(part, expected[RANK * 5 : (RANK + 1) * 5])
+    whole = data(RANK, 5 * SIZE)
+    dist.reduce_scatter_tensor(whole[RANK * 5 : (RANK + 1) * 5], whole)
+    equal(whole[RANK * 5 : (RANK + 1) * 5], stacked.sum(0)[RANK * 5 : (RANK + 1) * 5])
+
+
+@probe
+def all_to_alls() -> None:
+    parts = [torch.empty(3) for _ in range(SIZE)]
+    dist.all_to_all(parts, [torch.full((3,), RANK * 10.0 + rank) for rank in range(SIZE)])
+    equal(torch.stack(parts)[:, 0], torch.tensor([rank * 10.0 + RANK for rank in range(SIZE)]))
+    parts = [torch.empty(rank, 2) for rank in range(SIZE)]  # rank r sends r rows to everybody, rank 0 none
+    dist.all_to_all(parts, [torch.full((RANK, 2), float(RANK)) for _ in range(SIZE)])
+    for rank, part in enumerate(parts):
+        equal(part, torch.full((rank, 2), float(rank)))
+    out = torch.empty(SIZE * 2)
+    dist.all_to_all_single(out, torch.arange(SIZE * 2.0) + 100 * RANK)
+    equal(out, torch.cat([torch.arange(RANK * 2.0, RANK * 2 + 2) + 100 * rank for rank in range(SIZE)]))
+    sends = [(RANK + rank) % SIZE for rank in range(SIZE)]  # the same both ways
+    rows = torch.arange(sum(sends) * 2.0).view(-1, 2) + 100 * RANK
+    out = torch.empty(sum(sends), 2)
+    dist.all_to_all_single(out, rows, sends, sends)
+    for rank, part in enumerate(out.split(sends)):
+        theirs = [(rank + other) % SIZE for other in range(SIZE)]
+        equal(part, (torch.arange(sum(theirs) * 2.0).view(-1, 2) + 100 * rank).split(theirs)[RANK])
+
+
+@probe
+def coalesced() -> None:
+    tensors = [data(RANK, 3), data(RANK, 4).view(2, 2)]
+    with dist._coalescing_manager():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    equal(tensors[0], torch.stack(everybody(3)).sum(0))
+    equal(tensors[1], torch.stack(everybody(4)).sum(0).view(2, 2))
+    group = dist.group.WORLD
+    outs, parts = [torch.empty(SIZE * 3), torch.empty(SIZE * 2)], [torch.empty(1), torch.empty(2)]
+    for names, outputs, inputs in (
+        (("all_gather_single_coalesced", "allgather_into_tensor_coalesced"), outs, [data(RANK, 3), data(RANK, 2)]),
+        (("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"), parts, [data(RANK, SIZE), data(RANK, 2 * SIZE)]),
+    ):
+        for name in names:
+            getattr(group, name)(outputs, inputs).wait()
+    equal(outs[0], torch.cat(everybody(3)))
+    equal(outs[1], torch.cat(everybody(2)))
+    equal(parts[0], torch.stack(everybody(SIZE)).sum(0)[RANK : RANK + 1])
+    equal(parts[1], torch.stack(everybody(2 * SIZE)).sum(0)[2 * RANK : 2 * RANK + 2])
+
+
+@probe
+def functional_collectives() -> None:
+    import torch.distributed._functional_collectives as functional
+
+    group = dist.group.WORLD
+    equal(functional.all_reduce(data(RANK), "sum", group) + 0, torch.stack(everybody()).sum(0))
+    equal(functional.all_gather_tensor(data(RANK), 0, group) + 0, torch.cat(everybody()))
+    found = functional.reduce_scatter_tensor(data(RANK, 2 * SIZE), "sum", 0, group) + 0
+    equal(found, torch.stack(everybody(2 * SIZE)).sum(0)[2 * RANK : 2 * RANK + 2])
+    found = functional.all_to_all_single(torch.arange(SIZE * 1.0) + 10 * RANK, None, None, group) + 0
+    equal(found, torch.tensor([10.0 * rank + RANK for rank in range(SIZE)]))
+    equal(functional.broadcast(data(RANK), 1, group) + 0, data(1))
+
+
+@probe
+def objects() -> None:
+    found: list[Any] = [None] * SIZE
+    dist.all_gather_object(found, {"rank": RANK, "text": "x" * (RANK + 1)})
+    assert [entry["rank"] for entry in found] == list(range(SIZE))
+    told = ["from 1" if RANK == 1 else None]
+    dist.broadcast_object_list(told, 1)
+    assert told == ["from 1"]
+
+
+@probe
+def sparse() -> None:
+    def make(rank: int) -> torch.Tensor:
+        dense = torch.zeros(6, 2)
+        dense[rank : rank + 2] = rank + 1.0
+        return dense.to_sparse(1)
+
+    tensor = make(RANK)
+    dist.all_reduce(tensor)
+    equal(tensor.to_dense(), sum(make(rank).to_dense() for rank in range(SIZE)))  # type: ignore[arg-type]
+
+
+# From one rank to another.
+
+
+@probe
+def sends_and_receives() -> None:
+    after, before = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    came = torch.empty(5)
+    for tag in (0, 7):
+        request = dist.isend(data(RANK), after, tag=tag)
+        assert dist.recv(came, before, tag=tag) == before
+        request.wait()
+        equal(came, data(before))
+    if RANK == 0:
+        found = []
+        for _ in range(SIZE - 1):
+            source = dist.recv(came)
+            equal(came, data(source))
+            found.append(source)
+        assert sorted(found) == list(range(1, SIZE)), found
+    else:
+        dist.send(data(RANK), 0)
+    out, gaps = data(RANK, 10)[::2], torch.zeros(10)
+    requests = dist.batch_isend_irecv([dist.P2POp(dist.irecv, gaps[::2], before), dist.P2POp(dist.isend, out, after)])
+    for request in requests:
+        request.wait()
+    equal(gaps[::2], data(before, 10)[::2])
+    assert gaps[1::2].abs().sum() == 0
+    for value in (torch.tensor(3.5 + RANK), torch.empty(0)):
+        request = dist.isend(value, after)
+        came = torch.empty_like(value)
+        dist.recv(came, before)
+        request.wait()
+        equal(came, torch.tensor(3.5 + before) if value.dim() == 0 else value)
+    request = dist.isend(data(RANK, 4), after)
+    refused(lambda: dist.recv(torch.empty(6), before), "recv from", "16 bytes", "24")
+    request.wait()
+
+
+# Groups.
+
+
+@probe
+def groups_in_opposite_orders() -> None:
+    ranks = [0, 1]
+    one, two = dist.new_group(ranks), dist.new_group(ranks)
+    assert dist.get_world_size(one) == 2 if RANK in ranks else True
+    if RANK not in ranks:
+        return
+    first, second = data(RANK), data(RANK) * 2
+    order = [(first, one), (second, two)]
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in (order if RANK == 0 else order[::-1])]
+    for work in works:
+        work.wait()
+    equal(first, data(0) + data(1))
+    equal(second, 2 * (data(0) + data(1)))
+    dist.destroy_process_group(one)
+    refused(lambda: one.allreduce([first]), "was destroyed")
+
+
+@probe
+def a_group_without_rank_0() -> None:
+    group = dist.new_group(list(range(1, SIZE)))
+    if RANK == 0:
+        assert group == dist.GroupMember.NON_GROUP_MEMBER
+        return
+    tensor = data(RANK)
+    dist.broadcast(tensor, 1, group=group)
+    equal(tensor, data(1))
+    dist.all_reduce(tensor, group=group)
+    equal(tensor, data(1) * (SIZE - 1))
+
+
+@probe
+def mixed_with_gloo() -> None:
+    refused(lambda: dist.new_group(backend="cpu:mpi,cuda:gloo"), "cannot be mixed", "backend='mpi'")
+
+
+# Futures.
+
+
+@probe
+def futures() -> None:
+    tensor = data(RANK)
+    work = dist.all_reduce(tensor, async_op=True)
+    doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+    equal(doubled.wait(), 2 * torch.stack(everybody()).sum(0))
+    assert work.is_completed()
+    assert work.is_success()
+    equal(work.result()[0], tensor)
+    # What PowerSGD does: a callback that itself waits for a collective, several of them at once.
+    tensors = [data(RANK) + i for i in range(5)]
+
+    def second(future: Any) -> torch.Tensor:
+        value = future.value()[0]
+        inner = torch.ones(2)
+        return value + dist.all_reduce(inner, group=other, async_op=True).get_future().wait()[0][0]
+
+    other = dist.new_group(list(range(SIZE)))
+    chained = [dist.all_reduce(t, async_op=True).get_future().then(second) for t in tensors]
+    for i, future in enumerate(chained):
+        equal(future.wait(), torch.stack(everybody()).sum(0) + SIZE * i + SIZE)
+
+
+@probe
+def many_threads_and_barrier() -> None:
+    groups = [dist.new_group(list(range(SIZE))) for _ in range(3)]
+    tensors = [data(RANK) + i for i in range(3)]
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            dist.all_reduce(tensors[i], ReduceOp.MAX, group=groups[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, tensor in enumerate(tensors):
+        equal(tensor, torch.stack(everybody()).amax(0) + i)
+    dist.barrier()
+
+
+# Refusals that can be seen here, before anything is sent.
+
+
+@probe
+def refusals() -> None:
+    group = dist.group.WORLD
+    refused(lambda: dist.all_reduce(data(RANK), dist._make_nccl_premul_sum(2.0)), "PREMUL_SUM", "factor")
+    refused(lambda: dist.all_gather([torch.empty(5)] * (SIZE - 1), data(RANK)), str(SIZE), str(SIZE - 1))
+    refused(lambda: dist.all_gather([torch.empty(4)] * SIZE, data(RANK)), "5 elements", "[4]")
+    refused(lambda: group.allgather([[torch.empty(5, dtype=torch.int32)] * SIZE], [data(RANK)]), "float32", "int32")
+    refused(lambda: dist.all_gather_into_tensor(torch.empty(5 * SIZE + 1), data(RANK)), str(5 * SIZE))
+    refused(lambda: dist.reduce_scatter_tensor(torch.empty(5), data(RANK, 5 * SIZE + 1)), str(5 * SIZE))
+    refused(lambda: dist.all_to_all_single(torch.empty(SIZE + 1), data(RANK, SIZE + 1)), "evenly")
+    refused(lambda: dist.all_to_all_single(torch.empty(5), data(RANK), [5] * SIZE, [1] * SIZE), "output_split_sizes")
+    refused(lambda: dist.send(data(RANK), (RANK + 1) % SIZE, tag=-3), "tag=-3")
+    refused(lambda: group.broadcast([torch.empty(3, device="meta")]), "meta")
+    options = dist.BroadcastOptions()
+    options.rootRank = SIZE
+    refused(lambda: group.broadcast([data(RANK)], options), f"group rank {SIZE}")
+
+
+@probe
+def a_wait_of_its_own_may_be_repeated() -> None:
+    dist.barrier()
+    if RANK == 0:
+        came = torch.empty(5)
+        work = dist.irecv(came, 1)
+        refused(lambda: work.wait(timedelta(milliseconds=100)), "0.1 s", "recv from group rank 1")
+        dist.send(data(0), 1)
+        work.wait()
+        equal(came, data(1))
+    elif RANK == 1:
+        dist.recv(torch.empty(5), 0)
+        dist.send(data(1), 0)
+
+
+@probe
+def the_timeout_names_collective_group_and_seconds() -> None:
+    """Last of all: a group is of no use after it."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    if RANK != 0:
+        return
+    work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    refused(work.wait, "all_reduce number 0", "float32 of shape [3]", "on rank 0", "of ranks 0, 1", "timeout of 1 s")
+    future = work.get_future()
+    try:
+        future.wait()
+    except Exception as error:
+        assert "timeout of 1 s" in str(error), error  # noqa: PT017
+    else:
+        raise AssertionError("the future of a failed operation has a value")
+    refused(lambda: dist.all_reduce(torch.ones(3), group=group), "cannot run", "earlier operation")
+
+
+def main(folder: str) -> None:
+    global RANK, SIZE
+    from tests.comm import mpi_training  # noqa: F401  (adds its probes)
+
+    dist.init_process_group("mpi", timeout=timedelta(seconds=20))
+    RANK, SIZE = dist.get_rank(), dist.get_world_size()
+    results: dict[str, Any] = {}
+    path = Path(folder, f"{RANK}.json")
+    names = sorted(PROBES, key=lambda name: name.startswith("the_timeout"))
+    for name in names:
+        begun = time.monotonic()
+        try:
+            results[name] = {"ok": True, "told": PROBES[name]()}
+        except Exception:
+            results[name] = {"ok": False, "told": traceback.format_exc()}
+        results[name]["seconds"] = round(time.monotonic() - begun, 2)
+        path.write_text(json.dumps(results))
+    # Rank 1 joins in after all, so that the thread of rank 0's failed operation is not stuck at the end.
+    if RANK == 0:
+        dist.send(torch.ones(1), 1)
+    if RANK == 1:
+        dist.recv(torch.empty(1), 0)
+        late = next(group for group in dist.distributed_c10d._world.pg_names if group.timeout == 1.0)
+        dist.all_reduce(torch.ones(3), group=late)
+    from mpi4py import MPI
+
+    results["library"] = {"ok": True, "told": MPI.Get_library_version().split("\n")[0]}
+    path.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    from tests.comm import mpi_probes  # noqa: PLW0406  (not a second copy of it)
+
+    mpi_probes.main(sys.argv[1])
