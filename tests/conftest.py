@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+# Seconds for which the process that imports torch for workers waits for the next test that starts some. Tests about the start and
+# end of processes unset it (tests/launch).
+os.environ.setdefault("ALLHANDS_KEEPER_IDLE", "120")
+
 
 def pytest_configure() -> None:
     """Give the tests the signals of a terminal: under nohup, or in the background of a script, some are ignored, and every

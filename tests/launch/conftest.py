@@ -43,6 +43,11 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return condition()
 
 
+@pytest.fixture(autouse=True)
+def every_keeper_ends_with_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ALLHANDS_KEEPER_IDLE", raising=False)
+
+
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Marks every process that is started during the test; fails the test when one outlives it."""

@@ -61,6 +61,8 @@ class Keeper:
         self.parent = 0
         self.launcher_timeout = 0.0  # seconds without a word from a launcher elsewhere that mean it is lost; 0: it is here
         self.heard_launcher = time.monotonic()
+        self.idle_timeout = 0.0  # seconds without a round after which this process ends; 0 waits for the launcher
+        self.idle_since = time.monotonic()
         self.beat_timeout = 0.0
         self.running = False  # a round was started and is not idle yet
         self.ending = False
@@ -150,6 +152,7 @@ class Keeper:
         threads: int | None,
         preload: list[str],
         launcher_timeout: float = 0.0,
+        idle: float = 0.0,
     ) -> None:
         for name, value in env.items():
             if value is None:
@@ -165,7 +168,7 @@ class Keeper:
                     "each host first"
                 ) from None
         self.parent = parent or 0
-        self.launcher_timeout = launcher_timeout
+        self.launcher_timeout, self.idle_timeout = launcher_timeout, idle
         gpus = processes.gpus() if local_workers is None else None
         if local_workers is None:
             local_workers = gpus or processes.cores()
@@ -353,6 +356,8 @@ class Keeper:
             # A connection that is cut ends without a sign.
             if 0 < self.launcher_timeout < now - self.heard_launcher:
                 self.end()
+            if not self.running and 0 < self.idle_timeout < now - max(self.idle_since, self.heard_launcher):
+                self.end()
             self.send(event="alive")
 
     def _look_after(self, child: Child, now: float) -> None:
@@ -398,6 +403,7 @@ class Keeper:
             self.store = None
         self.children.clear()
         self.running = False
+        self.idle_since = time.monotonic()
         self.send(event="idle")
 
 

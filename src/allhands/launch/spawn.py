@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from allhands.errors import UserError, WorkerError
-from allhands.launch import results
+from allhands.launch import results, warm
 from allhands.launch.circle import Circle
 from allhands.launch.handle import KeeperHandle
 from allhands.launch.job import LOOPBACK, PRELOAD
-from allhands.launch.local import start_keeper
 from allhands.launch.nodes import Follower, other_keepers
 from allhands.launch.options import check_numbers
 from allhands.launch.output import Output
@@ -80,14 +79,17 @@ def spawn(
 
     While it runs in the main thread, SIGTERM, SIGUSR1 and SIGUSR2 that would end this process are passed on to the workers
     instead, which have `grace` seconds to end after SIGTERM. A signal that the caller handles itself is left to that.
+
+    With ALLHANDS_KEEPER_IDLE=SECONDS in the environment, the process that imports torch and starts the workers waits so long for
+    another call, which then saves the import.
     """
     check_numbers(workers, grace, heartbeat_timeout, threads)
     output = Output(prefix, log_dir)
     shipment = Shipment()
-    keeper = start_keeper(env)
+    keeper, key = warm.take(env, threads, workers)
     prepare: dict[str, Any] = {
-        "env": {}, "cwd": os.getcwd(), "parent": os.getpid(), "local_workers": workers, "threads": threads,
-        "preload": [*PRELOAD, "cloudpickle", *preload],
+        "env": warm.changed(), "cwd": os.getcwd(), "parent": os.getpid(), "local_workers": workers, "threads": threads,
+        "preload": [*PRELOAD, "cloudpickle", *preload], "idle": warm.idle_seconds(),
     }  # fmt: skip
     try:
         if circle is not None and circle.node > 0:
@@ -98,6 +100,7 @@ def spawn(
         )  # fmt: skip
         before = pass_signals_on(supervisor)
         returned: list[Any] = []
+        is_clean = False
         try:
             supervisor.prepare(circle.store_address if circle is not None else LOOPBACK, **prepare)
             # The keeper imports torch while the arguments are written.
@@ -109,6 +112,7 @@ def spawn(
             first = supervisor.run(
                 [shipment.with_results(here), *elsewhere], must_return=True, scratch=shipment.folders
             )  # fmt: skip
+            is_clean = True
             number = supervisor.stopped_by()
             if first is None and number is None:
                 # Before the keeper ends, which may remove the files.
@@ -121,6 +125,9 @@ def spawn(
                 _tell(circle, error, None)
             raise
         finally:
+            # One that has an answer under way would give it to the next call.
+            if is_clean and circle is None and warm.put_back(keeper, key):
+                supervisor.remove(keeper)
             supervisor.close()
             restore(before)
         if failure is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from allhands.errors import AllhandsError, UserError, kind_of
+from allhands.launch import warm
 from allhands.runner import SupervisedRunner
 from allhands.runner.settings import Data
 from allhands.runner.workers import plan, world_around
@@ -117,7 +118,8 @@ def verify(
             plan(strategy, count, runner.device)  # refuses now what it would refuse after the first runs
     compared, notes = _steps_that_fit(model, steps)
 
-    with leaves_on_sigterm():
+    # Some runs follow one another: torch is imported once for all of them.
+    with leaves_on_sigterm(), warm.kept(60.0):
         runs = Runs(objects, runner.device)
         try:
             report = _compare(runs, objects, chosen, counts, compared)

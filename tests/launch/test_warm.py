@@ -1,0 +1,114 @@
+"""Keepers that wait for the next call."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from allhands.errors import UserError, WorkerError
+from allhands.launch import spawn, warm
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(60)]
+
+
+@pytest.fixture(autouse=True)
+def ends() -> Iterator[None]:
+    yield
+    warm.end_all()
+
+
+def keeper() -> int:
+    return os.getppid()
+
+
+def test_a_keeper_is_used_again_only_where_nothing_that_it_fixed_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(warm.VARIABLE, "30")
+    (first, other) = spawn(keeper, workers=2)
+    assert first == other
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(WorkerError):
+        spawn(fail, workers=2)
+    assert spawn(keeper, workers=2) == [first, first]
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(spawn(keeper, workers=2)))
+    thread.start()
+    thread.join()
+    assert found == [[first, first]]
+    # As many threads a worker; another variable; another number of threads.
+    assert spawn(keeper, workers=4)[0] != first
+    monkeypatch.setenv("SOMETHING", "else")
+    assert spawn(keeper, workers=2)[0] != first
+    monkeypatch.delenv("SOMETHING")
+    assert spawn(keeper, workers=2, threads=3)[0] != first
+    assert spawn(keeper, workers=2)[0] == first
+
+
+def test_a_call_that_is_refused_leaves_no_answer_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(warm.VARIABLE, "30")
+    for _ in range(2):
+        with pytest.raises(UserError):
+            spawn(keeper, (threading.Lock(),), workers=2)  # cannot be sent, while the keeper still prepares
+        assert len(spawn(keeper, workers=2)) == 2
+
+
+def test_workers_are_as_clean_as_those_of_a_new_keeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv(warm.VARIABLE, "30")
+
+    def soil() -> bool:
+        import json
+
+        clean = not hasattr(json, "soiled") and "SOILED" not in os.environ
+        json.soiled = True  # type: ignore[attr-defined]
+        os.environ["SOILED"] = "1"
+        os.chdir("/")
+        return clean
+
+    assert spawn(soil, workers=1) == [True]
+    monkeypatch.chdir(tmp_path)
+    assert spawn(soil, workers=1) == [True]
+    assert spawn(os.getcwd, workers=1) == [str(tmp_path)]
+
+
+def test_it_ends_by_itself_and_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(warm.VARIABLE, "2.5")
+    (pid,) = spawn(keeper, workers=1)
+    assert psutil.pid_exists(pid)
+    deadline = time.monotonic() + 15
+    while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert spawn(keeper, workers=1) != [pid], "one that has ended is not used"
+    monkeypatch.delenv(warm.VARIABLE)
+    with warm.kept(30):
+        (pid,) = spawn(keeper, workers=1)
+        assert spawn(keeper, workers=1) == [pid]
+    assert not psutil.pid_exists(pid)
+    assert spawn(keeper, workers=1) != spawn(keeper, workers=1)
+
+
+def test_it_ends_with_the_process_that_started_it() -> None:
+    code = "import os\nfrom allhands.launch import spawn\n"
+    code += "print(spawn(os.getppid, workers=1)[0], flush=True)\nos.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, warm.VARIABLE: "60"}, capture_output=True, check=False)
+    pid = int(done.stdout)
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_time_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(warm.VARIABLE, "soon")
+    with pytest.raises(UserError, match="ALLHANDS_KEEPER_IDLE='soon': it must be a number of seconds"):
+        spawn(keeper, workers=1)
