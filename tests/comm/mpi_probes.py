@@ -380,12 +380,12 @@ def sends_and_receives() -> None:
     if RANK == 0:
         found = []
         for _ in range(SIZE - 1):
-            source = dist.recv(came)
+            source = dist.recv(came, tag=5)  # not what comes next from a rank that is ahead
             equal(came, data(source))
             found.append(source)
         assert sorted(found) == list(range(1, SIZE)), found
     else:
-        dist.send(data(RANK), 0)
+        dist.send(data(RANK), 0, tag=5)
     out, gaps = data(RANK, 10)[::2], torch.zeros(10)
     requests = dist.batch_isend_irecv([dist.P2POp(dist.irecv, gaps[::2], before), dist.P2POp(dist.isend, out, after)])
     for request in requests:
@@ -541,6 +541,23 @@ def the_timeout_names_collective_group_and_seconds() -> None:
     refused(lambda: dist.all_reduce(torch.ones(3), group=group), "cannot run", "earlier operation")
 
 
+@probe
+def the_timeout_reaches_ddp() -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
+    if RANK > 1:
+        return
+    wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), process_group=group)
+    if RANK == 1:
+        return  # makes no step
+    try:
+        wrapped(torch.ones(2, 4)).sum().backward()
+    except RuntimeError as error:
+        assert "timeout of 1.5 s" in str(error), error  # noqa: PT017
+        assert "float32 of shape [20]" in str(error), error  # noqa: PT017
+    else:
+        raise AssertionError("gradients of a rank that did not come")
+
+
 def main(folder: str) -> None:
     global RANK, SIZE
     from tests.comm import mpi_training  # noqa: F401  (adds its probes)
@@ -563,8 +580,9 @@ def main(folder: str) -> None:
         dist.send(torch.ones(1), 1)
     if RANK == 1:
         dist.recv(torch.empty(1), 0)
-        late = next(group for group in dist.distributed_c10d._world.pg_names if group.timeout == 1.0)
-        dist.all_reduce(torch.ones(3), group=late)
+        for group in list(dist.distributed_c10d._world.pg_names):
+            if group.timeout in (1.0, 1.5):
+                dist.all_reduce(torch.ones(3 if group.timeout == 1.0 else 20), group=group)
     from mpi4py import MPI
 
     results["library"] = {"ok": True, "told": MPI.Get_library_version().split("\n")[0]}

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.test_docs import run_page
 from tests.comm import mpi_probes, mpi_training  # noqa: F401  (adds its probes)
 from tests.world.test_world_processes import clean_environ
 
@@ -140,37 +141,13 @@ def test_a_rank_that_fails_ends_the_job(name: str, how: str, mode: str, request:
         assert "Killed (signal 9)" in output, output
 
 
-SEED = """
-import allhands
-
-# filename 'ptdist.py'
-import torch
-import torch.distributed as dist
-
-def main(rank, world):
-    if rank == 0:
-        x = torch.tensor([1., -1.]) # Tensor of interest
-        dist.send(x, dst=1)
-        print('Rank-0 has sent the following tensor to Rank-1')
-        print(x)
-    else:
-        z = torch.tensor([0., 0.]) # A holder for recieving the tensor
-        dist.recv(z, src=0)
-        print('Rank-1 has recieved the following tensor from Rank-0')
-        print(z)
-
-if __name__ == '__main__':
-    dist.init_process_group(backend='mpi')
-    main(dist.get_rank(), dist.get_world_size())
-"""
-
-
-def test_the_seeds_send_and_receive(tmp_path: Path) -> None:
-    (tmp_path / "ptdist.py").write_text(SEED)
-    code, output, _ = start("mpich", 2, str(tmp_path / "ptdist.py"))
-    assert code == 0, output
-    assert output.count("tensor([ 1., -1.])") == 2, output
-    assert "Rank-1 has recieved" in output
+def test_the_page_about_mpi(tmp_path: Path) -> None:
+    """Its first example, the send and receive of the distributed notes, and a failure."""
+    launcher("mpich")
+    environ = clean_environ() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
+    environ.pop("PYTHONUNBUFFERED", None)  # mpiexec glues lines that are written in parts
+    assert run_page("mpi.md", tmp_path, environ) == 3
 
 
 def test_other_launchers_are_refused_before_mpi_starts(tmp_path: Path) -> None:

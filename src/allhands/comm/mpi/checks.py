@@ -47,13 +47,18 @@ def check_parts(group: ProcessGroup, name: str, which: str, given: Any, one: tor
     for part in given if listed else [given]:
         if part.dtype != one.dtype or part.numel() != wanted:
             raise UserError(
-                f"{name} over {group.size()} ranks: the {other} is {shape_of(one)}, so {'each' if listed else 'the'} {which} must "
-                f"have {wanted} elements of {one.dtype}, but one is {shape_of(part)}"
+                f"{name} over {group.size()} ranks: the {other} is {shape_of(one)}, so {'each' if listed else 'the'} {which} "
+                f"must have {wanted} elements of {one.dtype}, but one is {shape_of(part)}"
             )
 
 
 def at_root(
-    group: ProcessGroup, name: str, which: str, lists: Sequence[Sequence[torch.Tensor]], root: int, own: torch.Tensor
+    group: ProcessGroup,
+    name: str,
+    which: str,
+    lists: Sequence[Sequence[torch.Tensor]],
+    root: int,
+    own: torch.Tensor,
 ) -> list[torch.Tensor]:
     """The tensors that only the root passes, one a rank; none elsewhere."""
     if group.rank() != root:
@@ -74,9 +79,7 @@ def check_splits(group: ProcessGroup, name: str, which: str, tensor: torch.Tenso
             raise UserError(f"{name}: {size} ranks cannot share the {which}'s {rows} rows evenly; pass {which}_split_sizes")
         return [rows // size] * size
     if len(splits) != size or sum(splits) != rows or min(splits) < 0:
-        raise UserError(
-            f"{name}: {which}_split_sizes={list(splits)} must be {size} numbers that add up to the {which}'s {rows} rows"
-        )
+        raise UserError(f"{name}: {which}_split_sizes={list(splits)} must be {size} numbers with the sum {rows}, its rows")
     return list(splits)
 
 

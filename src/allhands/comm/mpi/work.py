@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -114,17 +115,28 @@ class Work(dist.Work):
 
     _source_rank = source_rank
 
-    def get_future(self) -> OrderedFuture:
-        """A future with the list of written tensors."""
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future with the list of written tensors; see `allhands.comm.mpi.futures` for its callbacks."""
         with self._lock:
             if self._future is None:
                 devices = {t.device for t in self._outputs if isinstance(t, torch.Tensor) and t.is_cuda}
                 self._future = OrderedFuture(self._callbacks, list(devices))
+                # An error that Python sets on a future is a value to C++, and DDP would read tensors from it; one that is
+                # raised in torch's own `then` is an error.
+                self._for_cpp = torch.futures.Future.then(self._future, lambda _: self.result())
                 if self._done.is_set():
                     self._complete(self._future)
-            return self._future
+        return self._future if _called_from_python() else self._for_cpp
 
     getFuture = get_future
+
+
+def _called_from_python() -> bool:
+    """Whether the caller of the calling method wrote ``get_future``, rather than C++ on behalf of whatever Python is running."""
+    try:
+        return "get_future" in sys._getframe(2).f_code.co_names
+    except ValueError:  # a thread of C++ has no frame below
+        return False
 
 
 class Channel:
