@@ -233,7 +233,7 @@ class Slow(Callback):
             open(f"again-{restarts}", "w").close()
         if training.step == 7 and training.world.rank == 0:
             open("begun", "w").close()
-        time.sleep(float(sys.argv[2]))
+        time.sleep(float(sys.argv[2]) if restarts < 2 else 0)
 
 
 arguments = given(3, dropout=0.3) | {"num_epochs": 4, "callbacks": [Slow()]}
@@ -262,7 +262,8 @@ def test_a_job_that_is_signalled_and_then_preempted_goes_on_to_the_same_end(scri
 
     def starts_again(restarts: int) -> None:
         until(lambda: shown("JobState") == "PENDING" and shown("Restarts") == str(restarts), 40, said)
-        # A requeued job is held back for two minutes.
+        # A requeued job is held back for two minutes. Within the second in which it was ended, its nodes take it for the old one.
+        time.sleep(1.5)
         scripts.call("scontrol", "update", f"jobid={job}", "StartTime=now")
 
     job = scripts.call("sbatch", "--parsable", "job.sh").stdout.strip()
@@ -280,8 +281,9 @@ def test_a_job_that_is_signalled_and_then_preempted_goes_on_to_the_same_end(scri
     out = (scripts.folder / "job.out").read_text()
     assert out.count("stopped by SIGUSR1 after optimizer step") == 1, out
     assert out.count("stopped by SIGTERM after optimizer step") == 1, out
-    assert out.count(f"requeued job {job}\n") == 2, out
+    assert out.count(f"asking Slurm to requeue job {job}\n") == 2, out
     for restarts in (1, 2):
-        assert f"job {job} was requeued (restart {restarts}): going on with its own newest checkpoint" in out
+        assert f"job {job} was requeued (restart {restarts}): going on with its own newest checkpoint" in out, out
     cut, whole_state = (torch.load(scripts.folder / f"{name}.pt", weights_only=True) for name in ("cut", "whole"))
-    assert all(torch.equal(cut[name], whole_state[name]) for name in whole_state)
+    differing = [name for name in whole_state if not torch.equal(cut[name], whole_state[name])]
+    assert not differing, f"{differing}\n{out}"

@@ -119,6 +119,8 @@ def requeue_if_asked(world: World, say: Callable[[str], None]) -> None:
     """Once a signal has ended a training and all is saved: put its Slurm job back into the queue when ALLHANDS_REQUEUE=1."""
     if world.rank != 0 or not slurm.wants_requeue(os.environ):
         return
+    # Said first: once Slurm ends the job, what is printed may not arrive.
+    say(f"asking Slurm to requeue job {slurm.job_of(os.environ)}")
     try:
         say(slurm.requeue())
     except WorldError as error:
