@@ -191,10 +191,9 @@ def any_dtype_moves() -> None:
 @probe
 def in_pieces() -> None:
     """Several pieces and a rest, of odd sizes."""
-    whole, buffers.PIECE_BYTES = buffers.PIECE_BYTES, 64
-    from allhands.comm.mpi import moves
-
-    moves.PIECE_BYTES = 64
+    moves = dist.group.WORLD.channels[0].moves
+    whole = moves.piece_bytes, moves.reduced_bytes
+    moves.piece_bytes = moves.reduced_bytes = 64
     try:
         count = 1003
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
@@ -216,7 +215,7 @@ def in_pieces() -> None:
             total = sum(t.to(torch.int64) for t in everybody(SIZE * count, dtype)).to(dtype)  # type: ignore[union-attr]
             equal(part, total[RANK * count : (RANK + 1) * count])
     finally:
-        moves.PIECE_BYTES = buffers.PIECE_BYTES = whole
+        moves.piece_bytes, moves.reduced_bytes = whole
     largest, buffers.LARGEST_COUNT = buffers.LARGEST_COUNT, 1 << 10
     try:  # longer than what MPI counts to in one number
         tensor = data(RANK, 3001, torch.uint8)
@@ -231,7 +230,7 @@ def in_pieces() -> None:
 
 @probe
 def more_than_a_piece() -> None:
-    count = 700_001
+    count = 2_500_001
     tensor = data(RANK, count)
     dist.all_reduce(tensor)
     equal(tensor, torch.stack(everybody(count)).sum(0))

@@ -10,9 +10,10 @@ from torch.distributed import ReduceOp
 
 from allhands.errors import UserError
 
-# A long message travels in pieces that stay in the cache. Between two ranks on one host, whole messages of 25 MB take two to
-# three times as long (benchmarks/mpi_allreduce.py).
+# Long messages travel in pieces that stay in the cache.
 PIECE_BYTES = 1 << 20
+# Those of all-reduce and reduce: for 25 MB between two ranks of a host, the fastest or nearly so (benchmarks/mpi_allreduce.py).
+REDUCED_BYTES = {"Open MPI": 1 << 19, "": 1 << 22}
 # MPI before version 4 counts in 32 bits.
 LARGEST_COUNT = (1 << 31) - 1
 

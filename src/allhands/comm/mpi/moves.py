@@ -1,7 +1,7 @@
 """What each collective does on the thread of its communicator, on contiguous memory of one length on all ranks.
 
-Reductions run in pieces (`PIECE_BYTES`), half-precision ones through float32. What only moves is moved as bytes, so that any
-dtype can be.
+Long tensors run in pieces, half-precision reductions through float32. What only moves is moved as bytes, so that any dtype can
+be.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from allhands.comm.mpi.buffers import PIECE_BYTES, Reduction, as_bytes, average, memory, message, overlap, pieces
+from allhands.comm.mpi.buffers import PIECE_BYTES, REDUCED_BYTES, Reduction, as_bytes, average, memory, message, overlap, pieces
 from allhands.errors import WorldError
 
 
@@ -29,12 +29,14 @@ class Moves:
     def __init__(self, MPI: Any, comm: Any, tag: int) -> None:
         self.MPI, self.comm, self.tag = MPI, comm, tag
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.piece_bytes = PIECE_BYTES
+        self.reduced_bytes = next(b for name, b in REDUCED_BYTES.items() if name in MPI.Get_library_version())
 
     def reduce(self, tensor: torch.Tensor, kind: Reduction, root: int | None = None) -> None:
         """Reduce in place on all ranks, or on rank `root` alone, which leaves the others' tensors as they were."""
         flat = tensor.reshape(-1)
         receives = root is None or root == self.rank
-        for start, stop in pieces(flat.numel(), PIECE_BYTES // max(flat.itemsize, 4)):
+        for start, stop in pieces(flat.numel(), self.reduced_bytes // max(flat.itemsize, 4)):
             part = flat[start:stop]
             used = part if kind.wide is None else part.to(kind.wide)
             buffer = [memory(used, self.MPI), used.numel(), kind.datatype]
@@ -51,7 +53,7 @@ class Moves:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         flat = as_bytes(tensor)
-        for start, stop in pieces(flat.numel(), PIECE_BYTES):
+        for start, stop in pieces(flat.numel(), self.piece_bytes):
             self.comm.Bcast([memory(flat[start:stop], self.MPI), stop - start, self.MPI.BYTE], root)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], own: torch.Tensor) -> None:
@@ -59,8 +61,8 @@ class Moves:
         source, sinks = as_bytes(own), [as_bytes(output) for output in outputs]
         if any(overlap(source, sink) for sink in sinks):
             source = source.clone()
-        room = torch.empty(self.size, min(PIECE_BYTES, source.numel()), dtype=torch.uint8, device=own.device)
-        for start, stop in pieces(source.numel(), PIECE_BYTES):
+        room = torch.empty(self.size, min(self.piece_bytes, source.numel()), dtype=torch.uint8, device=own.device)
+        for start, stop in pieces(source.numel(), self.piece_bytes):
             gathered = room.reshape(-1)[: self.size * (stop - start)].view(self.size, -1)
             part = source[start:stop]
             buffer = [memory(part, self.MPI), part.numel(), self.MPI.BYTE]
@@ -72,7 +74,7 @@ class Moves:
         """`output` becomes the reduction of all ranks' `inputs[own rank]`."""
         flat = output.reshape(-1)
         rows = [row.reshape(-1).clone() if overlap(row, output) else row.reshape(-1) for row in inputs]
-        largest = max(1, PIECE_BYTES // (max(flat.itemsize, 4) * self.size))
+        largest = max(1, self.piece_bytes // (max(flat.itemsize, 4) * self.size))
         dtype = kind.wide or flat.dtype
         for start, stop in pieces(flat.numel(), largest):
             sent = torch.empty(self.size, stop - start, dtype=dtype, device=flat.device)
