@@ -158,7 +158,7 @@ def launch(
         there: list[Host] = [SshHost(spec, python or sys.executable, forwarded, copy) for spec in specs]
         return run_job(chosen, there, options, [spec.slots for spec in specs])
     if chosen_launcher is Launcher.mpi:
-        run_mpi(
+        return run_mpi(
             chosen,
             read_hosts(hosts) if hosts else [],
             options if hosts or workers is not None else replace(options, workers=default_workers()),

@@ -1,26 +1,39 @@
 """`allhands launch --launcher mpi`: the command line of the mpirun or mpiexec that is here, in its own words.
 
-MPI's launcher starts the ranks and passes on their output, signals and exit codes; this process becomes it. What keeps a world
-from hanging after a failure is in the ranks: `allhands.init` sees to it.
+MPI's launcher starts the ranks and passes on their output, signals and exit codes. The ranks themselves notice one of them that
+hangs: `allhands.init` sees to it. What is added here: lines stay whole, and a launcher that waits for a lost host after the ranks have
+given up is ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import selectors
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any
 
 from allhands.errors import UserError
+from allhands.launch import processes
 from allhands.launch.hosts import HostSpec, deal
+from allhands.launch.lines import LineCutter
 from allhands.launch.options import Options
+from allhands.launch.output import show
 from allhands.launch.plan import Command
-from allhands.world.guard import TIMEOUT_VARIABLE
+from allhands.world.guard import LAST_WORDS, TIMEOUT_VARIABLE
 
+# Seconds for MPI's launcher to end after the ranks have.
+_GRACE = 8.0
+# Open MPI's mark before each line.
+_TAG = re.compile(rb"^\[\d+,(\d+)\]<std(?:out|err)>: ?", re.MULTILINE)
 # What MPI's launchers have no word for.
 _NOT_MPI = ("servers", "log_dir", "grace", "host_timeout", "max_restarts", "min_workers", "rejoin_timeout", "preload")
 
@@ -124,17 +137,20 @@ def run_mpi(
     exported: Sequence[str],
     python: str,
     more: Sequence[str],
-) -> NoReturn:
-    """Become the MPI launcher that runs `command`.
+) -> int:
+    """Run `command` under the MPI launcher that is here. Must be called in the main thread, because it handles signals.
 
     Args:
         command: what each rank runs.
         hosts: where; none for this machine.
         options: how; those that MPI's launchers have no word for are refused.
-        variables: to set, or with None to remove, for all ranks.
+        variables: to set for all ranks.
         exported: names of the other variables that ranks on other hosts get.
         python: the interpreter for scripts and modules.
         more: options for the launcher.
+
+    Returns:
+        The launcher's exit code; 128 + N when signal N ended it.
 
     Raises:
         UserError: an option cannot be honoured, or there is no MPI launcher.
@@ -147,22 +163,82 @@ def run_mpi(
             "--launcher ssh or slurm"
         )
     launcher = find_launcher(os.environ)
-    environ = {**os.environ, **{name: value for name, value in variables.items() if value is not None}}
-    own = {}
+    own = {name: value for name, value in variables.items() if value is not None}
     if options.threads is not None:
         own["OMP_NUM_THREADS"] = str(options.threads)
     if options.heartbeat_timeout != Options().heartbeat_timeout:
         own[TIMEOUT_VARIABLE] = f"{options.heartbeat_timeout:g}"
-    environ |= own
     words = command_line(
         launcher,
         command,
         workers=options.workers,
         hosts=hosts,
-        exported=sorted({*exported, *variables, *own}),
+        exported=sorted({*exported, *own}),
         python=python,
         prefix=options.prefix,
         options=more,
     )
-    print(f"allhands: {shlex.join(words)}", file=sys.stderr, flush=True)
-    os.execve(launcher.program, words, environ)
+    show(sys.stderr, f"allhands: {shlex.join(words)}\n".encode())
+    parent = os.getpid()
+    process = subprocess.Popen(
+        words,
+        env={**os.environ, **own},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+        preexec_fn=lambda: processes.die_with_parent(parent),  # noqa: PLW1509
+    )
+    before = _pass_signals_on(process)
+    try:
+        gave_up = _show_output(process)
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if code < 0:
+        return 128 - code
+    return code or int(gave_up)
+
+
+def _pass_signals_on(process: subprocess.Popen[bytes]) -> dict[int, Any]:
+    """SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go to the launcher; a third SIGINT or SIGTERM kills it."""
+    asked = 0
+
+    def pass_on(number: int, _frame: Any) -> None:
+        nonlocal asked
+        asked += number in (signal.SIGINT, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL if asked > 2 else number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    return {number: signal.signal(number, pass_on) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+
+
+def _show_output(process: subprocess.Popen[bytes]) -> bool:
+    """Show what the ranks print, in whole lines, until the launcher ends; whether they have given up."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    streams = {process.stdout.fileno(): (LineCutter(), sys.stdout), process.stderr.fileno(): (LineCutter(), sys.stderr)}
+    kill_at: float | None = None
+    with selectors.DefaultSelector() as selector:
+        for fd in streams:
+            selector.register(fd, selectors.EVENT_READ)
+        while streams:
+            for key, _ in selector.select(1.0):
+                cutter, stream = streams[key.fd]
+                data = os.read(key.fd, 1 << 16)
+                lines = cutter.feed(data) if data else cutter.flush()
+                show(stream, _TAG.sub(rb"[\1] ", lines))
+                if LAST_WORDS.encode() in lines and kill_at is None:
+                    kill_at = time.monotonic() + _GRACE
+                if not data:
+                    selector.unregister(key.fd)
+                    del streams[key.fd]
+            if kill_at is not None and time.monotonic() > kill_at and process.poll() is None:
+                show(sys.stderr, b"allhands: the MPI launcher still waits, for a host that does not answer; it is ended\n")
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                break
+    return kill_at is not None

@@ -328,9 +328,9 @@ class Supervisor:
             self._selector.unregister(keeper.events)
             for rank in keeper.ranks:
                 worker = self.workers[rank]
-                if worker.exit is None and worker.pid:
+                if worker.exit is None:
                     worker.lost, worker.lost_at = why, time.monotonic()
-                    if keeper.local:
+                    if keeper.local and worker.pid:
                         try:
                             os.killpg(worker.pid, signal.SIGKILL)
                         except (ProcessLookupError, PermissionError):

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _FINALIZE_S = 10.0
+# What starts processes and does not notice that one of them hangs, is stopped, or lost its network.
+_GUARDED = ("slurm", "openmpi", "mpich")
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,8 @@ def _leave_at_exit() -> None:
 
 def _start(asked: Asked, environ: Environ) -> _State:
     layout, meeting = who_and_where(asked, environ)
-    silence = guard.heartbeat_timeout(environ) if layout.environment == "slurm" and meeting and not meeting.path else None
+    guarded = layout.environment in _GUARDED and meeting is not None and not meeting.path
+    silence = guard.heartbeat_timeout(environ) if guarded else None
     backend, device = choose_backend(asked.backend, asked.device)
     gpus = visible_gpus() if device.startswith("cuda") else 0
     if meeting is None:
@@ -214,7 +217,7 @@ def _start(asked: Asked, environ: Environ) -> _State:
 
 
 def _guard(store: Any, layout: Layout, place: str, silence: float) -> guard.Guard:
-    """srun does not end a world of which one rank has failed."""
+    """The ranks watch one another."""
     from torch.distributed import PrefixStore
 
     host = place.rpartition(":")[0]

@@ -1,12 +1,13 @@
-"""What ends a world that srun started when one of its tasks fails.
+"""What ends a world that srun or mpirun started when one of its ranks fails.
 
-srun waits for all tasks, however one of them ended (unless it was given ``-K``), and a rank that computes, sleeps, or waits in
+srun waits for all tasks, however one of them ended (unless it was given ``-K``), MPI's launchers end a job of which one rank dies
+but none of which one rank hangs, and a rank that computes, sleeps, or waits in
 nccl does not notice that another one is gone: the job would hang until somebody looks. So every rank keeps a connection to a
 thread in rank 0. A rank that raises says so over it; one that dies (SIGKILL, a crash, a host that is switched off) closes it
 without a word; one that is stopped or cut off falls silent. Rank 0 then says which rank failed first, on which host and why,
 and all ranks end with exit code 1. A rank that leaves in order says that, and the others go on.
 
-Launchers that look after their processes themselves (`allhands launch`, torchrun, mpirun) need none of this.
+Launchers that look after their processes themselves (`allhands launch`, torchrun) need none of this.
 
 Only numbers and short texts travel, as lines of JSON; nothing that arrives is run or unpickled.
 """
@@ -27,11 +28,15 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from allhands.errors import UserError, WorldError
+from allhands.world import warden
 from allhands.world.layout import Environ
 from allhands.world.links import keep_alive, listen
 
 TIMEOUT_VARIABLE = "ALLHANDS_HEARTBEAT_TIMEOUT"
 DEFAULT_TIMEOUT_S = 60.0
+
+# Ends the report of a failure; a launcher that does not end by itself then is ended (allhands.launch.mpi).
+LAST_WORDS = "all other ranks are ended"
 
 _BEAT_S = 1.0
 # What fails together is told by the first failure; a death without a word is seen later than the errors that it causes.
@@ -41,6 +46,8 @@ _GRACE_S = 2.0
 # Exit codes of a rank that a signal asked to save and leave, as a training does.
 _ON_REQUEST = tuple(128 + number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
 _LONGEST = 500
+# Of the ranks on one host, one says what none of them can hear from rank 0 any more.
+_LOCAL_RANKS = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
 
 def heartbeat_timeout(environ: Environ) -> float:
@@ -194,7 +201,7 @@ class Guard:
         """End this process, which has a moment to end by itself; `why` is for when rank 0 cannot say it."""
         if self._closed:
             return
-        first = self.rank == 1 or os.environ.get("SLURM_LOCALID") == "0"
+        first = self.rank == 1 or "0" in (os.environ.get(name) for name in _LOCAL_RANKS)
         if why is not None and first:
             _print(f"allhands: rank {self.rank} ({self.name}) ends because {why}")
         time.sleep(_GRACE_S)
@@ -281,6 +288,8 @@ class _Watch:
         for line in lines:
             try:
                 message = json.loads(line)
+                if "warden" in message:  # it only listens
+                    continue
                 if link not in self.ranks:
                     self.ranks[link] = int(message["rank"])
                 self._hear(self.ranks[link], message)
@@ -334,7 +343,7 @@ class _Watch:
             )
         after = sorted({failed for _, failed, _ in self.failed} - {rank})
         lines += [f"  failed after it: rank {', '.join(map(str, after))}"] if after else []
-        _print("\n".join([*lines, "  all other ranks are ended"]))
+        _print("\n".join([*lines, f"  {LAST_WORDS}"]))
         self._tell({"end": True})
         self.guard._over.set()
         time.sleep(_GRACE_S)
@@ -404,6 +413,8 @@ def start(store: Any, rank: int, size: int, host: str, timeout: float, deadline_
                 "workers talk to one another on ports that the system chooses; open the firewall between the hosts"
             ) from None
         keep_alive(link)
+        if warden.needed(os.environ):
+            warden.start(host, port)
         guard = Guard(rank, size, link, timeout)
     guard.open()
     return guard

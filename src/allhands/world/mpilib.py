@@ -26,7 +26,7 @@ INSTALL = "pip install mpi4py mpich"
 
 # The launcher passes on what was printed (MPICH's drops what comes with MPI_Abort), and sees first that another rank was killed,
 # when the error is only that the connection to it was lost.
-_LAST_WORDS_S = 1.0
+_LAST_WORDS_S = 2.0
 
 _hooked = False
 

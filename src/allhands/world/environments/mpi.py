@@ -48,6 +48,8 @@ def broadcast_meeting(meeting: Meeting | None) -> Meeting:
     world.Bcast([length, 1, MPI.INT64_T], 0)
     told = told or bytearray(length[0])
     world.Bcast([told, length[0], MPI.BYTE], 0)
+    # MPI sends only while it is called: what rank 0 has returned from may not be sent yet, and it goes on without MPI.
+    world.Barrier()
     hosts, port = json.loads(told)
     return Meeting(hosts=tuple(hosts), port=port)
 
