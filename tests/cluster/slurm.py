@@ -138,7 +138,7 @@ class Slurm:
         (folder / "cgroup.conf").write_text("ConstrainCores=no\n")
         (folder / "munge/key").write_bytes(os.urandom(128))
         (folder / "munge/key").chmod(0o600)
-        resources = f"CPUs={self.cpus} RealMemory=4000" + (f" Gres=gpu:{self.gpus}" if self.gpus else "")
+        resources = f"CPUs={self.cpus} RealMemory=300000" + (f" Gres=gpu:{self.gpus}" if self.gpus else "")
         nodes = [
             f"NodeName={name} NodeAddr={address} NodeHostname={name} {resources} State=UNKNOWN"
             for name, address in self.hosts.address.items()

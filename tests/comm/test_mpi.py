@@ -147,7 +147,7 @@ def test_the_page_about_mpi(tmp_path: Path) -> None:
     environ = clean_environ() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     environ.pop("PYTHONUNBUFFERED", None)  # mpiexec glues lines that are written in parts
-    assert run_page("mpi.md", tmp_path, environ) == 3
+    assert run_page("mpi.md", tmp_path, environ) == 4
 
 
 def test_other_launchers_are_refused_before_mpi_starts(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """`allhands launch --launcher mpi`: the command line of the mpirun or mpiexec that is here, in its own words.
 
 MPI's launcher starts the ranks and passes on their output, signals and exit codes. The ranks themselves notice one of them that
-hangs: `allhands.init` sees to it. What is added here: lines stay whole, and a launcher that waits for a lost host after the ranks have
-given up is ended.
+hangs: `allhands.init` sees to it. What is added here: lines stay whole, and a launcher that waits for a lost host after the ranks
+have given up is ended.
 """
 
 from __future__ import annotations

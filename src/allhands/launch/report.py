@@ -103,7 +103,7 @@ class Worker:
         # A teardown that hung was ended by us; what the worker announced before is its own.
         if self.leaving:
             return self.leaving
-        if self.exit is None or (self.raised is not None and self.stop_at is not None):
+        if self.exit is None or (self.raised is not None and self.stop_at is not None and "signal" in self.exit):
             return 1
         if "signal" in self.exit:
             return 128 + int(self.exit["signal"])
