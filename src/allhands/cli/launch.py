@@ -16,13 +16,14 @@ import typer
 
 from allhands.errors import UserError
 from allhands.launch.hosts import read_hosts
-from allhands.launch.job import Host, Job
+from allhands.launch.job import Job
 from allhands.launch.local import LocalHost
 from allhands.launch.mpi import run_mpi
 from allhands.launch.options import Options
 from allhands.launch.plan import Command
 from allhands.launch.processes import cores, gpus
 from allhands.launch.protocol import MARK
+from allhands.launch.seats import Host
 from allhands.launch.slurm import SlurmNode, allocation, submit
 from allhands.launch.ssh import SshHost
 

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from allhands.errors import AllhandsError
-from allhands.launch.job import Host, Job
+from allhands.launch.job import Job
 from allhands.launch.options import Options
 from allhands.launch.plan import Command
+from allhands.launch.seats import Host
 
 SIZES = (4 << 10, 1 << 20, 32 << 20)  # bytes
 # Of each size: at least one more after the first, and as many as fit into so many seconds.

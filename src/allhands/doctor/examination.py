@@ -19,8 +19,8 @@ from allhands.doctor.contact import Contact
 from allhands.doctor.finding import CHECKS, TOGETHER, Finding, Report
 from allhands.errors import HostError
 from allhands.launch.hosts import HostSpec
-from allhands.launch.job import Host
 from allhands.launch.local import LocalHost
+from allhands.launch.seats import Host
 from allhands.launch.ssh import SshHost
 
 HERE = "this machine"

@@ -8,19 +8,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from allhands.errors import AllhandsError, HostError, WorkerError
-from allhands.launch.handle import KeeperHandle
 from allhands.launch.hosts import deal
 from allhands.launch.options import Options
 from allhands.launch.output import Output, show
 from allhands.launch.plan import Command, Place, tasks_of
 from allhands.launch.report import Worker, describe, describe_stop
+from allhands.launch.seats import Host, Seat, check_versions, ranks_of
 from allhands.launch.signals import restore, stop_on_signals
 from allhands.launch.supervisor import Supervisor
 
@@ -28,49 +26,6 @@ LOOPBACK = "127.0.0.1"
 PRELOAD = ("torch", "torch.distributed", "numpy")
 # What gloo, nccl and TensorPipe read to find the interface; a variable that the user has set stands.
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-# How often a lost host is asked whether it is back.
-_RETRY_EVERY = 3.0
-
-
-class Host(Protocol):
-    """A place where a keeper can be started."""
-
-    name: str
-    local: bool  # it is this machine
-
-    def start(self) -> KeeperHandle:
-        """Reach the host and start a keeper; called in any thread. Raises `AllhandsError` when that cannot be done."""
-
-    def close(self) -> None:
-        """Let go of the host."""
-
-
-class _Seat:
-    """A host's place in the job. `workers` is None until the host has told how many it takes."""
-
-    def __init__(self, host: Host, workers: int | None, servers: Sequence[int]) -> None:
-        self.host, self.workers, self.servers = host, workers, list(servers)
-        self.keeper: KeeperHandle | None = None
-        self.trouble: Exception | None = None
-        self.thread: threading.Thread | None = None
-        self.next_try = 0.0
-
-    def begin(self) -> None:
-        """Start a keeper in the background."""
-        self.trouble = None
-        self.next_try = time.monotonic() + _RETRY_EVERY
-        self.thread = threading.Thread(target=self._start, daemon=True)
-        self.thread.start()
-
-    def _start(self) -> None:
-        try:
-            self.keeper = self.host.start()
-        except Exception as error:
-            self.trouble = error
-
-    @property
-    def is_starting(self) -> bool:
-        return self.thread is not None and self.thread.is_alive()
 
 
 class Job:
@@ -96,7 +51,7 @@ class Job:
         if options.workers is not None:
             counts = deal([host.name for host in hosts], slots, options.workers)
         places = [range(index, options.servers, len(hosts)) for index in range(len(hosts))]
-        self.seats = [_Seat(*one) for one in zip(hosts, counts, places, strict=True)]
+        self.seats = [Seat(*one) for one in zip(hosts, counts, places, strict=True)]
         for seat in [seat for seat in self.seats if seat.workers == 0 and not seat.servers]:
             self._say(f"host {seat.host.name} gets no worker")
             self.seats.remove(seat)
@@ -159,9 +114,9 @@ class Job:
                 self._say(str(error))
                 first = None
             else:
-                if self.regrouping and not self.supervisor.signals:
+                if self.regrouping and not self.supervisor.signals and not self._has_ended():
                     self.regrouping = False
-                    self._take_in()
+                    self._take_in_again()
                     attempt += 1
                     continue
                 if first is None:
@@ -172,6 +127,11 @@ class Job:
             restarts += 1
             attempt += 1
             self._recover(f"restart {restarts} of {self.options.max_restarts}")
+
+    def _has_ended(self) -> bool:
+        """Whether all workers came to their end by themselves, before they were asked to stop for a host that is back."""
+        workers = [worker for worker in self.supervisor.workers.values() if not worker.is_server]
+        return all(worker.exit == {"code": 0} and worker.own_end for worker in workers)
 
     def _report(self, first: Worker) -> None:
         log = self.supervisor.output.log_path(first.rank)
@@ -227,29 +187,21 @@ class Job:
         for seat, told in zip(new, ready, strict=True):
             if seat.workers is None:
                 seat.workers = told["gpus"] or told["cores"]
-        self._check_versions()
+        check_versions(self.seats)
 
-    def _check_versions(self) -> None:
-        seats = [seat for seat in self.seats if seat.keeper is not None and seat.keeper.ready is not None]
-        for seat in seats[1:]:
-            for name, version in self._versions(seat).items():
-                first = self._versions(seats[0])[name]
-                if not _equal(name, version, first):
-                    raise HostError(
-                        seat.host.name,
-                        f"it has {name} {version}, but {seats[0].host.name} has {name} {first}; install the same version on all "
-                        "hosts, or name another Python with --python PATH",
-                    )
-
-    @staticmethod
-    def _versions(seat: _Seat) -> dict[str, str]:
-        assert seat.keeper is not None
-        assert seat.keeper.ready is not None
-        return dict(seat.keeper.ready["versions"])
+    def _take_in_again(self) -> None:
+        """Take in hosts that came back. One that is not fit for it any more is dropped, and the others go on."""
+        new = [seat for seat in self.seats if seat.keeper is not None and seat.keeper not in self.supervisor.keepers]
+        try:
+            self._take_in()
+        except (AllhandsError, OSError) as error:
+            self._say(f"{error}; going on without {', '.join(seat.host.name for seat in new)}")
+            for seat in new:
+                self._drop(seat)
 
     # ------------------------------------------------------------------ one round
 
-    def _here(self) -> list[_Seat]:
+    def _here(self) -> list[Seat]:
         """The seats that take part, in the order of the ranks; the supervisor's keepers are put into the same order."""
         seats = [seat for seat in self.seats if seat.keeper in self.supervisor.keepers and seat.keeper is not None]
         self.supervisor.keepers = [seat.keeper for seat in seats if seat.keeper is not None]
@@ -262,7 +214,7 @@ class Job:
         tasks = tasks_of(self.command.task(), places, port, run_id=self.run_id, restarts=attempt)
         return self.supervisor.run(tasks)
 
-    def _meet(self, seats: Sequence[_Seat]) -> tuple[int, list[Place]]:
+    def _meet(self, seats: Sequence[Seat]) -> tuple[int, list[Place]]:
         """Open the round's store on the first host, and find out how each host reaches it."""
         first, others = self.supervisor.keepers[0], self.supervisor.keepers[1:]
         first.send(op="store", address="" if others else LOOPBACK)
@@ -291,12 +243,12 @@ class Job:
             place = Place(seat.workers or 0, self._servers(index, seats), meeting[index], defaults)
             places.append(place)
             about = f"{addresses[index]}, {interfaces[index] or 'no interface of its own'}"
-            words.append(f"{seat.host.name} ({about}) {_ranks(rank, place)}")
+            words.append(f"{seat.host.name} ({about}) {ranks_of(rank, place)}")
             rank += place.workers
         self._say(f"{rank} workers on {len(seats)} hosts: {'; '.join(words)}; they meet at {meeting[0]}:{port}")
         return port, places
 
-    def _servers(self, index: int, seats: Sequence[_Seat]) -> list[int]:
+    def _servers(self, index: int, seats: Sequence[Seat]) -> list[int]:
         """The servers of a seat; those of absent hosts are dealt to the hosts that are there."""
         if len(seats) == len(self.seats):
             return seats[index].servers
@@ -328,8 +280,8 @@ class Job:
             return bool(away) and time.monotonic() < deadline
 
         self._wait_while(still_waiting)
+        self._take_in_again()
         away = [seat for seat in lost if seat.keeper is None]
-        self._take_in()
         left = sum(seat.workers or 0 for seat in self.seats if seat.keeper is not None)
         if not away:
             self._say(f"{names} came back")
@@ -343,7 +295,7 @@ class Job:
             raise WorkerError(f"{gone}; workers left: {left}, and {need}", exit_code=1)
         self._say(f"{gone}; going on with {left} workers, and with all of them as soon as it is back")
 
-    def _drop(self, seat: _Seat) -> None:
+    def _drop(self, seat: Seat) -> None:
         if seat.keeper is not None:
             if seat.keeper in self.supervisor.keepers:
                 self.supervisor.remove(seat.keeper)
@@ -378,20 +330,6 @@ class Job:
     @staticmethod
     def _say(text: str) -> None:
         show(sys.stderr, f"allhands: {text}\n".encode("utf-8", "backslashreplace"))
-
-
-def _ranks(first: int, place: Place) -> str:
-    last = first + place.workers - 1
-    words = [] if not place.workers else [f"rank {first}"] if place.workers == 1 else [f"ranks {first}-{last}"]
-    words += [f"server {number}" for number in place.servers]
-    return ", ".join(words)
-
-
-def _equal(name: str, version: str, other: str) -> bool:
-    """Patch releases of Python are alike; a build's suffix (2.13.0+cpu) matters as much as the number."""
-    if name == "Python":
-        return version.split(".")[:2] == other.split(".")[:2]
-    return version == other
 
 
 def _silence_stdout() -> None:

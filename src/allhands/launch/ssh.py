@@ -83,6 +83,7 @@ class SshHost:
         self.name = spec.name
         self.spec = spec
         self._program, self._python, self._env, self._copy = program, python, dict(env), copy
+        self._copying: subprocess.Popen[bytes] | None = None
         # A socket's path may have about 100 characters only, so it lies directly in a folder for temporary files.
         self._folder = tempfile.mkdtemp(prefix="allhands-ssh-", dir="/tmp" if os.path.isdir("/tmp") else None)
         self._socket = f"{self._folder}/s"
@@ -123,7 +124,9 @@ class SshHost:
         return done
 
     def close(self) -> None:
-        """Remove what was made for the connection here; the connection ends with the keeper."""
+        """End a copy that is under way, and remove what was made here; the connection ends with the keeper."""
+        if self._copying is not None:
+            self._copying.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # ------------------------------------------------------------------ files
@@ -145,15 +148,17 @@ class SshHost:
         shell = shlex.join(self.command("")[:-3])  # without the host and the command, which rsync appends
         words = ["rsync", "-az", "-e", shell, *(f"--exclude={pattern}" for pattern in (*EXCLUDED, *exclude))]
         name = f"[{self.name}]" if ":" in self.name else self.name
-        done = subprocess.run(
+        self._copying = subprocess.Popen(
             [*words, "--", source.rstrip("/") + "/", f"{name}:{destination}/"],
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=False,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
         )
-        if done.returncode:
-            text = done.stderr.decode("utf-8", "replace").strip()
-            raise HostError(self.name, f"rsync to {destination} failed (exit code {done.returncode}): {_explain_rsync(text)}")
+        said = self._copying.communicate()[1].decode("utf-8", "replace").strip()
+        code = self._copying.returncode
+        self._copying = None
+        if code:
+            raise HostError(self.name, f"rsync to {destination} failed (exit code {code}): {_explain_rsync(said)}")
 
     # ------------------------------------------------------------------ keeper
 

@@ -1,0 +1,89 @@
+"""The hosts of a job, and what is known of each."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from allhands.errors import HostError
+from allhands.launch.handle import KeeperHandle
+from allhands.launch.plan import Place
+
+# How often a lost host is asked whether it is back.
+_RETRY_EVERY = 3.0
+
+
+class Host(Protocol):
+    """A place where a keeper can be started."""
+
+    name: str
+    local: bool  # it is this machine
+
+    def start(self) -> KeeperHandle:
+        """Reach the host and start a keeper; called in any thread. Raises `AllhandsError` when that cannot be done."""
+
+    def close(self) -> None:
+        """Let go of the host."""
+
+
+class Seat:
+    """A host's place in the job. `workers` is None until the host has told how many it takes."""
+
+    def __init__(self, host: Host, workers: int | None, servers: Sequence[int]) -> None:
+        self.host, self.workers, self.servers = host, workers, list(servers)
+        self.keeper: KeeperHandle | None = None
+        self.trouble: Exception | None = None
+        self.thread: threading.Thread | None = None
+        self.next_try = 0.0
+
+    def begin(self) -> None:
+        """Start a keeper in the background."""
+        self.trouble = None
+        self.next_try = time.monotonic() + _RETRY_EVERY
+        self.thread = threading.Thread(target=self._start, daemon=True)
+        self.thread.start()
+
+    def _start(self) -> None:
+        try:
+            self.keeper = self.host.start()
+        except Exception as error:
+            self.trouble = error
+
+    @property
+    def is_starting(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+
+def check_versions(seats: Sequence[Seat]) -> None:
+    """Refuse hosts whose Python, torch or allhands is another one than that of the first host.
+
+    Raises:
+        HostError: naming the host and both versions.
+    """
+    known = [(seat.host.name, seat.keeper.ready["versions"]) for seat in seats if seat.keeper and seat.keeper.ready]
+    for name, versions in known[1:]:
+        first_name, firsts = known[0]
+        for what, version in versions.items():
+            if not _equal(what, version, firsts[what]):
+                raise HostError(
+                    name,
+                    f"it has {what} {version}, but {first_name} has {what} {firsts[what]}; install the same on all hosts, "
+                    "or name another Python with --python PATH",
+                )
+
+
+def ranks_of(first: int, place: Place) -> str:
+    """`ranks 2-3, server 1`: what runs on a host whose first rank is `first`."""
+    last = first + place.workers - 1
+    words = [] if not place.workers else [f"rank {first}"] if place.workers == 1 else [f"ranks {first}-{last}"]
+    words += [f"server {number}" for number in place.servers]
+    return ", ".join(words)
+
+
+def _equal(name: str, version: str, other: str) -> bool:
+    """Patch releases of Python are alike; a build's suffix (2.13.0+cpu) matters as much as the number."""
+    if name == "Python":
+        return version.split(".")[:2] == other.split(".")[:2]
+    return version == other
