@@ -9,12 +9,11 @@ The user's configuration, agent and known hosts decide how it is made, and nothi
 from __future__ import annotations
 
 import contextlib
-import os
+import secrets
 import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 
 from allhands.errors import HostError, UserError
@@ -84,9 +83,9 @@ class SshHost:
         self.spec = spec
         self._program, self._python, self._env, self._copy = program, python, dict(env), copy
         self._copying: subprocess.Popen[bytes] | None = None
-        # A socket's path may have about 100 characters only, so it lies directly in a folder for temporary files.
-        self._folder = tempfile.mkdtemp(prefix="allhands-ssh-", dir="/tmp" if os.path.isdir("/tmp") else None)
-        self._socket = f"{self._folder}/s"
+        # A socket's path may have about 100 characters only, which TMPDIR may exceed. ssh removes it when it ends, so that nothing
+        # is left even when this process is killed; nobody else can know the name before.
+        self._socket = f"/tmp/allhands-ssh-{secrets.token_hex(12)}"
 
     def command(self, remote: str, *, carries_others: bool = False) -> list[str]:
         """The words of a local command that runs `remote` in a shell of the host.
@@ -124,10 +123,9 @@ class SshHost:
         return done
 
     def close(self) -> None:
-        """End a copy that is under way, and remove what was made here; the connection ends with the keeper."""
+        """End a copy that is under way; the connection ends with the keeper."""
         if self._copying is not None:
             self._copying.kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     # ------------------------------------------------------------------ files
 
