@@ -83,8 +83,8 @@ class SshHost:
         self.spec = spec
         self._program, self._python, self._env, self._copy = program, python, dict(env), copy
         self._copying: subprocess.Popen[bytes] | None = None
-        # A socket's path may have about 100 characters only, which TMPDIR may exceed. ssh removes it when it ends, so that nothing
-        # is left even when this process is killed; nobody else can know the name before.
+        # A socket's path may have about 100 characters only, which TMPDIR may exceed. ssh removes it when it ends, so nothing is
+        # left even when this process is killed; nobody else can know the name before.
         self._socket = f"/tmp/allhands-ssh-{secrets.token_hex(12)}"
 
     def command(self, remote: str, *, carries_others: bool = False) -> list[str]:
