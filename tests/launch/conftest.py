@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from allhands.launch import warm
+
 MARKER = "ALLHANDS_TEST_JOB"
 
 
@@ -46,6 +48,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 @pytest.fixture(autouse=True)
 def every_keeper_ends_with_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ALLHANDS_KEEPER_IDLE", raising=False)
+    warm.end_all()  # those of earlier tests
 
 
 @pytest.fixture
