@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.test_docs import run_page
 from tests.comm import mpi_probes, mpi_training  # noqa: F401  (adds its probes)
+from tests.pages import run_page
 from tests.world.test_world_processes import clean_environ
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(150)]
