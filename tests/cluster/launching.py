@@ -21,6 +21,39 @@ from tests.cluster.slurm import Slurm
 ALLHANDS = [sys.executable, "-P", "-c", "from allhands.cli.main import main; main()"]
 
 
+# A world in the middle of its steps; rank 1 does what it is told at its 20th.
+STEPS = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+import allhands
+
+how = sys.argv[1]
+world = allhands.init()
+for step in range(100000):
+    dist.all_reduce(torch.ones(100000))
+    if step == 10 and world.rank == 0:
+        print("running", flush=True)
+    if step == 20 and world.rank == 1:
+        if how == "raise":
+            raise ValueError("no such class: 11")
+        if how == "exit":
+            sys.exit(3)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.02)
+"""
+
+# What rank 1 of STEPS does, the cause that is told, and the launcher's exit code.
+WORKER_FAILURES = [
+    ("raise", "raised ValueError: no such class: 11", 1),
+    ("exit", "exit code 3", 3),
+    ("kill", "killed by SIGKILL", 128 + 9),
+    ("stop", "it is stopped (state T), by SIGSTOP or a debugger", 128 + 9),
+]
+
+
 class Launch:
     """One job that runs in the background, and what it says. Use it as a context: it is killed at the end.
 
@@ -79,6 +112,16 @@ class Launch:
             raise AssertionError(f"it still ran after {seconds} s: {self.said}") from None
         self.lasted = time.monotonic() - self.started
         return self.process.returncode, self.said
+
+    def names_the_failure(self, cause: str, code: int) -> None:
+        """Check that STEPS runs, and ends within 30 s of the failure of rank 1, which is on d2, with this cause and code."""
+        self.until("running")
+        began = time.monotonic()
+        got, said = self.end()
+        assert time.monotonic() - began < 30
+        assert got == code, said
+        assert "rank 1 (d2, pid " in said
+        assert re.search(f"failed first: (no progress for [5-9] s: )?{re.escape(cause)}", said), said
 
     def told(self) -> list[dict[str, Any]]:
         """The lines of JSON that workers printed, with the `place` that the launcher put before each."""

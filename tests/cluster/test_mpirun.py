@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import Hosts
-from tests.cluster.launching import Launch, shared_folder
+from tests.cluster.launching import STEPS, Launch, shared_folder
 from tests.cluster.mpi import Mpi
-from tests.cluster.test_ssh_failures import STEPS
 
 pytestmark = pytest.mark.timeout(180)
 

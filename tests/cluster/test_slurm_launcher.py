@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.launching import Launch, shared_folder
+from tests.cluster.launching import STEPS, WORKER_FAILURES, Launch, shared_folder
 from tests.cluster.slurm import Slurm
-from tests.cluster.test_ssh_failures import STEPS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -48,24 +47,10 @@ def test_inside_an_allocation_workers_are_the_tasks_that_were_asked_for(slurm: S
     assert slurm.left(5) == []
 
 
-@pytest.mark.parametrize(
-    ("how", "cause", "code"),
-    [
-        ("raise", "raised ValueError: no such class: 11", 1),
-        ("exit", "exit code 3", 3),
-        ("kill", "killed by SIGKILL", 128 + 9),
-        ("stop", "it is stopped (state T), by SIGSTOP or a debugger", 128 + 9),
-    ],
-)
+@pytest.mark.parametrize(("how", "cause", "code"), WORKER_FAILURES)
 def test_a_worker_fails(slurm: Slurm, how: str, cause: str, code: int) -> None:
     with Launch(slurm, prepared(slurm), "-n", "2", "--launcher", "slurm", "steps.py", how, within=ALLOCATION) as job:
-        job.until("running")
-        began = time.monotonic()
-        got, said = job.end()
-        assert time.monotonic() - began < 30
-    assert got == code, said
-    assert "rank 1 (d2, pid " in said
-    assert re.search(f"failed first: (no progress for [5-9] s: )?{re.escape(cause)}", said), said
+        job.names_the_failure(cause, code)
     assert slurm.left(5) == []
 
 

@@ -12,33 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import DISK, Hosts
-from tests.cluster.launching import Launch, shared_folder
+from tests.cluster.launching import STEPS, WORKER_FAILURES, Launch, shared_folder
 
 pytestmark = pytest.mark.timeout(120)
-
-# A world in the middle of its steps; rank 1 does what it is told at its 20th.
-STEPS = """
-import os, signal, sys, time
-import torch, torch.distributed as dist
-import allhands
-
-how = sys.argv[1]
-world = allhands.init()
-for step in range(100000):
-    dist.all_reduce(torch.ones(100000))
-    if step == 10 and world.rank == 0:
-        print("running", flush=True)
-    if step == 20 and world.rank == 1:
-        if how == "raise":
-            raise ValueError("no such class: 11")
-        if how == "exit":
-            sys.exit(3)
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(0.02)
-"""
 
 
 def prepared(hosts: Hosts) -> Path:
@@ -47,24 +23,10 @@ def prepared(hosts: Hosts) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("how", "cause", "code"),
-    [
-        ("raise", "raised ValueError: no such class: 11", 1),
-        ("exit", "exit code 3", 3),
-        ("kill", "killed by SIGKILL", 128 + 9),
-        ("stop", "it is stopped (state T), by SIGSTOP or a debugger", 128 + 9),
-    ],
-)
+@pytest.mark.parametrize(("how", "cause", "code"), WORKER_FAILURES)
 def test_a_worker_fails(hosts: Hosts, how: str, cause: str, code: int) -> None:
     with Launch(hosts, prepared(hosts), "-n", "2", "-H", "hosts", "steps.py", how) as job:
-        job.until("running")
-        began = time.monotonic()
-        got, said = job.end()
-        assert time.monotonic() - began < 30
-    assert got == code, said
-    assert "rank 1 (d2, pid " in said
-    assert re.search(f"failed first: (no progress for [5-9] s: )?{re.escape(cause)}", said), said
+        job.names_the_failure(cause, code)
     assert hosts.left(5) == []
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.resources
-import json
 import os
 import select
 import subprocess
@@ -16,26 +15,14 @@ from typing import Any
 
 from allhands.errors import HostError
 from allhands.launch.handle import KeeperHandle
-from allhands.launch.protocol import write_all
-from allhands.launch.remote import KEEPER_LINE, await_keeper, keeper_command, keeper_words
+from allhands.launch.remote import KEEPER_LINE, await_keeper, first_message, keeper_command, keeper_words, start_process
 from allhands.launch.ssh import SshHost, explain, neutral
 
 # From the start of ssh to the agent's first word.
 LOGIN_S = 15.0
 
-# The first Python may be an old one, so it must be able to read this much. As in `remote`, `-c` has put the working folder first
-# on the path.
+# As in `remote`, `-c` has put the working folder first on the path.
 _PROGRAM = """
-import os, sys
-message = {message!r}
-if sys.version_info < (3, 11):
-    sys.stderr.write("%s is Python %s; allhands needs 3.11 or newer\\n" % (sys.executable, sys.version.split()[0]))
-    sys.exit(3)
-for name, value in message["env"].items():
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
 sys.flags.safe_path or sys.path.pop(0)
 sys.path.extend(entry for entry in message["path"] if entry not in sys.path)
 os.write(1, message["line"])
@@ -45,8 +32,7 @@ exec(compile(message["agent"], "<allhands doctor>", "exec"))
 
 def _first_message(env: Mapping[str, str | None], path: list[str]) -> bytes:
     agent = importlib.resources.files("allhands.doctor").joinpath("agent.py").read_text(encoding="utf-8")
-    message = {"env": dict(env), "path": path, "line": KEEPER_LINE, "agent": agent}
-    return json.dumps({"program": _PROGRAM.format(message=message)}).encode("ascii") + b"\n"
+    return first_message(env, _PROGRAM, path=path, line=KEEPER_LINE, agent=agent)
 
 
 class Contact:
@@ -78,12 +64,8 @@ class Contact:
             words, path = keeper_words(self._python), [entry for entry in sys.path if entry]
         else:
             words, path = self.ssh.command(keeper_command(neutral(self._python)), carries_others=True), []
-        pipe = subprocess.PIPE
         began = time.monotonic()
-        self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # what is wrong is told by its exit
-            write_all(self._process.stdin.fileno(), _first_message(self._env, path))
+        self._process = start_process(words, _first_message(self._env, path))
         said: Callable[[str], str] = lambda text: explain(self.name, text)  # noqa: E731
         self._handle = await_keeper(self._process, self.name, self._python, said, timeout=LOGIN_S)
         self.login_s = time.monotonic() - began

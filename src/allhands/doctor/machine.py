@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from allhands.doctor.finding import Finding, Status, size
+from allhands.launch.python import same_version
 
 SLOW_LOGIN_S = 5.0
 SKEW_S = 1.0
@@ -168,7 +169,7 @@ def versions(facts: dict[str, Facts]) -> list[Finding]:
         for name in measure:
             if None in (own[name], measure[name]) and name != "CUDA":
                 continue  # that it is absent is told already
-            if _equal(name, own[name], measure[name]):
+            if same_version(name, own[name], measure[name]):
                 continue
             found = f"{host} has {name} {own[name] or 'none'}, {first} has {name} {measure[name] or 'none'}"
             if name == "numpy":
@@ -196,10 +197,3 @@ def launcher(here: Facts, facts: dict[str, Facts]) -> list[Finding]:
             found = f"{host} has allhands {there}, and this machine, which launches, has {own}"
             return [Finding(host, "versions", "problem", found, advice)]
     return []
-
-
-def _equal(name: str, version: str | None, other: str | None) -> bool:
-    """Patch releases of Python are alike, as for `allhands launch`."""
-    if name == "Python" and version is not None and other is not None:
-        return version.split(".")[:2] == other.split(".")[:2]
-    return version == other

@@ -14,7 +14,7 @@ from allhands.errors import UserError, WorldError
 from allhands.launch.job import INTERFACE_VARIABLES
 from allhands.launch.plan import Place
 from allhands.launch.protocol import encode
-from allhands.launch.python import versions
+from allhands.launch.python import same_version, versions
 from allhands.world import beacon
 from allhands.world.interface import interface_with, is_loopback
 from allhands.world.links import keep_alive, listen
@@ -160,7 +160,7 @@ def _check(told: Sequence[dict[str, Any]]) -> None:
     for one in told[1:]:
         for name, version in told[0]["versions"].items():
             other = str(one["versions"].get(name))
-            if (version.split(".")[:2] != other.split(".")[:2]) if name == "Python" else version != other:
+            if not same_version(name, version, other):
                 raise WorldError(
                     f"{one['host']} has {name} {other}, but {told[0]['host']} has {name} {version}; install the same on all nodes"
                 )

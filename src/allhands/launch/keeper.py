@@ -27,8 +27,9 @@ from allhands.launch import processes, worker
 from allhands.launch.child import Child
 from allhands.launch.lines import LineCutter
 from allhands.launch.protocol import CHUNK, Inbox, encode, text_of, write_all
-from allhands.launch.python import as_python, versions
+from allhands.launch.python import as_python
 from allhands.launch.reach import reach, reachable_addresses
+from allhands.launch.setup import set_up
 from allhands.launch.store import StoreHost
 from allhands.world.interface import own_addresses
 
@@ -154,46 +155,11 @@ class Keeper:
         launcher_timeout: float = 0.0,
         idle: float = 0.0,
     ) -> None:
-        for name, value in env.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        if cwd is not None:
-            try:
-                os.chdir(cwd)
-            except OSError as error:
-                raise UserError(
-                    f"the folder {cwd} cannot be used there ({error.strerror}); --sync-dst-dir DIR copies the working folder to "
-                    "each host first"
-                ) from None
         self.parent = parent or 0
         self.launcher_timeout, self.idle_timeout = launcher_timeout, idle
-        gpus = processes.gpus() if local_workers is None else None
-        if local_workers is None:
-            local_workers = gpus or processes.cores()
-        # OpenMP reads this once, when torch is loaded, so it has to stand before the preload.
-        if threads is None and "OMP_NUM_THREADS" not in os.environ:
-            threads = max(1, processes.cores() // max(1, local_workers))
-        if threads is not None:
-            os.environ["OMP_NUM_THREADS"] = str(threads)
-        failed = {}
-        for name in preload:
-            try:
-                importlib.import_module(name)
-            except Exception as error:  # the worker that needs it imports it again and shows the whole traceback
-                failed[name] = str(error)
+        told = set_up(env, cwd, local_workers, threads, preload)
         self.heard_launcher = time.monotonic()
-        self.send(
-            event="ready",
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            cores=processes.cores(),
-            gpus=gpus,
-            threads=os.environ["OMP_NUM_THREADS"],
-            versions=versions(),
-            not_preloaded=failed,
-        )
+        self.send(event="ready", host=socket.gethostname(), pid=os.getpid(), **told)
 
     def on_store(self, address: str) -> None:
         if self.store:

@@ -27,10 +27,10 @@ from allhands.launch.circle import Circle
 from allhands.launch.handle import KeeperHandle
 from allhands.launch.plan import tasks_of
 from allhands.launch.protocol import CHUNK, Inbox, encode, write_all
+from allhands.launch.report import REQUESTS
 from allhands.launch.shipment import Shipment
 from allhands.launch.supervisor import HOST_TIMEOUT, Supervisor
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # A signal that reaches all tasks is passed on by the leader; one that reaches a follower alone, so much later by its word.
 _HEARD_TOO = 0.5
 
@@ -105,7 +105,7 @@ class _NodeInbox(Inbox):
         """The messages of the keeper that `data` completes."""
         messages = super().feed(data)
         for message in messages:
-            if message["event"] == "signal" and message["number"] in _SIGNALS:
+            if message["event"] == "signal" and message["number"] in REQUESTS:
                 threading.Timer(_HEARD_TOO, self._pass_on, (message["number"],)).start()
             elif message["event"] == "gone":
                 self.gone = str(message["why"])
@@ -139,7 +139,7 @@ class Follower:
         if threading.current_thread() is not threading.main_thread():
             return {}
         before: dict[int, Any] = {}
-        for number in _SIGNALS:
+        for number in REQUESTS:
             if signal.getsignal(number) is signal.SIG_DFL:
                 before[number] = signal.signal(number, self._on_signal)
         return before
@@ -196,7 +196,7 @@ class Follower:
                 self.keeper.send(
                     op="stop", ranks=None if ranks is None else [int(rank) for rank in ranks], grace=float(message["grace"])
                 )
-            elif op == "signal" and message["number"] in _SIGNALS:
+            elif op == "signal" and message["number"] in REQUESTS:
                 self.keeper.send(op="signal", number=message["number"])
             elif op == "end":
                 self._end = message

@@ -21,6 +21,13 @@ def versions() -> dict[str, str]:
     return found
 
 
+def same_version(name: str, version: str | None, other: str | None) -> bool:
+    """Whether two hosts may work together. Patch releases of Python are alike; a build's suffix (2.13.0+cpu) matters."""
+    if name == "Python" and version is not None and other is not None:
+        return version.split(".")[:2] == other.split(".")[:2]
+    return version == other
+
+
 def as_python(task: dict[str, Any]) -> dict[str, Any]:
     """A program `python script.py …` or `python -m module …` as the script or module, where it is this Python.
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from allhands.world.interface import interface_with, is_loopback, own_addresses
+from allhands.world.interface import interface_with, is_loopback, outward_addresses, own_addresses
 
 # A firewall that drops packets makes each attempt last as long.
 _EACH = 3.0
@@ -16,8 +16,7 @@ _EACH = 3.0
 def reachable_addresses() -> list[str]:
     """Addresses of this host that others may reach: the one that ssh came in through first, then those of its interfaces."""
     came_in = os.environ.get("SSH_CONNECTION", "").split()
-    found = [address for address in own_addresses() if not is_loopback(address) and not address.startswith("fe80:")]
-    return list(dict.fromkeys([*(came_in[2:3]), *found]))
+    return list(dict.fromkeys([*came_in[2:3], *outward_addresses()]))
 
 
 def reach(addresses: Sequence[str], port: int) -> dict[str, Any]:

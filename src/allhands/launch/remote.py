@@ -9,6 +9,7 @@ linker and Python itself read some variables only when a process starts.
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import select
@@ -16,11 +17,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from allhands.errors import HostError
 from allhands.launch.handle import KeeperHandle
 from allhands.launch.output import show
+from allhands.launch.protocol import write_all
 
 # Importing this package, without torch, from a cold network file system.
 START_TIMEOUT = 120.0
@@ -34,7 +37,8 @@ _NO_NAME = b"The hostname of the client socket cannot be retrieved"
 # Runs under any Python, old ones included, so that it can say what is wrong. Byte by byte: what follows the line is the keeper's.
 _FIRST = 'import json,os;exec(json.loads(b"".join(iter(lambda:os.read(0,1)or os._exit(9),chr(10).encode())).decode())["program"])'
 
-_SECOND = """
+# How every program begins that `first_message` sends: it may meet an old Python.
+_BEGIN = """
 import os, sys
 message = {message!r}
 if sys.version_info < (3, 11):
@@ -45,8 +49,9 @@ for name, value in message["env"].items():
         os.environ.pop(name, None)
     else:
         os.environ[name] = value
-os.execv(sys.executable, [sys.executable, "-c", message["keeper"]])
 """
+
+_BECOME_KEEPER = 'os.execv(sys.executable, [sys.executable, "-c", message["keeper"]])'
 
 # `-c` puts the working folder first on the path, where a file named like a standard module would break the keeper.
 _KEEPER = """
@@ -72,10 +77,38 @@ def keeper_command(python: str) -> str:
     return f"exec {python} -c '{_FIRST}'"
 
 
-def first_message(env: Mapping[str, str | None]) -> bytes:
+def keeper_message(env: Mapping[str, str | None]) -> bytes:
     """The line that `keeper_command` waits for: the variables to set, or with None to remove."""
-    message = {"env": dict(env), "keeper": _KEEPER.format(line=KEEPER_LINE)}
-    return json.dumps({"program": _SECOND.format(message=message)}).encode("ascii") + b"\n"
+    return first_message(env, _BECOME_KEEPER, keeper=_KEEPER.format(line=KEEPER_LINE))
+
+
+def first_message(env: Mapping[str, str | None], program: str, **more: Any) -> bytes:
+    """A line that sets variables and runs a program, which finds `more` in its ``message``."""
+    begin = _BEGIN.format(message={"env": dict(env), **more})
+    return json.dumps({"program": f"{begin}{program}\n"}).encode("ascii") + b"\n"
+
+
+def start_process(words: Sequence[str], message: bytes, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start what leads to a keeper and hand it its first message.
+
+    Args:
+        words: the command; ssh, srun, or Python itself.
+        message: see `first_message`.
+        env: of the command; None: that of this process.
+    """
+    process = subprocess.Popen(
+        words,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        env=env,
+        start_new_session=True,  # out of reach of the terminal's Ctrl-C
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # what is wrong is told by its exit
+        write_all(process.stdin.fileno(), message)
+    return process
 
 
 def await_keeper(

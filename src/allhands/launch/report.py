@@ -10,7 +10,7 @@ from typing import Any
 from allhands.launch.processes import signal_name
 
 # A worker that leaves with 128 + one of these did what the signal asks for: a training that has saved says so with this code.
-_REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 # An exit is seen only after the process is gone, when its peers have long noticed broken connections. An exit
 # that the worker did not announce (SIGKILL, os._exit) therefore counts as this much earlier than it was seen.
@@ -63,7 +63,7 @@ class Worker:
     def stopped_after(self) -> int | None:
         """The signal after which it stopped on request, and left by itself with exit code 128 + N; None otherwise."""
         code = self.leaving if self.leaving is not None else (self.exit or {}).get("code", 0)
-        return code - 128 if code - 128 in _REQUESTS and self.raised is None else None
+        return code - 128 if code - 128 in REQUESTS and self.raised is None else None
 
     def left_at(self) -> float:
         """When it announced its end, or was seen to have ended."""

@@ -10,6 +10,7 @@ from typing import Protocol
 from allhands.errors import HostError
 from allhands.launch.handle import KeeperHandle
 from allhands.launch.plan import Place
+from allhands.launch.python import same_version
 
 # How often a lost host is asked whether it is back.
 _RETRY_EVERY = 3.0
@@ -66,7 +67,7 @@ def check_versions(seats: Sequence[Seat]) -> None:
     for name, versions in known[1:]:
         first_name, firsts = known[0]
         for what, version in versions.items():
-            if not _equal(what, version, firsts[what]):
+            if not same_version(what, version, firsts[what]):
                 raise HostError(
                     name,
                     f"it has {what} {version}, but {first_name} has {what} {firsts[what]}; install the same on all hosts, "
@@ -80,10 +81,3 @@ def ranks_of(first: int, place: Place) -> str:
     words = [] if not place.workers else [f"rank {first}"] if place.workers == 1 else [f"ranks {first}-{last}"]
     words += [f"server {number}" for number in place.servers]
     return ", ".join(words)
-
-
-def _equal(name: str, version: str, other: str) -> bool:
-    """Patch releases of Python are alike; a build's suffix (2.13.0+cpu) matters as much as the number."""
-    if name == "Python":
-        return version.split(".")[:2] == other.split(".")[:2]
-    return version == other

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from allhands.launch.report import REQUESTS
 from allhands.launch.supervisor import Supervisor
 
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -53,7 +54,7 @@ def pass_signals_on(supervisor: Supervisor) -> dict[int, Any]:
         return {}
 
     before: dict[int, Any] = {}
-    for number in (signal.SIGTERM, *PASSED_ON):
+    for number in REQUESTS:
         if signal.getsignal(number) is signal.SIG_DFL:
             before[number] = signal.SIG_DFL
             signal.signal(number, _passing_on(supervisor))

@@ -18,7 +18,7 @@ from pathlib import Path
 from allhands.errors import UserError
 from allhands.launch.handle import KeeperHandle
 from allhands.launch.output import show
-from allhands.launch.remote import await_keeper, first_message, keeper_words
+from allhands.launch.remote import await_keeper, keeper_message, keeper_words, start_process
 from allhands.world import expand_hosts
 from allhands.world.hostlist import expand_tasks
 
@@ -58,18 +58,7 @@ class SlurmNode:
         words += [f"--cpus-per-task={self._cpus}"] if self._cpus else []
         # Sizes that the job was asked for would contradict the step's.
         environ = {name: value for name, value in os.environ.items() if not name.startswith(_SIZES)}
-        process = subprocess.Popen(
-            [*words, *keeper_words(self._python)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            env=environ,
-            start_new_session=True,  # srun passes on what it gets; the keeper is told by us alone
-        )
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # what is wrong is told by its exit
-            process.stdin.write(first_message(self._env))
+        process = start_process([*words, *keeper_words(self._python)], keeper_message(self._env), environ)
         return await_keeper(process, self.name, self._python)
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ The user's configuration, agent and known hosts decide how it is made, and nothi
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import shlex
 import shutil
@@ -20,7 +19,7 @@ from allhands.errors import HostError, UserError
 from allhands.launch.handle import KeeperHandle
 from allhands.launch.hosts import HostSpec
 from allhands.launch.output import show
-from allhands.launch.remote import await_keeper, first_message, keeper_command
+from allhands.launch.remote import await_keeper, keeper_command, keeper_message, start_process
 
 CONNECT_TIMEOUT = 10
 SSH_FAILED = 255
@@ -166,17 +165,8 @@ class SshHost:
         Raises:
             HostError: it cannot be reached, the copying failed, there is no such Python, it is too old, or it lacks allhands.
         """
-        process = subprocess.Popen(
-            self.command(keeper_command(neutral(self._python)), carries_others=True),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # out of reach of the terminal's Ctrl-C
-        )
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # what is wrong is told by its exit
-            process.stdin.write(first_message(self._env))
+        words = self.command(keeper_command(neutral(self._python)), carries_others=True)
+        process = start_process(words, keeper_message(self._env))
         keeper = await_keeper(process, self.name, self._python, lambda said: explain(self.name, said))
         try:
             if self._copy is not None:

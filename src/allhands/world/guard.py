@@ -1,11 +1,11 @@
 """What ends a world that srun or mpirun started when one of its ranks fails.
 
 srun waits for all tasks, however one of them ended (unless it was given ``-K``), MPI's launchers end a job of which one rank dies
-but none of which one rank hangs, and a rank that computes, sleeps, or waits in
-nccl does not notice that another one is gone: the job would hang until somebody looks. So every rank keeps a connection to a
-thread in rank 0. A rank that raises says so over it; one that dies (SIGKILL, a crash, a host that is switched off) closes it
-without a word; one that is stopped or cut off falls silent. Rank 0 then says which rank failed first, on which host and why,
-and all ranks end with exit code 1. A rank that leaves in order says that, and the others go on.
+but none of which one rank hangs, and a rank that computes, sleeps, or waits in nccl does not notice that another one is gone:
+the job would hang until somebody looks. So every rank keeps a connection to a thread in rank 0. A rank that raises says so over
+it; one that dies (SIGKILL, a crash, a host that is switched off) closes it without a word; one that is stopped or cut off falls
+silent. Rank 0 then says which rank failed first, on which host and why, and all ranks end with exit code 1. A rank that leaves
+in order says that, and the others go on.
 
 Launchers that look after their processes themselves (`allhands launch`, torchrun) need none of this.
 

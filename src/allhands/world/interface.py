@@ -57,6 +57,12 @@ def own_addresses() -> dict[str, str]:
     return _addresses_v4() | _addresses_v6()
 
 
+def outward_addresses() -> list[str]:
+    """The addresses of this host that are of use to others."""
+    # A link-local IPv6 address means nothing without the name of the caller's own interface.
+    return [address for address in own_addresses() if not is_loopback(address) and not address.startswith("fe80:")]
+
+
 def _addresses_v4() -> dict[str, str]:
     try:
         import fcntl

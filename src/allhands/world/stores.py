@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 from allhands.errors import UserError, WorldError
 from allhands.world import beacon
 from allhands.world.environments.mpi import broadcast_meeting
-from allhands.world.interface import address_towards, is_loopback, own_addresses
+from allhands.world.interface import address_towards, outward_addresses
 from allhands.world.layout import Layout, Meeting
 
 if TYPE_CHECKING:
@@ -143,9 +143,7 @@ def _open_as_rank_0(meeting: Meeting, layout: Layout, timeout: float) -> OpenSto
 def _reachable_addresses() -> list[str]:
     """Addresses of this host under which others may reach it: that of the default route, then those of its interfaces."""
     default = address_towards("192.0.2.1")  # an address kept for documentation: any route there is the default one
-    # A link-local IPv6 address means nothing without the name of the caller's own interface.
-    found = [address for address in own_addresses() if not is_loopback(address) and not address.startswith("fe80:")]
-    return list(dict.fromkeys([default, *found] if default else found))
+    return list(dict.fromkeys([*([default] if default else []), *outward_addresses()]))
 
 
 def _first_that_answers(hosts: tuple[str, ...], port: int, deadline: float) -> str:
