@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,14 @@ def shared_data() -> Path:
         if candidate and (Path(candidate) / "write_official.py").is_file():
             return Path(candidate)
     pytest.skip("no data folder with write_official.py: set ALLHANDS_DATA to one (looked at $ALLHANDS_DATA and ../shared/data)")
+
+
+@pytest.fixture(autouse=True)
+def _no_world_left() -> Iterator[None]:
+    """Fail the test that leaves its process in a world, rather than whichever test comes next in that process."""
+    yield
+    group = sys.modules.get("allhands.world.group")
+    world = group.current_world() if group is not None else None
+    if group is not None and world is not None:
+        group.finalize()
+        pytest.fail(f"this test left its process in a world: {world}")

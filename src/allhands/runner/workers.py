@@ -51,12 +51,16 @@ class Plan:
             WorkerError: a worker failed.
         """
         if self.count == 0:
-            alone = current_world()
-            if alone is not None and alone.environment == "alone":
-                allhands.finalize()  # an earlier job may have used another device
+            before = current_world()
+            if before is not None and before.environment == "alone":
+                allhands.finalize()  # it may be on another device than this job
             world = allhands.init(device=self.device)
-            self.strategy.check(world)
-            return _run_here(job, runner, given, world, verbose)
+            try:
+                self.strategy.check(world)
+                return _run_here(job, runner, given, world, verbose)
+            finally:
+                if before is None and world.environment == "alone":
+                    allhands.finalize()  # the caller has made no world and need not know of this one
         console = ConsoleReporter(verbose)
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
