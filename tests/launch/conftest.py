@@ -3,6 +3,7 @@ test."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,10 +12,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from allhands.launch import warm
+from allhands.launch import plan, warm
 
 MARKER = "ALLHANDS_TEST_JOB"
 
@@ -63,6 +65,34 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert gone, f"processes left behind: {left}"
+
+
+# A parameter server that only tells who it is, and needs no torch.
+SERVER = """
+import json, os, signal
+names = ("ALLHANDS_SERVER", "ALLHANDS_NUM_SERVERS", "ALLHANDS_KVSTORE_TOKEN")
+with open("servers", "a") as file:
+    file.write(json.dumps({"pid": os.getpid(), "parent": os.getppid(), **{name: os.environ[name] for name in names}}) + "\\n")
+print("serving", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def told_servers(count: int) -> list[dict[str, Any]]:
+    """What the servers of `fake_servers` wrote into the working folder, once there are `count` lines."""
+    path = Path("servers")
+    if not wait_until(lambda: path.exists() and path.read_text().count("\n") >= count, 10):
+        raise TimeoutError(f"{count} servers are awaited, and there are: {path.read_text() if path.exists() else 'none'}")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def fake_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`spawn(servers=)` starts SERVER in an empty folder."""
+    (tmp_path / "fake_server.py").write_text(SERVER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan, "SERVER", "fake_server")
 
 
 class Job:

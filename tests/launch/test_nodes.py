@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 
 from allhands.errors import AllhandsError, UserError, WorldError
-from allhands.launch import circle
+from allhands.launch import circle, spawn
 from allhands.world import beacon
+
+from .conftest import told_servers
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(120)]
 HOSTS = ["127.0.0.1", "localhost", "127.0.0.1"]
@@ -90,6 +92,23 @@ def test_strangers_are_passed_over() -> None:
     for one in on_nodes(2, gather):
         assert one.counts == [1, 2]
         one.close()
+
+
+@pytest.mark.usefixtures("fake_servers")
+def test_servers_go_to_one_node_in_turn() -> None:
+    def work() -> Any:
+        return told_servers(3), os.getppid(), os.environ["ALLHANDS_KVSTORE_TOKEN"]
+
+    def call(node: int, servers: int, key: str) -> Any:
+        return spawn(work, workers=1, servers=servers, circle=circle.gather(node, HOSTS[:2], key, 1, timeout=20))
+
+    results = on_nodes(2, lambda node: call(node, 3, "servers"))
+    keepers = [keeper for [(_, keeper, _)] in results]
+    [(told, _, token)] = results[0]
+    assert {int(one["ALLHANDS_SERVER"]): one["parent"] for one in told} == {0: keepers[0], 1: keepers[1], 2: keepers[0]}
+    assert {one["ALLHANDS_KVSTORE_TOKEN"] for one in told} == {results[1][0][2]} == {token}
+    for error in on_nodes(2, lambda node: call(node, 3 - node, "unlike")):
+        assert "was called with servers=2, but " in str(error)
 
 
 SCRIPT = """

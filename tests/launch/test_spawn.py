@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from allhands.errors import UserError, WorkerError
-from allhands.launch import ship, spawn, worker
+from allhands.launch import ship, spawn, warm, worker
 from allhands.launch.processes import children
+
+from .conftest import told_servers
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("mark")]
 
@@ -285,3 +287,35 @@ def _with_exit_work(path: str) -> int:
 def test_exit_handlers_and_threads_of_a_function_are_finished(tmp_path: Any) -> None:
     assert spawn(_with_exit_work, (str(tmp_path),), workers=1) == [7]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["atexit", "thread"]
+
+
+@pytest.mark.usefixtures("fake_servers")
+def test_servers_serve_while_the_workers_run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def work(count: int) -> Any:
+        return told_servers(count), os.environ["ALLHANDS_KVSTORE_TOKEN"], os.environ["ALLHANDS_NUM_SERVERS"], os.getppid()
+
+    def kill(count: int) -> None:
+        os.kill(told_servers(count)[-1]["pid"], 9)
+        time.sleep(30)
+
+    with warm.kept(30):
+        first, second = (spawn(work, (2 * number,), workers=2, servers=2) for number in (1, 2))
+        failed = pytest.raises(WorkerError, match=r"^server [01] \(.* failed first: killed by SIGKILL")
+        with failed as caught:
+            spawn(kill, (6,), workers=1, servers=2)
+    assert (caught.value.rank, caught.value.exit_code) == (None, 137)
+    for result, mine in ((first, slice(0, 2)), (second, slice(2, 4))):
+        (servers, token, number, keeper), other = result
+        assert other[1:] == (token, number, keeper), "one secret a job"
+        assert len(token) == 64
+        assert {(one["ALLHANDS_KVSTORE_TOKEN"], one["parent"]) for one in servers[mine]} == {(token, keeper)}
+        assert sorted(one["ALLHANDS_SERVER"] for one in servers[mine]) == ["0", "1"]
+        assert number == servers[0]["ALLHANDS_NUM_SERVERS"] == "2"
+        assert not any(Path(f"/proc/{one['pid']}").exists() for one in servers), "none outlives its call"
+    assert first[0][1] != second[0][1]
+    assert first[0][3] == second[0][3], "the keeper that waits forks servers as well"
+    out = capfd.readouterr().out
+    assert out.count("[server 0] serving\n") == out.count("[server 1] serving\n") == 3
+    assert not any(token in out for token in (first[0][1], second[0][1]))
+    with pytest.raises(UserError, match=r"^servers=-1: it must be a whole number of at least 0$"):
+        spawn(rank, workers=1, servers=-1)

@@ -45,11 +45,14 @@ class Circle:
         #: The leader's address, as the other nodes reach it.
         self.address = _plain(here)
 
-    def places(self) -> list[Place]:
-        """Each node's part of the job; the network interface is this node's own."""
+    def places(self, servers: int = 0) -> list[Place]:
+        """Each node's part of the job, with one of the `servers` a node in turn; the network interface is this node's own."""
         name = interface_with(_plain(self.links[0].getsockname()[0]))
         defaults = dict.fromkeys(INTERFACE_VARIABLES, name) if name and not is_loopback(self.address) else {}
-        return [Place(count, (), self.address, defaults if index == self.node else {}) for index, count in enumerate(self.counts)]
+        return [
+            Place(count, range(index, servers, len(self.counts)), self.address, defaults if index == self.node else {})
+            for index, count in enumerate(self.counts)
+        ]
 
     @property
     def store_address(self) -> str:

@@ -16,7 +16,7 @@ from allhands.errors import AllhandsError, HostError, WorkerError
 from allhands.launch.hosts import deal
 from allhands.launch.options import Options
 from allhands.launch.output import Output, show
-from allhands.launch.plan import Command, Place, tasks_of
+from allhands.launch.plan import Command, Place, new_token, tasks_of
 from allhands.launch.report import Worker, describe, describe_stop
 from allhands.launch.seats import Host, Seat, check_versions, ranks_of
 from allhands.launch.signals import restore, stop_on_signals
@@ -65,6 +65,7 @@ class Job:
             on_tick=self._look_for_lost_hosts,
         )
         self.run_id = uuid.uuid4().hex[:12]  # the same for every attempt
+        self.token = new_token(options.servers)  # the same as well
         self.regrouping = False  # the world is stopped only because a lost host is back
 
     # ------------------------------------------------------------------ the whole job
@@ -211,7 +212,7 @@ class Job:
         seats = self._here()
         port, places = self._meet(seats)
         # A failed attempt's store, with the addresses of processes that are gone, is never seen by the next one.
-        tasks = tasks_of(self.command.task(), places, port, run_id=self.run_id, restarts=attempt)
+        tasks = tasks_of(self.command.task(), places, port, run_id=self.run_id, restarts=attempt, token=self.token)
         return self.supervisor.run(tasks)
 
     def _meet(self, seats: Sequence[Seat]) -> tuple[int, list[Place]]:

@@ -6,7 +6,8 @@ keeper tells, and what the leader asks for. A failure anywhere thus ends all nod
 
 The tasks meet through a beacon (see `allhands.world.beacon`) and talk over one connection each. Nobody vouches for the other
 end of it, so a follower never does what a leader could only ask for in bad faith: it accepts numbers (where the store is, when
-to stop, which signal), and builds what its workers run from what its own task holds.
+to stop, which signal), and builds what its workers run from what its own task holds. The secret of a job with servers is such a
+number too. It keeps out other users' programs that find a server's port, not somebody who reads the network between the nodes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from allhands.errors import UserError, WorkerError
 from allhands.launch import results
 from allhands.launch.circle import Circle
 from allhands.launch.handle import KeeperHandle
-from allhands.launch.plan import tasks_of
+from allhands.launch.plan import TOKEN, tasks_of
 from allhands.launch.protocol import CHUNK, Inbox, encode, write_all
 from allhands.launch.report import REQUESTS
 from allhands.launch.shipment import Shipment
@@ -84,7 +85,8 @@ class NodeHandle(KeeperHandle):
             env = request["workers"][0]["env"]
             request = {
                 "op": "start", "port": int(env["MASTER_PORT"]), "run_id": env["TORCHELASTIC_RUN_ID"],
-                "heartbeat_timeout": request["heartbeat_timeout"],
+                "heartbeat_timeout": request["heartbeat_timeout"], "servers": int(env["ALLHANDS_NUM_SERVERS"]),
+                "token": env.get(TOKEN, ""),
             }  # fmt: skip
         super().send(**request)
 
@@ -123,8 +125,8 @@ class _NodeInbox(Inbox):
 class Follower:
     """This node's keeper, as the leader sees it."""
 
-    def __init__(self, circle: Circle, keeper: KeeperHandle, shipment: Shipment) -> None:
-        self.circle, self.keeper, self.shipment = circle, keeper, shipment
+    def __init__(self, circle: Circle, keeper: KeeperHandle, shipment: Shipment, servers: int = 0) -> None:
+        self.circle, self.keeper, self.shipment, self.servers = circle, keeper, shipment, servers
         self.link = circle.links[0]
         self.leader = circle.hosts[0]
         self.returned: dict[int, dict[str, Any]] = {}
@@ -190,7 +192,7 @@ class Follower:
         for message in self._inbox.feed(data):
             op = message["op"]
             if op == "start":
-                self._start(task, int(message["port"]), str(message["run_id"]), float(message["heartbeat_timeout"]))
+                self._start(task, message)
             elif op == "stop":
                 ranks = message["ranks"]
                 self.keeper.send(
@@ -201,14 +203,20 @@ class Follower:
             elif op == "end":
                 self._end = message
 
-    def _start(self, task: dict[str, Any], port: int, run_id: str, heartbeat_timeout: float) -> None:
-        tasks = tasks_of(task, self.circle.places(), port, run_id)[self.circle.node]
+    def _start(self, task: dict[str, Any], asked: dict[str, Any]) -> None:
+        if asked["servers"] != self.servers:
+            raise UserError(
+                f"{self.circle.hosts[self.circle.node]} was called with servers={self.servers}, but {self.leader} with "
+                f"servers={asked['servers']}; every node must make the same call"
+            )
+        places, port, run_id = self.circle.places(self.servers), int(asked["port"]), str(asked["run_id"])
+        tasks = tasks_of(task, places, port, run_id, token=str(asked["token"]))[self.circle.node]
         self.keeper.ranks = [one["rank"] for one in tasks]
         self.started = True
         self.keeper.send(
             op="start",
             workers=self.shipment.with_results(tasks),
-            heartbeat_timeout=heartbeat_timeout,
+            heartbeat_timeout=float(asked["heartbeat_timeout"]),
             scratch=self.shipment.folders,
         )
 
@@ -241,4 +249,4 @@ class Follower:
             raise WorkerError(
                 f"{text} (more in the output of {self.leader})", rank=end.get("rank"), exit_code=int(end.get("code", 1))
             )
-        return [results.load(self.returned.get(rank, {})) for rank in self.keeper.ranks]
+        return [results.load(self.returned.get(rank, {})) for rank in self.keeper.ranks if rank >= 0]

@@ -52,10 +52,9 @@ class Options:
         Raises:
             UserError: naming the number and what it must be.
         """
-        check_numbers(self.workers, self.grace, self.heartbeat_timeout, self.threads)
-        for name, value, least in (("servers", self.servers, 0), ("max_restarts", self.max_restarts, 0)):
-            if value < least:
-                raise UserError(f"{name}={value!r}: it must be at least {least}")
+        check_numbers(self.workers, self.grace, self.heartbeat_timeout, self.threads, self.servers)
+        if self.max_restarts < 0:
+            raise UserError(f"max_restarts={self.max_restarts!r}: it must be at least 0")
         if self.host_timeout < 3:
             raise UserError(f"host_timeout={self.host_timeout!r}: it must be at least 3 seconds; hosts are asked once a second")
         if self.min_workers is not None and self.min_workers < 1:
@@ -66,7 +65,7 @@ class Options:
             raise UserError(f"min_workers={self.min_workers} is more than workers={self.workers}")
 
 
-def check_numbers(workers: int | None, grace: float, heartbeat_timeout: float, threads: int | None) -> None:
+def check_numbers(workers: int | None, grace: float, heartbeat_timeout: float, threads: int | None, servers: int = 0) -> None:
     """Refuse what cannot be meant.
 
     Raises:
@@ -74,6 +73,8 @@ def check_numbers(workers: int | None, grace: float, heartbeat_timeout: float, t
     """
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
         raise UserError(f"workers={workers!r}: it must be a whole number of at least 1")
+    if isinstance(servers, bool) or not isinstance(servers, int) or servers < 0:
+        raise UserError(f"servers={servers!r}: it must be a whole number of at least 0")
     if grace < 0:
         raise UserError(f"grace={grace!r}: it must be 0 or more seconds")
     if heartbeat_timeout < 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,6 +11,13 @@ from allhands.launch.protocol import MARK
 
 # What a parameter-server process runs.
 SERVER = "allhands.launch.server"
+# By this variable the workers and servers of a job prove to one another that they belong to it.
+TOKEN = "ALLHANDS_KVSTORE_TOKEN"
+
+
+def new_token(servers: int) -> str:
+    """A secret for a job that has servers; "" for one that has none. It travels as variables do, never in a command line."""
+    return secrets.token_hex(32) if servers else ""
 
 
 @dataclass(frozen=True)
@@ -87,19 +95,21 @@ class Place:
 
 
 def tasks_of(
-    task: Mapping[str, Any], places: Sequence[Place], port: int, run_id: str, restarts: int = 0
+    task: Mapping[str, Any], places: Sequence[Place], port: int, run_id: str, restarts: int = 0, token: str = ""
 ) -> list[list[dict[str, Any]]]:
     """What each host starts: its servers first, then its share of the ranks, which are counted from the first host on.
 
     A server gets the same variables as the workers of its host, with its own number instead of a rank.
+    `token` is the job's secret.
     """
     world_size = sum(place.workers for place in places)
     servers = sum(len(place.servers) for place in places)
+    shared = {TOKEN: token} if servers else {}
     tasks, rank = [], 0
     for node_rank, place in enumerate(places):
 
         def env(own: int, local: int, node_rank: int = node_rank, place: Place = place) -> dict[str, str]:
-            return environment(
+            return shared | environment(
                 own, world_size, local_rank=local, local_world_size=place.workers, node_rank=node_rank, address=place.address,
                 port=port, run_id=run_id, restarts=restarts, servers=servers,
             )  # fmt: skip

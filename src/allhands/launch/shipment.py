@@ -37,8 +37,11 @@ class Shipment:
         return {"function": self._shipped, "sys_path": [str(entry) for entry in sys.path], "argv": list(sys.argv)}
 
     def with_results(self, tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The tasks, each with a file for its result."""
-        return [{**task, "result": os.path.join(self._return_folder, f"result-{task['rank']}")} for task in tasks]
+        """The tasks, those of workers with a file for the result."""
+        return [
+            {**task, "result": os.path.join(self._return_folder, f"result-{task['rank']}")} if "function" in task else task
+            for task in tasks
+        ]
 
     def all_loaded(self) -> None:
         """Every worker has read the arguments."""

@@ -10,12 +10,11 @@ from typing import Any
 from allhands.errors import UserError, WorkerError
 from allhands.launch import results, warm
 from allhands.launch.circle import Circle
-from allhands.launch.handle import KeeperHandle
 from allhands.launch.job import LOOPBACK, PRELOAD
 from allhands.launch.nodes import Follower, other_keepers
 from allhands.launch.options import check_numbers
 from allhands.launch.output import Output
-from allhands.launch.plan import Place, tasks_of
+from allhands.launch.plan import Place, new_token, tasks_of
 from allhands.launch.report import Worker, describe
 from allhands.launch.shipment import Shipment
 from allhands.launch.signals import pass_signals_on, restore
@@ -28,6 +27,7 @@ def spawn(
     kwargs: Mapping[str, Any] | None = None,
     *,
     workers: int,
+    servers: int = 0,
     env: Mapping[str, str | None] | None = None,
     log_dir: str | os.PathLike[str] | None = None,
     prefix: bool = True,
@@ -50,6 +50,8 @@ def spawn(
         args: positional arguments.
         kwargs: keyword arguments.
         workers: how many processes.
+        servers: how many parameter servers to start beside them, with a circle one a node in turn. They serve until the last
+            worker has ended, and the death of one is a failure. `allhands.kvstore.create("dist_sync")` finds them.
         env: variables to set, or with None to remove, in all workers.
         log_dir: folder for one `rank-N.log` each.
         prefix: start every line of output with `[rank] `.
@@ -71,7 +73,7 @@ def spawn(
 
     Raises:
         UserError: an argument cannot be pickled, a result is not data, or a worker raised UserError.
-        WorkerError: a worker failed; the message has its traceback, `rank` says which, `exit_code` its exit
+        WorkerError: a worker failed; the message has its traceback, `rank` says which (None: a server), `exit_code` its exit
             code. No worker is left then.
         KeyboardInterrupt: and anything that `on_message` raises, after all workers were stopped.
         SystemExit: with 128 + N, after all workers have ended, when they left with that code after signal N (SIGTERM, SIGUSR1
@@ -83,7 +85,7 @@ def spawn(
     With ALLHANDS_KEEPER_IDLE=SECONDS in the environment, the process that imports torch and starts the workers waits so long for
     another call, which then saves the import.
     """
-    check_numbers(workers, grace, heartbeat_timeout, threads)
+    check_numbers(workers, grace, heartbeat_timeout, threads, servers)
     output = Output(prefix, log_dir)
     shipment = Shipment()
     keeper, key = warm.take(env, threads, workers)
@@ -93,7 +95,7 @@ def spawn(
     }  # fmt: skip
     try:
         if circle is not None and circle.node > 0:
-            return _follow(circle, keeper, shipment, prepare, (fn, args, kwargs or {}))
+            return _follow(Follower(circle, keeper, shipment, servers), prepare, (fn, args, kwargs or {}))
         others = other_keepers(circle, lambda: supervisor) if circle is not None else []
         supervisor = Supervisor(
             [keeper, *others], output, grace=grace, heartbeat_timeout=heartbeat_timeout, on_message=on_message
@@ -107,8 +109,8 @@ def spawn(
             task = shipment.pack(fn, args, kwargs or {})
             supervisor.on_loaded = shipment.all_loaded
             port = supervisor.wait_ready()
-            places = circle.places() if circle is not None else [Place(workers, (), LOOPBACK)]
-            here, *elsewhere = tasks_of(task, places, port, run_id=uuid.uuid4().hex[:12])
+            places = circle.places(servers) if circle is not None else [Place(workers, range(servers), LOOPBACK)]
+            here, *elsewhere = tasks_of(task, places, port, run_id=uuid.uuid4().hex[:12], token=new_token(servers))
             first = supervisor.run(
                 [shipment.with_results(here), *elsewhere], must_return=True, scratch=shipment.folders
             )  # fmt: skip
@@ -141,9 +143,9 @@ def spawn(
             circle.close()
 
 
-def _follow(circle: Circle, keeper: KeeperHandle, shipment: Shipment, prepare: dict[str, Any], call: Any) -> list[Any]:
+def _follow(follower: Follower, prepare: dict[str, Any], call: Any) -> list[Any]:
     """Start this node's workers for the task that leads."""
-    follower = Follower(circle, keeper, shipment)
+    keeper, shipment = follower.keeper, follower.shipment
     before = follower.pass_signals_on()
     try:
         keeper.send(op="prepare", **prepare)
@@ -172,4 +174,5 @@ def _error(first: Worker, supervisor: Supervisor, output: Output, grace: float) 
     if first.raised is not None and first.raised.get("user_error") is not None:
         return UserError(first.raised["user_error"])
     text = describe(first, list(supervisor.workers.values()), output.log_path(first.rank), grace, with_traceback=True)
-    return WorkerError(text.removeprefix("allhands: "), rank=first.rank, exit_code=first.exit_code())
+    rank = None if first.is_server else first.rank
+    return WorkerError(text.removeprefix("allhands: "), rank=rank, exit_code=first.exit_code())

@@ -136,7 +136,7 @@ class Supervisor:
 
         Args:
             tasks: one sequence for each keeper.
-            must_return: the tasks are functions; one that ends without a result has failed.
+            must_return: the workers' tasks are functions; one that ends without a result has failed.
             scratch: folders that the keepers remove if this process is killed before it can.
 
         Returns:
@@ -154,9 +154,9 @@ class Supervisor:
             keeper.ranks = [task["rank"] for task in chosen]
             keeper.idle = False
             for rank in keeper.ranks:
-                self.workers[rank] = Worker(rank, keeper.host, must_return=must_return)
+                self.workers[rank] = Worker(rank, keeper.host, must_return=must_return and rank >= 0)
                 self.output.place(rank, "" if keeper.local else keeper.host)
-            self._not_loaded.update(keeper.ranks)
+            self._not_loaded.update(rank for rank in keeper.ranks if rank >= 0)
             keeper.heard_at = time.monotonic()
             keeper.send(op="start", workers=list(chosen), heartbeat_timeout=self.heartbeat_timeout, scratch=scratch)
         try:
