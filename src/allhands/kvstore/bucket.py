@@ -1,0 +1,113 @@
+"""Keys of one dtype in one 1-D tensor, of which each worker updates one part; and the arithmetic of a round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from allhands.errors import UserError
+from allhands.kvstore.optimizers import ChunkOptimizer, OptimizerSpec
+
+
+class Bucket:
+    """Some keys side by side, filled up with zeros to a multiple of the number of parts.
+
+    Args:
+        values: the keys' first values, of one dtype.
+        group: the optimizer's group of all of them.
+        device: where the bucket lies.
+        rank: which part is updated here.
+        parts: into how many parts it is cut.
+
+    Attributes:
+        names: the keys, sorted.
+        whole: the weights of all keys, 1-D.
+        part: the weights that are updated here, 1-D; with one part the same memory as `whole`.
+        views: the weights by key, in the key's shape; the same memory as `whole`.
+        optimizer: of `part`; None until the first step.
+    """
+
+    def __init__(self, values: Mapping[str, torch.Tensor], group: int, device: torch.device, rank: int, parts: int) -> None:
+        self.names = sorted(values)
+        self.group = group
+        self._shapes = {name: values[name].shape for name in self.names}
+        count = sum(shape.numel() for shape in self._shapes.values())
+        length = -(-count // parts)
+        dtype = values[self.names[0]].dtype
+        self._slice = slice(rank * length, (rank + 1) * length)
+        self.whole = torch.zeros(parts * length, dtype=dtype, device=device)
+        self.part = self.whole if parts == 1 else torch.zeros(length, dtype=dtype, device=device)
+        self.views = self.cut(self.whole)
+        with torch.no_grad():
+            for name, view in self.views.items():
+                view.copy_(values[name])
+        self.optimizer: ChunkOptimizer | None = None
+
+    def cut(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of a tensor that is as long as the bucket, by key, in the key's shape."""
+        found, start = {}, 0
+        for name, shape in self._shapes.items():
+            found[name] = whole[start : start + shape.numel()].view(shape)
+            start += shape.numel()
+        return found
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor that is as long as the bucket."""
+        return whole[self._slice]
+
+    def filled(self, values: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A new tensor that is as long as the bucket, with these values; zeros for keys that have none."""
+        whole = torch.empty(len(self.whole), dtype=dtype or self.whole.dtype, device=self.whole.device)
+        used = 0
+        for name, view in self.cut(whole).items():
+            used += view.numel()
+            if name in values:
+                view.copy_(values[name])
+            else:
+                view.zero_()
+        whole[used:].zero_()
+        return whole
+
+    def step(self, gradient: torch.Tensor, spec: OptimizerSpec, options: Mapping[str, Any] | None) -> None:
+        """Update `part` with its gradient."""
+        if self.optimizer is None:
+            self.optimizer = ChunkOptimizer(spec, self.group, self.part)
+        self.optimizer.step(gradient, options)
+
+    def load(self, tensors: Mapping[str, Mapping[str, torch.Tensor]], numbers: Mapping[str, float], spec: OptimizerSpec) -> None:
+        """Continue from a state: tensors by the state's name, then by key; and numbers."""
+        if self.optimizer is None:
+            self.optimizer = ChunkOptimizer(spec, self.group, self.part)
+        parts = {name: self.own(self.filled(values, next(iter(values.values())).dtype)) for name, values in tensors.items()}
+        self.optimizer.load_state(parts, numbers)
+
+
+def weight_factor(weights: Sequence[float], expected: float | None) -> float:
+    """By what the sum of the gradients is multiplied.
+
+    Raises:
+        UserError: the factor would be infinite, because nobody has a sample.
+    """
+    if expected is None:
+        return 1.0
+    total = sum(weights)
+    if total == 0:
+        raise UserError("no worker has a sample in this step: step(0) on all workers; leave the step out on all of them")
+    return expected / total
+
+
+def square_of(values: torch.Tensor) -> float:
+    """The sum of the squares, in float64, so that it does not depend on how the gradients are cut."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+
+
+def clip_factor(square: float, clip_norm: float) -> float:
+    """By what gradients are multiplied so that their L2 norm is at most `clip_norm`, as torch.nn.utils.clip_grad_norm_ does.
+
+    A norm that is NaN gives NaN: the weights then show that something went wrong.
+    """
+    factor = clip_norm / (math.sqrt(square) + 1e-6)
+    return 1.0 if factor >= 1.0 else factor

@@ -1,0 +1,205 @@
+"""`CollectiveStore`: synchronous training without servers. Each worker is the server of 1/N of every bucket.
+
+A step is a reduce-scatter, the optimizer on this rank's part, and an all-gather: as many bytes as an all-reduce, with the
+optimizer's state and its work cut by N. The reduce-scatter is an all-to-all whose parts are added up in the order of the ranks:
+as many bytes again, but sums do not depend on the number of workers' places in a ring, so the result is that of servers, bit for
+bit (and gloo's own reduce-scatter is an all-reduce of everything).
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import logging
+import struct
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allhands.comm import all_gather_text, broadcast_tensors
+from allhands.errors import UserError
+from allhands.kvstore.local import LocalStore
+from allhands.kvstore.modes import Mode
+from allhands.kvstore.store import Share
+from allhands.world import World, current_world
+
+_log = logging.getLogger(__name__)
+
+# torch 2.13 has renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Calls of others in which a worker that has left the store still takes part, with no samples.
+_OUTLIVE = ("update", "reduce")
+
+
+class CollectiveStore(LocalStore):
+    """A store that all workers of a world share, over its torch.distributed group.
+
+    All workers make the same calls in the same order. Each call begins by comparing them, so that another order is an error
+    which names both calls. `close`, which also happens at the normal end of a script, is the exception: a worker that has no
+    more batches takes part, with no samples, in the steps of those that have.
+
+    Args:
+        mode: what `create` was given.
+        world: the workers.
+    """
+
+    def __init__(self, mode: Mode, world: World) -> None:
+        # gloo exchanges memory of the CPU only.
+        device = torch.device("cpu") if world.backend == "gloo" else world.device
+        super().__init__(mode, world.rank, world.world_size, None if world.is_alone else device)
+        self._world = world
+        self._closed = False
+        if not world.is_alone:
+            atexit.register(self._leave)
+
+    # ------------------------------------------------------------------ what the workers say to one another
+
+    def _meet(self, call: str, about: Any, share: Share | None = None) -> list[float]:
+        weight = share.weight if share else 0.0
+        if self._world.is_alone:
+            return [weight]
+        if self._closed:
+            raise UserError(f"{call}: this worker has closed the store; make a new one on all workers")
+        said, weights = self._say(call, about, weight)
+        for rank, other in enumerate(said):
+            if other != said[self.rank] and not (call in _OUTLIVE and other[0] == "close"):
+                raise UserError(
+                    f"the workers do not make the same calls: worker {self.rank} is in {_text(said[self.rank])}, worker {rank} "
+                    f"in {_text(other)}; make the same calls in the same order on all workers"
+                )
+        self._present = sum(other[0] != "close" for other in said)
+        return weights
+
+    def _say(self, call: str, about: Any, weight: float) -> tuple[list[list[Any]], list[float]]:
+        """What each worker calls, and its weight. The words are exchanged only where hashes differ."""
+        words = json.dumps([call, about])
+        digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
+        own = torch.tensor(struct.unpack("<qq", digest + struct.pack("<d", weight)), device=self._device)
+        all_ = torch.empty(2 * self.num_workers, dtype=torch.int64, device=self._device)
+        _all_gather(all_, own)
+        pairs = all_.view(-1, 2).tolist()
+        weights = [struct.unpack("<d", struct.pack("<q", bits))[0] for _, bits in pairs]
+        if len({hashed for hashed, _ in pairs}) == 1:
+            return [[call, about]] * self.num_workers, weights
+        return [json.loads(text) for text in all_gather_text(words, self._world)], weights
+
+    def _agree_on_keys(self, forms: dict[str, str]) -> None:
+        if self._world.is_alone:
+            return
+        said, _ = self._say("init", forms, 0.0)
+        for rank, (call, other) in enumerate(said):
+            if call != "init":
+                raise UserError(
+                    f"the workers do not make the same calls: worker {self.rank} makes keys, worker {rank} is in "
+                    f"{_text([call, other])}; make the same calls in the same order on all workers"
+                )
+        # Worker 0 is right: its values are taken. It names the first that differs.
+        odd = next((rank for rank, (_, other) in enumerate(said) if other != said[0][1]), 0) if self.rank == 0 else self.rank
+        if said[odd][1] == said[0][1]:
+            odd = next((rank for rank, (_, other) in enumerate(said) if other != said[0][1]), 0)
+        first, other = said[0][1], said[odd][1]
+        for name in sorted({*first, *other}):
+            if first.get(name) != other.get(name):
+                who = f"this worker ({odd})" if odd == self.rank else f"worker {odd}"
+                raise UserError(
+                    f"the key '{name}' is not the same on all workers: {_has(who, other.get(name))}, "
+                    f"{_has('worker 0', first.get(name))}; all workers must make the same keys"
+                )
+
+    def _take_first(self, values: torch.Tensor) -> None:
+        broadcast_tensors([values], self._world)
+
+    def _sum(self, values: torch.Tensor) -> torch.Tensor:
+        if self._world.is_alone or not len(values):
+            return values
+        sent = values.view(torch.uint8)  # as bytes: the backends know few of torch's dtypes
+        received = torch.empty_like(values)
+        dist.all_to_all_single(received.view(torch.uint8), sent)
+        parts = received.view(self.num_workers, -1)
+        total = parts[0]
+        for part in parts[1:]:
+            total.add_(part)
+        return total
+
+    def _gather(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        if self._world.is_alone:
+            super()._gather(part, whole)
+        elif len(part):
+            _all_gather(whole.view(torch.uint8), part.contiguous().view(torch.uint8))
+
+    def _total(self, number: float) -> float:
+        if self._world.is_alone:
+            return number
+        total = torch.tensor([number], dtype=torch.float64, device=self._device)
+        dist.all_reduce(total)
+        return float(total)
+
+    def _swap(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if self._world.is_alone:
+            return list(tensors)
+        counts = torch.tensor([len(one) for one in tensors], device=self._device)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts)
+        lengths = theirs.tolist()
+        sent = torch.cat(list(tensors)).to(self._device).contiguous()
+        width = sent.shape[1:].numel() * sent.element_size()
+        received = sent.new_empty(sum(lengths), *sent.shape[1:])
+        dist.all_to_all_single(
+            received.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8), [width * one for one in lengths],
+            [width * len(one) for one in tensors],
+        )  # fmt: skip
+        return list(received.to(tensors[0].device).split(lengths))
+
+    # ------------------------------------------------------------------ leaving
+
+    def close(self) -> None:
+        """Leave the store, when all workers do. Until then this worker takes part in the steps of the others, with no samples."""
+        if self._closed or self._world.is_alone:
+            return
+        atexit.unregister(self._leave)
+        while True:
+            said, weights = self._say("close", None, 0.0)
+            others = {json.dumps(one): one for one in said if one[0] != "close"}
+            if not others:
+                break
+            call, about = next(iter(others.values()))
+            if len(others) > 1 or call not in _OUTLIVE:
+                self._closed = True
+                raise UserError(
+                    f"worker {self.rank} has left the store, while others are in {_text([call, about])}; make the same calls in "
+                    "the same order on all workers"
+                )
+            if call == "update":
+                names, *rest = about
+                self._update(names, {}, weights, *rest)
+            else:
+                forms, expected = about
+                zeros = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in forms.items()}
+                self._reduce(zeros, weights, expected)
+        self._closed = True
+
+    def _leave(self) -> None:
+        """At the normal end of a script; after an error the others see the group end."""
+        if current_world() is not self._world or getattr(sys, "last_type", None) is not None:
+            return
+        try:
+            self.close()
+        except (UserError, RuntimeError) as error:
+            _log.warning("leaving the store: %s", error)
+
+
+def _text(said: Sequence[Any]) -> str:
+    """A call in an error message."""
+    call, about = said
+    text = json.dumps(about)
+    shown = "" if about is None else f" {text if len(text) <= 200 else text[:199] + '…'}"
+    return f"'{call}{shown}'"
+
+
+def _has(who: str, form: str | None) -> str:
+    return f"{who} has {form}" if form is not None else f"{who} does not have it"

@@ -1,0 +1,329 @@
+"""`LocalStore`: all keys in this process. `CollectiveStore` cuts the same buckets into one part a worker."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from allhands.errors import UserError
+from allhands.kvstore.bucket import Bucket, clip_factor, square_of, weight_factor
+from allhands.kvstore.modes import Mode
+from allhands.kvstore.optimizers import OptimizerSpec
+from allhands.kvstore.states import StoreState
+from allhands.kvstore.store import KVStore, RowSparse, Share, Step
+
+
+class LocalStore(KVStore):
+    """One worker's store. "local" keeps the values on the CPU, "device" where the first value of each key lies.
+
+    Args:
+        mode: what `create` was given.
+        rank, num_workers: who takes part.
+        device: where all values are kept; None: where they are when they are declared.
+    """
+
+    def __init__(self, mode: Mode, rank: int = 0, num_workers: int = 1, device: torch.device | None = None) -> None:
+        super().__init__(mode, rank, num_workers)
+        self._device = device
+        self._buckets: dict[str, Bucket] = {}
+        self._rows: dict[str, Any] = {}
+        self._unread: set[str] = set()
+        self._steps = 0
+        self._present = num_workers
+
+    # ------------------------------------------------------------------ what CollectiveStore does with others
+
+    def _meet(self, call: str, about: Any, share: Share | None = None) -> list[float]:
+        """Make sure that all workers make this call with these arguments; returns their weights, by rank."""
+        return [share.weight if share else 0.0]
+
+    def _agree_on_keys(self, forms: dict[str, str]) -> None:
+        """Make sure that all workers declare these keys; `forms` say what each of them is."""
+
+    def _take_first(self, values: torch.Tensor) -> None:
+        """Overwrite `values` with those of rank 0."""
+
+    def _sum(self, values: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum over the workers, of a 1-D tensor whose length is a multiple of their number."""
+        return values
+
+    def _gather(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Put the parts of all ranks together."""
+        if part.data_ptr() != whole.data_ptr():
+            whole.copy_(part)
+
+    def _total(self, number: float) -> float:
+        """The sum over the workers."""
+        return number
+
+    def _swap(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Send the n-th tensor to rank n; returns what each rank sent here."""
+        return list(tensors)
+
+    # ------------------------------------------------------------------ keys
+
+    def declare(
+        self, named: Mapping[str, torch.Tensor | RowSparse], complete: bool = False, groups: Mapping[str, int] | None = None
+    ) -> None:
+        forms = {}
+        for name in sorted(named):
+            if name in self.shapes or name in self.tables:
+                raise UserError(f"the key '{name}' is in the store already; make a new store for another training")
+            forms[name] = _form(named[name], (groups or {}).get(name, 0))
+        self._agree_on_keys(forms)
+        alike: dict[tuple[str, int, str], list[str]] = defaultdict(list)
+        for name in forms:
+            value = named[name]
+            if isinstance(value, RowSparse):
+                from allhands.kvstore.tables import Table
+
+                self.tables[name] = value
+                self._rows[name] = Table(value, self.optimizer, self.rank, self.num_workers)
+            else:
+                self.shapes[name] = (value.shape, value.dtype)
+                place = str(self._device or value.device)
+                alike[str(value.dtype), (groups or {}).get(name, 0), place].append(name)
+        for (_, group, place), names in sorted(alike.items()):
+            values: dict[str, torch.Tensor] = {name: named[name] for name in names}  # type: ignore[misc]
+            bucket = Bucket(values, group, torch.device(place), self.rank, self.num_workers)
+            self._take_first(bucket.whole)
+            bucket.part.copy_(bucket.own(bucket.whole))
+            self._add(bucket)
+
+    def _add(self, bucket: Bucket) -> None:
+        for name in bucket.names:
+            self._buckets[name] = bucket
+
+    def _buckets_of(self, names: Iterable[str]) -> list[Bucket]:
+        """The buckets that hold these keys and no others. A bucket that also holds others is cut in two for good.
+
+        All workers ask for the same keys, so that all of them cut alike.
+        """
+        wanted = set(names)
+        found = []
+        for bucket in _each(self._buckets[name] for name in sorted(wanted)):
+            asked = [name for name in bucket.names if name in wanted]
+            if len(asked) < len(bucket.names):
+                others = [name for name in bucket.names if name not in wanted]
+                found.append(self._cut(bucket, [asked, others])[0])
+            else:
+                found.append(bucket)
+        return found
+
+    def _cut(self, bucket: Bucket, pieces: Sequence[Sequence[str]]) -> list[Bucket]:
+        tensors, numbers = self._state_of(bucket)
+        made = []
+        for names in pieces:
+            new = Bucket({name: bucket.views[name] for name in names}, bucket.group, bucket.whole.device, self.rank,
+                         self.num_workers)  # fmt: skip
+            new.part.copy_(new.own(new.whole))
+            if bucket.optimizer is not None:
+                assert self.optimizer is not None
+                new.load({name: {key: tensors[name][key] for key in names} for name in tensors}, numbers, self.optimizer)
+            self._add(new)
+            made.append(new)
+        return made
+
+    def _state_of(self, bucket: Bucket) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, float]]:
+        """The optimizer's state of a bucket: tensors by the state's name, then by key; and numbers."""
+        if bucket.optimizer is None:
+            return {}, {}
+        tensors, numbers = bucket.optimizer.state()
+        found = {}
+        for name, part in sorted(tensors.items()):
+            whole = part.new_empty(len(bucket.whole))
+            self._gather(part, whole)
+            found[name] = bucket.cut(whole)
+        return found, numbers
+
+    # ------------------------------------------------------------------ rounds
+
+    def _push(self, name: str, value: torch.Tensor, priority: int, share: Share) -> None:
+        if name in self._unread:
+            raise UserError(f"the key '{name}' was pushed already and not pulled since; pull it before the next push")
+        weights = self._meet("push", [name, share.expected], share)
+        factor = weight_factor(weights, share.expected)
+        if name in self._rows:
+            self._rows[name].step(self._rows[name].combined(self, value, factor), None)
+        else:
+            (bucket,) = self._buckets_of([name])
+            self._apply(bucket, self._combined(bucket, {name: value}, factor), None)
+        self._unread.add(name)
+
+    def _pull(self, name: str, out: torch.Tensor, priority: int) -> None:
+        self._unread.discard(name)
+        with torch.no_grad():
+            out.copy_(self._buckets[name].views[name])
+
+    def _pull_rows(self, name: str, ids: torch.Tensor, out: torch.Tensor) -> None:
+        self._unread.discard(name)
+        self._meet("row_sparse_pull", [name])
+        with torch.no_grad():
+            out.copy_(self._rows[name].read(self, ids))
+
+    def update(self, grads: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor], share: Share,
+               groups: Sequence[Mapping[str, Any]] | None = None, clip_norm: float | None = None) -> Step:  # fmt: skip
+        if self.optimizer is None:
+            raise UserError("update: the store has no optimizer; call set_optimizer first")
+        for name, grad in grads.items():
+            if name not in self._rows:
+                self._check_like(name, grad, "the gradient")
+        if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
+            raise UserError(f"clip_norm={clip_norm}; it must be a bound above 0, or None")
+        names = sorted(grads)
+        options = None if groups is None else [dict(group) for group in groups]
+        weights = self._meet("update", [names, share.expected, options, clip_norm], share)
+        self._update(names, grads, weights, share.expected, options, clip_norm)
+        with torch.no_grad():
+            for name, out in outs.items():
+                out.copy_(self._buckets[name].views[name])
+        return Step(self._steps, self._present)
+
+    def _update(self, names: Sequence[str], grads: Mapping[str, torch.Tensor], weights: Sequence[float], expected: float | None,
+                groups: Sequence[Mapping[str, Any]] | None, clip_norm: float | None) -> None:  # fmt: skip
+        """One step over the keys `names`; a key that is not in `grads` has a gradient of 0 on this worker."""
+        factor = weight_factor(weights, expected)
+        buckets = self._buckets_of(name for name in names if name not in self._rows)
+        combined = [self._combined(bucket, grads, factor) for bucket in buckets]
+        tables = [self._rows[name] for name in names if name in self._rows]
+        rows = [self._rows[name].combined(self, grads.get(name), factor) for name in names if name in self._rows]
+        if clip_norm is not None:
+            own = sum(square_of(values) for values in combined) + sum(square_of(found[1]) for found in rows)
+            bound = clip_factor(self._total(own), clip_norm)
+            if bound != 1.0:
+                for values in (*combined, *(found[1] for found in rows)):
+                    values.mul_(bound)
+        for bucket, values in zip(buckets, combined, strict=True):
+            self._apply(bucket, values, groups[bucket.group] if groups else None)
+        for table, found in zip(tables, rows, strict=True):
+            table.step(found, groups[0] if groups else None)
+        self._steps += 1
+
+    @torch.no_grad()
+    def _combined(self, bucket: Bucket, values: Mapping[str, torch.Tensor], factor: float) -> torch.Tensor:
+        """This rank's part of the combined gradient; 1-D, to be changed at will."""
+        part = self._sum(bucket.filled(values))
+        return part.mul_(factor) if factor != 1.0 else part
+
+    @torch.no_grad()
+    def _apply(self, bucket: Bucket, values: torch.Tensor, options: Mapping[str, Any] | None) -> None:
+        if self.optimizer is None:
+            bucket.part.copy_(values)
+        else:
+            bucket.step(values, self.optimizer, options)
+        self._gather(bucket.part, bucket.whole)
+
+    @torch.no_grad()
+    def reduce(self, grads: Mapping[str, torch.Tensor], share: Share) -> Step:
+        for name, grad in grads.items():
+            if grad.layout != torch.strided:
+                raise UserError(f"the gradient of '{name}' is sparse, and reduce takes dense ones")
+        names = sorted(grads)
+        forms = {name: [list(grads[name].shape), str(grads[name].dtype).removeprefix("torch.")] for name in names}
+        weights = self._meet("reduce", [forms, share.expected], share)
+        self._reduce(grads, weights, share.expected)
+        return Step(self._steps, self._present)
+
+    def _reduce(self, grads: Mapping[str, torch.Tensor], weights: Sequence[float], expected: float | None) -> None:
+        factor = weight_factor(weights, expected)
+        self._steps += 1
+        if self.num_workers == 1:
+            if factor != 1.0:
+                for grad in grads.values():
+                    grad.mul_(factor)
+            return
+        alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for name in sorted(grads):
+            alike[str(grads[name].dtype), str(self._device or grads[name].device)].append(name)
+        for (_, device), names in sorted(alike.items()):
+            bucket = Bucket({name: grads[name] for name in names}, 0, torch.device(device), self.rank, self.num_workers)
+            self._gather(self._combined(bucket, grads, factor), bucket.whole)
+            for name in names:
+                grads[name].copy_(bucket.views[name])
+
+    def barrier(self) -> None:
+        self._meet("barrier", None)
+
+    # ------------------------------------------------------------------ optimizer and states
+
+    def _set_optimizer(self, spec: OptimizerSpec) -> None:
+        self._meet("set_optimizer", [spec.name, list(spec.groups)])
+        for bucket in _each(self._buckets.values()):
+            bucket.optimizer = None
+        for table in self._rows.values():
+            table.set_optimizer(spec)
+
+    def _set_compression(self, options: dict[str, Any]) -> None:
+        if options.get("type", "none") != "none":
+            raise UserError(
+                f"gradients cannot be compressed in a store '{self.type}' without servers ({options}); start servers with "
+                "`allhands launch -s 1 …` and create('dist_sync'), or leave compression out"
+            )
+
+    def state(self) -> StoreState:
+        self._meet("state", None)
+        state = StoreState(self._steps)
+        for bucket in _each(self._buckets[name] for name in sorted(self._buckets)):
+            tensors, numbers = self._state_of(bucket)
+            for key in bucket.names:
+                if tensors:
+                    state.tensors[key] = {name: tensors[name][key].clone() for name in tensors}
+                if numbers:
+                    state.numbers[key] = dict(numbers)
+        for name in sorted(self._rows):
+            tensors_of, numbers_of = self._rows[name].state(self)
+            state.tensors[name] = tensors_of
+            if numbers_of:
+                state.numbers[name] = numbers_of
+        return state
+
+    @torch.no_grad()
+    def load_state(self, state: StoreState) -> None:
+        if self.optimizer is None:
+            raise UserError("load_state: the store has no optimizer; call set_optimizer first")
+        for name in sorted({*state.tensors, *state.numbers} - {*self._buckets, *self._rows}):
+            raise UserError(f"the state is of a key '{name}', which is not in the store")
+        for name, found in state.tensors.items():
+            for what, tensor in found.items():
+                if name in self._buckets and tensor.shape != self.shapes[name][0]:
+                    raise UserError(
+                        f"the state '{what}' of the key '{name}' has shape {list(tensor.shape)}, the key "
+                        f"{list(self.shapes[name][0])}"
+                    )
+        self._meet("load_state", state.step)
+        for bucket in list(_each(self._buckets[name] for name in sorted(self._buckets))):
+            # Keys of one bucket that have not taken the same steps must part.
+            alike: dict[str, list[str]] = defaultdict(list)
+            for name in bucket.names:
+                form = [sorted(state.tensors.get(name, ())), sorted(state.numbers.get(name, {}).items())]
+                alike[json.dumps(form)].append(name)
+            for part in self._cut(bucket, list(alike.values())) if len(alike) > 1 else [bucket]:
+                first = part.names[0]
+                tensors = {
+                    what: {name: state.tensors[name][what] for name in part.names} for what in state.tensors.get(first, ())
+                }
+                part.load(tensors, state.numbers.get(first, {}), self.optimizer)
+                self._gather(part.part, part.whole)
+        for name, table in self._rows.items():
+            table.load(state.tensors.get(name, {}), state.numbers.get(name, {}))
+        self._steps = state.step
+
+
+def _form(value: torch.Tensor | RowSparse, group: int = 0) -> str:
+    """What a key is, in words that are compared over the workers."""
+    if isinstance(value, RowSparse):
+        return repr(value)
+    if value.layout != torch.strided or not value.is_floating_point():
+        kind = str(value.dtype) if value.layout == torch.strided else "a sparse tensor"
+        raise UserError(f"a value of a store must be a dense tensor of floating-point numbers, not {kind}")
+    return f"shape {list(value.shape)} of {value.dtype}" + (f" in group {group}" if group else "")
+
+
+def _each(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """The buckets, each once."""
+    return list({id(bucket): bucket for bucket in buckets}.values())
