@@ -32,6 +32,7 @@ _LAZY = {
     "DP": "allhands.strategies",
     "DDP": "allhands.strategies",
 }
+_PACKAGES = ("comm", "config", "data", "errors", "kvstore", "launch", "models", "runner", "step", "strategies", "verify", "world")
 _SUBMODULES = {"slurm": "allhands.world.slurm", "utils": "allhands.runner.utils"}
 
 __all__ = [
@@ -72,7 +73,7 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     # `import allhands; allhands.data.…` works without naming the module in an import.
-    if name in {"world", "launch", "comm", "data", "models", "step", "strategies", "runner", "verify", "config", "errors"}:
+    if name in _PACKAGES:
         return importlib.import_module(f"allhands.{name}")
     raise AttributeError(f"module 'allhands' has no attribute {name!r}")
 

@@ -20,7 +20,7 @@ _LAZY = {
     "Share": "allhands.kvstore.store",
     "SplitSampler": "allhands.kvstore.data",
     "Trainer": "allhands.kvstore.trainer",
-    "replicate": "allhands.kvstore.replicate",
+    "replicate": "allhands.kvstore.replicas",
     "split_and_load": "allhands.kvstore.data",
     "split_data": "allhands.kvstore.data",
 }
@@ -41,7 +41,7 @@ __all__ = [
 if TYPE_CHECKING:
     from allhands.kvstore import optimizers as optimizer
     from allhands.kvstore.data import SplitSampler, split_and_load, split_data
-    from allhands.kvstore.replicate import replicate
+    from allhands.kvstore.replicas import replicate
     from allhands.kvstore.store import KVStore, RowSparse, Share
     from allhands.kvstore.trainer import Trainer
 

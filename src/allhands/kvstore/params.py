@@ -13,7 +13,7 @@ from torch import nn
 
 from allhands.errors import UserError, kind_of
 from allhands.kvstore.optimizers import OptimizerSpec, hyper, spec_from, spec_of_torch
-from allhands.kvstore.replicate import Replicas
+from allhands.kvstore.replicas import Replicas
 from allhands.kvstore.specs import class_of, native
 from allhands.kvstore.states import StoreState
 
