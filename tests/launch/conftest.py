@@ -70,9 +70,9 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 # A parameter server that only tells who it is, and needs no torch.
 SERVER = """
 import json, os, signal
-names = ("ALLHANDS_SERVER", "ALLHANDS_NUM_SERVERS", "ALLHANDS_KVSTORE_TOKEN")
+ours = {name: value for name, value in os.environ.items() if name.startswith("ALLHANDS_")}
 with open("servers", "a") as file:
-    file.write(json.dumps({"pid": os.getpid(), "parent": os.getppid(), **{name: os.environ[name] for name in names}}) + "\\n")
+    file.write(json.dumps({"pid": os.getpid(), "parent": os.getppid(), **ours}) + "\\n")
 print("serving", flush=True)
 while True:
     signal.pause()
@@ -100,6 +100,12 @@ class Job:
 
     def __init__(self, mark: str, folder: Path) -> None:
         self.mark, self.folder = mark, folder
+        self.before = ""  # what the launcher's process does first
+
+    def fake_servers(self) -> None:
+        """Let the servers of this job be those of SERVER."""
+        self.script(SERVER, "fake_server.py")
+        self.before = "from allhands.launch import plan; plan.SERVER = 'fake_server'; "
 
     def script(self, text: str, name: str = "script.py") -> str:
         path = self.folder / name
@@ -109,7 +115,7 @@ class Job:
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-P", "-c", "from allhands.cli.main import main; main()", "launch", *words],
+            [sys.executable, "-P", "-c", f"{self.before}from allhands.cli.main import main; main()", "launch", *words],
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

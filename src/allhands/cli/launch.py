@@ -23,9 +23,18 @@ from allhands.launch.options import Options
 from allhands.launch.plan import Command
 from allhands.launch.processes import cores, gpus
 from allhands.launch.protocol import MARK
+from allhands.launch.recovery import CONTINUE, RESTART, STOP
 from allhands.launch.seats import Host
 from allhands.launch.slurm import SlurmNode, allocation, submit
 from allhands.launch.ssh import SshHost
+
+
+class OnWorkerFailure(enum.StrEnum):
+    """What follows the failure of a worker."""
+
+    stop = STOP
+    go_on = CONTINUE
+    restart = RESTART
 
 
 class Launcher(enum.StrEnum):
@@ -82,6 +91,16 @@ def launch(
     max_restarts: Annotated[
         int, typer.Option(help="How many times to start all workers again after a failure; they resume from their checkpoint.")
     ] = 0,
+    server_restarts: Annotated[
+        int, typer.Option(help="How many times to start a parameter server again that died, while the workers run on.")
+    ] = 0,
+    on_worker_failure: Annotated[
+        OnWorkerFailure,
+        typer.Option(
+            help="With --servers: the others go on without a worker that fails, or it alone is started again, up to "
+            "--max-restarts times."
+        ),
+    ] = OnWorkerFailure.stop,
     min_workers: Annotated[
         int | None, typer.Option(help="Restart without hosts that do not come back, as long as so many workers are left.")
     ] = None,
@@ -147,6 +166,8 @@ def launch(
         threads=threads,
         preload=preload,
         max_restarts=max_restarts,
+        server_restarts=server_restarts,
+        on_worker_failure=on_worker_failure.value,
         min_workers=min_workers,
         rejoin_timeout=rejoin_timeout,
     )

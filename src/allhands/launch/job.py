@@ -17,7 +17,8 @@ from allhands.launch.hosts import deal
 from allhands.launch.options import Options
 from allhands.launch.output import Output, show
 from allhands.launch.plan import Command, Place, new_token, tasks_of
-from allhands.launch.report import Worker, describe, describe_stop
+from allhands.launch.recovery import Recovery
+from allhands.launch.report import Worker, describe, describe_end_without, describe_stop
 from allhands.launch.seats import Host, Seat, check_versions, ranks_of
 from allhands.launch.signals import restore, stop_on_signals
 from allhands.launch.supervisor import Supervisor
@@ -56,12 +57,14 @@ class Job:
             self._say(f"host {seat.host.name} gets no worker")
             self.seats.remove(seat)
             seat.host.close()
+        self.recovery = Recovery(options.server_restarts, options.on_worker_failure, options.max_restarts, self._say)
         self.supervisor = Supervisor(
             [],
             Output(options.prefix, options.log_dir),
             grace=options.grace,
             heartbeat_timeout=options.heartbeat_timeout,
             host_timeout=options.host_timeout,
+            recovery=self.recovery,
             on_tick=self._look_for_lost_hosts,
         )
         self.run_id = uuid.uuid4().hex[:12]  # the same for every attempt
@@ -74,8 +77,9 @@ class Job:
         """Run it until no process of it is left on any host. Must be called in the main thread, because it handles signals.
 
         Returns:
-            0 when every worker ended with 0; else the exit code of the worker that failed first, 128 + N for a death by
-            signal N; 128 + N when signal N stopped the launcher, or the workers stopped on request with that code.
+            0 when every worker ended with 0, or the others went on without those that did not; else the exit code of the worker
+            that failed first, 128 + N for a death by signal N; 128 + N when signal N stopped the launcher, or the workers stopped
+            on request with that code.
 
         Raises:
             HostError, WorkerError: a host could not be used; nothing runs on any then.
@@ -96,21 +100,23 @@ class Job:
         if first is not None:
             return first.exit_code()
         number = self.supervisor.stopped_by()
-        if number is None:
-            return 0
         workers = list(self.supervisor.workers.values())
+        if number is None:
+            if failed := self.recovery.excused():
+                self._say(describe_end_without(failed, sum(not worker.is_server for worker in workers)))
+            return 0
         self._say(describe_stop(number, workers, bool(self.supervisor.signals)).removeprefix("allhands: "))
         return 128 + number
 
     def _rounds(self) -> Worker | None:
         self._bring_up()
-        restarts = attempt = 0
+        attempt = 0
         while True:
             try:
                 first = self._round(attempt)
             except (HostError, WorkerError) as error:
                 # A host that fails while the world is set up is as lost as one that fails later.
-                if restarts == self.options.max_restarts:
+                if self.recovery.restarts == self.options.max_restarts:
                     raise
                 self._say(str(error))
                 first = None
@@ -123,11 +129,11 @@ class Job:
                 if first is None:
                     return None
                 self._report(first)
-            if restarts == self.options.max_restarts or self.supervisor.signals:
+            if self.recovery.restarts == self.options.max_restarts or self.supervisor.signals:
                 return first
-            restarts += 1
+            self.recovery.restarts += 1
             attempt += 1
-            self._recover(f"restart {restarts} of {self.options.max_restarts}")
+            self._recover(f"restart {self.recovery.restarts} of {self.options.max_restarts}")
 
     def _has_ended(self) -> bool:
         """Whether all workers came to their end by themselves, before they were asked to stop for a host that is back."""
@@ -212,7 +218,10 @@ class Job:
         seats = self._here()
         port, places = self._meet(seats)
         # A failed attempt's store, with the addresses of processes that are gone, is never seen by the next one.
-        tasks = tasks_of(self.command.task(), places, port, run_id=self.run_id, restarts=attempt, token=self.token)
+        tasks = tasks_of(
+            self.command.task(), places, port, run_id=self.run_id, restarts=attempt, token=self.token,
+            on_worker_failure=self.options.on_worker_failure,
+        )  # fmt: skip
         return self.supervisor.run(tasks)
 
     def _meet(self, seats: Sequence[Seat]) -> tuple[int, list[Place]]:

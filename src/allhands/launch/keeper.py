@@ -66,6 +66,7 @@ class Keeper:
         self.idle_since = time.monotonic()
         self.beat_timeout = 0.0
         self.running = False  # a round was started and is not idle yet
+        self.hold = False  # the round goes on without processes, because the launcher may start some again
         self.ending = False
         self.end_by = float("inf")
         self.sweep_until = 0.0  # when to give up on processes that do not end even after SIGKILL
@@ -115,7 +116,10 @@ class Keeper:
     def _is_stopping(self) -> bool:
         """Whether something shall end soon, so that it pays to look often."""
         waits = [not child.gone and (child.exited or child.kill_at is not None) for child in self.children.values()]
-        return any(waits) or (self.running and all(child.gone for child in self.children.values()))
+        return any(waits) or self._is_round_over()
+
+    def _is_round_over(self) -> bool:
+        return self.running and not self.hold and all(child.gone for child in self.children.values())
 
     # What the launcher asks for
 
@@ -176,9 +180,8 @@ class Keeper:
     def on_ping(self) -> None:
         """The launcher is alive, which `_read_requests` has noted."""
 
-    def on_start(self, workers: list[dict[str, Any]], heartbeat_timeout: float, scratch: list[str]) -> None:
-        self.beat_timeout = heartbeat_timeout
-        self.scratch = scratch
+    def on_start(self, workers: list[dict[str, Any]], heartbeat_timeout: float, scratch: list[str], hold: bool = False) -> None:
+        self.beat_timeout, self.scratch, self.hold = heartbeat_timeout, scratch, hold
         self.running = True
         # Objects that exist now are never collected in the workers, so their memory pages stay shared.
         gc.collect()
@@ -188,6 +191,14 @@ class Keeper:
         for task in workers:
             if self._fork(task):
                 return
+
+    def on_again(self, worker: dict[str, Any]) -> None:
+        self._fork(worker)
+
+    def on_kill(self, rank: int) -> None:
+        for child in self.children.values():
+            if child.rank == rank and not child.gone:
+                child.end(0.0)
 
     def on_stop(self, ranks: list[int] | None, grace: float) -> None:
         self.stop(ranks, grace)
@@ -288,6 +299,7 @@ class Keeper:
 
     def stop(self, ranks: list[int] | None, grace: float) -> None:
         """SIGTERM to the workers themselves, and SIGKILL to all that they started after `grace` seconds."""
+        self.hold = False
         for child in self.children.values():
             if not child.gone and (ranks is None or child.rank in ranks):
                 child.end(grace)
@@ -311,7 +323,7 @@ class Keeper:
         for child in self.children.values():
             if not child.gone:
                 self._look_after(child, now)
-        if self.running and all(child.gone for child in self.children.values()):
+        if self._is_round_over():
             self._finish_round()
         if now - self.last_tick >= TICK:
             self.last_tick = now

@@ -72,6 +72,8 @@ def launch_local(
     preload: bool = True,
     servers: int = 0,
     max_restarts: int = 0,
+    server_restarts: int = 0,
+    on_worker_failure: str = "stop",
 ) -> int:
     """Run a command in `workers` processes of this machine and look after them until none is left.
 
@@ -93,10 +95,13 @@ def launch_local(
         preload: import torch once, before the workers are forked, instead of in each.
         servers: how many parameter servers to start beside the workers.
         max_restarts: how many times to start all workers again after a failure; TORCHELASTIC_RESTART_COUNT tells them.
+        server_restarts: how many times a server that died is started again while the workers run on, all servers together.
+        on_worker_failure: "stop", "continue" or "restart"; see docs/launching.md. The last two need servers.
 
     Returns:
-        0 when every worker ended with 0; else the exit code of the worker that failed first, 128 + N for a
-        death by signal N; 128 + N when signal N stopped the launcher, or the workers stopped on request with that code.
+        0 when every worker ended with 0, or the others went on without those that did not; else the exit code of the worker
+        that failed first, 128 + N for a death by signal N; 128 + N when signal N stopped the launcher, or the workers stopped
+        on request with that code.
 
     Raises:
         UserError: an argument cannot be honoured.
@@ -104,6 +109,7 @@ def launch_local(
     """
     options = Options(
         workers=workers, log_dir=log_dir, prefix=prefix, grace=grace, heartbeat_timeout=heartbeat_timeout, threads=threads,
-        preload=preload, servers=servers, max_restarts=max_restarts,
+        preload=preload, servers=servers, max_restarts=max_restarts, server_restarts=server_restarts,
+        on_worker_failure=on_worker_failure,
     )  # fmt: skip
     return Job(command, [LocalHost(env)], options).run()

@@ -35,7 +35,10 @@ _GRACE = 8.0
 # Open MPI's mark before each line.
 _TAG = re.compile(rb"^\[\d+,(\d+)\]<std(?:out|err)>: ?", re.MULTILINE)
 # What MPI's launchers have no word for.
-_NOT_MPI = ("servers", "log_dir", "grace", "host_timeout", "max_restarts", "min_workers", "rejoin_timeout", "preload")
+_NOT_MPI = (
+    "servers", "server_restarts", "on_worker_failure", "log_dir", "grace", "host_timeout", "max_restarts", "min_workers",
+    "rejoin_timeout", "preload",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from allhands.errors import UserError
+from allhands.launch.recovery import CHOICES, RESTART, STOP
 from allhands.launch.supervisor import HOST_TIMEOUT
 
 # Seconds for which a host that was lost is waited for.
@@ -28,6 +29,9 @@ class Options:
         threads: CPU threads a worker; None: OMP_NUM_THREADS, or the cores divided among the workers.
         preload: import torch once a host, before the workers are forked.
         max_restarts: how many times the world is started again after a failure.
+        server_restarts: how many times a server that died is started again while the workers run on, all servers together.
+        on_worker_failure: "stop" ends, or starts again, all workers when one fails; "continue" lets the others go on without it;
+            "restart" starts it alone again, up to `max_restarts` times. The last two need servers.
         min_workers: with so many workers left a restart goes on without hosts that do not come back; None waits for all.
         rejoin_timeout: seconds for a lost host to come back.
     """
@@ -43,6 +47,8 @@ class Options:
     threads: int | None = None
     preload: bool = True
     max_restarts: int = 0
+    server_restarts: int = 0
+    on_worker_failure: str = STOP
     min_workers: int | None = None
     rejoin_timeout: float = REJOIN_TIMEOUT
 
@@ -55,6 +61,7 @@ class Options:
         check_numbers(self.workers, self.grace, self.heartbeat_timeout, self.threads, self.servers)
         if self.max_restarts < 0:
             raise UserError(f"max_restarts={self.max_restarts!r}: it must be at least 0")
+        self._check_recovery()
         if self.host_timeout < 3:
             raise UserError(f"host_timeout={self.host_timeout!r}: it must be at least 3 seconds; hosts are asked once a second")
         if self.min_workers is not None and self.min_workers < 1:
@@ -63,6 +70,26 @@ class Options:
             raise UserError("min_workers is about going on after a failure; set max_restarts (--max-restarts) as well")
         if self.min_workers is not None and self.workers is not None and self.min_workers > self.workers:
             raise UserError(f"min_workers={self.min_workers} is more than workers={self.workers}")
+
+    def _check_recovery(self) -> None:
+        chosen = self.on_worker_failure
+        if self.server_restarts < 0:
+            raise UserError(f"server_restarts={self.server_restarts!r}: it must be at least 0")
+        if self.server_restarts and not self.servers:
+            raise UserError(
+                f"server_restarts={self.server_restarts} is about parameter servers, and servers=0; start some (-s 1), or write "
+                "max_restarts (--max-restarts), which starts all workers again"
+            )
+        if chosen not in CHOICES:
+            raise UserError(f"on_worker_failure={chosen!r}: it must be one of {', '.join(CHOICES)}")
+        if chosen != STOP and not self.servers:
+            raise UserError(
+                f"on_worker_failure={chosen!r} needs parameter servers: workers that talk to one another in collectives cannot "
+                "go on while one of them is missing. Start servers (-s 1) for workers that use allhands.kvstore, or write "
+                "max_restarts (--max-restarts) alone, which starts all workers again"
+            )
+        if chosen == RESTART and not self.max_restarts:
+            raise UserError("on_worker_failure='restart' without max_restarts: set how many times (--max-restarts 3)")
 
 
 def check_numbers(workers: int | None, grace: float, heartbeat_timeout: float, threads: int | None, servers: int = 0) -> None:

@@ -13,6 +13,10 @@ from allhands.launch.protocol import MARK
 SERVER = "allhands.launch.server"
 # By this variable the workers and servers of a job prove to one another that they belong to it.
 TOKEN = "ALLHANDS_KVSTORE_TOKEN"
+# What the launcher does when a worker fails, and how often this very process was started again for that.
+ON_WORKER_FAILURE = "ALLHANDS_ON_WORKER_FAILURE"
+WORKER_RESTART = "ALLHANDS_WORKER_RESTART"
+SERVER_RESTART = "ALLHANDS_SERVER_RESTART"
 
 
 def new_token(servers: int) -> str:
@@ -95,16 +99,23 @@ class Place:
 
 
 def tasks_of(
-    task: Mapping[str, Any], places: Sequence[Place], port: int, run_id: str, restarts: int = 0, token: str = ""
+    task: Mapping[str, Any],
+    places: Sequence[Place],
+    port: int,
+    run_id: str,
+    restarts: int = 0,
+    token: str = "",
+    on_worker_failure: str = "stop",
 ) -> list[list[dict[str, Any]]]:
     """What each host starts: its servers first, then its share of the ranks, which are counted from the first host on.
 
     A server gets the same variables as the workers of its host, with its own number instead of a rank.
-    `token` is the job's secret.
+    `token` is the job's secret, and `on_worker_failure` what `Recovery` was told; both are only told where there are servers.
     """
     world_size = sum(place.workers for place in places)
     servers = sum(len(place.servers) for place in places)
-    shared = {TOKEN: token} if servers else {}
+    shared = {TOKEN: token, ON_WORKER_FAILURE: on_worker_failure, WORKER_RESTART: "0"} if servers else {}
+    not_for_servers = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", WORKER_RESTART)
     tasks, rank = [], 0
     for node_rank, place in enumerate(places):
 
@@ -116,8 +127,8 @@ def tasks_of(
 
         there: list[dict[str, Any]] = []
         for number in place.servers:
-            own = {name: value for name, value in env(0, 0).items() if name not in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-            own |= {"ALLHANDS_SERVER": str(number)}
+            own = {name: value for name, value in env(0, 0).items() if name not in not_for_servers}
+            own |= {"ALLHANDS_SERVER": str(number), SERVER_RESTART: "0"}
             there.append({"module": SERVER, "args": [], "rank": -1 - number, "env": own, "defaults": place.defaults})
         for local in range(place.workers):
             there.append({**task, "rank": rank, "env": env(rank, local), "defaults": place.defaults})

@@ -9,7 +9,9 @@ Launcher to keeper, field `op`:
     store    address ("": all addresses of the host)             -> event `store`
     reach    addresses, port                                     -> event `reached`
     ping                                                         the launcher is alive; sent to other hosts once a second
-    start    workers, heartbeat_timeout, scratch                 -> events `started`, …, `idle`
+    start    workers, heartbeat_timeout, scratch, hold           -> events `started`, …, `idle`; with hold it waits for `stop`
+    again    worker                                              -> event `started`; one that has ended, while the round goes on
+    kill     rank                                                   SIGKILL, while the round goes on
     stop     ranks (null: all), grace                               SIGTERM, and SIGKILL after `grace` seconds
     signal   number                                              -> the workers get it
     quit                                                            the keeper ends

@@ -170,13 +170,17 @@ def describe(first: Worker, workers: list[Worker], log_path: object, grace: floa
         shown = first.raised["traceback"].rstrip("\n").encode("utf-8", "replace").split(b"\n")
         title = "its traceback:"
     if shown:
-        lines.append(f"  {title}")
-        lines += [f"    | {line[:2000].decode('utf-8', 'backslashreplace')}" for line in shown]
+        lines += _quote(title, shown)
     others = [worker for worker in workers if worker is not first]
-    after = [worker for worker in others if worker.failed_at() is not None]
+    failed = [worker for worker in others if worker.failed_at() is not None]
+    # Where the others go on without a worker that fails.
+    before = [worker for worker in failed if (worker.failed_at() or failed_at) < failed_at]
+    if before:
+        lines.append(f"  failed before it, which did not end the job: {_ranks(before)}")
+    after = [worker for worker in failed if worker not in before]
     if after:
         lines.append(f"  failed after it: {_ranks(after)}")
-    stopped = [worker for worker in others if worker.stop_at is not None and worker not in after]
+    stopped = [worker for worker in others if worker.stop_at is not None and worker not in failed]
     killed = [worker for worker in stopped if worker.exit == {"signal": int(signal.SIGKILL)}]
     if stopped:
         ended = f"; {_ranks(killed)} did not end within {grace:g} s of SIGTERM and got SIGKILL" if killed else ""
@@ -184,6 +188,35 @@ def describe(first: Worker, workers: list[Worker], log_path: object, grace: floa
     if log_path is not None:
         lines.append(f"  everything it printed: {log_path}")
     return "\n".join(lines)
+
+
+def _quote(title: str, shown: list[bytes]) -> list[str]:
+    return [f"  {title}", *(f"    | {line[:2000].decode('utf-8', 'backslashreplace')}" for line in shown)]
+
+
+def describe_excused(worker: Worker, then: str, log_path: object, with_tail: bool = True) -> str:
+    """The report of a failure that does not end the job, without "allhands: " before it.
+
+    Args:
+        worker: which failed.
+        then: what follows.
+        log_path: the file with everything that it printed, or None.
+        with_tail: show its last lines as well.
+    """
+    cause = worker.cause()
+    cause = f"was {cause}" if cause.startswith("killed by ") else f"failed: {cause}"
+    lines = [f"{worker.name} on host {worker.host} {cause}; {then}"]
+    if with_tail and worker.tail:
+        lines += _quote("its last lines:", worker.tail)
+    if log_path is not None:
+        lines.append(f"  everything it printed: {log_path}")
+    return "\n".join(lines)
+
+
+def describe_end_without(failed: list[Worker], workers: int) -> str:
+    """One line on a job that came to its end without some of its `workers`; without "allhands: " before it."""
+    each = "; ".join(f"{worker.name} ({worker.host}): {worker.cause()}" for worker in sorted(failed, key=lambda one: one.rank))
+    return f"{len(failed)} of {workers} workers failed, and the others came to their end: {each}"
 
 
 def describe_stop(number: int, workers: list[Worker], launcher_got_it: bool) -> str:

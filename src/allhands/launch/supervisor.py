@@ -14,6 +14,7 @@ from allhands.errors import UserError, WorkerError
 from allhands.launch.handle import OVERDUE, KeeperHandle
 from allhands.launch.output import Output
 from allhands.launch.protocol import CHUNK, bytes_of
+from allhands.launch.recovery import Recovery
 from allhands.launch.report import Worker
 
 # Importing torch from a cold network file system can take minutes.
@@ -32,6 +33,7 @@ class Supervisor:
         heartbeat_timeout: seconds without a heartbeat that count as a failure; 0 waits for ever.
         host_timeout: seconds without a word from the keeper of another host that count as the loss of that host; its keeper
             takes the launcher for lost after as many.
+        recovery: what is done about a failure instead of stopping all; None stops all.
         on_message: called with (rank, message) for what workers hand to `worker.send`.
         on_loaded: called once every worker has read what was shipped to it.
         on_tick: called about twice a second while workers run and none is being stopped.
@@ -45,6 +47,7 @@ class Supervisor:
         grace: float = 5.0,
         heartbeat_timeout: float = 60.0,
         host_timeout: float = HOST_TIMEOUT,
+        recovery: Recovery | None = None,
         on_message: Callable[[int, dict[str, Any]], None] | None = None,
         on_loaded: Callable[[], None] | None = None,
         on_tick: Callable[[], None] | None = None,
@@ -53,6 +56,7 @@ class Supervisor:
         self.output = output
         self.grace, self.heartbeat_timeout, self.host_timeout = grace, heartbeat_timeout, host_timeout
         self.on_message, self.on_loaded, self.on_tick = on_message, on_loaded, on_tick
+        self.recovery = recovery or Recovery()
         self.workers: dict[int, Worker] = {}
         self.signals: list[int] = []  # those that the launcher got, oldest first
         self.passed: list[int] = []  # signals for the workers, oldest first
@@ -140,7 +144,7 @@ class Supervisor:
             scratch: folders that the keepers remove if this process is killed before it can.
 
         Returns:
-            The worker that failed first; None when all went well or `interrupt` ended the job.
+            The worker that failed first; None when all went well, `interrupt` ended the job, or the others went on to their end.
 
         Raises:
             BaseException: whatever is raised in the calling thread meanwhile, KeyboardInterrupt above all;
@@ -150,6 +154,7 @@ class Supervisor:
         self.stopping_since = self._leave_by = None
         self._killed = False
         self._not_loaded.clear()
+        self.recovery.begin(self.keepers, self.workers, tasks, self.output, self.grace)
         for keeper, chosen in zip(self.keepers, tasks, strict=True):
             keeper.ranks = [task["rank"] for task in chosen]
             keeper.idle = False
@@ -158,7 +163,13 @@ class Supervisor:
                 self.output.place(rank, "" if keeper.local else keeper.host)
             self._not_loaded.update(rank for rank in keeper.ranks if rank >= 0)
             keeper.heard_at = time.monotonic()
-            keeper.send(op="start", workers=list(chosen), heartbeat_timeout=self.heartbeat_timeout, scratch=scratch)
+            keeper.send(
+                op="start",
+                workers=list(chosen),
+                heartbeat_timeout=self.heartbeat_timeout,
+                scratch=scratch,
+                hold=self.recovery.may_act,
+            )
         try:
             self._until_idle()
         except BaseException:
@@ -169,8 +180,8 @@ class Supervisor:
         return self.first_failure()
 
     def first_failure(self) -> Worker | None:
-        """The worker that failed first by itself, as far as is known now."""
-        failed = [(at, w.rank) for w in self.workers.values() if (at := w.failed_at()) is not None]
+        """The worker that failed first by itself, and whose failure ends the job, as far as is known now."""
+        failed = [(at, w.rank) for w in self.recovery.blamed() if (at := w.failed_at()) is not None]
         return self.workers[min(failed)[1]] if failed else None
 
     def interrupt(self, number: int) -> None:
@@ -236,6 +247,7 @@ class Supervisor:
                 if number == signal.SIGTERM and self._leave_by is None:
                     self._leave_by = time.monotonic() + self.grace
             if self.stopping_since is None:
+                self.recovery.act()
                 first = self.first_failure()
                 if first is not None:
                     # One that is raising is about to end, and its own teardown may still print.
@@ -258,8 +270,8 @@ class Supervisor:
 
     def _dismiss_servers(self) -> None:
         """Servers serve until the last worker has ended."""
-        servers = [worker for worker in self.workers.values() if worker.is_server and worker.stop_at is None]
-        if servers and all(worker.exit is not None for worker in self.workers.values() if not worker.is_server):
+        has_servers = any(worker.is_server for worker in self.workers.values())
+        if has_servers and all(self.recovery.is_over(worker) for worker in self.workers.values() if not worker.is_server):
             self.stop(self.grace)
 
     def _some_do_not_follow(self) -> bool:

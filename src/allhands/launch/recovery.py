@@ -1,0 +1,158 @@
+"""What is done about a worker or server that fails in a job whose other processes can go on without it.
+
+A world of collectives ends when one of its ranks does. Workers that meet only through parameter servers need not: they can go on
+with fewer, or wait until the process is there again. Only the launcher knows that a process is gone, and only it can start
+another one on the same host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from allhands.launch.handle import KeeperHandle
+from allhands.launch.output import Output
+from allhands.launch.plan import SERVER_RESTART, WORKER_RESTART
+from allhands.launch.report import Worker, describe_excused
+
+# What may follow the failure of a worker.
+STOP, CONTINUE, RESTART = "stop", "continue", "restart"
+CHOICES = (STOP, CONTINUE, RESTART)
+
+
+@dataclass
+class _Excuse:
+    """A failure that does not end the job."""
+
+    then: str  # CONTINUE or RESTART
+    since: float
+    killed: bool = False
+    settled: bool = False  # its process is gone, and that was told
+
+
+class Recovery:
+    """Decides for one job, over all its attempts, which failures do not end it; and does what follows.
+
+    Args:
+        server_restarts: how many times a server is started again, all servers together.
+        on_worker_failure: one of CHOICES.
+        max_restarts: how many times a worker, or the whole world, is started again.
+        say: shows a report; without "allhands: " before it.
+    """
+
+    def __init__(
+        self,
+        server_restarts: int = 0,
+        on_worker_failure: str = STOP,
+        max_restarts: int = 0,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.server_restarts, self.on_worker_failure, self.max_restarts = server_restarts, on_worker_failure, max_restarts
+        self.restarts = 0  # of a worker, or of the world
+        self._restarted_servers = 0
+        self._say = say
+        self._keepers: Sequence[KeeperHandle] = ()
+        self._workers: dict[int, Worker] = {}
+        self._tasks: dict[int, Mapping[str, Any]] = {}
+        self._excused: dict[int, _Excuse] = {}
+        self._counts: dict[int, int] = {}  # how often a process was started again in this attempt
+
+    @property
+    def may_act(self) -> bool:
+        """Whether anything but the end of the attempt can follow a failure."""
+        return bool(self.server_restarts) or self.on_worker_failure != STOP
+
+    def begin(
+        self,
+        keepers: Sequence[KeeperHandle],
+        workers: dict[int, Worker],
+        tasks: Sequence[Sequence[Mapping[str, Any]]],
+        output: Output,
+        grace: float,
+    ) -> None:
+        """An attempt begins. `workers` is kept up to date by the caller, and a process that is started again gets a new entry."""
+        self._keepers, self._workers, self._output, self._grace = keepers, workers, output, grace
+        self._tasks = {task["rank"]: task for there in tasks for task in there}
+        self._excused, self._counts = {}, {}
+
+    def is_over(self, worker: Worker) -> bool:
+        """Whether nothing more is to come of a worker: it ended, or is about to, and is not started again."""
+        excuse = self._excused.get(worker.rank)
+        if excuse is not None:
+            return excuse.then == CONTINUE and (excuse.settled or excuse.killed)
+        return worker.exit is not None or worker.lost is not None
+
+    def blamed(self) -> list[Worker]:
+        """The workers and servers whose failure ends the attempt. Of workers without which the others go on: all, once none is
+        left that has not failed."""
+        failed = [worker for worker in self._workers.values() if worker.failed_at() is not None]
+        blamed = [worker for worker in failed if worker.rank not in self._excused]
+        workers = [worker for worker in self._workers.values() if not worker.is_server]
+        if not blamed and all(worker.rank in self._excused and self.is_over(worker) for worker in workers):
+            return failed
+        return blamed
+
+    def excused(self) -> list[Worker]:
+        """The workers that failed, and without which the others went on."""
+        return [self._workers[rank] for rank, excuse in self._excused.items() if excuse.then == CONTINUE]
+
+    def act(self) -> None:
+        """See to what has failed. To be called while no process is being stopped."""
+        if not self.may_act:
+            return
+        keepers = {rank: keeper for keeper in self._keepers for rank in keeper.ranks}
+        # Workers before servers, which are of use only while workers run.
+        for rank in sorted(keepers, key=lambda rank: (rank < 0, abs(rank))):
+            worker = self._workers[rank]
+            if rank not in self._excused and worker.failed_at() is not None:
+                then = self._verdict(worker, keepers[rank])
+                if then != STOP:
+                    self._excused[rank] = _Excuse(then, time.monotonic())
+            excuse = self._excused.get(rank)
+            if excuse is not None and not excuse.settled:
+                self._see_to(worker, keepers[rank], excuse)
+
+    def _verdict(self, worker: Worker, keeper: KeeperHandle) -> str:
+        if worker.is_server:
+            needed = any(not self.is_over(other) for other in self._workers.values() if not other.is_server)
+            if keeper.lost or not needed or self._restarted_servers == self.server_restarts:
+                return STOP
+            self._restarted_servers += 1
+            return RESTART
+        if self.on_worker_failure == CONTINUE:
+            # With the first host the store is lost, by which processes find one another.
+            carries = keeper is self._keepers[0] or any(rank < 0 for rank in keeper.ranks)
+            return STOP if keeper.lost and carries else CONTINUE
+        if self.on_worker_failure == STOP or keeper.lost or self.restarts == self.max_restarts:
+            return STOP
+        self.restarts += 1
+        return RESTART
+
+    def _see_to(self, worker: Worker, keeper: KeeperHandle, excuse: _Excuse) -> None:
+        if worker.exit is None and worker.lost is None:
+            # One that has raised an exception is about to end by itself, and may still print.
+            if not excuse.killed and (worker.silent is not None or time.monotonic() > excuse.since + self._grace):
+                excuse.killed = True
+                worker.stop_at = time.monotonic()
+                keeper.send(op="kill", rank=worker.rank)
+            return
+        excuse.settled = True
+        worker.tail = self._output.tail(worker.rank)
+        if excuse.then == RESTART:
+            self._start_again(worker, keeper)
+        else:
+            self._say(describe_excused(worker, "the others go on", self._output.log_path(worker.rank)))
+
+    def _start_again(self, worker: Worker, keeper: KeeperHandle) -> None:
+        rank = worker.rank
+        number, most = (self._restarted_servers, self.server_restarts) if worker.is_server else (self.restarts, self.max_restarts)
+        self._say(describe_excused(worker, f"started again ({number} of {most})", None, with_tail=False))
+        self._counts[rank] = self._counts.get(rank, 0) + 1
+        task = self._tasks[rank]
+        count = {SERVER_RESTART if worker.is_server else WORKER_RESTART: str(self._counts[rank])}
+        del self._excused[rank]
+        self._workers[rank] = Worker(rank, keeper.host, must_return=worker.must_return)
+        self._output.place(rank, "" if keeper.local else keeper.host)
+        keeper.send(op="again", worker={**task, "env": {**task["env"], **count}})
