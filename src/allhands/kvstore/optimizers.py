@@ -14,6 +14,7 @@ from allhands.errors import UserError
 from allhands.kvstore.specs import (
     CLASSES,
     HOW,
+    REFUSED,
     OptimizerSpec,
     build,
     changeable,
@@ -109,10 +110,11 @@ def spec_of_torch(optimizer: torch.optim.Optimizer) -> tuple[OptimizerSpec, list
     if name is None:
         name = next((known for known in known_optimizers() if class_of(known) is cls), None)
     if name is None:
-        name_of(cls.__name__)  # names that no store can have
+        if cls.__name__.lower() in REFUSED:
+            name_of(cls.__name__)
         raise UserError(
-            f"{cls.__module__}.{cls.__name__} is another class than the store's '{cls.__name__.lower()}'; a store can run it "
-            "once an entry point of the group 'allhands.optimizers' names it"
+            f"{cls.__module__}.{cls.__name__} is no optimizer that a store knows ({', '.join(known_optimizers())}); it can "
+            "run it once an entry point of the group 'allhands.optimizers' names the class"
         )
     groups = []
     for group in optimizer.param_groups:

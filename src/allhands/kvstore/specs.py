@@ -32,13 +32,13 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 _BUILT_IN = frozenset(CLASSES)
 
 # What a name that cannot be had should be replaced by.
-_REFUSED = {
+REFUSED = {
     "lbfgs": "LBFGS looks at all parameters at once; write 'sgd' or 'adam'",
     "adafactor": "Adafactor's update of one number depends on its row and column; write 'adamw'",
     "muon": "Muon's update of one number depends on its whole matrix; write 'adamw'",
     "sparseadam": "write 'adam', and init the key with RowSparse(rows, columns): its rows are then updated lazily",
 }
-_REFUSED["sparse_adam"] = _REFUSED["sparseadam"]
+REFUSED["sparse_adam"] = REFUSED["sparseadam"]
 
 # How torch computes, not what; the store computes with the plain loop.
 HOW = ("foreach", "fused", "capturable", "differentiable")
@@ -72,8 +72,8 @@ def name_of(name: str) -> str:
     lowered = name.lower()
     if lowered in CLASSES or any(entry.name.lower() == lowered for entry in _entries()):
         return lowered
-    if lowered in _REFUSED:
-        raise UserError(f"a store cannot run '{name}': {_REFUSED[lowered]}. Known are: {', '.join(known_optimizers())}")
+    if lowered in REFUSED:
+        raise UserError(f"a store cannot run '{name}': {REFUSED[lowered]}. Known are: {', '.join(known_optimizers())}")
     raise UserError(f"there is no optimizer '{name}'{nearest(name, known_optimizers())}")
 
 
