@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -58,7 +60,7 @@ def test_parts_cover_the_data_set_once(length: int, parts: int) -> None:
     samplers = [SplitSampler(length, parts, part) for part in range(parts)]
     for _ in range(3):
         dealt = [list(sampler) for sampler in samplers]
-        assert sorted(sum(dealt, [])) == list(range(length))
+        assert sorted(chain.from_iterable(dealt)) == list(range(length))
         assert [len(part) for part in dealt] == [len(sampler) for sampler in samplers]
         assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
@@ -78,7 +80,7 @@ def test_batches_of_all_workers_are_those_of_one() -> None:
     order = global_order(103, 0, 0)
     workers = [list(SplitSampler(103, 3, part)) for part in range(3)]
     for step in range(9):
-        batch = sum((worker[4 * step : 4 * step + 4] for worker in workers), [])
+        batch = chain.from_iterable(worker[4 * step : 4 * step + 4] for worker in workers)
         assert set(batch) == set(order[12 * step : 12 * step + 12].tolist())
 
 
