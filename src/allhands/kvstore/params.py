@@ -52,12 +52,12 @@ def slots_of(params: Any) -> list[Slot]:
         replicas = list(given) if isinstance(given, (list, tuple)) else [given]
         if not replicas or not all(isinstance(one, nn.Parameter) for one in replicas):
             raise UserError(f"params['{name}'] is {kind_of(given)}; Trainer takes {_FORMS}")
+        if any(isinstance(one, nn.parameter.UninitializedParameter) for one in replicas):
+            raise UserError(f"'{name}' has no shape yet; call the net on one batch before you make the Trainer")
         if len({(one.shape, one.dtype, one.requires_grad) for one in replicas}) > 1:
             raise UserError(
                 f"the replicas of '{name}' differ in shape, dtype or requires_grad; make them with replicate(net, devices)"
             )
-        if any(isinstance(one, nn.parameter.UninitializedParameter) for one in replicas):
-            raise UserError(f"'{name}' has no shape yet; call the net on one batch before you make the Trainer")
         if replicas[0].requires_grad:
             found.setdefault(id(replicas[0]), Slot(name, replicas))
     if not found:
