@@ -152,7 +152,10 @@ def refusals() -> list[tuple[Any, str]]:
         (lambda: store.update({}, {}, Share()), "the store has no optimizer"),
         (lambda: store.save_optimizer_states("x"), "the store has no optimizer"),
         (lambda: store.set_gradient_compression({"type": "2bit"}), "cannot be compressed in a store 'local' without servers"),
-        (lambda: store.reduce({"a": torch.sparse_coo_tensor(size=(3,))}, Share()), "the gradient of 'a' is sparse"),
+        (
+            lambda: store.reduce({"a": torch.sparse_coo_tensor(size=(3,), check_invariants=True)}, Share()),
+            "the gradient of 'a' is sparse",
+        ),
         (lambda: stepping.update({"b": torch.zeros(3)}, {}, Share()), "there is no key 'b'"),
         (lambda: stepping.update({"a": torch.zeros(2)}, outs, Share()), "the gradient for the key 'a' has shape"),
         (lambda: stepping.update({"a": torch.zeros(3)}, outs, Share(), clip_norm=-1.0), "clip_norm=-1.0"),

@@ -45,6 +45,7 @@ class Bucket:
             for name, view in self.views.items():
                 view.copy_(values[name])
         self.optimizer: ChunkOptimizer | None = None
+        self._room: list[torch.Tensor] = []
 
     def cut(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of a tensor that is as long as the bucket, by key, in the key's shape."""
@@ -58,9 +59,14 @@ class Bucket:
         """This rank's part of a tensor that is as long as the bucket."""
         return whole[self._slice]
 
-    def filled(self, values: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A new tensor that is as long as the bucket, with these values; zeros for keys that have none."""
-        whole = torch.empty(len(self.whole), dtype=dtype or self.whole.dtype, device=self.whole.device)
+    def room(self, number: int) -> torch.Tensor:
+        """The n-th tensor as long as the bucket to work in. Kept, because new memory of this size costs more than its use."""
+        while len(self._room) <= number:
+            self._room.append(torch.empty_like(self.whole))
+        return self._room[number]
+
+    def filled(self, values: Mapping[str, torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
+        """`whole`, overwritten by these values, and by zeros for keys that have none."""
         used = 0
         for name, view in self.cut(whole).items():
             used += view.numel()
@@ -81,7 +87,10 @@ class Bucket:
         """Continue from a state: tensors by the state's name, then by key; and numbers."""
         if self.optimizer is None:
             self.optimizer = ChunkOptimizer(spec, self.group, self.part)
-        parts = {name: self.own(self.filled(values, next(iter(values.values())).dtype)) for name, values in tensors.items()}
+        parts = {}
+        for name, values in tensors.items():
+            dtype = next(iter(values.values())).dtype
+            parts[name] = self.own(self.filled(values, torch.empty_like(self.whole, dtype=dtype)))
         self.optimizer.load_state(parts, numbers)
 
 

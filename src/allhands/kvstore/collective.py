@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from allhands.comm import all_gather_text, broadcast_tensors
 from allhands.errors import UserError
+from allhands.kvstore.bucket import Bucket
 from allhands.kvstore.local import LocalStore
 from allhands.kvstore.modes import Mode
 from allhands.kvstore.store import Share
@@ -114,12 +115,11 @@ class CollectiveStore(LocalStore):
     def _take_first(self, values: torch.Tensor) -> None:
         broadcast_tensors([values], self._world)
 
-    def _sum(self, values: torch.Tensor) -> torch.Tensor:
+    def _sum(self, values: torch.Tensor, bucket: Bucket) -> torch.Tensor:
         if self._world.is_alone or not len(values):
             return values
-        sent = values.view(torch.uint8)  # as bytes: the backends know few of torch's dtypes
-        received = torch.empty_like(values)
-        dist.all_to_all_single(received.view(torch.uint8), sent)
+        received = bucket.room(1)
+        dist.all_to_all_single(received.view(torch.uint8), values.view(torch.uint8))  # backends know few of torch's dtypes
         parts = received.view(self.num_workers, -1)
         total = parts[0]
         for part in parts[1:]:

@@ -35,6 +35,7 @@ class LocalStore(KVStore):
         self._unread: set[str] = set()
         self._steps = 0
         self._present = num_workers
+        self._reduced: tuple[dict[str, Any], list[Bucket]] = {}, []
 
     # ------------------------------------------------------------------ what CollectiveStore does with others
 
@@ -48,8 +49,8 @@ class LocalStore(KVStore):
     def _take_first(self, values: torch.Tensor) -> None:
         """Overwrite `values` with those of rank 0."""
 
-    def _sum(self, values: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum over the workers, of a 1-D tensor whose length is a multiple of their number."""
+    def _sum(self, values: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+        """This rank's part of the sum over the workers, of a tensor as long as the bucket."""
         return values
 
     def _gather(self, part: torch.Tensor, whole: torch.Tensor) -> None:
@@ -207,7 +208,7 @@ class LocalStore(KVStore):
     @torch.no_grad()
     def _combined(self, bucket: Bucket, values: Mapping[str, torch.Tensor], factor: float) -> torch.Tensor:
         """This rank's part of the combined gradient; 1-D, to be changed at will."""
-        part = self._sum(bucket.filled(values))
+        part = self._sum(bucket.filled(values, bucket.room(0)), bucket)
         return part.mul_(factor) if factor != 1.0 else part
 
     @torch.no_grad()
@@ -237,14 +238,24 @@ class LocalStore(KVStore):
                 for grad in grads.values():
                     grad.mul_(factor)
             return
-        alike: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for name in sorted(grads):
-            alike[str(grads[name].dtype), str(self._device or grads[name].device)].append(name)
-        for (_, device), names in sorted(alike.items()):
-            bucket = Bucket({name: grads[name] for name in names}, 0, torch.device(device), self.rank, self.num_workers)
+        for bucket in self._buckets_like(grads):
             self._gather(self._combined(bucket, grads, factor), bucket.whole)
-            for name in names:
+            for name in bucket.names:
                 grads[name].copy_(bucket.views[name])
+
+    def _buckets_like(self, grads: Mapping[str, torch.Tensor]) -> list[Bucket]:
+        """Buckets for these gradients; those of the last call when they are alike."""
+        forms = {name: (grads[name].shape, grads[name].dtype, self._device or grads[name].device) for name in sorted(grads)}
+        if self._reduced[0] != forms:
+            alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+            for name, (_, dtype, device) in forms.items():
+                alike[str(dtype), str(device)].append(name)
+            made = [
+                Bucket({name: grads[name] for name in names}, 0, torch.device(device), self.rank, self.num_workers)
+                for (_, device), names in sorted(alike.items())
+            ]
+            self._reduced = forms, made
+        return self._reduced[1]
 
     def barrier(self) -> None:
         self._meet("barrier", None)
