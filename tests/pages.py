@@ -11,6 +11,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 VARIES = (
     (r"\d+\.\d+\.\d+\.\d+(:\d+)?", "ADDRESS"),
     (r"\(\S+, pid \d+\)", "(HOST, pid N)"),
+    (r"\bon host \S+", "on host HOST"),
+    (r"\brank (\d+) \(\S+\):", r"rank \1 (HOST):"),
     (r'File "\S*/', 'File "'),
     (r"rsync \S+/ ->", "rsync FOLDER/ ->"),
     (r"\bjob \d+", "job N"),

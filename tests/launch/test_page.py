@@ -16,4 +16,4 @@ pytestmark = [pytest.mark.serial, pytest.mark.slow, pytest.mark.timeout(120)]
 @pytest.mark.usefixtures("mark")
 def test_the_page_about_launching(tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    assert run_page("launching.md", tmp_path, {**os.environ, "PATH": path}) == 4
+    assert run_page("launching.md", tmp_path, {**os.environ, "PATH": path}) == 5
