@@ -92,11 +92,20 @@ def test_options_of_other_hosts_arrive(folder: Path, launched: list[Launched], m
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     (folder / "hosts").write_text("# ours\nd1 slots=2\n\nme@d2:2222  # the other\n")
     words = "-n 2 -s 1 -H hosts --sync-dst-dir /srv/job --exclude *.pt --env TOKEN --env X=1=2 --max-restarts 3 --min-workers 1"
+    words += " --server-restarts 2 --on-worker-failure continue"
     main.run(["launch", *words.split(), "--host-timeout", "9", "--rejoin-timeout", "4", "python /srv/job/absent.py 'a b'"])
     (job,) = launched
     assert job.command == Command("program", "python", ("/srv/job/absent.py", "a b"))
     assert job.options == Options(
-        workers=2, servers=1, cwd="/srv/job", max_restarts=3, min_workers=1, host_timeout=9.0, rejoin_timeout=4.0
+        workers=2,
+        servers=1,
+        cwd="/srv/job",
+        max_restarts=3,
+        min_workers=1,
+        host_timeout=9.0,
+        rejoin_timeout=4.0,
+        server_restarts=2,
+        on_worker_failure="continue",
     )
     assert [host.spec for host in job.hosts] == [HostSpec("d1", slots=2), HostSpec("d2", "me", 2222)]
     assert job.slots == [2, None]

@@ -13,12 +13,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from allhands.errors import AllhandsError, UserError, WorldError
 from allhands.launch import circle, spawn
+from allhands.launch.nodes import Follower
 from allhands.world import beacon
 
 from .conftest import told_servers
@@ -99,16 +101,20 @@ def test_servers_go_to_one_node_in_turn() -> None:
     def work() -> Any:
         return told_servers(3), os.getppid(), os.environ["ALLHANDS_KVSTORE_TOKEN"]
 
-    def call(node: int, servers: int, key: str) -> Any:
-        return spawn(work, workers=1, servers=servers, circle=circle.gather(node, HOSTS[:2], key, 1, timeout=20))
+    def call(node: int) -> Any:
+        return spawn(work, workers=1, servers=3, circle=circle.gather(node, HOSTS[:2], "servers", 1, timeout=20))
 
-    results = on_nodes(2, lambda node: call(node, 3, "servers"))
+    results = on_nodes(2, call)
     keepers = [keeper for [(_, keeper, _)] in results]
     [(told, _, token)] = results[0]
     assert {int(one["ALLHANDS_SERVER"]): one["parent"] for one in told} == {0: keepers[0], 1: keepers[1], 2: keepers[0]}
     assert {one["ALLHANDS_KVSTORE_TOKEN"] for one in told} == {results[1][0][2]} == {token}
-    for error in on_nodes(2, lambda node: call(node, 3 - node, "unlike")):
-        assert "was called with servers=2, but " in str(error)
+
+
+def test_nodes_that_ask_for_other_numbers_of_servers_are_told() -> None:
+    follower: Any = SimpleNamespace(servers=2, circle=SimpleNamespace(hosts=["d1", "d2"], node=1), leader="d1")
+    with pytest.raises(UserError, match=r"^d2 was called with servers=2, but d1 with servers=3; every node must"):
+        Follower._start(follower, {}, {"servers": 3})
 
 
 SCRIPT = """
