@@ -12,6 +12,7 @@ import torch
 import allhands
 from allhands.errors import UserError
 from allhands.kvstore import Share, Trainer, create
+from allhands.launch import spawn
 from tests.kvstore.training import OPTIMIZERS, SIZES, by_hand, largest_difference, model, take_steps
 from tests.worlds import in_world
 
@@ -21,14 +22,14 @@ CLIP = 0.4
 SAVED_AFTER = 9
 
 
-def trained(name: str, two_calls: bool = False, **options: Any) -> dict[str, torch.Tensor]:
+def trained(name: str, two_calls: bool = False, device: str | torch.device = "cpu", **options: Any) -> dict[str, torch.Tensor]:
     store = create("dist_sync")
-    net = model(seed=store.rank)  # worker 0's weights are taken
+    net = model(seed=store.rank).to(device)  # worker 0's weights are taken
     optimizer, optimizer_params, _ = OPTIMIZERS[name]
     trainer = Trainer(net.named_parameters(), optimizer, optimizer_params, kvstore=store, **options)
     take_steps(net, trainer, store, range(len(SIZES)), two_calls)
     store.close()
-    return dict(net.state_dict())
+    return {key: value.cpu() for key, value in net.state_dict().items()}
 
 
 def message_of(call: Callable[[], Any]) -> str:
@@ -267,3 +268,27 @@ def test_states_go_on_with_another_number_of_workers(worlds: dict[int, list[dict
     assert largest_difference(worlds[2][0]["states"], by_hand("adam", range(SAVED_AFTER))) <= 1e-6
     for world in worlds[3]:
         assert largest_difference(world["states"], by_hand("adam")) <= 1e-6
+
+
+def trained_on_gpus() -> dict[str, Any]:
+    world = allhands.init()
+    found: dict[str, Any] = {name: trained(name, device=world.device) for name in OPTIMIZERS}
+    found["clipped"] = trained("momentum", device=world.device, clip_norm=CLIP)
+    found["in the workers"] = trained("adam", device=world.device, update_on_kvstore=False)
+    found["more"] = more_batches_here()
+    found["where"] = [world.backend, str(world.device)]
+    allhands.finalize()
+    return found
+
+
+@pytest.mark.gpu(2)
+def test_one_process_a_gpu() -> None:
+    worlds = spawn(trained_on_gpus, workers=2)
+    assert [found["where"] for found in worlds] == [["nccl", "cuda:0"], ["nccl", "cuda:1"]]
+    for found in worlds:
+        for name in OPTIMIZERS:
+            assert largest_difference(found[name], by_hand(name)) <= 1e-5, name
+            assert all(torch.equal(found[name][key], value) for key, value in worlds[0][name].items())
+        assert largest_difference(found["clipped"], by_hand("momentum", clip_norm=CLIP)) <= 1e-5
+        assert largest_difference(found["in the workers"], by_hand("adam")) <= 1e-5
+    assert [found["more"]["moved"] for found in worlds] == [pytest.approx(10.0), pytest.approx(3.0)]

@@ -51,10 +51,11 @@ def share(step: int, rank: int, workers: int) -> slice:
 def take_steps(net: nn.Module, trainer: Trainer, store: KVStore, steps: Iterable[int], two_calls: bool = False) -> None:
     """This worker's part of some steps."""
     loss = nn.MSELoss(reduction="sum")
+    device = next(net.parameters()).device
     for step in steps:
         if step == LOW_LR_FROM:
             trainer.set_learning_rate(trainer.learning_rate / 10)
-        X, Y = (part[share(step, store.rank, store.num_workers)] for part in batch(step))
+        X, Y = (part[share(step, store.rank, store.num_workers)].to(device) for part in batch(step))
         if len(X):
             loss(net(X), Y).backward()
         if two_calls:
