@@ -101,3 +101,42 @@ def test_a_host_that_does_not_come_back_ends_a_job_that_needs_it(hosts: Hosts) -
     assert "d2 did not come back within 1 s" in said
     assert "workers left: 1, and all are needed (--min-workers lets it go on with fewer)" in said
     assert hosts.left(5) == []
+
+
+ALONE = """
+import os, signal, sys, time
+from pathlib import Path
+
+rank, restart = int(os.environ["RANK"]), int(os.environ["ALLHANDS_WORKER_RESTART"])
+print("up", restart, flush=True)
+if rank == 1 and os.environ["ALLHANDS_ON_WORKER_FAILURE"] == "restart" and restart == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+wanted = sys.argv[1]
+while rank == 0 and not Path(wanted).exists() or rank == 1 and restart == 0:
+    time.sleep(0.05)
+Path("again").touch()
+print("end", flush=True)
+"""
+
+
+def test_with_servers_one_worker_is_started_again_on_its_host_or_its_host_is_done_without(hosts: Hosts) -> None:
+    folder = shared_folder(hosts, "alone")
+    (folder / "alone.py").write_text(ALONE)
+    words = ["-n", "2", "-s", "1", "-H", "hosts", "--no-preload", "--host-timeout", "3", "--on-worker-failure"]
+    with Launch(hosts, folder, *words, "restart", "--max-restarts", "1", "alone.py", "again") as job:
+        code, said = job.end()
+    assert code == 0, said
+    assert "rank 1 on host d2 was killed by SIGKILL (out of memory? see `dmesg`); started again (1 of 1)" in said
+    assert (said.count("[d1 0] up 0"), said.count("[d2 1] up"), said.count("[d2 1] up 1")) == (1, 2, 1)
+    assert hosts.left(5) == []
+    with Launch(hosts, folder, *words, "continue", "alone.py", "lost") as job:
+        job.until("up", times=2)
+        hosts.poweroff("d2")
+        job.until("the others go on")
+        (folder / "lost").touch()
+        code, said = job.end()
+    assert code == 0, said
+    assert re.search(r"allhands: rank 1 on host d2 failed: no word from host d2 .*; the others go on", said)
+    assert "[d1 0] end" in said
+    assert "allhands: 1 of 2 workers failed, and the others came to their end: rank 1 (d2): no word from host d2" in said
+    assert hosts.left(5) == []
