@@ -183,6 +183,28 @@ time.sleep(30)
     assert len((served.folder / "servers").read_text().splitlines()) == 1
 
 
+def test_the_store_outlives_a_moment_without_any_process(served: Job) -> None:
+    script = served.script(
+        BEGIN
+        + """
+import socket
+until(lambda: len(lines("servers")) == 1 + restart)
+if restart == 0:
+    os.kill(lines("servers")[0]["pid"], signal.SIGKILL)
+    kill_self()
+socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))).close()
+print("both are back", flush=True)
+"""
+    )
+    # A launcher that is slow to answer, as one on another host may be.
+    served.before += "import time; from allhands.launch.recovery import Recovery as R; again = R._start_again; "
+    served.before += "R._start_again = lambda *given: (time.sleep(0.5), again(*given)); "
+    words = "-n 1 -s 1 --server-restarts 1 --on-worker-failure restart --max-restarts 1 --no-preload"
+    code, out, err = served.run(*words.split(), script)
+    assert (code, out.count("both are back")) == (0, 1), err
+    assert sorted(line.partition(" on ")[0] for line in reports(err)) == ["allhands: rank 0", "allhands: server 0"]
+
+
 class Stage:
     """Two hosts with a worker each, and a server on those of `servers`; nothing runs."""
 

@@ -114,3 +114,11 @@ def test_the_end_of_a_job_on_request_is_one_line() -> None:
     assert describe_stop(10, [ended, killed], False) == (
         "allhands: the workers stopped after SIGUSR1; rank 1 had not ended in time and got SIGKILL; no worker is left"
     )
+
+
+def test_a_failure_that_did_not_end_the_job_is_told_apart() -> None:
+    earlier = Worker(1, "h", raised={"text": "ValueError"}, raised_at=10.0, exit={"code": 1}, exit_at=10.5)
+    server = Worker(-1, "h", exit={"signal": 9}, exit_at=30.0)
+    later = Worker(0, "h", raised={"text": "no server"}, raised_at=29.5)
+    lines = describe(server, [later, earlier, server], None, 5.0, with_traceback=False).splitlines()
+    assert lines[1:] == ["  failed before it, which did not end the job: rank 1", "  failed after it: rank 0"]
