@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import allhands
 from allhands.errors import UserError
-from allhands.kvstore import Share, Trainer, create
+from allhands.kvstore import RowSparse, Share, Trainer, create
+from allhands.kvstore.rows import first_rows
 from allhands.launch import spawn
 from tests.kvstore.training import OPTIMIZERS, SIZES, by_hand, largest_difference, model, take_steps
 from tests.worlds import in_world
@@ -114,13 +116,71 @@ def parts_of_a_step() -> dict[str, Any]:
     return {"weights": outs, "steps": steps, "number": step.number, "workers": step.workers}
 
 
+def rows() -> dict[str, Any]:
+    """A table of 2**40 rows: ids that are pushed twice, by several workers and by nobody, and a worker without any."""
+    store = create("dist")
+    rank, count = store.rank, 2**40
+    store.init("table", RowSparse(count, 3, std=0.5, seed=7))
+    ids = torch.tensor([5, 59_000_001, 5, 2**33 + rank, count - 1])
+    found: dict[str, Any] = {"first": store.row_sparse_pull("table", row_ids=ids)}
+    store.set_optimizer("adam", lr=0.1)
+    dense = torch.zeros(4)
+    store.init("dense", dense)
+    for step in range(3):
+        mine = ids if rank == 0 or step == 1 else ids[:0]
+        values = (torch.arange(float(3 * len(mine))).view(-1, 3) + 1) * (rank + 1)
+        pushed = torch.sparse_coo_tensor(mine[None], values, (count, 3), check_invariants=True)
+        if step < 2:
+            store.push("table", pushed, weight=1)
+        else:
+            store.update({"table": pushed, "dense": torch.ones(4)}, {"dense": dense}, Share(1.0, 1.0), clip_norm=2.0)
+        found[f"after {step}"] = store.row_sparse_pull("table", row_ids=torch.tensor([5, count - 1, 3, 2**33, 2**33 + 1, 5]))
+    found["dense"] = dense
+    found["nothing"] = list(store.row_sparse_pull("table", row_ids=ids[:0]).shape)
+    state = store.state()
+    found["state"] = state.tensors["table"]
+    again = create("dist")
+    again.declare({"table": RowSparse(count, 3, std=0.5, seed=7), "dense": dense})
+    again.set_optimizer("adam", lr=0.1)
+    again.load_state(state)
+    found["loaded"] = again.row_sparse_pull("table", row_ids=ids[1:])
+    found["own"] = store.row_sparse_pull("table", row_ids=ids[1:])
+    for each in (store, again):
+        each.close()
+    return found
+
+
+def rows_by_hand(workers: int) -> dict[str, torch.Tensor]:
+    """The same, in one process, as dense rows of the few ids that are used."""
+    count = 2**40
+    ids = [5, 59_000_001, count - 1, *(2**33 + rank for rank in range(workers))]
+    table = RowSparse(count, 3, std=0.5, seed=7)
+    weights = {each: nn.Parameter(first_rows(table, torch.tensor([each]))[0]) for each in (*ids, 3, 2**33 + 1)}
+    dense = nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.Adam([*weights.values(), dense], lr=0.1)
+    found = {}
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(workers if step == 1 else 1):
+            for row, each in enumerate([5, 59_000_001, 5, 2**33 + rank, count - 1]):
+                gradient = (torch.arange(3.0) + 3 * row + 1) * (rank + 1) / workers
+                previous = weights[each].grad
+                weights[each].grad = gradient if previous is None else previous + gradient
+        if step == 2:
+            dense.grad = torch.ones(4)
+            nn.utils.clip_grad_norm_([*weights.values(), dense], 2.0)
+        optimizer.step()
+        found[f"after {step}"] = torch.stack([weights[each].detach() for each in (5, count - 1, 3, 2**33, 2**33 + 1, 5)])
+    return {**found, "dense": dense.detach()}
+
+
 def more_batches_here() -> dict[str, Any]:
     """Worker 0 takes two more steps than the others, which have left the store meanwhile."""
     store = create("dist")
-    net = torch.nn.Linear(1, 1, bias=False)
+    net = nn.Linear(1, 1, bias=False)
     trainer = Trainer(net, "sgd", {"lr": 1.0}, kvstore=store)
     store_of_sums = create("dist")
-    other_net = torch.nn.Linear(1, 1)
+    other_net = nn.Linear(1, 1)
     other = Trainer(other_net, "sgd", {"lr": 1.0}, kvstore=store_of_sums, update_on_kvstore=False)
     before = net.weight.item()
     for step in range(5 if store.rank == 0 else 3):
@@ -160,6 +220,7 @@ def everything(folder: str, workers: int) -> dict[str, Any]:
         "keys": single_keys(),
         "differing": differing_keys() if workers > 1 else None,
         "parts": parts_of_a_step(),
+        "rows": rows(),
         "more": more_batches_here() if workers > 1 else None,
         "states": continued(folder, saves=workers < 3),
     }
@@ -194,6 +255,7 @@ def check_trainings(found: dict[str, dict[str, torch.Tensor]]) -> None:
 def test_one_worker(alone: dict[str, Any]) -> None:
     check_trainings(alone["trainings"])
     assert alone["parts"]["steps"] == {"a": 3.0, "b": 3.0, "c": 3.0}
+    check_rows(alone["rows"], 1)
     # Bit for bit what a local store computes.
     for name, (optimizer, options, _) in OPTIMIZERS.items():
         net, store = model(), create("local")
@@ -264,6 +326,24 @@ def test_a_worker_without_further_batches_does_not_stop_the_others(worlds: dict[
         assert "this worker has closed the store" in found["closed"]
 
 
+def check_rows(found: dict[str, Any], workers: int) -> None:
+    for name, expected in rows_by_hand(workers).items():
+        assert float((found[name] - expected).abs().max()) <= 1e-6, name
+    assert found["nothing"] == [0, 3]
+    assert found["first"][0].abs().max() > 0.01  # normal numbers
+    assert torch.equal(found["first"][0], found["first"][2])
+    touched = sorted({5, 59_000_001, 2**40 - 1, *(2**33 + rank for rank in range(workers))})
+    assert found["state"]["ids"].tolist() == touched
+    assert found["state"]["step"].tolist() == [1 if 2**33 < each < 2**34 else 3 for each in touched]
+    assert torch.equal(found["loaded"], found["own"])
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_rows_are_those_of_dense_tensors(worlds: dict[int, list[dict[str, Any]]], workers: int) -> None:
+    for world in worlds[workers]:
+        check_rows(world["rows"], workers)
+
+
 def test_states_go_on_with_another_number_of_workers(worlds: dict[int, list[dict[str, Any]]]) -> None:
     assert largest_difference(worlds[2][0]["states"], by_hand("adam", range(SAVED_AFTER))) <= 1e-6
     for world in worlds[3]:
@@ -276,6 +356,7 @@ def trained_on_gpus() -> dict[str, Any]:
     found["clipped"] = trained("momentum", device=world.device, clip_norm=CLIP)
     found["in the workers"] = trained("adam", device=world.device, update_on_kvstore=False)
     found["more"] = more_batches_here()
+    found["rows"] = rows()
     found["where"] = [world.backend, str(world.device)]
     allhands.finalize()
     return found
@@ -291,4 +372,5 @@ def test_one_process_a_gpu() -> None:
             assert all(torch.equal(found[name][key], value) for key, value in worlds[0][name].items())
         assert largest_difference(found["clipped"], by_hand("momentum", clip_norm=CLIP)) <= 1e-5
         assert largest_difference(found["in the workers"], by_hand("adam")) <= 1e-5
+        check_rows(found["rows"], 2)
     assert [found["more"]["moved"] for found in worlds] == [pytest.approx(10.0), pytest.approx(3.0)]

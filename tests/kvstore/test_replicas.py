@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import allhands
 from allhands.errors import UserError
 from allhands.kvstore import Trainer, replicate, split_and_load
 from allhands.kvstore.replicas import Replicas
@@ -105,7 +106,8 @@ def test_what_replicas_refuse() -> None:
 
 
 @pytest.mark.gpu(2)
-def test_two_gpus_train_as_one() -> None:
+def test_two_gpus_train_as_one(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(allhands.finalize)  # create("dist") makes a world of one
     ctx = ["cuda:0", "cuda:1"]
     torch.manual_seed(1)
     X, Y = torch.randn(24, 4), torch.randint(3, (24,))

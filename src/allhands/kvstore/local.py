@@ -15,7 +15,8 @@ from allhands.kvstore.bucket import Bucket, clip_factor, square_of, weight_facto
 from allhands.kvstore.modes import Mode
 from allhands.kvstore.optimizers import OptimizerSpec
 from allhands.kvstore.states import StoreState
-from allhands.kvstore.store import KVStore, RowSparse, Share, Step
+from allhands.kvstore.store import KVStore, RowSparse, Share, Step, check_rows
+from allhands.kvstore.tables import Table
 
 
 class LocalStore(KVStore):
@@ -31,7 +32,7 @@ class LocalStore(KVStore):
         super().__init__(mode, rank, num_workers)
         self._device = device
         self._buckets: dict[str, Bucket] = {}
-        self._rows: dict[str, Any] = {}
+        self._rows: dict[str, Table] = {}
         self._unread: set[str] = set()
         self._steps = 0
         self._present = num_workers
@@ -81,10 +82,10 @@ class LocalStore(KVStore):
         for name in forms:
             value = named[name]
             if isinstance(value, RowSparse):
-                from allhands.kvstore.tables import Table
-
                 self.tables[name] = value
-                self._rows[name] = Table(value, self.optimizer, self.rank, self.num_workers)
+                self._rows[name] = Table(
+                    value, self.optimizer, (groups or {}).get(name, 0), self.rank, self.num_workers, self._swap
+                )
             else:
                 self.shapes[name] = (value.shape, value.dtype)
                 place = str(self._device or value.device)
@@ -150,7 +151,7 @@ class LocalStore(KVStore):
         weights = self._meet("push", [name, share.expected], share)
         factor = weight_factor(weights, share.expected)
         if name in self._rows:
-            self._rows[name].step(self._rows[name].combined(self, value, factor), None)
+            self._rows[name].step(self._rows[name].combined(value, factor), None)
         else:
             (bucket,) = self._buckets_of([name])
             self._apply(bucket, self._combined(bucket, {name: value}, factor), None)
@@ -165,15 +166,19 @@ class LocalStore(KVStore):
         self._unread.discard(name)
         self._meet("row_sparse_pull", [name])
         with torch.no_grad():
-            out.copy_(self._rows[name].read(self, ids))
+            out.copy_(self._rows[name].read(ids))
 
     def update(self, grads: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor], share: Share,
                groups: Sequence[Mapping[str, Any]] | None = None, clip_norm: float | None = None) -> Step:  # fmt: skip
         if self.optimizer is None:
             raise UserError("update: the store has no optimizer; call set_optimizer first")
         for name, grad in grads.items():
-            if name not in self._rows:
+            if name in self.tables:
+                check_rows(name, grad, self.tables[name])
+            else:
                 self._check_like(name, grad, "the gradient")
+        for name in outs:
+            self._known(name)
         if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
             raise UserError(f"clip_norm={clip_norm}; it must be a bound above 0, or None")
         names = sorted(grads)
@@ -192,7 +197,7 @@ class LocalStore(KVStore):
         buckets = self._buckets_of(name for name in names if name not in self._rows)
         combined = [self._combined(bucket, grads, factor) for bucket in buckets]
         tables = [self._rows[name] for name in names if name in self._rows]
-        rows = [self._rows[name].combined(self, grads.get(name), factor) for name in names if name in self._rows]
+        rows = [self._rows[name].combined(grads.get(name), factor) for name in names if name in self._rows]
         if clip_norm is not None:
             own = sum(square_of(values) for values in combined) + sum(square_of(found[1]) for found in rows)
             bound = clip_factor(self._total(own), clip_norm)
@@ -202,7 +207,7 @@ class LocalStore(KVStore):
         for bucket, values in zip(buckets, combined, strict=True):
             self._apply(bucket, values, groups[bucket.group] if groups else None)
         for table, found in zip(tables, rows, strict=True):
-            table.step(found, groups[0] if groups else None)
+            table.step(found, groups[table.group] if groups else None)
         self._steps += 1
 
     @torch.no_grad()
@@ -287,10 +292,7 @@ class LocalStore(KVStore):
                 if numbers:
                     state.numbers[key] = dict(numbers)
         for name in sorted(self._rows):
-            tensors_of, numbers_of = self._rows[name].state(self)
-            state.tensors[name] = tensors_of
-            if numbers_of:
-                state.numbers[name] = numbers_of
+            state.tensors[name] = self._rows[name].state()
         return state
 
     @torch.no_grad()
@@ -321,7 +323,7 @@ class LocalStore(KVStore):
                 part.load(tensors, state.numbers.get(first, {}), self.optimizer)
                 self._gather(part.part, part.whole)
         for name, table in self._rows.items():
-            table.load(state.tensors.get(name, {}), state.numbers.get(name, {}))
+            table.load(state.tensors.get(name, {}))
         self._steps = state.step
 
 
