@@ -233,6 +233,8 @@ def test_a_step_refuses_what_it_cannot_do_and_leaves_the_weights() -> None:
     optimizer.step(torch.ones(3))
     with pytest.raises(UserError, match="began with momentum 0"):
         optimizer.step(torch.ones(3), {"momentum": 0.9})
+    optimizer.step(torch.ones(3))
+    assert optimizer.state()[1] == {"step": 2.0}
     with pytest.raises(UserError, match="1-D"):
         ChunkOptimizer(create("sgd"), 0, torch.ones(3, 1))
 

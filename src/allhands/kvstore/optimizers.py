@@ -211,12 +211,12 @@ class ChunkOptimizer:
         if grad.shape != self.weights.shape:
             raise UserError(f"a gradient of shape {list(grad.shape)} for a chunk of shape {list(self.weights.shape)}")
         if options and options != self._last:
-            self._options = changed(self.name, self._options, options)
-            self._last = dict(options)
-            self._optimizer.param_groups[0].update({name: native(self._options[name]) for name in options})
-        state = self._optimizer.state.get(self._param)
-        if state and self.name == "rmsprop" and self._options["momentum"] > 0 and "momentum_buffer" not in state:
-            raise UserError("rmsprop began with momentum 0 and cannot get one later; set it from the start")
+            new = changed(self.name, self._options, options)
+            state = self._optimizer.state.get(self._param)
+            if state and self.name == "rmsprop" and new["momentum"] > 0 and "momentum_buffer" not in state:
+                raise UserError("rmsprop began with momentum 0 and cannot get one later; set it from the start")
+            self._options, self._last = new, dict(options)
+            self._optimizer.param_groups[0].update({name: native(new[name]) for name in options})
         self._param.grad = grad.detach().to(self._param.dtype)
         try:
             self._update()
