@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -187,10 +190,10 @@ def more_batches_here() -> dict[str, Any]:
         net(torch.full((2, 1), float(step))).sum().backward()
         trainer.step(2)
     workers = trainer.last_step.workers if trainer.last_step else 0
-    store.close()
-    if store.rank == 0:
+    if store.rank == 0:  # in one store, while the others leave another one
         other_net(torch.ones(1, 1)).sum().backward()
         other.step(1)
+    store.close()
     store_of_sums.close()
     return {"moved": before - net.weight.item(), "workers": workers, "closed": message_of(store.barrier)}
 
@@ -348,6 +351,42 @@ def test_states_go_on_with_another_number_of_workers(worlds: dict[int, list[dict
     assert largest_difference(worlds[2][0]["states"], by_hand("adam", range(SAVED_AFTER))) <= 1e-6
     for world in worlds[3]:
         assert largest_difference(world["states"], by_hand("adam")) <= 1e-6
+
+
+SCRIPT = """
+import torch
+from allhands import kvstore
+from allhands.kvstore import SplitSampler, replicate, split_and_load
+
+store = kvstore.create('dist')
+generator = torch.Generator().manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(21, 3, generator=generator), torch.randn(21, 2, generator=generator))
+train_data = torch.utils.data.DataLoader(data, 5, sampler=SplitSampler(21, store.num_workers, store.rank))
+ctx = ['cpu', 'cpu']
+net = replicate(torch.nn.Linear(3, 2), ctx)
+trainer = kvstore.Trainer(net.collect_params(), 'adam', {'learning_rate': .01}, kvstore=store)
+loss = torch.nn.MSELoss(reduction='sum')
+for batch in train_data:
+    data, label = (split_and_load(part, ctx, even_split=False) for part in batch)
+    for l in [loss(net(X), Y) for X, Y in zip(data, label)]:
+        l.backward()
+    trainer.step(batch[0].shape[0])
+print('steps', trainer.last_step.number, 'workers', trainer.last_step.workers)
+"""
+
+
+def test_the_tutorials_script_with_one_batch_more_on_the_first_worker(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-c", "from allhands.cli.main import main; main()", "launch", "-n", "2", "train.py"]
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stdout + run.stderr
+    # 11 samples are three batches, 10 are two.
+    assert sorted(line for line in run.stdout.splitlines() if "steps" in line) == [
+        "[0] steps 3 workers 1",
+        "[1] steps 2 workers 2",
+    ]
+    assert "leaving the store" not in run.stderr
 
 
 def trained_on_gpus() -> dict[str, Any]:

@@ -36,6 +36,11 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 # Calls of others in which a worker that has left the store still takes part, with no samples.
 _OUTLIVE = ("update", "reduce")
 
+# Open stores of this process's world by number. Workers make them in the same order, so that a number is the same store on all.
+_open: dict[int, CollectiveStore] = {}
+_made = 0
+_made_in: World | None = None
+
 
 class CollectiveStore(LocalStore):
     """A store that all workers of a world share, over its torch.distributed group.
@@ -55,8 +60,21 @@ class CollectiveStore(LocalStore):
         super().__init__(mode, world.rank, world.world_size, None if world.is_alone else device)
         self._world = world
         self._closed = False
+        self._number = 0
         if not world.is_alone:
-            atexit.register(self._leave)
+            self._enter()
+
+    def _enter(self) -> None:
+        global _made, _made_in
+        if _made_in is not self._world:
+            for store in _open.values():  # of a world that is gone
+                atexit.unregister(store._leave)
+            _open.clear()
+            _made, _made_in = 0, self._world
+        self._number = _made
+        _made += 1
+        _open[self._number] = self
+        atexit.register(self._leave)
 
     # ------------------------------------------------------------------ what the workers say to one another
 
@@ -68,17 +86,17 @@ class CollectiveStore(LocalStore):
             raise UserError(f"{call}: this worker has closed the store; make a new one on all workers")
         said, weights = self._say(call, about, weight)
         for rank, other in enumerate(said):
-            if other != said[self.rank] and not (call in _OUTLIVE and other[0] == "close"):
+            if other != said[self.rank] and not (call in _OUTLIVE and other[1] == "close"):
                 raise UserError(
                     f"the workers do not make the same calls: worker {self.rank} is in {_text(said[self.rank])}, worker {rank} "
                     f"in {_text(other)}; make the same calls in the same order on all workers"
                 )
-        self._present = sum(other[0] != "close" for other in said)
+        self._present = sum(other[1] != "close" for other in said)
         return weights
 
     def _say(self, call: str, about: Any, weight: float) -> tuple[list[list[Any]], list[float]]:
         """What each worker calls, and its weight. The words are exchanged only where hashes differ."""
-        words = json.dumps([call, about])
+        words = json.dumps([self._number, call, about])
         digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
         own = torch.tensor(struct.unpack("<qq", digest + struct.pack("<d", weight)), device=self._device)
         all_ = torch.empty(2 * self.num_workers, dtype=torch.int64, device=self._device)
@@ -86,29 +104,28 @@ class CollectiveStore(LocalStore):
         pairs = all_.view(-1, 2).tolist()
         weights = [struct.unpack("<d", struct.pack("<q", bits))[0] for _, bits in pairs]
         if len({hashed for hashed, _ in pairs}) == 1:
-            return [[call, about]] * self.num_workers, weights
+            return [[self._number, call, about]] * self.num_workers, weights
         return [json.loads(text) for text in all_gather_text(words, self._world)], weights
 
     def _agree_on_keys(self, forms: dict[str, str]) -> None:
         if self._world.is_alone:
             return
         said, _ = self._say("init", forms, 0.0)
-        for rank, (call, other) in enumerate(said):
-            if call != "init":
+        for rank, other in enumerate(said):
+            if other[:2] != [self._number, "init"]:
                 raise UserError(
                     f"the workers do not make the same calls: worker {self.rank} makes keys, worker {rank} is in "
-                    f"{_text([call, other])}; make the same calls in the same order on all workers"
+                    f"{_text(other)}; make the same calls in the same order on all workers"
                 )
         # Worker 0 is right: its values are taken. It names the first that differs.
-        odd = next((rank for rank, (_, other) in enumerate(said) if other != said[0][1]), 0) if self.rank == 0 else self.rank
-        if said[odd][1] == said[0][1]:
-            odd = next((rank for rank, (_, other) in enumerate(said) if other != said[0][1]), 0)
-        first, other = said[0][1], said[odd][1]
-        for name in sorted({*first, *other}):
-            if first.get(name) != other.get(name):
+        different = [rank for rank, other in enumerate(said) if other != said[0]]
+        odd = self.rank if self.rank in different else next(iter(different), 0)
+        first, theirs = said[0][2], said[odd][2]
+        for name in sorted({*first, *theirs}):
+            if first.get(name) != theirs.get(name):
                 who = f"this worker ({odd})" if odd == self.rank else f"worker {odd}"
                 raise UserError(
-                    f"the key '{name}' is not the same on all workers: {_has(who, other.get(name))}, "
+                    f"the key '{name}' is not the same on all workers: {_has(who, theirs.get(name))}, "
                     f"{_has('worker 0', first.get(name))}; all workers must make the same keys"
                 )
 
@@ -164,24 +181,29 @@ class CollectiveStore(LocalStore):
         atexit.unregister(self._leave)
         while True:
             said, weights = self._say("close", None, 0.0)
-            others = {json.dumps(one): one for one in said if one[0] != "close"}
+            others = {json.dumps(one): one for one in said if one != said[self.rank]}
             if not others:
                 break
-            call, about = next(iter(others.values()))
+            other = next(iter(others.values()))
+            number, call, about = other
             if len(others) > 1 or call not in _OUTLIVE:
-                self._closed = True
+                self._left()
                 raise UserError(
-                    f"worker {self.rank} has left the store, while others are in {_text([call, about])}; make the same calls in "
-                    "the same order on all workers"
+                    f"worker {self.rank} has left the store, while others are in {_text(other)}; make the same calls in the same "
+                    "order on all workers"
                 )
             if call == "update":
                 names, *rest = about
-                self._update(names, {}, weights, *rest)
+                _open[number]._update(names, {}, weights, *rest)
             else:
                 forms, expected = about
                 zeros = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in forms.items()}
-                self._reduce(zeros, weights, expected)
+                _open[number]._reduce(zeros, weights, expected)
+        self._left()
+
+    def _left(self) -> None:
         self._closed = True
+        _open.pop(self._number, None)
 
     def _leave(self) -> None:
         """At the normal end of a script; after an error the others see the group end."""
@@ -195,10 +217,10 @@ class CollectiveStore(LocalStore):
 
 def _text(said: Sequence[Any]) -> str:
     """A call in an error message."""
-    call, about = said
+    number, call, about = said
     text = json.dumps(about)
     shown = "" if about is None else f" {text if len(text) <= 200 else text[:199] + '…'}"
-    return f"'{call}{shown}'"
+    return f"'{call}{shown}'" + (f" of store {number + 1}" if number else "")
 
 
 def _has(who: str, form: str | None) -> str:
