@@ -105,6 +105,32 @@ def differing_keys() -> dict[str, Any]:
     return found
 
 
+def reductions() -> dict[str, float]:
+    """How far one step of SGD with lr=1 moves a weight whose gradient is the input, with rank + 1 samples of the value rank + 1."""
+    found = {}
+    for name, options in (
+        ("mean", {"reduction": "mean"}),
+        ("sum of means", {"aggregate": "sum"}),
+        ("sum of means of means", {"aggregate": "sum", "reduction": "mean"}),
+        ("without a gradient on worker 0", {}),
+    ):
+        store = create("dist")
+        net = nn.Linear(1, 1, bias=False)
+        trainer = Trainer(net, "sgd", {"lr": 1.0}, kvstore=store, **options)  # type: ignore[arg-type]
+        before, size = net.weight.item(), store.rank + 1
+        output = net(torch.full((size, 1), float(size)))
+        if not name.startswith("without"):
+            (output.mean() if "reduction" in options else output.sum()).backward()
+            trainer.step(size)
+        else:
+            if store.rank > 0:
+                output.sum().backward()
+            trainer.step(size, ignore_stale_grad=True)
+        found[name] = before - net.weight.item()
+        store.close()
+    return found
+
+
 def parts_of_a_step() -> dict[str, Any]:
     """Some keys now, others later: the store cuts its buckets, and nobody's state is lost."""
     store = create("dist")
@@ -223,6 +249,7 @@ def everything(folder: str, workers: int) -> dict[str, Any]:
         "keys": single_keys(),
         "differing": differing_keys() if workers > 1 else None,
         "parts": parts_of_a_step(),
+        "reductions": reductions() if workers > 1 else None,
         "rows": rows(),
         "more": more_batches_here() if workers > 1 else None,
         "states": continued(folder, saves=workers < 3),
@@ -274,6 +301,21 @@ def test_steps_equal_those_of_one_process(worlds: dict[int, list[dict[str, Any]]
     for other in others:
         for name, weights in first["trainings"].items():
             assert all(torch.equal(other["trainings"][name][key], value) for key, value in weights.items()), name
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_reductions_of_the_loss_and_sums_over_workers(worlds: dict[int, list[dict[str, Any]]], workers: int) -> None:
+    sizes = range(1, workers + 1)
+    for world in worlds[workers]:
+        assert world["reductions"] == pytest.approx(
+            {
+                "mean": sum(size**2 for size in sizes) / sum(sizes),
+                "sum of means": sum(sizes),
+                "sum of means of means": sum(sizes),
+                "without a gradient on worker 0": sum(size**2 for size in sizes[1:]) / sum(sizes),
+            },
+            rel=1e-5,
+        )
 
 
 @pytest.mark.parametrize("workers", [2, 3])

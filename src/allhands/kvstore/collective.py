@@ -3,7 +3,7 @@
 A step is a reduce-scatter, the optimizer on this rank's part, and an all-gather: as many bytes as an all-reduce, with the
 optimizer's state and its work cut by N. The reduce-scatter is an all-to-all whose parts are added up in the order of the ranks:
 as many bytes again, but sums do not depend on the number of workers' places in a ring, so the result is that of servers, bit for
-bit (and gloo's own reduce-scatter is an all-reduce of everything).
+bit. It is also the faster one on gloo: 45 MB between 2 workers on 2 cores took 15 ms, gloo's own reduce-scatter 51 ms.
 """
 
 from __future__ import annotations
@@ -146,6 +146,13 @@ class CollectiveStore(LocalStore):
     def _gather(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         if self._world.is_alone:
             super()._gather(part, whole)
+        elif len(part) and self._world.backend == "gloo":
+            # 45 MB between 2 workers on 2 cores: 10 ms as broadcasts, 41 ms as gloo's all-gather.
+            parts = whole.view(self.num_workers, -1)
+            parts[self.rank].copy_(part)
+            sent = [dist.broadcast(one.view(torch.uint8), rank, async_op=True) for rank, one in enumerate(parts)]
+            for each in sent:
+                each.wait()
         elif len(part):
             _all_gather(whole.view(torch.uint8), part.contiguous().view(torch.uint8))
 
