@@ -106,7 +106,7 @@ def differing_keys() -> dict[str, Any]:
 
 
 def reductions() -> dict[str, float]:
-    """How far one step of SGD with lr=1 moves a weight whose gradient is the input, with rank + 1 samples of the value rank + 1."""
+    """How far SGD with lr=1 moves a weight whose gradient is the input: rank + 1 samples of the value rank + 1."""
     found = {}
     for name, options in (
         ("mean", {"reduction": "mean"}),
@@ -140,6 +140,9 @@ def parts_of_a_step() -> dict[str, Any]:
     for names in (["a", "b", "c"], ["a", "c"], ["b"], ["a", "b", "c"]):
         grads = {name: torch.linspace(-1, 2, outs[name].numel()).view_as(outs[name]) for name in names}
         step = store.update(grads, outs, Share(2.0, 1.0))
+    # A worker without samples has no keys, and follows.
+    grads = {name: torch.ones_like(out) for name, out in outs.items()} if store.rank == 0 else {}
+    store.update(grads, outs, Share(1.0 if grads else 0.0, 1.0), clip_norm=3.0 if grads else None)
     steps = {name: numbers["step"] for name, numbers in store.state().numbers.items()}
     store.close()
     return {"weights": outs, "steps": steps, "number": step.number, "workers": step.workers}
@@ -284,7 +287,7 @@ def check_trainings(found: dict[str, dict[str, torch.Tensor]]) -> None:
 
 def test_one_worker(alone: dict[str, Any]) -> None:
     check_trainings(alone["trainings"])
-    assert alone["parts"]["steps"] == {"a": 3.0, "b": 3.0, "c": 3.0}
+    assert alone["parts"]["steps"] == {"a": 4.0, "b": 4.0, "c": 4.0}
     check_rows(alone["rows"], 1)
     # Bit for bit what a local store computes.
     for name, (optimizer, options, _) in OPTIMIZERS.items():
@@ -355,7 +358,7 @@ def test_workers_whose_keys_differ_are_named(worlds: dict[int, list[dict[str, An
 def test_buckets_that_are_cut_keep_their_state(worlds: dict[int, list[dict[str, Any]]], alone: dict[str, Any]) -> None:
     for workers in (2, 3):
         for world in worlds[workers]:
-            assert world["parts"]["steps"] == {"a": 3.0, "b": 3.0, "c": 3.0}
+            assert world["parts"]["steps"] == {"a": 4.0, "b": 4.0, "c": 4.0}
             assert (world["parts"]["number"], world["parts"]["workers"]) == (4, workers)
             assert largest_difference(world["parts"]["weights"], alone["parts"]["weights"]) <= 1e-6
     assert float(alone["parts"]["weights"]["c"].abs().max()) > 0.1

@@ -79,20 +79,29 @@ class CollectiveStore(LocalStore):
     # ------------------------------------------------------------------ what the workers say to one another
 
     def _meet(self, call: str, about: Any, share: Share | None = None) -> list[float]:
+        return self._follow(call, about, share)[1]
+
+    def _meet_in_step(self, about: list[Any], share: Share) -> tuple[list[Any], list[float]]:
+        return self._follow("update", about, share)
+
+    def _follow(self, call: str, about: Any, share: Share | None) -> tuple[Any, list[float]]:
+        """What all workers do in this call, and their weights."""
         weight = share.weight if share else 0.0
         if self._world.is_alone:
-            return [weight]
+            return about, [weight]
         if self._closed:
             raise UserError(f"{call}: this worker has closed the store; make a new one on all workers")
         said, weights = self._say(call, about, weight)
+        own = said[self.rank]
+        shared = own if not _idle(own) else next((other for other in said if other[:2] == own[:2] and not _idle(other)), own)
         for rank, other in enumerate(said):
-            if other != said[self.rank] and not (call in _OUTLIVE and other[1] == "close"):
+            if other != shared and not (call in _OUTLIVE and (other[1] == "close" or (other[:2] == own[:2] and _idle(other)))):
                 raise UserError(
-                    f"the workers do not make the same calls: worker {self.rank} is in {_text(said[self.rank])}, worker {rank} "
-                    f"in {_text(other)}; make the same calls in the same order on all workers"
+                    f"the workers do not make the same calls: worker {self.rank} is in {_text(own)}, worker {rank} in "
+                    f"{_text(other)}; make the same calls in the same order on all workers"
                 )
         self._present = sum(other[1] != "close" for other in said)
-        return weights
+        return shared[2], weights
 
     def _say(self, call: str, about: Any, weight: float) -> tuple[list[list[Any]], list[float]]:
         """What each worker calls, and its weight. The words are exchanged only where hashes differ."""
@@ -188,9 +197,11 @@ class CollectiveStore(LocalStore):
         atexit.unregister(self._leave)
         while True:
             said, weights = self._say("close", None, 0.0)
-            others = {json.dumps(one): one for one in said if one != said[self.rank]}
+            others = {json.dumps(one): one for one in said if one != said[self.rank] and not _idle(one)}
             if not others:
-                break
+                if all(one == said[self.rank] for one in said):
+                    break
+                continue  # those who are left have no samples either, and are told so
             other = next(iter(others.values()))
             number, call, about = other
             if len(others) > 1 or call not in _OUTLIVE:
@@ -220,6 +231,11 @@ class CollectiveStore(LocalStore):
             self.close()
         except (UserError, RuntimeError) as error:
             _log.warning("leaving the store: %s", error)
+
+
+def _idle(said: Sequence[Any]) -> bool:
+    """Whether this is a step of a worker that has no keys."""
+    return said[1] == "update" and not said[2][0]
 
 
 def _text(said: Sequence[Any]) -> str:

@@ -44,6 +44,10 @@ class LocalStore(KVStore):
         """Make sure that all workers make this call with these arguments; returns their weights, by rank."""
         return [share.weight if share else 0.0]
 
+    def _meet_in_step(self, about: list[Any], share: Share) -> tuple[list[Any], list[float]]:
+        """The same for `update`, in which a worker without keys does what the others do; returns also what that is."""
+        return about, self._meet("update", about, share)
+
     def _agree_on_keys(self, forms: dict[str, str]) -> None:
         """Make sure that all workers declare these keys; `forms` say what each of them is."""
 
@@ -181,10 +185,9 @@ class LocalStore(KVStore):
             self._known(name)
         if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
             raise UserError(f"clip_norm={clip_norm}; it must be a bound above 0, or None")
-        names = sorted(grads)
         options = None if groups is None else [dict(group) for group in groups]
-        weights = self._meet("update", [names, share.expected, options, clip_norm], share)
-        self._update(names, grads, weights, share.expected, options, clip_norm)
+        (names, *how), weights = self._meet_in_step([sorted(grads), share.expected, options, clip_norm], share)
+        self._update(names, grads, weights, *how)
         with torch.no_grad():
             for name, out in outs.items():
                 out.copy_(self._buckets[name].views[name])
