@@ -257,6 +257,43 @@ def test_states_go_on_in_any_mode(tmp_path: Path, name: str, saved_on: bool, loa
     assert largest_difference(dict(later.state_dict()), by_hand(name)) <= 1e-6
 
 
+class OneNumber(nn.Module):
+    """Parameters whose states are hard to tell from numbers: one without dimensions, and an empty one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.number = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.ones(2, 0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.matrix).tanh().sum() * self.number + self.empty.sum()
+
+
+def test_states_of_every_optimizer_go_on_bit_for_bit(tmp_path: Path) -> None:
+    def take(net: nn.Module, trainer: Trainer, steps: range) -> None:
+        for step in steps:
+            net(torch.randn(4, 3, generator=torch.Generator().manual_seed(step))).backward()
+            trainer.step(4)
+
+    for name in optimizer.known_optimizers():
+        whole = OneNumber()
+        take(whole, Trainer(whole, name, {"lr": 0.01}), range(6))
+        for saved_on in (False, True):
+            net = OneNumber()
+            trainer = Trainer(net, name, {"lr": 0.01}, update_on_kvstore=saved_on)
+            trainer.save_states(tmp_path / "first")
+            trainer.load_states(tmp_path / "first")  # before any step
+            take(net, trainer, range(3))
+            trainer.save_states(tmp_path / "states")
+            later = OneNumber()
+            later.load_state_dict(net.state_dict())
+            trainer = Trainer(later, name, {"lr": 0.01}, update_on_kvstore=not saved_on)
+            trainer.load_states(tmp_path / "states")
+            take(later, trainer, range(3, 6))
+            for ours, theirs in zip(later.parameters(), whole.parameters(), strict=True):
+                assert torch.equal(ours, theirs), name
+
+
 def test_states_of_another_training_are_refused(tmp_path: Path) -> None:
     net = line()
     trainer = Trainer(net, "adam")
