@@ -49,15 +49,11 @@ if TYPE_CHECKING:
 def create(name: str = "local", **options: Any) -> KVStore:
     """Make a store; on every worker, with the same arguments.
 
-    ========================================= ==================================================================
-    name                                      the workers
-    ========================================= ==================================================================
-    local                                     one; sums and updates on the CPU
-    device                                    one; sums and updates on its devices
-    dist, dist_sync, dist_device_sync         all of the world; each step waits for the gradients of all
-    dist_async                                all; the servers apply each worker's gradients when they come
-    dist_ssp                                  all; as async, but nobody runs more than `staleness` steps ahead
-    ========================================= ==================================================================
+    * ``local``: one worker; sums and updates on the CPU.
+    * ``device``: one worker; sums and updates on its devices.
+    * ``dist``, ``dist_sync``, ``dist_device_sync``: all workers of the world; each step waits for the gradients of all.
+    * ``dist_async``: all workers; the servers apply each one's gradients when they come.
+    * ``dist_ssp``: all workers; as async, but nobody runs more than `staleness` steps ahead.
 
     The synchronous ones work with servers (``allhands launch -s 2 …``) and without: then each worker updates 1/N of the weights,
     and the values travel over torch.distributed. `allhands.init` is called if it was not.
