@@ -1,0 +1,68 @@
+"""Memory that a worker and a server of the same host both map, so that values need not travel.
+
+It is anonymous (memfd) and handed over as an open file on the Unix socket: it has no name by which others could open it, and is
+gone when both processes are, however they end.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from collections.abc import Iterable
+
+import torch
+
+_ALIGNED = 64
+
+
+class Arena:
+    """Shared memory of `nbytes`; made new, or from a file that was received."""
+
+    def __init__(self, nbytes: int, fd: int | None = None) -> None:
+        nbytes = max(nbytes, mmap.PAGESIZE)
+        if fd is None:
+            fd = os.memfd_create("allhands-kvstore", os.MFD_CLOEXEC)
+            os.ftruncate(fd, nbytes)
+        elif os.fstat(fd).st_size < nbytes:
+            os.close(fd)
+            raise ValueError("the shared memory is smaller than was said")
+        self.fd = fd
+        self._bytes = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+
+    def view(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """`count` numbers from byte `offset` on; shape [count]."""
+        size = dtype.itemsize
+        return self._bytes[offset : offset + count * size].view(dtype)
+
+    def close_file(self) -> None:
+        """The mapping stays as long as views of it do; the descriptor is not needed for that."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Where parts of so many bytes begin, and how many bytes they take in all."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // _ALIGNED) * _ALIGNED
+    return starts, end
+
+
+def send_file(link: socket.socket, fd: int) -> None:
+    """Hand an open file over; follows a control message that announces it."""
+    socket.send_fds(link, [b"f"], [fd])
+
+
+def receive_file(link: socket.socket) -> int:
+    """The open file that was handed over.
+
+    Raises:
+        EOFError: none came.
+    """
+    data, fds, _, _ = socket.recv_fds(link, 1, 1)
+    if not data or not fds:
+        raise EOFError
+    return fds[0]

@@ -1,0 +1,134 @@
+"""What workers and servers say to one another: a fixed header, then bytes whose number the reader knows or bounds beforehand.
+
+A frame is a header of 28 bytes (little endian: magic, kind, flags, chunk, meta, round, bytes) and a payload. Control messages are
+JSON with fixed fields (`op`, …) of known types; values are raw numbers of the key's dtype. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import Any
+
+from allhands.errors import AllhandsError
+
+MAGIC = b"hK"
+_HEADER = struct.Struct("<2sBBIIQQ")
+HEADER_BYTES = _HEADER.size
+# A control message names every key once; 100,000 keys take about 10 MB.
+LONGEST_MESSAGE = 32 << 20
+LONGEST_ROWS = 256 << 20
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    MESSAGE = 1  # JSON, either way
+    INIT = 2  # first value of a chunk, to the server
+    PUSH = 3  # a chunk's gradient or value, to the server
+    PULL = 4  # asks for a chunk of version `round` or later
+    VALUE = 5  # a chunk's value at version `round`, to the worker
+    PUSH_ROWS = 6
+    PULL_ROWS = 7
+    ROWS = 8
+    BEAT = 9  # the worker lives
+
+
+class Flag(IntFlag):
+    """How the payload travels."""
+
+    NONE = 0
+    SHARED = 1  # no payload: it lies in memory that both map
+    WANTED = 2  # a push whose new value is to be sent back
+    COMPRESSED = 4
+    OWN = 8  # with SHARED, in the memory of this worker and not in that of all
+
+
+class FrameError(AllhandsError, RuntimeError):
+    """The other side sent what is no frame of ours."""
+
+
+@dataclass(slots=True)
+class Frame:
+    """A frame's header."""
+
+    kind: Kind
+    flags: int
+    chunk: int
+    meta: int
+    round: int
+    nbytes: int
+
+
+def pack(kind: Kind, flags: int = 0, chunk: int = 0, meta: int = 0, round: int = 0, nbytes: int = 0) -> bytes:
+    """A header."""
+    return _HEADER.pack(MAGIC, kind, flags, chunk, meta, round, nbytes)
+
+
+def unpack(data: bytes | bytearray | memoryview) -> Frame:
+    """A header's fields.
+
+    Raises:
+        FrameError: it is none.
+    """
+    magic, kind, flags, chunk, meta, number, nbytes = _HEADER.unpack(data)
+    if magic != MAGIC or not 1 <= kind <= Kind.BEAT:
+        raise FrameError("what came is no frame of this protocol")
+    return Frame(Kind(kind), flags, chunk, meta, number, nbytes)
+
+
+def message(fields: dict[str, Any]) -> bytes:
+    """A control message with its header."""
+    body = json.dumps(fields, separators=(",", ":")).encode()
+    return pack(Kind.MESSAGE, nbytes=len(body)) + body
+
+
+def read_into(link: socket.socket, view: memoryview) -> None:
+    """Fill `view`.
+
+    Raises:
+        EOFError: the other side has closed the connection.
+        OSError: it broke.
+    """
+    while view:
+        count = link.recv_into(view)
+        if count == 0:
+            raise EOFError
+        view = view[count:]
+
+
+def read_header(link: socket.socket, buffer: bytearray) -> Frame:
+    """The next frame's header, read through `buffer` of HEADER_BYTES."""
+    read_into(link, memoryview(buffer))
+    return unpack(buffer)
+
+
+def read_bytes(link: socket.socket, count: int, longest: int) -> bytearray:
+    """A payload of `count` bytes.
+
+    Raises:
+        FrameError: it is longer than allowed.
+    """
+    if count > longest:
+        raise FrameError(f"a payload of {count} bytes; at most {longest} are allowed")
+    data = bytearray(count)
+    read_into(link, memoryview(data))
+    return data
+
+
+def read_message(link: socket.socket, count: int) -> dict[str, Any]:
+    """A control message's fields.
+
+    Raises:
+        FrameError: it is no JSON object.
+    """
+    try:
+        fields = json.loads(read_bytes(link, count, LONGEST_MESSAGE))
+    except ValueError as error:
+        raise FrameError("a control message is no JSON") from error
+    if not isinstance(fields, dict):
+        raise FrameError("a control message is no JSON object")
+    return fields

@@ -1,0 +1,54 @@
+"""The names by which a store is created, and what each one means."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from allhands.errors import UserError
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What a name stands for.
+
+    Attributes:
+        name: as it was given to `create`.
+        distributed: several workers share the store.
+        wait: "sync" (all workers push before anyone goes on), "ssp" (nobody runs more than a number of steps ahead) or "async".
+    """
+
+    name: str
+    distributed: bool
+    wait: str
+
+
+_ALL = [
+    Mode("local", False, "sync"),
+    Mode("device", False, "sync"),
+    Mode("dist", True, "sync"),
+    Mode("dist_sync", True, "sync"),
+    Mode("dist_device_sync", True, "sync"),
+    Mode("dist_sync_device", True, "sync"),
+    Mode("dist_async", True, "async"),
+    Mode("dist_async_device", True, "async"),
+    Mode("dist_device_async", True, "async"),
+    Mode("dist_ssp", True, "ssp"),
+]
+MODES = {mode.name: mode for mode in _ALL}
+
+
+def mode_named(name: str) -> Mode:
+    """The mode of that name, in any case of letters.
+
+    Raises:
+        UserError: there is none; the message lists all of them and the nearest.
+    """
+    if not isinstance(name, str):
+        raise UserError(f"create({name!r}); write the name of a kind of store: {', '.join(MODES)}")
+    mode = MODES.get(name.lower())
+    if mode is None:
+        near = difflib.get_close_matches(name.lower(), MODES, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ";"
+        raise UserError(f"there is no key-value store '{name}'{hint} Known are: {', '.join(MODES)}")
+    return mode

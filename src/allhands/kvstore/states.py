@@ -1,0 +1,73 @@
+"""The optimizer's state of a store: as one process would have it, and in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from allhands.errors import UserError
+from allhands.kvstore.optimizers import OptimizerSpec
+
+_FORMAT = "allhands optimizer states 1"
+
+
+@dataclass
+class StoreState:
+    """Attributes:
+    step: optimizer steps taken.
+    tensors: by key, then by the name of the state ("exp_avg"), in the key's own shape; for a `RowSparse` key, also "ids" (int64, shape
+        [n]) and "rows" (shape [n, columns]), and states of shape [n, columns].
+    numbers: by key, then by name: states that are one number, such as Adam's "step".
+    """
+
+    step: int = 0
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def write_states(path: str | os.PathLike[str], state: StoreState, spec: OptimizerSpec | None) -> None:
+    """Write `state` into one safetensors file, which appears whole or not at all."""
+    target = Path(path)
+    # Names of states hold no tab; keys may hold anything else.
+    tensors = {f"{name}\t{key}": value.contiguous() for key, values in state.tensors.items() for name, value in values.items()}
+    about: dict[str, Any] = {"format": _FORMAT, "step": state.step, "numbers": state.numbers}
+    if spec is not None:
+        about["optimizer"] = {"name": spec.name, "groups": spec.groups}
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        save_file(tensors, aside, metadata={"allhands": json.dumps(about)})
+        with aside.open("rb") as written:
+            os.fsync(written.fileno())
+        aside.replace(target)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def read_states(path: str | os.PathLike[str]) -> tuple[StoreState, OptimizerSpec | None]:
+    """What `write_states` wrote.
+
+    Raises:
+        UserError: there is no such file, or it is damaged or of another kind.
+    """
+    try:
+        with safe_open(os.fspath(path), "pt") as file:
+            about = json.loads((file.metadata() or {}).get("allhands", "{}"))
+            if about.get("format") != _FORMAT:
+                raise UserError(f"{path} was not written by save_optimizer_states")
+            state = StoreState(about["step"], {}, about["numbers"])
+            for name in file.keys():  # noqa: SIM118 (a safetensors file is no dict)
+                what, key = name.split("\t", 1)
+                state.tensors.setdefault(key, {})[what] = file.get_tensor(name)
+    except FileNotFoundError:
+        raise UserError(f"there is no file {path}") from None
+    except (SafetensorError, ValueError) as error:
+        raise UserError(f"{path} is damaged, or no file of optimizer states: {error}") from error
+    told = about.get("optimizer")
+    return state, OptimizerSpec(told["name"], tuple(told["groups"])) if told else None

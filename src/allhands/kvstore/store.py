@@ -1,0 +1,435 @@
+"""`KVStore`: named tensors that all workers share; pushes are combined, pulls read the result."""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from allhands.errors import UserError
+from allhands.kvstore.modes import Mode
+from allhands.kvstore.optimizers import OptimizerSpec, spec_from
+from allhands.kvstore.states import StoreState, read_states, write_states
+
+Key = str | int
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RowSparse:
+    """A table of rows that are made when they are first touched, to be given to `KVStore.init` in place of a tensor.
+
+    Attributes:
+        rows: how many there may be; ids are 0 to rows - 1, and may lie beyond 2**31.
+        columns: numbers in a row.
+        std: rows begin as normal numbers with this standard deviation, drawn from (seed, id); 0 begins with zeros.
+        seed: of the first values.
+        dtype: of the numbers.
+    """
+
+    rows: int
+    columns: int
+    std: float = 0.0
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Share:
+    """How one worker's gradients enter a step.
+
+    Attributes:
+        weight: how many samples they stand for.
+        expected: the sum of the gradients is multiplied by expected / (the sum of the weights of those who pushed). With 1,
+            gradients that are sums over samples become the mean over all samples. With the size of the global batch,
+            gradients that are parts of one mean already stay as they are, unless a worker is missing. None leaves the plain sum.
+    """
+
+    weight: float = 1.0
+    expected: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight) and self.weight >= 0):
+            raise UserError(f"weight={self.weight}; it must be a number of samples, 0 or more")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is known of a step that the store has taken.
+
+    Attributes:
+        number: steps taken so far, this one included.
+        workers: how many workers' gradients are in it.
+        staleness: steps that others have taken between this worker's last pull and its push; always 0 in sync.
+    """
+
+    number: int
+    workers: int
+    staleness: float = 0.0
+
+
+class KVStore(ABC):
+    """Named tensors, shared by all workers. Made by `allhands.kvstore.create`.
+
+    Keys are strings or whole numbers, one of both in one store. Methods that take a key also take a list of keys, with a list of
+    values. A value is a tensor or a list of tensors, one for each device of this worker; those of a list are added up first.
+
+    Attributes:
+        mode: the kind of store.
+        rank: this worker's number, 0 to num_workers - 1.
+        num_workers: how many workers share the store.
+    """
+
+    mode: Mode
+    rank: int
+    num_workers: int
+
+    def __init__(self, mode: Mode, rank: int, num_workers: int) -> None:
+        self.mode, self.rank, self.num_workers = mode, rank, num_workers
+        self.shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self.tables: dict[str, RowSparse] = {}
+        self.optimizer: OptimizerSpec | None = None
+        self._key_type: type | None = None
+
+    @property
+    def type(self) -> str:
+        """The name that was given to `create`."""
+        return self.mode.name
+
+    # ------------------------------------------------------------------ what the engines do, for one key and one tensor
+
+    @abstractmethod
+    def declare(
+        self, named: Mapping[str, torch.Tensor | RowSparse], complete: bool = False, groups: Mapping[str, int] | None = None
+    ) -> None:
+        """Make keys; their values are those of rank 0. To be called on every worker.
+
+        Args:
+            named: the values by key.
+            complete: this is all that this worker will ever step over; a worker that declares another set is told so.
+            groups: the optimizer's group of each key; keys that are not in it belong to group 0.
+        """
+
+    @abstractmethod
+    def _push(self, name: str, value: torch.Tensor, priority: int, share: Share) -> None: ...
+
+    @abstractmethod
+    def _pull(self, name: str, out: torch.Tensor, priority: int) -> None: ...
+
+    @abstractmethod
+    def _pull_rows(self, name: str, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """`ids`: int64, shape [n], in any order and with repetitions. `out`: shape [n, columns]."""
+
+    @abstractmethod
+    def _set_optimizer(self, spec: OptimizerSpec) -> None: ...
+
+    @abstractmethod
+    def _set_compression(self, options: dict[str, Any]) -> None: ...
+
+    @abstractmethod
+    def update(self, grads: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor], share: Share,
+               groups: Sequence[Mapping[str, Any]] | None = None, clip_norm: float | None = None) -> Step:  # fmt: skip
+        """Take one optimizer step over all keys of `grads`, and read the new weights into `outs`.
+
+        Args:
+            grads: by key; an empty mapping with a weight of 0 takes part without gradients.
+            outs: where the new weights go, by key.
+            share: how the gradients are weighed.
+            groups: options of the optimizer's groups, from this step on: ``[{"lr": 0.01}]``. None leaves them as they are.
+            clip_norm: bound of the L2 norm of the combined gradients of all keys.
+        """
+
+    @abstractmethod
+    def reduce(self, grads: Mapping[str, torch.Tensor], share: Share) -> Step:
+        """Replace the gradients by their combination over all workers, which all workers get alike."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until all workers have come here."""
+
+    @abstractmethod
+    def state(self) -> StoreState:
+        """The optimizer's state of all keys, as one process would have it."""
+
+    @abstractmethod
+    def load_state(self, state: StoreState) -> None:
+        """Continue from `state`; to be called on every worker, with the same."""
+
+    def close(self) -> None:
+        """Leave the store."""
+
+    # ------------------------------------------------------------------ the names that people know
+
+    def init(self, key: Key | Sequence[Key], value: Any) -> None:
+        """Make keys, once each. Every worker calls it; the values of rank 0 are taken.
+
+        Args:
+            key: a key, or a list of them.
+            value: a tensor (or `RowSparse`), or a list with one for each key.
+
+        Raises:
+            UserError: the key is there already, or another worker made it with another shape.
+        """
+        pairs = self._pairs(key, value)
+        for name, _ in pairs:
+            if name in self.shapes or name in self.tables:
+                raise UserError(f"the key '{name}' was initialised already; push to it instead")
+        self.declare({name: value if isinstance(value, RowSparse) else _one(value, name) for name, value in pairs})
+
+    def push(self, key: Key | Sequence[Key], value: Any, priority: int = 0, weight: float | None = None) -> None:
+        """Give this worker's values. What all workers push is added up; with an optimizer, the sum is the gradient.
+
+        Args:
+            key: a key, or a list of them.
+            value: for each key a tensor (dense, or sparse_coo with rows for a `RowSparse` key), or a list with one a device.
+            priority: larger ones are sent first.
+            weight: how many samples the value stands for: the sum over the workers is then divided by the sum of their weights.
+                None leaves the plain sum.
+
+        Raises:
+            UserError: no such key, another shape or dtype, or a second push before a pull (when synchronous).
+        """
+        share = Share() if weight is None else Share(weight, 1.0)
+        for name, given in self._pairs(key, value):
+            self._push(name, self._checked(name, given), int(priority), share)
+
+    def pull(self, key: Key | Sequence[Key], out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
+        """Read values; sees this worker's own pushes, and when synchronous those of all workers.
+
+        Args:
+            key: a key, or a list of them.
+            out: for each key a tensor or a list of tensors to write into; None returns new tensors.
+            priority: larger ones are sent first.
+            ignore_sparse: leave `RowSparse` keys out. False is refused for them: use `row_sparse_pull`.
+
+        Returns:
+            A tensor for each key when `out` is None.
+        """
+        names = self._names(key)
+        given = [None] * len(names) if out is None else [values for _, values in self._pairs(key, out)]
+        returned = []
+        for name, target in zip(names, given, strict=True):
+            if name in self.tables:
+                if not ignore_sparse:
+                    raise UserError(f"'{name}' holds rows; read them with row_sparse_pull(key, out=…, row_ids=…)")
+                continue
+            shape, dtype = self._known(name)
+            outs = [torch.empty(shape, dtype=dtype)] if target is None else _several(target, name)
+            for tensor in outs:
+                self._check_like(name, tensor, "out")
+            self._pull(name, outs[0], int(priority))
+            for tensor in outs[1:]:
+                tensor.copy_(outs[0])
+            returned.append(outs[0])
+        if out is not None:
+            return None
+        return returned if isinstance(key, (list, tuple)) else returned[0]
+
+    def pushpull(self, key: Key | Sequence[Key], value: Any, out: Any = None, priority: int = 0,
+                 weight: float | None = None) -> None:  # fmt: skip
+        """`push`, then `pull` into `out`; into `value` when there is no `out`."""
+        self.push(key, value, priority, weight)
+        self.pull(key, value if out is None else out, priority)
+
+    def broadcast(self, key: Key | Sequence[Key], value: Any, out: Any, priority: int = 0) -> None:
+        """`init`, then `pull` into `out`: everyone gets rank 0's value."""
+        self.init(key, value)
+        self.pull(key, out, priority)
+
+    def row_sparse_pull(self, key: Key, out: torch.Tensor | None = None, priority: int = 0,
+                        row_ids: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+        """Read some rows of a `RowSparse` key.
+
+        Args:
+            key: the key.
+            out: shape [len(row_ids), columns]; None makes one.
+            priority: has no effect on rows, which are always read at once.
+            row_ids: int64 numbers of rows, in any order, with repetitions if need be, possibly none.
+
+        Returns:
+            `out`; row i of it is the table's row ``row_ids[i]``.
+        """
+        (name,) = self._names(key)
+        table = self.tables.get(name)
+        if table is None:
+            self._known(name)
+            raise UserError(
+                f"'{name}' is a dense tensor; read it with pull, or make it with init('{name}', RowSparse(rows, columns))"
+            )
+        if row_ids is None:
+            raise UserError(f"row_sparse_pull('{name}') needs row_ids=…, a tensor of row numbers")
+        ids = check_ids(name, row_ids.reshape(-1), table)
+        if out is None:
+            out = torch.empty(len(ids), table.columns, dtype=table.dtype)
+        if out.shape != (len(ids), table.columns) or out.dtype != table.dtype:
+            raise UserError(
+                f"row_sparse_pull('{name}'): out has shape {list(out.shape)} and {out.dtype}; for {len(ids)} row ids it must have "
+                f"[{len(ids)}, {table.columns}] and {table.dtype}"
+            )
+        self._pull_rows(name, ids, out)
+        return out
+
+    def set_optimizer(self, optimizer: str | OptimizerSpec | torch.optim.Optimizer, options: Mapping[str, Any] | None = None,
+                      **more: Any) -> None:  # fmt: skip
+        """From now on, pushed values are gradients, and the store takes optimizer steps with them.
+
+        Args:
+            optimizer: a name ("sgd", "adam"), what `allhands.kvstore.optimizer.create` gave, or a torch optimizer with one group.
+            options: of the optimizer, under torch's names or MXNet's (`learning_rate`, `wd`, …).
+            more: the same, as keywords.
+
+        Raises:
+            UserError: no such optimizer or option, or one whose update of one number depends on others.
+        """
+        self.optimizer = spec_from(optimizer, {**(options or {}), **more})
+        self._set_optimizer(self.optimizer)
+
+    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
+        """Send gradients in fewer bits; what is lost is added to the next ones (error feedback).
+
+        Args:
+            compression_params: ``{"type": "2bit", "threshold": 0.5}``; types are fp16, bf16, 2bit, 1bit and topk.
+        """
+        self._set_compression(dict(compression_params))
+
+    def is_capable(self, capability: str) -> bool:
+        """Whether the store can run the "optimizer"."""
+        return capability.lower() == "optimizer"
+
+    def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
+        """Write the optimizer's state of all keys into one safetensors file. To be called on every worker; rank 0 writes.
+
+        Args:
+            fname: the file.
+            dump_optimizer: also write the optimizer's name and options.
+        """
+        if self.optimizer is None:
+            raise UserError("save_optimizer_states: the store has no optimizer; call set_optimizer first")
+        state = self.state()
+        if self.rank == 0:
+            write_states(fname, state, self.optimizer if dump_optimizer else None)
+        self.barrier()
+
+    def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
+        """Continue with the state that `save_optimizer_states` wrote, with any number of workers and servers."""
+        state, spec = read_states(fname)
+        if spec is not None and self.optimizer is None:
+            self.set_optimizer(spec)
+        if self.optimizer is None:
+            raise UserError("load_optimizer_states: the store has no optimizer; call set_optimizer first")
+        self.load_state(state)
+
+    def _barrier(self) -> None:
+        self.barrier()
+
+    # ------------------------------------------------------------------ checking what was passed
+
+    def _names(self, key: Key | Sequence[Key]) -> list[str]:
+        keys = list(key) if isinstance(key, (list, tuple)) else [key]
+        for one in keys:
+            if isinstance(one, bool) or not isinstance(one, (str, int)):
+                raise UserError(f"{one!r} is no key; keys are strings or whole numbers")
+            kind = str if isinstance(one, str) else int
+            if self._key_type not in (None, kind):
+                raise UserError(
+                    f"the key {one!r} is a {kind.__name__}, but this store's keys are of type {self._key_type.__name__}"
+                )
+            self._key_type = kind
+        if len(set(keys)) < len(keys):
+            raise UserError(f"a key is in the list twice: {keys}")
+        return [str(one) for one in keys]
+
+    def _pairs(self, key: Key | Sequence[Key], value: Any) -> list[tuple[str, Any]]:
+        names = self._names(key)
+        if not isinstance(key, (list, tuple)):
+            return [(names[0], value)]
+        if not isinstance(value, (list, tuple)) or len(value) != len(names):
+            found = f"a list of {len(value)}" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
+            raise UserError(f"for {len(names)} keys there must be a list of {len(names)} values, not {found}")
+        return list(zip(names, value, strict=True))
+
+    def _known(self, name: str) -> tuple[torch.Size, torch.dtype]:
+        if name not in self.shapes:
+            known = ", ".join(list(self.shapes)[:10]) or "none"
+            raise UserError(f"there is no key '{name}' in the store; call init('{name}', value) first. Keys: {known}")
+        return self.shapes[name]
+
+    def _check_like(self, name: str, tensor: torch.Tensor, what: str) -> None:
+        shape, dtype = self._known(name)
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise UserError(
+                f"{what} for the key '{name}' has shape {list(tensor.shape)} and {tensor.dtype}, but the key was initialised with "
+                f"{list(shape)} and {dtype}"
+            )
+
+    def _checked(self, name: str, given: Any) -> torch.Tensor:
+        """The sum over the devices of what is pushed, of the right form."""
+        table = self.tables.get(name)
+        values = _several(given, name)
+        if table is not None:
+            for value in values:
+                check_rows(name, value, table)
+            return sum_on_one_device(values).coalesce()
+        for value in values:
+            if value.layout != torch.strided:
+                raise UserError(
+                    f"the value for '{name}' is sparse, but the key is dense; make the key with init('{name}', RowSparse(rows, columns))"
+                )
+            self._check_like(name, value, "the value")
+        return sum_on_one_device(values)
+
+
+def check_rows(name: str, value: torch.Tensor, table: RowSparse) -> None:
+    """Raise `UserError` unless `value` is a sparse_coo tensor of rows of `table`."""
+    if value.layout != torch.sparse_coo or value.sparse_dim() != 1 or value.dense_dim() != 1:
+        raise UserError(
+            f"'{name}' holds rows; push a sparse tensor of them, such as the gradient of nn.Embedding(…, sparse=True), or "
+            "torch.sparse_coo_tensor(ids[None], rows, (table_rows, columns))"
+        )
+    if value.shape[1] != table.columns or value.shape[0] != table.rows or value.dtype != table.dtype:
+        raise UserError(
+            f"the value for '{name}' has shape {list(value.shape)} and {value.dtype}, but the table has [{table.rows}, {table.columns}] "
+            f"and {table.dtype}"
+        )
+    check_ids(name, value._indices()[0], table)
+
+
+def check_ids(name: str, ids: torch.Tensor, table: RowSparse) -> torch.Tensor:
+    """The row ids as int64.
+
+    Raises:
+        UserError: they are not whole numbers, or there are no such rows.
+    """
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise UserError(f"row ids for '{name}' are {ids.dtype}; they must be int64 (floats lose ids beyond 2**24)")
+    ids = ids.to(torch.int64)
+    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= table.rows):
+        raise UserError(
+            f"row ids for '{name}' go from {int(ids.min())} to {int(ids.max())}; the table has rows 0 to {table.rows - 1}"
+        )
+    return ids
+
+
+def sum_on_one_device(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum in the order of the list, on the first one's device; the tensor itself when there is one."""
+    total = values[0].detach()
+    for position, value in enumerate(values[1:]):
+        moved = value.detach().to(total.device)
+        total = total + moved if position == 0 else total.add_(moved)
+    return total
+
+
+def _several(value: Any, name: str) -> list[torch.Tensor]:
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not values or not all(isinstance(one, torch.Tensor) for one in values):
+        raise UserError(f"the value for '{name}' must be a tensor, or a list of tensors with one for each device")
+    return values
+
+
+def _one(value: Any, name: str) -> torch.Tensor:
+    return _several(value, name)[0].detach()
