@@ -6,6 +6,7 @@ gone when both processes are, however they end.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import socket
@@ -19,12 +20,15 @@ _ALIGNED = 64
 class Arena:
     """Shared memory of `nbytes`; made new, or from a file that was received."""
 
-    def __init__(self, nbytes: int, fd: int | None = None) -> None:
-        nbytes = max(nbytes, mmap.PAGESIZE)
+    def __init__(self, nbytes: int = 0, fd: int | None = None) -> None:
+        # A file that was received is mapped whole, but never less than was said.
+        nbytes = max(nbytes, mmap.PAGESIZE, 0 if fd is None else os.fstat(fd).st_size)
         if fd is None:
-            fd = os.memfd_create("allhands-kvstore", os.MFD_CLOEXEC)
+            fd = os.memfd_create("allhands-kvstore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, nbytes)
-        elif os.fstat(fd).st_size < nbytes:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        # Reading beyond the end of a file kills the process, so it must not shrink either.
+        elif os.fstat(fd).st_size < nbytes or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             os.close(fd)
             raise ValueError("the shared memory is smaller than was said")
         self.fd = fd

@@ -21,6 +21,7 @@ HEADER_BYTES = _HEADER.size
 # A control message names every key once; 100,000 keys take about 10 MB.
 LONGEST_MESSAGE = 32 << 20
 LONGEST_ROWS = 256 << 20
+LONGEST_STATE = 64 << 30
 
 
 class Kind(IntEnum):
@@ -35,6 +36,7 @@ class Kind(IntEnum):
     PULL_ROWS = 7
     ROWS = 8
     BEAT = 9  # the worker lives
+    STATE = 10  # a safetensors file, either way
 
 
 class Flag(IntFlag):
@@ -75,7 +77,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Frame:
         FrameError: it is none.
     """
     magic, kind, flags, chunk, meta, number, nbytes = _HEADER.unpack(data)
-    if magic != MAGIC or not 1 <= kind <= Kind.BEAT:
+    if magic != MAGIC or not 1 <= kind <= Kind.STATE:
         raise FrameError("what came is no frame of this protocol")
     return Frame(Kind(kind), flags, chunk, meta, number, nbytes)
 

@@ -45,8 +45,8 @@ def token_from(environ: Mapping[str, str]) -> bytes:
     token = environ.get(TOKEN, "")
     if len(token) < 16:
         raise UserError(
-            f"{TOKEN} is not set: parameter servers talk only to workers of their own job. `allhands launch -s 1 …` sets it; with "
-            "another launcher, set it to the same long random text for all workers and servers"
+            f"{TOKEN} is not set: parameter servers talk only to workers of their own job. `allhands launch -s 1 …` sets it; "
+            "with another launcher, set it to the same long random text for all workers and servers"
         )
     return token.encode()
 

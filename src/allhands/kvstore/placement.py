@@ -15,7 +15,8 @@ import torch
 
 from allhands.errors import UserError
 
-# Bytes of the largest chunk. Sending, adding up and updating overlap from chunk to chunk, and each costs some tens of microseconds.
+# Bytes of the largest chunk. Sending, adding up and updating overlap from chunk to chunk, and each costs some tens of
+# microseconds.
 CHUNK_BYTES = 2 << 20
 _SMALLEST = 64 << 10
 # So many chunks a server keep the fullest within 5 % of the mean (tests/kvstore/test_placement.py).

@@ -22,8 +22,8 @@ _FORMAT = "allhands optimizer states 1"
 class StoreState:
     """Attributes:
     step: optimizer steps taken.
-    tensors: by key, then by the name of the state ("exp_avg"), in the key's own shape; for a `RowSparse` key, also "ids" (int64, shape
-        [n]) and "rows" (shape [n, columns]), and states of shape [n, columns].
+    tensors: by key, then by the name of the state ("exp_avg"), in the key's own shape; for a `RowSparse` key, also "ids" (int64,
+        shape [n]) and "rows" (shape [n, columns]), and states of shape [n, columns].
     numbers: by key, then by name: states that are one number, such as Adam's "step".
     """
 

@@ -268,8 +268,8 @@ class KVStore(ABC):
             out = torch.empty(len(ids), table.columns, dtype=table.dtype)
         if out.shape != (len(ids), table.columns) or out.dtype != table.dtype:
             raise UserError(
-                f"row_sparse_pull('{name}'): out has shape {list(out.shape)} and {out.dtype}; for {len(ids)} row ids it must have "
-                f"[{len(ids)}, {table.columns}] and {table.dtype}"
+                f"row_sparse_pull('{name}'): out has shape {list(out.shape)} and {out.dtype}; for {len(ids)} row ids it must "
+                f"have [{len(ids)}, {table.columns}] and {table.dtype}"
             )
         self._pull_rows(name, ids, out)
         return out
@@ -363,8 +363,8 @@ class KVStore(ABC):
         shape, dtype = self._known(name)
         if tensor.shape != shape or tensor.dtype != dtype:
             raise UserError(
-                f"{what} for the key '{name}' has shape {list(tensor.shape)} and {tensor.dtype}, but the key was initialised with "
-                f"{list(shape)} and {dtype}"
+                f"{what} for the key '{name}' has shape {list(tensor.shape)} and {tensor.dtype}, but the key was initialised "
+                f"with {list(shape)} and {dtype}"
             )
 
     def _checked(self, name: str, given: Any) -> torch.Tensor:
@@ -378,7 +378,8 @@ class KVStore(ABC):
         for value in values:
             if value.layout != torch.strided:
                 raise UserError(
-                    f"the value for '{name}' is sparse, but the key is dense; make the key with init('{name}', RowSparse(rows, columns))"
+                    f"the value for '{name}' is sparse, but the key is dense; make the key with init('{name}', "
+                    "RowSparse(rows, columns))"
                 )
             self._check_like(name, value, "the value")
         return sum_on_one_device(values)
@@ -393,8 +394,8 @@ def check_rows(name: str, value: torch.Tensor, table: RowSparse) -> None:
         )
     if value.shape[1] != table.columns or value.shape[0] != table.rows or value.dtype != table.dtype:
         raise UserError(
-            f"the value for '{name}' has shape {list(value.shape)} and {value.dtype}, but the table has [{table.rows}, {table.columns}] "
-            f"and {table.dtype}"
+            f"the value for '{name}' has shape {list(value.shape)} and {value.dtype}, but the table has [{table.rows}, "
+            f"{table.columns}] and {table.dtype}"
         )
     check_ids(name, value._indices()[0], table)
 

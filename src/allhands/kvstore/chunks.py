@@ -1,0 +1,217 @@
+"""One chunk of a key on a server: its value, its optimizer, and the round that is open."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from allhands.errors import UserError
+from allhands.kvstore.bucket import square_of, weight_factor
+from allhands.kvstore.compression import Codec, Compressor
+from allhands.kvstore.optimizers import ChunkOptimizer, OptimizerSpec
+
+
+class Worker(Protocol):
+    """A worker's session, as far as chunks need it."""
+
+    rank: int
+
+    def tell(self, fields: dict[str, Any]) -> None:
+        """A control message."""
+
+    def later(self, numbers: list[int]) -> None:
+        """Send the values of these chunks, without a lock of theirs held here."""
+
+    def give(self, chunk: Chunk) -> None:
+        """Send the chunk's value; called with the chunk's lock held."""
+
+    def finished(self, meta: Meta, workers: int, staleness: float) -> None:
+        """A chunk of this step is done."""
+
+
+@dataclass
+class Meta:
+    """One worker's part in a step, as it announced it.
+
+    Attributes:
+        step: the worker's number of the step.
+        chunks: how many chunks of this server it pushes.
+        idle: it has no samples, and leaves the options to the others.
+        left: how many of them are not done.
+    """
+
+    worker: Worker
+    step: int
+    weight: float
+    expected: float | None
+    groups: list[dict[str, Any]] | None
+    clip: float | None
+    chunks: int
+    idle: bool = False
+    left: int = 0
+    staleness: float = 0.0
+    workers: int = 0
+
+    def options(self, group: int) -> dict[str, Any] | None:
+        """The optimizer's numbers of a group in this step."""
+        return self.groups[group] if self.groups else None
+
+
+@dataclass
+class Chunk:
+    """Numbers `start` to `stop` of a key.
+
+    Attributes:
+        weights: the value, 1-D.
+        version: rounds that were applied (in async: pushes).
+        ready: whether rank 0 has given the first value.
+        arrived: pushes of the open round that are not added yet, because a lower rank's is to come first.
+        added: who is in the sum.
+        total: the sum so far; the first one's own memory.
+        waiting: who wants the value, and from which version on.
+        last: the last round that each worker pushed, to know a repetition.
+        seen: the version that each worker got last.
+    """
+
+    number: int
+    key: str
+    start: int
+    stop: int
+    group: int
+    weights: torch.Tensor
+    version: int = 0
+    ready: bool = False
+    block: int = -1
+    offset: int = 0
+    lock: Any = field(default_factory=threading.RLock)
+    optimizer: ChunkOptimizer | None = None
+    arrived: dict[int, tuple[torch.Tensor, Meta, Callable[[], None]]] = field(default_factory=dict)
+    added: list[Meta] = field(default_factory=list)
+    total: torch.Tensor | None = None
+    held: list[Callable[[], None]] = field(default_factory=list)
+    waiting: list[tuple[Worker, int]] = field(default_factory=list)
+    last: dict[int, int] = field(default_factory=dict)
+    seen: dict[int, int] = field(default_factory=dict)
+    down: Compressor | None = None
+    sent: torch.Tensor | None = None  # what the workers have, where values are compressed on their way down
+    encoded: torch.Tensor | None = None
+    clipped: bool = False  # combined, and waiting for the norm of all chunks
+
+    def set_optimizer(self, spec: OptimizerSpec | None) -> None:
+        """Take steps with this optimizer from now on, from its first state."""
+        self.optimizer = None if spec is None else ChunkOptimizer(spec, self.group, self.weights)
+
+    def compress_down(self, codec: Codec) -> None:
+        """Send changes of the value in fewer bits from now on."""
+        self.down = Compressor(codec, len(self.weights))
+        self.sent = self.weights.clone()
+
+    def take(self, rank: int, values: torch.Tensor, meta: Meta, release: Callable[[], None], counted: set[int]) -> bool:
+        """Add a push of the open round; True when the round is complete. The lock is held."""
+        if rank in self.arrived or any(other.worker.rank == rank for other in self.added):
+            raise UserError(f"the key '{self.key}' was pushed twice in one round by worker {rank}; pull it before the next push")
+        self.arrived[rank] = (values, meta, release)
+        return self.add_up(counted)
+
+    def add_up(self, counted: set[int]) -> bool:
+        """Add what is its turn, in the order of the ranks; True when all of `counted` are in. The lock is held."""
+        while not self.clipped:
+            done = {meta.worker.rank for meta in self.added}
+            due = min((counted | self.arrived.keys()) - done, default=None)
+            if due is None or due not in self.arrived:
+                break
+            values, meta, release = self.arrived.pop(due)
+            if self.total is None:
+                self.total = values
+                self.held.append(release)
+            else:
+                self.total.add_(values)
+                release()
+            self.added.append(meta)
+        return bool(self.added) and not self.clipped and counted <= {meta.worker.rank for meta in self.added}
+
+    def combine(self) -> float:
+        """Weigh the sum; returns the sum of its squares where the step is clipped, else 0. The lock is held."""
+        assert self.total is not None
+        lead = self.lead()
+        others = {meta.expected for meta in self.added if not meta.idle}
+        if len(others) > 1:
+            raise UserError(f"the key '{self.key}' was pushed with a weight by some workers and without by others")
+        factor = weight_factor([meta.weight for meta in self.added], lead.expected)
+        if factor != 1.0:
+            self.total.mul_(factor)
+        return square_of(self.total) if lead.clip is not None else 0.0
+
+    def lead(self) -> Meta:
+        """Whose options count: all that are not idle have the same."""
+        return next((meta for meta in self.added if not meta.idle), self.added[0])
+
+    def close(self, scale: float = 1.0) -> list[Meta]:
+        """Apply the sum and open the next round; who was in it. The lock is held."""
+        assert self.total is not None
+        if scale != 1.0:
+            self.total.mul_(scale)
+        metas, options = self.added, self.lead().options(self.group)
+        try:
+            self.apply(self.total, options)
+        finally:
+            self.clear()
+        self.version += 1
+        for meta in metas:
+            self.last[meta.worker.rank] = self.version
+        self.changed()
+        return metas
+
+    def apply(self, gradient: torch.Tensor, options: dict[str, Any] | None) -> None:
+        """Take a step, or the sum itself where there is no optimizer. The lock is held."""
+        if self.optimizer is not None:
+            self.optimizer.step(gradient, options)
+        else:
+            self.weights.copy_(gradient)
+
+    def clear(self) -> None:
+        """Forget the open round."""
+        for release in self.held:
+            release()
+        self.total, self.added, self.held, self.clipped = None, [], [], False
+
+    def drop(self) -> None:
+        """Forget the open round and what has arrived for it."""
+        self.clear()
+        for _, _, release in self.arrived.values():
+            release()
+        self.arrived.clear()
+        self.waiting.clear()
+
+    def changed(self) -> None:
+        """Give the new value to those who wait for it. The lock is held."""
+        if self.down is not None:
+            assert self.sent is not None
+            self.encoded = self.down.compress(self.weights - self.sent if self.optimizer is not None else self.weights, self.key)
+            moved = torch.empty_like(self.sent)
+            self.down.codec.decode(self.encoded, moved)
+            if self.optimizer is not None:
+                # The residual is what `sent` lacks already: it must not be counted twice.
+                self.down.load(torch.zeros_like(moved))
+                self.sent.add_(moved)
+            else:
+                self.sent = moved
+        self.serve()
+
+    def changed_outside(self) -> None:
+        """The value was set, and not by a round: workers that get compressed changes get it whole next time."""
+        if self.down is not None:
+            self.sent, self.encoded = self.weights.clone(), None
+            self.down.load(torch.zeros(len(self.weights)))
+
+    def serve(self) -> None:
+        """Answer those whose version is reached. The lock is held."""
+        due = [worker for worker, version in self.waiting if version <= self.version]
+        self.waiting = [(worker, version) for worker, version in self.waiting if version > self.version]
+        for worker in due:
+            self.seen[worker.rank] = self.version
+            worker.give(self)

@@ -1,0 +1,373 @@
+"""A worker's two connections to one server: one thread sends by priority, another takes what comes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from safetensors.torch import load
+
+from allhands.errors import AllhandsError, UserError, WorldError
+from allhands.kvstore.arena import Arena, offsets, receive_file, send_file
+from allhands.kvstore.compression import Codec
+from allhands.kvstore.frames import (
+    HEADER_BYTES,
+    LONGEST_ROWS,
+    LONGEST_STATE,
+    Flag,
+    Frame,
+    FrameError,
+    Kind,
+    message,
+    pack,
+    read_bytes,
+    read_header,
+    read_into,
+    read_message,
+)
+from allhands.kvstore.handshake import RefusedError, introduce, tls_contexts, token_from, tuned
+from allhands.kvstore.session import raw
+
+BEAT_EVERY = 1.0
+TRANSPORT = "ALLHANDS_KVSTORE_TRANSPORT"
+# Left to itself, a worker takes the last one that the server's host allows: memory only when it is the same host.
+TRANSPORTS = ("tcp", "unix", "shared")
+
+
+class Board:
+    """What the threads of one worker tell one another.
+
+    Attributes:
+        changed: guards everything here, and is notified when something that is waited for has come.
+        failure: why nothing can go on.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.failure: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """End every wait with this error; the first one counts."""
+        with self.changed:
+            self.failure = self.failure or error
+            self.changed.notify_all()
+
+    def wait(self, ready: Callable[[], Any], what: Callable[[], str], timeout: float | None = None) -> None:
+        """Wait until `ready`, which is asked with the lock held.
+
+        Raises:
+            AllhandsError: the failure, or nothing came within `timeout` seconds.
+        """
+        began, told = time.monotonic(), False
+        with self.changed:
+            while not ready():
+                if self.failure is not None:
+                    raise type(self.failure)(*self.failure.args) from self.failure
+                self.changed.wait(1.0)
+                waited = time.monotonic() - began
+                if timeout is not None and waited > timeout:
+                    raise WorldError(f"{what()}: nothing came within {timeout:.0f} s")
+                if waited > 20.0 and not told:
+                    told = True
+                    print(f"allhands: waiting for {waited:.0f} s: {what()}", flush=True)
+
+
+class Pending:
+    """Chunks, or an answer, that are waited for."""
+
+    __slots__ = ("answer", "left")
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.answer: Any = None
+
+
+class Link:
+    """One server, as a worker sees it.
+
+    Attributes:
+        number: which server.
+        local: both ends map the same memory.
+        again: the others went on without this worker, which has come again.
+        versions: of the chunks that this worker has.
+    """
+
+    def __init__(self, number: int, where: Mapping[str, Any], board: Board, said: Mapping[str, Any], transport: str) -> None:
+        self.transport = transport
+        self.number, self.where, self.board = number, where, board
+        self.local = False
+        self.again = False
+        self.versions: dict[int, int] = {}
+        self.targets: dict[int, tuple[torch.Tensor, Pending]] = {}
+        self.down_codec: Codec | None = None
+        self.base: dict[int, torch.Tensor] = {}  # what this worker has, where changes come compressed
+        self.adds = True
+        self.squares: dict[int, dict[int, float]] = {}
+        self.done: dict[int, dict[str, Any]] = {}
+        self._requests = itertools.count(1)
+        self._answers: dict[int, Pending] = {}
+        self._queue: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
+        self._order = itertools.count()
+        self._regions: dict[int, torch.Tensor] = {}
+        self._shared: dict[int, torch.Tensor] = {}
+        self._welcome = Pending(1)
+        self._closing = False
+        self._connect(said)
+
+    @property
+    def name(self) -> str:
+        """`server 1 (host d2, process 7)`."""
+        return f"server {self.number} (host {self.where['host']}, process {self.where['pid']})"
+
+    # ------------------------------------------------------------------ connecting
+
+    def _connect(self, said: Mapping[str, Any]) -> None:
+        token, session = token_from(os.environ), secrets.token_hex(8)
+        links = {}
+        for side in ("up", "down"):
+            try:
+                links[side] = self._open()
+                introduce(links[side], token, {**said, "session": session, "side": side, "maps": self.local})
+            except (RefusedError, OSError, EOFError) as error:
+                raise WorldError(
+                    f"{self.name} at {self.where['address']}:{self.where['port']} cannot be used: {error or 'no answer'}"
+                ) from error
+            tuned(links[side])
+        self._up, self._down = links["up"], links["down"]
+        for work in (self._read, self._send, self._beat):
+            threading.Thread(target=work, name=f"kvstore-{self.number}", daemon=True).start()
+        self.board.wait(lambda: self._welcome.left == 0, lambda: f"{self.name} has not answered", 30.0)
+        answer = self._welcome.answer
+        if answer["refused"]:
+            raise UserError(answer["refused"])
+        if answer["failed"]:
+            raise WorldError(answer["failed"])
+        self.again = bool(answer["again"])
+
+    def _open(self) -> socket.socket:
+        if self.where["unix"] and self.transport != "tcp":
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                link.connect("\0" + self.where["unix"])
+                self.local = self.transport != "unix"
+                return link
+            except OSError:  # another host, or another network namespace
+                link.close()
+        if self.transport in ("unix", "shared"):
+            raise OSError(f"{TRANSPORT}={self.transport}, but it is on another host; leave the variable out")
+        link = socket.create_connection((self.where["address"], self.where["port"]), timeout=10.0)
+        contexts = tls_contexts(os.environ)
+        return link if contexts is None else contexts[1].wrap_socket(link)
+
+    # ------------------------------------------------------------------ sending
+
+    def put(self, *parts: Any, priority: int = 0) -> None:
+        """Queue bytes, tensors or functions that give such; larger priorities go first."""
+        self._queue.put((-priority, next(self._order), parts))
+
+    def first(self, *parts: Any) -> None:
+        """Queue something before everything that waits."""
+        self._queue.put((-(1 << 60), next(self._order), parts))
+
+    def ask(self, op: str, fd: int | None = None, **fields: Any) -> Any:
+        """Send a request, and wait for its answer.
+
+        Raises:
+            UserError: the server refuses it.
+        """
+        return self.answer(self.begin(op, fd, **fields), op)
+
+    def begin(self, op: str, fd: int | None = None, **fields: Any) -> Pending:
+        """Send a request."""
+        number, pending = self.expect()
+        parts: list[Any] = [message({"op": op, "id": number, **fields})]
+        self.first(*parts, *(() if fd is None else (lambda: send_file(self._up, fd),)))
+        return pending
+
+    def expect(self) -> tuple[int, Pending]:
+        """The number of a request, and what waits for its answer."""
+        pending = Pending(1)
+        with self.board.changed:
+            number = next(self._requests)
+            self._answers[number] = pending
+        return number, pending
+
+    def answer(self, pending: Pending, what: str) -> Any:
+        """Wait for an answer."""
+        self.board.wait(lambda: pending.left == 0, lambda: f"{self.name} has not answered to '{what}'")
+        found = pending.answer
+        if isinstance(found, dict) and found.get("error"):
+            raise UserError(found["error"])
+        return found
+
+    def push(self, chunk: int, number: int, meta: int, values: torch.Tensor, wanted: bool, priority: int,
+             encode: Callable[[torch.Tensor], torch.Tensor] | None, travels: bool = False) -> None:  # fmt: skip
+        """Queue a chunk; `values` must stay as they are until its value has come, unless they are a copy.
+
+        `travels`: not through shared memory, where the next push would overwrite it before it was read.
+        """
+        flags = Flag.WANTED if wanted else Flag.NONE
+        region = None if travels else self._regions.get(chunk)
+
+        def send() -> None:
+            if encode is not None:
+                data = encode(values)
+                self._up.sendall(pack(Kind.PUSH, flags | Flag.COMPRESSED, chunk, meta, number, data.nbytes))
+                self._up.sendall(raw(data))
+            elif region is not None:
+                region.copy_(values)
+                self._up.sendall(pack(Kind.PUSH, flags | Flag.SHARED, chunk, meta, number))
+            else:
+                self._up.sendall(pack(Kind.PUSH, flags, chunk, meta, number, values.nbytes))
+                self._up.sendall(raw(values))
+
+        self.put(send, priority=priority)
+
+    def _send(self) -> None:
+        try:
+            while True:
+                _, _, parts = self._queue.get()
+                for part in parts:
+                    if part is None:
+                        return
+                    if callable(part):
+                        part()
+                    else:
+                        self._up.sendall(raw(part) if isinstance(part, torch.Tensor) else part)
+        except OSError:
+            pass  # the reading thread sees the end too, and says so
+        except AllhandsError as error:
+            self.board.fail(error)
+
+    def _beat(self) -> None:
+        beat = pack(Kind.BEAT)
+        while not self._closing:
+            time.sleep(BEAT_EVERY)
+            self.first(beat)
+
+    # ------------------------------------------------------------------ memory of both
+
+    def share(self, chunks: Mapping[int, tuple[int, torch.dtype]]) -> None:
+        """Map memory with the server for these chunks: numbers and type of each."""
+        if not self.local or not chunks:
+            return
+        starts, total = offsets(count * dtype.itemsize for count, dtype in chunks.values())
+        arena = Arena(total)
+        places = [[number, start] for number, start in zip(chunks, starts, strict=True)]
+        self.ask("region", arena.fd, nbytes=total, chunks=places)
+        arena.close_file()
+        for (number, (count, dtype)), start in zip(chunks.items(), starts, strict=True):
+            self._regions[number] = arena.view(start, count, dtype)
+        for number in chunks:
+            if number not in self._shared:
+                told = self.ask("block", chunk=number)
+                block = told["arena"]
+                for other, start, count in told["chunks"]:
+                    if other in chunks:
+                        self._shared[other] = block.view(start, count, chunks[other][1])
+
+    # ------------------------------------------------------------------ taking
+
+    def _read(self) -> None:
+        header = bytearray(HEADER_BYTES)
+        try:
+            while True:
+                self._take(read_header(self._down, header))
+        except (EOFError, OSError):
+            if not self._closing:
+                self.board.fail(WorldError(f"{self.name} is gone: its connection ended"))
+        except (FrameError, ValueError, KeyError, TypeError) as error:
+            self.board.fail(WorldError(f"{self.name} sent what is not understood: {type(error).__name__}: {error}"))
+
+    def _take(self, frame: Frame) -> None:
+        if frame.kind == Kind.VALUE:
+            self._value(frame)
+        elif frame.kind == Kind.MESSAGE:
+            self._told(read_message(self._down, frame.nbytes))
+        elif frame.kind in (Kind.ROWS, Kind.STATE):
+            data = read_bytes(self._down, frame.nbytes, LONGEST_ROWS if frame.kind == Kind.ROWS else LONGEST_STATE)
+            self._answered(frame.meta, load(bytes(data)) if frame.kind == Kind.STATE else data)
+        else:
+            raise FrameError(f"a server does not send {frame.kind.name}")
+
+    def _value(self, frame: Frame) -> None:
+        target, pending = self.targets.pop(frame.chunk)
+        with torch.no_grad():
+            if frame.flags & Flag.SHARED:
+                target.copy_((self._regions if frame.flags & Flag.OWN else self._shared)[frame.chunk])
+            elif frame.flags & Flag.COMPRESSED:
+                assert self.down_codec is not None
+                data = torch.empty(self.down_codec.nbytes(len(target)), dtype=torch.uint8)
+                if frame.nbytes != data.nbytes:
+                    raise FrameError(f"a value of {frame.nbytes} bytes for a chunk of {data.nbytes}")
+                read_into(self._down, raw(data))
+                moved = torch.empty(len(target))
+                self.down_codec.decode(data, moved)
+                base = self.base.setdefault(frame.chunk, torch.zeros_like(target))
+                if self.adds:
+                    base.add_(moved)
+                else:
+                    base.copy_(moved)
+                target.copy_(base)
+            else:
+                if frame.nbytes != target.nbytes:
+                    raise FrameError(f"a value of {frame.nbytes} bytes for a chunk of {target.nbytes}")
+                read_into(self._down, raw(target))
+                if self.down_codec is not None:
+                    self.base[frame.chunk] = target.clone()
+        with self.board.changed:
+            self.versions[frame.chunk] = frame.round
+            pending.left -= 1
+            if pending.left == 0:
+                self.board.changed.notify_all()
+
+    def _told(self, said: dict[str, Any]) -> None:
+        op = said["op"]
+        if op == "reply":
+            if "chunks" in said:
+                said["arena"] = Arena(fd=receive_file(self._down))
+            self._answered(said["id"], said)
+            return
+        with self.board.changed:
+            if op == "welcome":
+                self._welcome.answer, self._welcome.left = said, 0
+            elif op == "squares":
+                self.squares[said["step"]] = {int(number): float(square) for number, square in said["squares"]}
+            elif op == "done":
+                self.done[said["step"]] = said
+            elif op == "failed":
+                self.board.failure = self.board.failure or _error(said["error"])
+            self.board.changed.notify_all()
+
+    def _answered(self, number: int, answer: Any) -> None:
+        with self.board.changed:
+            pending = self._answers.pop(number)
+            pending.answer, pending.left = answer, 0
+            self.board.changed.notify_all()
+
+    def close(self) -> None:
+        """Say goodbye, and close both connections once that is sent."""
+        if self._closing:
+            return
+        self._closing = True
+        sent = threading.Event()
+        self.put(message({"op": "bye"}), sent.set, None, priority=-(1 << 61))
+        sent.wait(5.0)
+        for link in (self._up, self._down):
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+            link.close()
+
+
+def _error(text: str) -> AllhandsError:
+    lost = " is lost: " in text or "started again" in text
+    return WorldError(text) if lost else UserError(text)

@@ -1,0 +1,231 @@
+"""A parameter-server process: listens, lets in who knows the job's token, and serves until the launcher ends it.
+
+`allhands launch -s 2` starts two of them beside the workers, one a host in turn. Server i says in the job's store, under
+``allhands/server/i``, where it listens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from allhands.errors import AllhandsError
+from allhands.kvstore.handshake import RefusedError, greet, tls_contexts, token_from, tuned
+from allhands.kvstore.session import Session
+from allhands.kvstore.shard import Shard
+from allhands.world.interface import address_towards
+
+LEASE = "ALLHANDS_KVSTORE_LEASE"
+# Seconds without a sign of life after which a worker counts as lost. A worker gives one every second.
+DEFAULT_LEASE = 10.0
+# Connections that have not proven themselves yet; more wait in the listener's queue.
+_STRANGERS = 32
+
+
+def key(number: int) -> str:
+    """Under which key of the job's store server `number` makes itself known."""
+    return f"allhands/server/{number}"
+
+
+class Server:
+    """Listens on one TCP port, and on a Unix socket for workers of this host.
+
+    Args:
+        number: which server of the job.
+        servers: how many there are.
+        workers: how many workers the job has.
+        token: the job's.
+        address: where to listen.
+        lease: seconds of silence after which a worker is lost.
+    """
+
+    def __init__(self, number: int, servers: int, workers: int, token: bytes, address: str = "127.0.0.1",
+                 lease: float = DEFAULT_LEASE) -> None:  # fmt: skip
+        self.number, self.servers, self.workers, self.lease = number, servers, workers, lease
+        self.shards: dict[int, Shard] = {}
+        self._token = token
+        self._tls = tls_contexts(os.environ)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.tcp = socket.socket(family, socket.SOCK_STREAM)
+        self.tcp.bind((address, 0))
+        self.tcp.listen(512)
+        # A name in the abstract space leaves no file behind.
+        self.unix_name = f"allhands-kvstore-{os.getpid()}-{secrets.token_hex(6)}"
+        self.unix: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self.unix.bind("\0" + self.unix_name)
+            self.unix.listen(512)
+        except OSError:  # a system without such names
+            self.unix.close()
+            self.unix = None
+        self._strangers = threading.Semaphore(_STRANGERS)
+        self._halves: dict[str, tuple[float, str, socket.socket]] = {}
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def where(self) -> dict[str, Any]:
+        """What workers must know to connect."""
+        name = self.tcp.getsockname()
+        return {
+            "host": socket.gethostname(), "pid": os.getpid(), "address": name[0], "port": name[1],
+            "unix": self.unix_name if self.unix is not None else None, "life": secrets.token_hex(8),
+        }  # fmt: skip
+
+    def start(self) -> None:
+        """Serve in threads of this process."""
+        for listener in (self.tcp, self.unix):
+            if listener is not None:
+                threading.Thread(target=self._accept, args=(listener,), name="accept", daemon=True).start()
+        threading.Thread(target=self._watch, name="leases", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop to serve."""
+        self._stopped = True
+        for listener in (self.tcp, self.unix):
+            if listener is not None:
+                with contextlib.suppress(OSError):
+                    listener.shutdown(socket.SHUT_RDWR)
+                listener.close()
+        for shard in list(self.shards.values()):
+            for session in shard.members.sessions_now():
+                session.end()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._stopped:
+            self._strangers.acquire()
+            try:
+                link, _ = listener.accept()
+            except OSError:
+                self._strangers.release()
+                if self._stopped:
+                    return
+                time.sleep(0.05)  # out of descriptors for a moment, or the other side has gone already
+                continue
+            threading.Thread(target=self._meet, args=(link,), name="meet", daemon=True).start()
+
+    def _meet(self, link: socket.socket) -> None:
+        try:
+            local = link.family == socket.AF_UNIX
+            link.settimeout(10.0)
+            if self._tls is not None and not local:
+                link = self._tls[0].wrap_socket(link, server_side=True)
+            said = greet(link, self._token)
+            self._pair(tuned(link), said, local)
+        except (OSError, EOFError, RefusedError, ValueError, KeyError, TypeError):
+            link.close()
+        finally:
+            self._strangers.release()
+
+    def _pair(self, link: socket.socket, said: dict[str, Any], local: bool) -> None:
+        """A worker comes with two connections; when the second is there, it takes part."""
+        name, side = str(said["session"]), said["side"]
+        with self._lock:
+            now = time.monotonic()
+            for old in [old for old, (since, _, _) in self._halves.items() if now - since > 30.0]:
+                self._halves.pop(old)[2].close()
+            if name not in self._halves:
+                self._halves[name] = (now, side, link)
+                return
+            _, other_side, other = self._halves.pop(name)
+            if {side, other_side} != {"up", "down"}:
+                raise RefusedError("two connections of one direction")
+            up, down = (link, other) if side == "up" else (other, link)
+            shard = self._shard(said)
+        session = Session(
+            shard, int(said["rank"]), up, down, f"host {said['host']}, process {said['pid']}", local and said["maps"]
+        )
+        session.life = str(said["life"])
+        refusal = None
+        if said["rules"] != shard.rules:
+            refusal = (
+                f"the store is {said['rules']} on worker {session.rank}, but {shard.rules} on another: create it alike on all"
+            )
+        elif not 0 <= session.rank < shard.workers:
+            refusal = f"there is no worker {session.rank} among {shard.workers}"
+        if refusal is None:
+            before, session.again = shard.members.connect(session)
+            if before is not None:
+                # The same worker over a new connection, or started again before its loss was seen.
+                if before.life != session.life:
+                    session.again = True
+                    shard.members.connect(before)
+                    shard.gone(before, f"worker {session.rank} ({before.about}) was started again", polite=True)
+                    shard.members.connect(session)
+                before.end()
+        session.tell({"op": "welcome", "again": session.again, "refused": refusal, "failed": shard.failure})
+        session.start()
+        if refusal is not None:
+            session.end_soon()
+
+    def _shard(self, said: dict[str, Any]) -> Shard:
+        """The part of the n-th store that the workers have created; made by the first worker's rules. `_lock` is held."""
+        number = int(said["store"])
+        if number not in self.shards:
+            for old in [old for old, shard in self.shards.items() if not shard.members.everyone()]:
+                del self.shards[old]  # all have left it
+            rules = said["rules"]
+            checked = {
+                "wait": {"sync": "sync", "async": "async", "ssp": "ssp"}[rules["wait"]], "staleness": int(rules["staleness"]),
+                "damping": bool(rules["damping"]),
+                "on_worker_loss": {"stop": "stop", "continue": "continue"}[rules["on_worker_loss"]],
+            }  # fmt: skip
+            self.shards[number] = Shard(self.number, self.servers, self.workers, checked)
+        return self.shards[number]
+
+    def _watch(self) -> None:
+        """Find workers that are silent for longer than the lease."""
+        every = min(0.5, self.lease / 4)
+        looked = time.monotonic()
+        while not self._stopped:
+            time.sleep(every)
+            now = time.monotonic()
+            suspended, looked = now - looked > every + 1.0, now
+            for shard, session in [(part, one) for part in list(self.shards.values()) for one in part.members.sessions_now()]:
+                if suspended:  # this process itself stood still
+                    session.heard = now
+                elif now - session.heard > self.lease:
+                    why = (
+                        f"worker {session.rank} ({session.about}) is lost: no sign of life for {now - session.heard:.0f} s (it "
+                        f"is stopped or hangs, or its host or network is down; {LEASE} sets how long is waited)"
+                    )
+                    session.tell({"op": "failed", "error": f"the servers go on without this worker: {why}"})
+                    shard.gone(session, why, polite=False)
+                    session.end_soon()
+
+
+def main() -> None:
+    """Announce this server and wait; SIGTERM, which ends it, comes when the last worker has ended."""
+    from torch.distributed import TCPStore
+
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    number, servers = int(os.environ["ALLHANDS_SERVER"]), int(os.environ["ALLHANDS_NUM_SERVERS"])
+    meeting, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        lease = float(os.environ.get(LEASE, DEFAULT_LEASE))
+        server = Server(
+            number, servers, int(os.environ["WORLD_SIZE"]), token_from(os.environ), address_towards(meeting) or "", lease
+        )
+    except (AllhandsError, ValueError) as error:
+        sys.exit(f"allhands: server {number}: {error}")
+    server.start()
+    store = TCPStore(meeting, port, is_master=False, timeout=timedelta(minutes=5), wait_for_workers=False)
+    store.set(key(number), json.dumps(server.where()))
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

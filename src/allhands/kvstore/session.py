@@ -1,0 +1,304 @@
+"""A worker's two connections on the server: what comes in is done by one thread, what goes out by another."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from allhands.errors import UserError
+from allhands.kvstore.arena import Arena, receive_file, send_file
+from allhands.kvstore.chunks import Chunk, Meta
+from allhands.kvstore.compression import codec_from
+from allhands.kvstore.frames import (
+    HEADER_BYTES,
+    LONGEST_ROWS,
+    LONGEST_STATE,
+    Flag,
+    Frame,
+    FrameError,
+    Kind,
+    message,
+    pack,
+    read_bytes,
+    read_header,
+    read_into,
+    read_message,
+)
+from allhands.kvstore.shard import Shard
+from allhands.kvstore.shard_state import load_state, state_of
+from allhands.kvstore.table_rounds import unpack_rows
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, without a copy."""
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+class Session:
+    """One worker, from its second connection to its end.
+
+    Args:
+        shard: what the server holds.
+        rank: the worker's number.
+        up: what the worker sends on.
+        down: what it reads from.
+        about: what the worker is, for messages: its host and process.
+        local: both ends map the same memory.
+    """
+
+    def __init__(self, shard: Shard, rank: int, up: socket.socket, down: socket.socket, about: str, local: bool) -> None:
+        self.shard, self.rank, self.about, self.local = shard, rank, about, local
+        self.heard = time.monotonic()
+        self.again = False
+        self.life = ""  # of the worker process; another one after it was started again
+        self._up, self._down = up, down
+        self._out: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
+        self._metas: dict[int, Meta] = {}
+        self._regions: dict[int, torch.Tensor] = {}
+        self._left = False
+        self._closed = False
+        self._pool: list[torch.Tensor] = []
+        self._given: dict[int, int] = {}  # versions that went out, where they are compressed
+
+    def start(self) -> None:
+        """Begin to read and to write."""
+        for work in (self._read, self._write):
+            threading.Thread(target=work, name=f"worker-{self.rank}", daemon=True).start()
+
+    def end(self) -> None:
+        """Close both connections."""
+        self._closed = True
+        self._out.put(None)
+        for link in (self._up, self._down):
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+
+    def end_soon(self) -> None:
+        """Close both connections once the worker had a moment to read why."""
+        timer = threading.Timer(1.0, self.end)
+        timer.daemon = True
+        timer.start()
+
+    # ------------------------------------------------------------------ to the worker
+
+    def tell(self, fields: dict[str, Any]) -> None:
+        """A control message."""
+        self._out.put([message(fields)])
+
+    def reply(self, request: int, **fields: Any) -> None:
+        """The answer to a request."""
+        self.tell({"op": "reply", "id": request, **fields})
+
+    def give(self, chunk: Chunk) -> None:
+        """Send a chunk's value. The chunk's lock is held."""
+        if self._closed:
+            return
+        header = {"chunk": chunk.number, "round": chunk.version}
+        if chunk.down is not None:
+            # The first value, and what a worker that comes later gets, is whole.
+            if chunk.encoded is None or not self._has(chunk):
+                assert chunk.sent is not None
+                data, flags = chunk.sent.clone(), Flag.NONE
+            else:
+                data, flags = chunk.encoded, Flag.COMPRESSED
+            self._out.put([pack(Kind.VALUE, flags, nbytes=data.nbytes, **header), data])
+        elif self.local and self.shard.synchronous:
+            self._out.put([pack(Kind.VALUE, Flag.SHARED, **header)])
+        elif self.local and chunk.number in self._regions:
+            self._regions[chunk.number].copy_(chunk.weights)
+            self._out.put([pack(Kind.VALUE, Flag.SHARED | Flag.OWN, **header)])
+        else:
+            # In sync the value stays as it is until this worker has pushed again.
+            data = chunk.weights if self.shard.synchronous else chunk.weights.clone()
+            self._out.put([pack(Kind.VALUE, nbytes=data.nbytes, **header), data])
+
+    def _has(self, chunk: Chunk) -> bool:
+        """Whether the worker has the value before this one, whole."""
+        had = self._given.get(chunk.number) == chunk.version - 1
+        self._given[chunk.number] = chunk.version
+        return had
+
+    def later(self, numbers: list[int]) -> None:
+        """Send values by the writing thread, which may take the chunks' locks."""
+        self._out.put([numbers])
+
+    def give_rows(self, request: int, rows: torch.Tensor) -> None:
+        """The rows that a request asked for."""
+        data = rows.contiguous()
+        self._out.put([pack(Kind.ROWS, meta=request, nbytes=data.nbytes), data])
+
+    def finished(self, meta: Meta, workers: int, staleness: float) -> None:
+        """All chunks of a step are done."""
+        if meta.worker is self:
+            self._metas = {number: one for number, one in self._metas.items() if one is not meta}
+        self.tell({"op": "done", "step": meta.step, "workers": workers, "staleness": staleness})
+
+    def _write(self) -> None:
+        try:
+            while (parts := self._out.get()) is not None:
+                for part in parts:
+                    if isinstance(part, bytes):
+                        self._down.sendall(part)
+                    elif isinstance(part, torch.Tensor):
+                        self._down.sendall(raw(part))
+                    elif isinstance(part, list):
+                        for number in part:
+                            chunk = self.shard.chunks[number]
+                            with chunk.lock:
+                                chunk.seen[self.rank] = chunk.version
+                                self.give(chunk)
+                    else:
+                        send_file(self._down, part)
+        except OSError:
+            pass  # the reading thread sees the end too, and says so
+
+    # ------------------------------------------------------------------ from the worker
+
+    def _read(self) -> None:
+        header = bytearray(HEADER_BYTES)
+        try:
+            while True:
+                frame = read_header(self._up, header)
+                self.heard = time.monotonic()
+                try:
+                    self._handle(frame)
+                except UserError as error:
+                    self.tell({"op": "failed", "error": str(error)})
+            # not reached
+        except (EOFError, OSError):
+            why = "its connection ended without a goodbye: it was killed, it crashed, or its host or network is down"
+        except (FrameError, ValueError, KeyError, TypeError, IndexError, SafetensorError) as error:
+            why = f"it sent what this server does not understand ({type(error).__name__}: {error})"
+        if not self._left:
+            self.shard.gone(self, f"worker {self.rank} ({self.about}) is lost: {why}", polite=False)
+        self.end()
+
+    def _handle(self, frame: Frame) -> None:
+        shard = self.shard
+        if frame.kind == Kind.BEAT:
+            return
+        if frame.kind == Kind.MESSAGE:
+            self._message(read_message(self._up, frame.nbytes))
+        elif frame.kind == Kind.PUSH:
+            chunk = shard.chunks[frame.chunk]
+            meta = self._metas[frame.meta]
+            values, buffer = self._values(frame, chunk)
+            release = (lambda: self._pool.append(buffer)) if buffer is not None else _nothing
+            shard.push(chunk, frame.round, meta, values, release, bool(frame.flags & Flag.WANTED))
+        elif frame.kind == Kind.PULL:
+            shard.pull(self, shard.chunks[frame.chunk], frame.round)
+        elif frame.kind == Kind.INIT:
+            chunk = shard.chunks[frame.chunk]
+            shard.initialise(chunk, self._values(frame, chunk)[0])
+        elif frame.kind == Kind.PUSH_ROWS:
+            table, meta = shard.tables[frame.chunk], self._metas[frame.meta]
+            ids, rows = unpack_rows(read_bytes(self._up, frame.nbytes, LONGEST_ROWS), table.table, True)
+            for done in table.push(frame.round, meta, ids, rows, shard.members, shard.synchronous):
+                shard._part_done(done, 1)
+        elif frame.kind == Kind.PULL_ROWS:
+            table = shard.tables[frame.chunk]
+            ids, _ = unpack_rows(read_bytes(self._up, frame.nbytes, LONGEST_ROWS), table.table, False)
+            table.pull(self, frame.meta, ids, frame.round, shard.synchronous)
+        elif frame.kind == Kind.STATE:
+            load_state(shard, load(bytes(read_bytes(self._up, frame.nbytes, LONGEST_STATE))))
+            self.reply(frame.meta)
+        else:
+            raise FrameError(f"a worker does not send {frame.kind.name}")
+
+    def _values(self, frame: Frame, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The values of a push; and the buffer that they lie in, where it is to be used again."""
+        if frame.flags & Flag.SHARED:
+            return self._regions[frame.chunk], None
+        expected = chunk.weights.nbytes
+        codec = None
+        if frame.flags & Flag.COMPRESSED:
+            if self.shard.compression is None:
+                raise FrameError("a compressed push, but no compression was set")
+            codec = codec_from(self.shard.compression["push"])
+            expected = codec.nbytes(len(chunk.weights))
+        if frame.nbytes != expected:
+            raise FrameError(f"a push of {frame.nbytes} bytes for a chunk of {expected}")
+        if codec is not None:
+            data = torch.empty(expected, dtype=torch.uint8)
+            read_into(self._up, raw(data))
+            values = torch.empty(len(chunk.weights))
+            codec.decode(data, values)
+            return values.to(chunk.weights.dtype), None
+        buffer = (
+            self._pool.pop() if self._pool and self._pool[-1].nbytes >= expected else torch.empty(expected, dtype=torch.uint8)
+        )
+        values = buffer[:expected].view(chunk.weights.dtype)
+        read_into(self._up, raw(values))
+        return values, buffer
+
+    def _message(self, said: dict[str, Any]) -> None:
+        shard, request = self.shard, said.get("id", 0)
+        try:
+            match said["op"]:
+                case "declare":
+                    self.reply(request, placed=shard.declare(said["keys"], self.rank, said["complete"]))
+                case "create":
+                    self.reply(request, versions=shard.create(said["chunks"]))
+                case "tables":
+                    shard.create_tables(said["tables"])
+                    self.reply(request)
+                case "ready":
+                    shard.wait_initialised(self, request, set(said["chunks"]))
+                case "region":
+                    self._region(said)
+                    self.reply(request)
+                case "block":
+                    arena, chunks = shard.block(shard.chunks[said["chunk"]].block)
+                    self._out.put([message({"op": "reply", "id": request, "chunks": chunks}), arena.fd])
+                case "optimizer":
+                    shard.set_optimizer(said["name"], said["groups"])
+                    self.reply(request)
+                case "compression":
+                    shard.set_compression(said["push"], said["pull"])
+                    self.reply(request)
+                case "step":
+                    meta = Meta(self, said["step"], float(said["weight"]), said["expected"], said["groups"], said["clip"],
+                                said["chunks"], bool(said["idle"]))  # fmt: skip
+                    self._metas[said["meta"]] = meta
+                    shard.announce(meta)
+                case "commit":
+                    shard.commit(said["step"], float(said["scale"]))
+                case "barrier":
+                    shard.barrier(self, request)
+                case "versions":
+                    self.reply(request, versions={str(number): chunk.version for number, chunk in shard.chunks.items()})
+                case "join":
+                    shard.join(self, said["begins"])
+                    self.reply(request)
+                case "state":
+                    data = save(state_of(shard, said["weights"]))
+                    self._out.put([pack(Kind.STATE, meta=request, nbytes=len(data)) + data])
+                case "bye":
+                    self._left = True
+                    shard.gone(self, "it has left", polite=True)
+                case other:
+                    raise FrameError(f"there is no operation {other!r}")
+        except UserError as error:
+            if "id" not in said:
+                raise
+            self.reply(request, error=str(error))
+
+    def _region(self, said: dict[str, Any]) -> None:
+        """Memory of the worker's, in which its pushes lie."""
+        arena = Arena(said["nbytes"], receive_file(self._up))
+        arena.close_file()
+        for number, offset in said["chunks"]:
+            weights = self.shard.chunks[number].weights
+            self._regions[number] = arena.view(offset, len(weights), weights.dtype)
+
+
+def _nothing() -> None:
+    """A value in shared memory needs no buffer back."""

@@ -1,0 +1,63 @@
+"""All that a server holds, as tensors with names: for workers that save, for snapshots, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from allhands.errors import UserError
+
+# Names: kind, number of the chunk or table, name of the state; none of them holds a tab.
+_WEIGHTS = "weights"
+
+
+def state_of(shard: Any, with_weights: bool) -> dict[str, torch.Tensor]:
+    """Copies of the optimizer's states by ``chunk\\tnumber\\tname``, numbers as float64 of shape []; and the values."""
+    found: dict[str, torch.Tensor] = {}
+    for chunk in list(shard.chunks.values()):
+        with chunk.lock:
+            if chunk.optimizer is not None:
+                tensors, numbers = chunk.optimizer.state()
+                found |= {f"chunk\t{chunk.number}\t{name}": value.detach().clone() for name, value in tensors.items()}
+                found |= {
+                    f"chunk\t{chunk.number}\t{name}": torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()
+                }
+            if with_weights:
+                found[f"chunk\t{chunk.number}\t{_WEIGHTS}"] = chunk.weights.clone()
+    for table in list(shard.tables.values()):
+        with table.lock:
+            state = table.rows.state()
+            found |= {f"table\t{table.number}\t{name}": value.detach().clone().contiguous() for name, value in state.items()}
+    return found
+
+
+def load_state(shard: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Continue from what `state_of` gave.
+
+    Raises:
+        UserError: it is not of this server's chunks, or of another optimizer.
+    """
+    chunks: dict[int, dict[str, torch.Tensor]] = {}
+    tables: dict[int, dict[str, torch.Tensor]] = {}
+    for name, value in tensors.items():
+        kind, number, what = name.split("\t")
+        (chunks if kind == "chunk" else tables).setdefault(int(number), {})[what] = value
+    for one, states in chunks.items():
+        chunk = shard.chunks[one]
+        with chunk.lock:
+            weights = states.pop(_WEIGHTS, None)
+            if weights is not None:
+                chunk.weights.copy_(weights)
+            if states and chunk.optimizer is None:
+                raise UserError("there is no optimizer whose state this could be; call set_optimizer first")
+            if chunk.optimizer is not None:
+                chunk.optimizer.load_state(
+                    {name: value for name, value in states.items() if value.dim()},
+                    {name: float(value) for name, value in states.items() if not value.dim()},
+                )
+            chunk.changed_outside()
+    for one, states in tables.items():
+        table = shard.tables[one]
+        with table.lock:
+            table.rows.load(states)

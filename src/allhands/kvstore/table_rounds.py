@@ -1,0 +1,124 @@
+"""One server's part of a table of rows, and the round of pushes that is open."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import Any
+
+import torch
+
+from allhands.errors import UserError
+from allhands.kvstore.bucket import weight_factor
+from allhands.kvstore.chunks import Meta
+from allhands.kvstore.frames import FrameError
+from allhands.kvstore.optimizers import OptimizerSpec
+from allhands.kvstore.rows import RowTable, sum_rows
+from allhands.kvstore.store import RowSparse
+
+_COUNT = struct.Struct("<Q")
+
+
+def pack_rows(ids: torch.Tensor, rows: torch.Tensor | None) -> bytes:
+    """How many, the ids, and the rows where there are some."""
+    body = _COUNT.pack(len(ids)) + ids.contiguous().numpy().tobytes()
+    return body if rows is None else body + rows.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def unpack_rows(data: bytearray, table: RowSparse, with_rows: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `pack_rows` packed.
+
+    Raises:
+        FrameError: the lengths do not fit.
+    """
+    if len(data) < _COUNT.size:
+        raise FrameError("rows without a count")
+    count = _COUNT.unpack_from(data)[0]
+    width = table.columns * table.dtype.itemsize if with_rows else 0
+    if count > len(data) or len(data) != _COUNT.size + count * (8 + width):
+        raise FrameError("rows of another length than was said")
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, table.columns, dtype=table.dtype)
+    ids = torch.frombuffer(data, dtype=torch.int64, count=count, offset=_COUNT.size)
+    if int(ids.min()) < 0 or int(ids.max()) >= table.rows:
+        raise FrameError("an id of no row")
+    if not with_rows:
+        return ids, torch.empty(0)
+    start = _COUNT.size + 8 * count
+    rows = torch.frombuffer(data, dtype=torch.uint8, count=count * width, offset=start).clone().view(table.dtype)
+    return ids, rows.view(count, table.columns)
+
+
+class TableRounds:
+    """A table's rows on this server, its rounds, and who waits for rows."""
+
+    def __init__(self, number: int, key: str, table: RowSparse, group: int, spec: OptimizerSpec | None) -> None:
+        self.number, self.key, self.table, self.group = number, key, table, group
+        self.rows = RowTable(table, spec, group)
+        self.lock = threading.RLock()
+        self.version = 0
+        self.last: dict[int, int] = {}
+        self._arrived: dict[int, tuple[torch.Tensor, torch.Tensor, Meta]] = {}
+        self._waiting: list[tuple[Any, int, torch.Tensor, int]] = []
+
+    def set_optimizer(self, spec: OptimizerSpec) -> None:
+        """Take steps with this optimizer from now on."""
+        with self.lock:
+            self.rows.set_optimizer(spec, self.group)
+
+    def push(self, number: int, meta: Meta, ids: torch.Tensor, rows: torch.Tensor, members: Any, synchronous: bool) -> list[Meta]:
+        """A worker's rows for a round; the workers whose part is done with it.
+
+        Raises:
+            UserError: a second push in one round.
+        """
+        rank = meta.worker.rank
+        with self.lock:
+            if number <= (self.version if synchronous else self.last.get(rank, 0)):
+                return [meta]
+            self.last[rank] = number
+            if not synchronous:
+                self._apply([(ids, rows, meta)])
+                return [meta]
+            if rank in self._arrived:
+                raise UserError(
+                    f"the key '{self.key}' was pushed twice in one round by worker {rank}; pull rows before the next push"
+                )
+            self._arrived[rank] = (ids, rows, meta)
+            return self._close(members)
+
+    def look_again(self, members: Any) -> None:
+        """Close the round if it waited only for workers that are gone."""
+        with self.lock:
+            if self._arrived:
+                for meta in self._close(members):
+                    meta.worker.finished(meta, 1, 0.0)
+
+    def _close(self, members: Any) -> list[Meta]:
+        if not members.counted(self.key, self.version + 1) <= self._arrived.keys():
+            return []
+        arrived = [self._arrived[rank] for rank in sorted(self._arrived)]
+        self._arrived.clear()
+        self._apply(arrived)
+        return [meta for _, _, meta in arrived]
+
+    def _apply(self, pushes: list[tuple[torch.Tensor, torch.Tensor, Meta]]) -> None:
+        metas = [meta for _, _, meta in pushes]
+        ids, rows = sum_rows([(ids, rows) for ids, rows, _ in pushes])
+        factor = weight_factor([meta.weight for meta in metas], metas[0].expected)
+        if factor != 1.0:
+            rows.mul_(factor)
+        self.rows.push(ids, rows, metas[0].options(self.group))
+        self.version += 1
+        due = [one for one in self._waiting if one[3] <= self.version]
+        self._waiting = [one for one in self._waiting if one[3] > self.version]
+        for session, request, wanted, _ in due:
+            session.give_rows(request, self.rows.pull(wanted))
+
+    def pull(self, session: Any, request: int, ids: torch.Tensor, version: int, synchronous: bool) -> None:
+        """Send rows once the table has this version."""
+        with self.lock:
+            if synchronous and version > self.version:
+                self._waiting.append((session, request, ids, version))
+            else:
+                session.give_rows(request, self.rows.pull(ids))
