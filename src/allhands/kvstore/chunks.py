@@ -128,6 +128,10 @@ class Chunk:
             if self.total is None:
                 self.total = values
                 self.held.append(release)
+            elif self.optimizer is None and counted <= done | {due} and self.down is None:
+                # The sum is the new value: no worker reads the old one any more, as all have pushed.
+                self.total = torch.add(self.total, values, out=self.weights)
+                release()
             else:
                 self.total.add_(values)
                 release()
@@ -170,7 +174,7 @@ class Chunk:
         """Take a step, or the sum itself where there is no optimizer. The lock is held."""
         if self.optimizer is not None:
             self.optimizer.step(gradient, options)
-        else:
+        elif gradient is not self.weights:
             self.weights.copy_(gradient)
 
     def clear(self) -> None:

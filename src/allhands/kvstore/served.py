@@ -30,7 +30,7 @@ from allhands.kvstore.placement import Piece, dtype_name
 from allhands.kvstore.server import key as server_key
 from allhands.kvstore.server_states import put_together, taken_apart
 from allhands.kvstore.states import StoreState
-from allhands.kvstore.store import KVStore, RowSparse, Share, Step, check_rows
+from allhands.kvstore.store import Key, KVStore, RowSparse, Share, Step, check_rows
 from allhands.kvstore.table_rounds import pack_rows
 
 _LIFE = secrets.token_hex(8)  # of this process
@@ -372,6 +372,29 @@ class ServedStore(KVStore):
         else:
             # The caller may change the value at once; what is sent is a copy.
             self._send({name: value}, None, share, priority=priority, copies=True)
+
+    def pushpull(self, key: Key | Sequence[Key], value: Any, out: Any = None, priority: int = 0,
+                 weight: float | None = None) -> None:  # fmt: skip
+        self._usable()
+        given, targets = self._pairs(key, value), self._pairs(key, value if out is None else out)
+        if any(name in self.tables for name, _ in given):
+            super().pushpull(key, value, out, priority, weight)
+            return
+        values = {name: self._checked(name, one) for name, one in given}
+        outs = {name: list(one) if isinstance(one, (list, tuple)) else [one] for name, one in targets}
+        for name, several in outs.items():
+            for tensor in several:
+                self._check_like(name, tensor, "out")
+            if self._sync and name in self._unread:
+                raise UserError(f"the key '{name}' was pushed already and not pulled since; pull it before the next push")
+        staged = {name: _room(several[0]) for name, several in outs.items()}
+        share = Share() if weight is None else Share(weight, 1.0)
+        self._finish(*self._send(values, staged, share, priority=priority))
+        with torch.no_grad():
+            for name, several in outs.items():
+                for tensor in several:
+                    if staged[name].data_ptr() != tensor.data_ptr():
+                        tensor.copy_(staged[name].view(tensor.shape))
 
     def _pull(self, name: str, out: torch.Tensor, priority: int) -> None:
         self._usable()
