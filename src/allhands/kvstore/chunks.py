@@ -19,6 +19,7 @@ class Worker(Protocol):
     """A worker's session, as far as chunks need it."""
 
     rank: int
+    occasion: str
 
     def tell(self, fields: dict[str, Any]) -> None:
         """A control message."""
@@ -68,6 +69,7 @@ class Chunk:
     Attributes:
         weights: the value, 1-D.
         version: rounds that were applied (in async: pushes).
+        trained: it is of the keys that every step is over.
         ready: whether rank 0 has given the first value.
         arrived: pushes of the open round that are not added yet, because a lower rank's is to come first.
         added: who is in the sum.
@@ -85,6 +87,7 @@ class Chunk:
     weights: torch.Tensor
     version: int = 0
     ready: bool = False
+    trained: bool = False
     block: int = -1
     offset: int = 0
     lock: Any = field(default_factory=threading.RLock)

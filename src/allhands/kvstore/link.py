@@ -43,6 +43,10 @@ TRANSPORT = "ALLHANDS_KVSTORE_TRANSPORT"
 TRANSPORTS = ("tcp", "unix", "shared")
 
 
+class ServerLostError(AllhandsError):
+    """A server is gone, and may come back; never reaches the user."""
+
+
 class Board:
     """What the threads of one worker tell one another.
 
@@ -54,6 +58,7 @@ class Board:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.failure: Exception | None = None
+        self.broken: set[int] = set()  # servers that may come back
 
     def fail(self, error: Exception) -> None:
         """End every wait with this error; the first one counts."""
@@ -70,6 +75,8 @@ class Board:
         began, told = time.monotonic(), False
         with self.changed:
             while not ready():
+                if self.broken:
+                    raise ServerLostError(f"servers {sorted(self.broken)}")
                 if self.failure is not None:
                     raise type(self.failure)(*self.failure.args) from self.failure
                 self.changed.wait(1.0)
@@ -103,6 +110,7 @@ class Link:
 
     def __init__(self, number: int, where: Mapping[str, Any], board: Board, said: Mapping[str, Any], transport: str) -> None:
         self.transport = transport
+        self.comes_back = False
         self.number, self.where, self.board = number, where, board
         self.local = False
         self.again = False
@@ -283,10 +291,19 @@ class Link:
             while True:
                 self._take(read_header(self._down, header))
         except (EOFError, OSError):
-            if not self._closing:
-                self.board.fail(WorldError(f"{self.name} is gone: its connection ended"))
+            self._ended()
         except (FrameError, ValueError, KeyError, TypeError) as error:
             self.board.fail(WorldError(f"{self.name} sent what is not understood: {type(error).__name__}: {error}"))
+
+    def _ended(self) -> None:
+        if self._closing:
+            return
+        if not self.comes_back:
+            self.board.fail(WorldError(f"{self.name} is gone: its connection ended"))
+            return
+        with self.board.changed:
+            self.board.broken.add(self.number)
+            self.board.changed.notify_all()
 
     def _take(self, frame: Frame) -> None:
         if frame.kind == Kind.VALUE:
@@ -300,7 +317,11 @@ class Link:
             raise FrameError(f"a server does not send {frame.kind.name}")
 
     def _value(self, frame: Frame) -> None:
-        target, pending = self.targets.pop(frame.chunk)
+        found = self.targets.pop(frame.chunk, None)
+        if found is None:  # it was asked for before the servers went back to a snapshot
+            read_bytes(self._down, frame.nbytes, LONGEST_ROWS)
+            return
+        target, pending = found
         with torch.no_grad():
             if frame.flags & Flag.SHARED:
                 target.copy_((self._regions if frame.flags & Flag.OWN else self._shared)[frame.chunk])
@@ -350,9 +371,31 @@ class Link:
 
     def _answered(self, number: int, answer: Any) -> None:
         with self.board.changed:
-            pending = self._answers.pop(number)
+            pending = self._answers.pop(number, None) or Pending(1)
             pending.answer, pending.left = answer, 0
             self.board.changed.notify_all()
+
+    def forget(self) -> None:
+        """Drop all that is queued or waited for: the servers go back to a snapshot."""
+        while True:
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                break
+        with self.board.changed:
+            self.targets.clear()
+            self.squares.clear()
+            self.done.clear()
+            self.base.clear()
+
+    def abandon(self) -> None:
+        """Let go of a server that is gone."""
+        self._closing = True
+        self.put(None)
+        for link in (self._up, self._down):
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+            link.close()
 
     def close(self) -> None:
         """Say goodbye, and close both connections once that is sent."""

@@ -21,9 +21,10 @@ from safetensors.torch import save
 
 from allhands.errors import UserError, WorldError
 from allhands.kvstore.bucket import clip_factor
+from allhands.kvstore.comeback import come_back
 from allhands.kvstore.compression import Codec, Compressor, codec_from
 from allhands.kvstore.frames import LONGEST_ROWS, Kind, message, pack
-from allhands.kvstore.link import TRANSPORT, TRANSPORTS, Board, Link, Pending
+from allhands.kvstore.link import TRANSPORT, TRANSPORTS, Board, Link, Pending, ServerLostError
 from allhands.kvstore.modes import Mode
 from allhands.kvstore.optimizers import OptimizerSpec
 from allhands.kvstore.placement import Piece, dtype_name
@@ -45,7 +46,10 @@ def _options(mode: Mode, options: Mapping[str, Any]) -> dict[str, Any]:
         UserError: an option that there is not, or a value that it cannot have.
     """
     chosen = os.environ.get("ALLHANDS_ON_WORKER_FAILURE", "stop")
-    rules: dict[str, Any] = {"staleness": 0, "damping": False, "on_worker_loss": "stop" if chosen == "stop" else "continue"}
+    rules: dict[str, Any] = {
+        "staleness": 0, "damping": False, "on_worker_loss": "stop" if chosen == "stop" else "continue",
+        "snapshot_every": 0, "snapshot_dir": "",
+    }  # fmt: skip
     for name, value in options.items():
         if name not in rules:
             raise UserError(f"create('{mode.name}') has no option '{name}'; its options are {', '.join(rules)}")
@@ -60,6 +64,12 @@ def _options(mode: Mode, options: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"staleness={rules['staleness']!r}; it must be a whole number of steps, 0 or more")
     if mode.wait == "ssp" and "staleness" not in options:
         raise UserError("create('dist_ssp') needs staleness=…, how many steps the fastest worker may run ahead of the slowest")
+    every = rules["snapshot_every"]
+    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+        raise UserError(f"snapshot_every={every!r}; it must be a whole number of steps, or 0 for none")
+    if bool(every) != bool(rules["snapshot_dir"]):
+        raise UserError("snapshot_every=… and snapshot_dir=… belong together: how often the servers save themselves, and where")
+    rules["snapshot_dir"] = os.path.abspath(os.fspath(rules["snapshot_dir"])) if rules["snapshot_dir"] else ""
     if rules["on_worker_loss"] not in ("stop", "continue"):
         raise UserError(f"on_worker_loss={rules['on_worker_loss']!r}; write 'stop' or 'continue'")
     wait = "sync" if mode.wait == "ssp" and rules["staleness"] == 0 else mode.wait  # nobody ahead of anyone is sync
@@ -77,13 +87,15 @@ class ServedStore(KVStore):
         number: how many stores this worker has made before; the same store has the same on all workers.
         life: of this process; another one after it was started again.
         transport: "auto", or one of `TRANSPORTS`.
+        find: gives a server's present announcement, for one that was started again.
 
     Attributes:
         links: the servers.
     """
 
     def __init__(self, mode: Mode, rank: int, num_workers: int, where: Sequence[Mapping[str, Any]], rules: dict[str, Any],
-                 number: int, life: str = _LIFE, transport: str = "auto") -> None:  # fmt: skip
+                 number: int, life: str = _LIFE, transport: str = "auto",
+                 find: Callable[[int], dict[str, Any]] | None = None) -> None:  # fmt: skip
         super().__init__(mode, rank, num_workers)
         self.rules = rules
         self._sync = rules["wait"] == "sync"
@@ -97,8 +109,18 @@ class ServedStore(KVStore):
         self._codec: Codec | None = None
         self._compressors: dict[int, Compressor] = {}
         self._closed = False
-        said = {"rank": rank, "rules": rules, "life": life, "store": number, "host": socket.gethostname(), "pid": os.getpid()}
+        self._find, self._transport = find, transport
+        self._said = said = {
+            "rank": rank,
+            "rules": rules,
+            "life": life,
+            "store": number,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
         self.links = [Link(index, one, self._board, said, transport) for index, one in enumerate(where)]
+        for link in self.links:
+            link.comes_back = find is not None and rules["snapshot_every"] > 0
         self._again = any(link.again for link in self.links)
         atexit.register(self._leave)
 
@@ -120,17 +142,21 @@ class ServedStore(KVStore):
             )
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=START_TIMEOUT), wait_for_workers=False)
-        where = []
-        for number in range(int(os.environ["ALLHANDS_NUM_SERVERS"])):
+
+        def find(number: int) -> dict[str, Any]:
             try:
-                where.append(json.loads(store.get(server_key(number))))
+                found: dict[str, Any] = json.loads(store.get(server_key(number)))
             except (DistStoreError, RuntimeError) as error:
                 raise WorldError(f"server {number} has not appeared within {START_TIMEOUT:.0f} s: {error}") from error
+            return found
+
+        where = [find(number) for number in range(int(os.environ["ALLHANDS_NUM_SERVERS"]))]
         transport = os.environ.get(TRANSPORT, "auto")
         if transport not in ("auto", *TRANSPORTS):
             raise UserError(f"{TRANSPORT}={transport}; it must be auto, {', '.join(TRANSPORTS)}")
         return cls(
-            mode, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), where, rules, next(_numbers), transport=transport
+            mode, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), where, rules, next(_numbers), transport=transport,
+            find=find,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ keys
@@ -162,7 +188,7 @@ class ServedStore(KVStore):
         for link in self.links:
             here = {piece.number: (name, piece) for name in dense for piece in self._pieces[name] if piece.server == link.number}
             chunks = [
-                [number, name, piece.start, piece.stop, forms[name]["dtype"], forms[name]["group"]]
+                [number, name, piece.start, piece.stop, forms[name]["dtype"], forms[name]["group"], complete]
                 for number, (name, piece) in here.items()
             ]
             link.versions |= {int(number): version for number, version in link.ask("create", chunks=chunks)["versions"].items()}
@@ -312,6 +338,17 @@ class ServedStore(KVStore):
         if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
             raise UserError(f"clip_norm={clip_norm}; it must be a bound above 0, or None")
         self._usable()
+        try:
+            return self._update(grads, outs, share, groups, clip_norm)
+        except ServerLostError:
+            # The gradients belong to weights that are gone; the caller goes on from those of the snapshot.
+            step = self._come_back()
+            for name, out in outs.items():
+                self._pull(name, out, 0)
+            return Step(step, self.num_workers)
+
+    def _update(self, grads: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor], share: Share,
+                groups: Sequence[Mapping[str, Any]] | None, clip_norm: float | None) -> Step:  # fmt: skip
         rows = {name: grad for name, grad in grads.items() if name in self.tables}
         dense = {name: grad for name, grad in grads.items() if name not in self.tables}
         if rows and clip_norm is not None:
@@ -354,8 +391,7 @@ class ServedStore(KVStore):
         for name, grad in grads.items():
             self._check_like(name, grad, "the gradient")
         staged = {name: _room(grad) for name, grad in grads.items()}
-        step, involved, pending = self._send(grads, staged, share)
-        taken = self._finish(step, involved, pending)
+        taken = self._exchange(grads, staged, share)
         with torch.no_grad():
             for name, grad in grads.items():
                 if staged[name].data_ptr() != grad.data_ptr():
@@ -373,6 +409,35 @@ class ServedStore(KVStore):
             # The caller may change the value at once; what is sent is a copy.
             self._send({name: value}, None, share, priority=priority, copies=True)
 
+    def _exchange(self, values: Mapping[str, torch.Tensor], staged: Mapping[str, torch.Tensor], share: Share,
+                  priority: int | None = None) -> Step:  # fmt: skip
+        """Push values, and read the new ones."""
+        if any(link.comes_back for link in self.links):
+            # Answers may overwrite what must be sent again after a server was lost.
+            values = {name: value.clone() for name, value in values.items()}
+        while True:
+            try:
+                return self._finish(*self._send(values, staged, share, priority=priority))
+            except ServerLostError:
+                self._come_back()
+
+    def _come_back(self) -> int:
+        before = max((version for link in self.links for version in link.versions.values()), default=0)
+        step = come_back(self)
+        if self.rank == 0:
+            print(
+                f"allhands: a server was lost and has come back; all go on from step {step}, of which there is a snapshot: "
+                f"{before - step} finished steps are lost", flush=True,
+            )  # fmt: skip
+        return step
+
+    def _again_if_lost(self, work: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return work()
+            except ServerLostError:
+                self._come_back()
+
     def pushpull(self, key: Key | Sequence[Key], value: Any, out: Any = None, priority: int = 0,
                  weight: float | None = None) -> None:  # fmt: skip
         self._usable()
@@ -389,7 +454,7 @@ class ServedStore(KVStore):
                 raise UserError(f"the key '{name}' was pushed already and not pulled since; pull it before the next push")
         staged = {name: _room(several[0]) for name, several in outs.items()}
         share = Share() if weight is None else Share(weight, 1.0)
-        self._finish(*self._send(values, staged, share, priority=priority))
+        self._exchange(values, staged, share, priority)
         with torch.no_grad():
             for name, several in outs.items():
                 for tensor in several:
@@ -399,6 +464,9 @@ class ServedStore(KVStore):
     def _pull(self, name: str, out: torch.Tensor, priority: int) -> None:
         self._usable()
         self._unread.discard(name)
+        self._again_if_lost(lambda: self._pull_once(name, out, priority))
+
+    def _pull_once(self, name: str, out: torch.Tensor, priority: int) -> None:
         staged = _room(out)
         pieces = self._pieces[name]
         pending = Pending(len(pieces))
@@ -481,7 +549,7 @@ class ServedStore(KVStore):
 
     def barrier(self) -> None:
         self._usable()
-        self.links[0].ask("barrier")
+        self._again_if_lost(lambda: self.links[0].ask("barrier"))
 
     def state(self) -> StoreState:
         self._usable()

@@ -22,8 +22,10 @@ import torch
 
 from allhands.errors import AllhandsError
 from allhands.kvstore.handshake import RefusedError, greet, tls_contexts, token_from, tuned
+from allhands.kvstore.recovery import Recovery
 from allhands.kvstore.session import Session
 from allhands.kvstore.shard import Shard
+from allhands.kvstore.snapshots import Snapshots
 from allhands.world.interface import address_towards
 
 LEASE = "ALLHANDS_KVSTORE_LEASE"
@@ -48,11 +50,13 @@ class Server:
         token: the job's.
         address: where to listen.
         lease: seconds of silence after which a worker is lost.
+        restarted: the one before died; nothing is answered before the workers have chosen a snapshot.
     """
 
     def __init__(self, number: int, servers: int, workers: int, token: bytes, address: str = "127.0.0.1",
-                 lease: float = DEFAULT_LEASE) -> None:  # fmt: skip
+                 lease: float = DEFAULT_LEASE, restarted: bool = False) -> None:  # fmt: skip
         self.number, self.servers, self.workers, self.lease = number, servers, workers, lease
+        self.restarted = restarted
         self.shards: dict[int, Shard] = {}
         self._token = token
         self._tls = tls_contexts(os.environ)
@@ -97,9 +101,11 @@ class Server:
                 with contextlib.suppress(OSError):
                     listener.shutdown(socket.SHUT_RDWR)
                 listener.close()
-        for shard in list(self.shards.values()):
-            for session in shard.members.sessions_now():
-                session.end()
+        sessions = [session for shard in list(self.shards.values()) for session in shard.members.sessions_now()]
+        for session in sessions:
+            session.mute()  # none of them is to hear that others are gone
+        for session in sessions:
+            session.end()
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._stopped:
@@ -153,6 +159,8 @@ class Server:
             )
         elif not 0 <= session.rank < shard.workers:
             refusal = f"there is no worker {session.rank} among {shard.workers}"
+        if shard.recovery is not None and shard.recovery.restored:
+            session.occasion = shard.recovery.occasion
         if refusal is None:
             before, session.again = shard.members.connect(session)
             if before is not None:
@@ -173,15 +181,33 @@ class Server:
         number = int(said["store"])
         if number not in self.shards:
             for old in [old for old, shard in self.shards.items() if not shard.members.everyone()]:
-                del self.shards[old]  # all have left it
+                self._forget(old)  # all have left it
             rules = said["rules"]
-            checked = {
+            checked: dict[str, Any] = {
                 "wait": {"sync": "sync", "async": "async", "ssp": "ssp"}[rules["wait"]], "staleness": int(rules["staleness"]),
                 "damping": bool(rules["damping"]),
                 "on_worker_loss": {"stop": "stop", "continue": "continue"}[rules["on_worker_loss"]],
+                "snapshot_every": int(rules["snapshot_every"]), "snapshot_dir": str(rules["snapshot_dir"]),
             }  # fmt: skip
-            self.shards[number] = Shard(self.number, self.servers, self.workers, checked)
+            shard = Shard(self.number, self.servers, self.workers, checked)
+            if checked["snapshot_every"]:
+                job = os.environ.get("TORCHELASTIC_RUN_ID", "local")
+                shard.recovery = Recovery(
+                    Snapshots(checked["snapshot_dir"], job, number, self.number, checked["snapshot_every"]), self.restarted
+                )  # fmt: skip
+            self.shards[number] = shard
         return self.shards[number]
+
+    def forget_finished(self) -> None:
+        """Remove the snapshots of stores that all workers have left as they should."""
+        for number, shard in list(self.shards.items()):
+            if not shard.members.everyone() and shard.failure is None:
+                self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        shard = self.shards.pop(number)
+        if shard.recovery is not None:
+            shard.recovery.snapshots.remove()
 
     def _watch(self) -> None:
         """Find workers that are silent for longer than the lease."""
@@ -208,7 +234,6 @@ def main() -> None:
     """Announce this server and wait; SIGTERM, which ends it, comes when the last worker has ended."""
     from torch.distributed import TCPStore
 
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     number, servers = int(os.environ["ALLHANDS_SERVER"]), int(os.environ["ALLHANDS_NUM_SERVERS"])
@@ -216,11 +241,18 @@ def main() -> None:
     try:
         lease = float(os.environ.get(LEASE, DEFAULT_LEASE))
         server = Server(
-            number, servers, int(os.environ["WORLD_SIZE"]), token_from(os.environ), address_towards(meeting) or "", lease
-        )
+            number, servers, int(os.environ["WORLD_SIZE"]), token_from(os.environ), address_towards(meeting) or "", lease,
+            restarted=os.environ.get("ALLHANDS_SERVER_RESTART", "0") != "0",
+        )  # fmt: skip
     except (AllhandsError, ValueError) as error:
         sys.exit(f"allhands: server {number}: {error}")
     server.start()
+
+    def leave(*_: Any) -> None:
+        server.forget_finished()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, leave)
     store = TCPStore(meeting, port, is_master=False, timeout=timedelta(minutes=5), wait_for_workers=False)
     store.set(key(number), json.dumps(server.where()))
     while True:

@@ -36,6 +36,9 @@ from allhands.kvstore.shard import Shard
 from allhands.kvstore.shard_state import load_state, state_of
 from allhands.kvstore.table_rounds import unpack_rows
 
+# What a worker may say before it knows that the servers have gone back to a snapshot.
+_ANY_TIME = ("snapshots", "back", "bye")
+
 
 def raw(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, without a copy."""
@@ -58,6 +61,7 @@ class Session:
         self.shard, self.rank, self.about, self.local = shard, rank, about, local
         self.heard = time.monotonic()
         self.again = False
+        self.occasion = ""  # the last time that this worker went back to a snapshot with the servers
         self.life = ""  # of the worker process; another one after it was started again
         self._up, self._down = up, down
         self._out: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
@@ -72,6 +76,10 @@ class Session:
         """Begin to read and to write."""
         for work in (self._read, self._write):
             threading.Thread(target=work, name=f"worker-{self.rank}", daemon=True).start()
+
+    def mute(self) -> None:
+        """Take the worker's end for no loss from now on."""
+        self._closed = True
 
     def end(self) -> None:
         """Close both connections."""
@@ -159,6 +167,8 @@ class Session:
                         send_file(self._down, part)
         except OSError:
             pass  # the reading thread sees the end too, and says so
+        finally:
+            self._down.close()
 
     # ------------------------------------------------------------------ from the worker
 
@@ -177,9 +187,10 @@ class Session:
             why = "its connection ended without a goodbye: it was killed, it crashed, or its host or network is down"
         except (FrameError, ValueError, KeyError, TypeError, IndexError, SafetensorError) as error:
             why = f"it sent what this server does not understand ({type(error).__name__}: {error})"
-        if not self._left:
+        if not self._left and not self._closed:
             self.shard.gone(self, f"worker {self.rank} ({self.about}) is lost: {why}", polite=False)
         self.end()
+        self._up.close()
 
     def _handle(self, frame: Frame) -> None:
         shard = self.shard
@@ -187,6 +198,8 @@ class Session:
             return
         if frame.kind == Kind.MESSAGE:
             self._message(read_message(self._up, frame.nbytes))
+        elif self._is_behind():
+            read_bytes(self._up, frame.nbytes, LONGEST_ROWS)
         elif frame.kind == Kind.PUSH:
             chunk = shard.chunks[frame.chunk]
             meta = self._metas[frame.meta]
@@ -212,6 +225,10 @@ class Session:
             self.reply(frame.meta)
         else:
             raise FrameError(f"a worker does not send {frame.kind.name}")
+
+    def _is_behind(self) -> bool:
+        """What comes is of the time before the servers went back to a snapshot, and is to be dropped."""
+        return self.shard.recovery is not None and self.occasion != self.shard.recovery.occasion
 
     def _values(self, frame: Frame, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The values of a push; and the buffer that they lie in, where it is to be used again."""
@@ -241,6 +258,8 @@ class Session:
 
     def _message(self, said: dict[str, Any]) -> None:
         shard, request = self.shard, said.get("id", 0)
+        if self._is_behind() and said["op"] not in _ANY_TIME:
+            return
         try:
             match said["op"]:
                 case "declare":
@@ -281,6 +300,13 @@ class Session:
                 case "state":
                     data = save(state_of(shard, said["weights"]))
                     self._out.put([pack(Kind.STATE, meta=request, nbytes=len(data)) + data])
+                case "snapshots":
+                    steps = [] if shard.recovery is None else shard.recovery.snapshots.steps()
+                    self.reply(request, steps=steps)
+                case "back":
+                    if shard.recovery is None:
+                        raise UserError("this store makes no snapshots")
+                    shard.recovery.go_back(shard, self, request, int(said["step"]), str(said["occasion"]))
                 case "bye":
                     self._left = True
                     shard.gone(self, "it has left", polite=True)

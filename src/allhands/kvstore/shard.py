@@ -16,6 +16,7 @@ from allhands.kvstore.compression import codec_from
 from allhands.kvstore.members import Members
 from allhands.kvstore.optimizers import OptimizerSpec, spec_from
 from allhands.kvstore.placement import DTYPES, place
+from allhands.kvstore.recovery import Recovery
 from allhands.kvstore.store import RowSparse
 from allhands.kvstore.table_rounds import TableRounds
 
@@ -41,6 +42,7 @@ class Shard:
         self.spec: OptimizerSpec | None = None
         self.compression: dict[str, Any] | None = None
         self.failure: str | None = None
+        self.recovery: Recovery | None = None  # where there are snapshots
         self._lock = threading.RLock()
         self._blocks: list[tuple[Arena, list[int]]] = []
         self._clips: dict[int, dict[int, float]] = {}  # by step: square sums by chunk
@@ -100,13 +102,14 @@ class Shard:
         with self._lock:
             new = [one for one in chunks if one[0] not in self.chunks]
             if new:
-                sizes = [(stop - start) * DTYPES[dtype].itemsize for _, _, start, stop, dtype, _ in new]
+                sizes = [(stop - start) * DTYPES[dtype].itemsize for _, _, start, stop, dtype, _, _ in new]
                 starts, total = offsets(sizes)
                 arena = Arena(total)
                 self._blocks.append((arena, [one[0] for one in new]))
-                for (number, key, start, stop, dtype, group), offset in zip(new, starts, strict=True):
+                for (number, key, start, stop, dtype, group, trained), offset in zip(new, starts, strict=True):
                     weights = arena.view(offset, stop - start, DTYPES[dtype])
                     chunk = Chunk(number, key, start, stop, group, weights, block=len(self._blocks) - 1, offset=offset)
+                    chunk.trained = bool(trained)
                     if self.spec is not None:
                         chunk.set_optimizer(self.spec)
                     self.chunks[number] = chunk
@@ -231,6 +234,9 @@ class Shard:
         """A worker's values for a round."""
         worker = meta.worker
         with chunk.lock:
+            if self.recovery is not None and worker.occasion != self.recovery.occasion:
+                release()  # of the time before the servers went back
+                return
             if not self.synchronous:
                 self._apply_alone(chunk, number, meta, values, release, wanted)
                 return
@@ -265,7 +271,9 @@ class Shard:
         with self._lock:
             squares = self._clips.setdefault(step, {})
             squares[chunk.number] = square
-            metas = list(self._clip_metas[step])
+            metas = list(self._clip_metas.get(step, ()))
+            if not metas:  # the servers are going back to a snapshot at this moment
+                return
             if len(squares) < metas[0].chunks:
                 return
         for meta in metas:
@@ -288,6 +296,8 @@ class Shard:
         except AllhandsError as error:
             self.fail(f"the key '{chunk.key}': {error}")
             return
+        if self.recovery is not None:
+            self.recovery.closed(self, chunk)
         for meta in metas:
             self._part_done(meta, len(metas))
 
@@ -301,6 +311,8 @@ class Shard:
 
     def _step_done(self, meta: Meta) -> None:
         meta.worker.finished(meta, meta.workers or 1, meta.staleness / max(1, meta.chunks))
+        if self.recovery is not None and not self.synchronous:
+            self.recovery.stepped(self)
         if self.rules["wait"] == "ssp":
             with self._lock:
                 self._clocks[meta.worker.rank] = self._clocks.get(meta.worker.rank, 0) + 1
@@ -387,6 +399,8 @@ class Shard:
                     self._after(chunk, chunk.add_up(self.members.counted(chunk.key, chunk.version + 1)))
         for table in self.tables.values():
             table.look_again(self.members)
+        if self.recovery is not None:
+            self.recovery.look_again(self)
         with self._lock:
             self._open_barrier()
             if self.rules["wait"] == "ssp":
@@ -396,6 +410,45 @@ class Shard:
             if metas and len(squares) >= metas[0].chunks:
                 for meta in metas:
                     meta.worker.tell({"op": "squares", "step": step, "squares": list(squares.items())})
+
+    # ------------------------------------------------------------------ going back to a snapshot
+
+    def trained(self) -> set[int]:
+        """The chunks that every step is over; all of them where no worker has said which."""
+        return {number for number, chunk in self.chunks.items() if chunk.trained} or set(self.chunks)
+
+    def drop_open(self) -> None:
+        """Forget all that is open: rounds, clipped steps, barriers, and who waits."""
+        with self._lock:
+            self._clips.clear()
+            self._clip_metas.clear()
+            self._forms.clear()
+            self._barrier.clear()
+            self._ahead, self._initial = [], []
+            self._clocks = dict.fromkeys(self._clocks, 0)
+        for chunk in list(self.chunks.values()):
+            with chunk.lock:
+                chunk.drop()
+
+    def rebuild(self, fields: dict[str, Any]) -> None:
+        """Make what a snapshot says there was; its numbers are loaded afterwards."""
+        with self._lock:
+            self.keys, self.sets = fields["keys"], fields["sets"]
+            if fields["optimizer"] is not None and self.spec is None:
+                self.set_optimizer(fields["optimizer"]["name"], fields["optimizer"]["groups"])
+            if fields["compression"] is not None and self.compression is None:
+                self.set_compression(**fields["compression"])
+            self.create(fields["chunks"])
+            self.create_tables(fields["tables"])
+            for number, version in fields["versions"].items():
+                chunk = self.chunks[int(number)]
+                chunk.version, chunk.ready = version, True
+                chunk.last.clear()
+                chunk.seen.clear()
+            for number, version in fields["table_versions"].items():
+                self.tables[int(number)].version = version
+            with self.members.lock:
+                self.members.live = set(fields["live"])
 
     def join(self, session: Any, begins: dict[str, int]) -> None:
         """Count a worker again, from these rounds on.

@@ -12,19 +12,29 @@ from allhands.errors import UserError
 _WEIGHTS = "weights"
 
 
-def state_of(shard: Any, with_weights: bool) -> dict[str, torch.Tensor]:
-    """Copies of the optimizer's states by ``chunk\\tnumber\\tname``, numbers as float64 of shape []; and the values."""
+def state_of_chunk(chunk: Any, with_weights: bool) -> dict[str, torch.Tensor]:
+    """Copies of one chunk's states, as in `state_of`."""
+    prefix = f"chunk\t{chunk.number}\t"
+    found: dict[str, torch.Tensor] = {}
+    with chunk.lock:
+        if chunk.optimizer is not None:
+            tensors, numbers = chunk.optimizer.state()
+            found |= {prefix + name: value.detach().clone() for name, value in tensors.items()}
+            found |= {prefix + name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+        if with_weights:
+            found[prefix + _WEIGHTS] = chunk.weights.clone()
+    return found
+
+
+def state_of(shard: Any, with_weights: bool, only: set[int] | None = None) -> dict[str, torch.Tensor]:
+    """Copies of the optimizer's states by ``chunk\\tnumber\\tname``, numbers as float64 of shape []; and the values.
+
+    `only`: these chunks, and all tables.
+    """
     found: dict[str, torch.Tensor] = {}
     for chunk in list(shard.chunks.values()):
-        with chunk.lock:
-            if chunk.optimizer is not None:
-                tensors, numbers = chunk.optimizer.state()
-                found |= {f"chunk\t{chunk.number}\t{name}": value.detach().clone() for name, value in tensors.items()}
-                found |= {
-                    f"chunk\t{chunk.number}\t{name}": torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()
-                }
-            if with_weights:
-                found[f"chunk\t{chunk.number}\t{_WEIGHTS}"] = chunk.weights.clone()
+        if only is None or chunk.number in only:
+            found |= state_of_chunk(chunk, with_weights)
     for table in list(shard.tables.values()):
         with table.lock:
             state = table.rows.state()

@@ -61,6 +61,12 @@ class TableRounds:
         self._arrived: dict[int, tuple[torch.Tensor, torch.Tensor, Meta]] = {}
         self._waiting: list[tuple[Any, int, torch.Tensor, int]] = []
 
+    def form(self) -> list[Any]:
+        """What `Shard.create_tables` makes it of."""
+        table = self.table
+        dtype = str(table.dtype).removeprefix("torch.")
+        return [self.number, self.key, table.rows, table.columns, table.std, table.seed, dtype, self.group]
+
     def set_optimizer(self, spec: OptimizerSpec) -> None:
         """Take steps with this optimizer from now on."""
         with self.lock:

@@ -1,0 +1,190 @@
+"""A server that dies is started again from a snapshot, and the training is the one that would have been."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allhands.errors import UserError, WorldError
+from allhands.kvstore import comeback
+from allhands.kvstore.modes import mode_named
+from allhands.kvstore.served import ServedStore, _options
+from allhands.kvstore.server import Server
+from allhands.kvstore.store import Share
+from tests.kvstore.serving import TOKEN, Job, job
+
+STEPS = 12
+
+
+def _data() -> tuple[dict[str, torch.Tensor], list[list[dict[str, torch.Tensor]]]]:
+    draw = torch.Generator().manual_seed(5)
+    shapes = {f"k{number}": (50 + number * 1000, 3) for number in range(4)}
+    first = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    grads = [
+        [{name: torch.randn(shape, generator=draw) for name, shape in shapes.items()} for _ in range(2)] for _ in range(STEPS)
+    ]
+    return first, grads
+
+
+def _restart(made: Job, number: int) -> None:
+    """As if the process had died and the launcher had started it again."""
+    made.servers[number].close()
+    again = Server(number, len(made.servers), made.workers, TOKEN.encode(), restarted=True)
+    again.start()
+    made.servers[number] = again
+    made.where[number] = again.where()
+
+
+def _train(folder: Path, kill_at: int | None, transport: str = "shared", kind: str = "dist", clip: float | None = 0.5,
+           before: Any = None) -> tuple[dict[str, torch.Tensor], list[int]]:  # fmt: skip
+    """Two workers, two servers; server 1 dies after so many steps. The weights, and the numbers of worker 0's steps."""
+    first, grads = _data()
+    rules = _options(mode_named(kind), {"snapshot_every": 3, "snapshot_dir": folder})
+    with job(2, 2) as made:
+
+        def work(rank: int) -> tuple[dict[str, torch.Tensor], list[int]]:
+            store = ServedStore(
+                mode_named(kind), rank, 2, list(made.where), rules, 0, "one", transport, lambda one: made.where[one]
+            )
+            made.stores.append(store)
+            store.set_optimizer("adam", {"lr": 0.01})
+            store.declare(first, complete=True)
+            outs = {name: torch.empty_like(value) for name, value in first.items()}
+            taken, step, killed = [], 0, False
+            while step < STEPS:
+                if rank == 0 and step == kill_at and not killed:
+                    killed = True
+                    if before is not None:
+                        before(made)
+                    _restart(made, 1)
+                step = store.update(grads[step][rank], outs, Share(3 + rank, 1.0), clip_norm=clip).number
+                taken.append(step)
+            store.close()
+            return outs, taken
+
+        (weights, taken), (others, _) = made.run(work)
+        for name, value in weights.items():
+            assert torch.equal(value, others[name])
+        return weights, taken
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+def test_a_server_comes_back_and_at_most_so_many_steps_are_taken_again(tmp_path: Path, transport: str) -> None:
+    whole, taken = _train(tmp_path / "whole", None, transport)
+    assert taken == list(range(1, STEPS + 1))
+    for kill_at in (4, 9):
+        again, taken = _train(tmp_path / f"killed-{kill_at}", kill_at, transport)
+        back = taken.index(kill_at) + 1
+        assert taken[back] in range(kill_at - 3, kill_at + 1)
+        assert taken[back] % 3 == 0
+        for name, value in whole.items():
+            assert torch.equal(value, again[name]), name
+
+
+def test_snapshots_are_of_this_job_only_and_go_with_it(tmp_path: Path) -> None:
+    rules = _options(mode_named("dist"), {"snapshot_every": 1, "snapshot_dir": tmp_path})
+    (tmp_path / "job-another-store-0" / "server-0").mkdir(parents=True)
+    (tmp_path / "job-another-store-0" / "server-0" / "step-99.safetensors").write_bytes(b"")
+    with job(1) as made:
+        store = ServedStore(mode_named("dist"), 0, 1, list(made.where), rules, 0)
+        store.init("a", torch.zeros(3))
+        for _ in range(6):
+            store.pushpull("a", torch.ones(3))
+        deadline = time.monotonic() + 10
+        while (known := store.links[0].ask("snapshots")["steps"]) != [4, 5, 6] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert known == [4, 5, 6]
+        store.close()
+        while made.servers[0].shards[0].members.everyone() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        made.servers[0].forget_finished()
+    assert [path.name for path in tmp_path.iterdir()] == ["job-another-store-0"]
+
+
+def test_a_server_that_is_lost_before_any_snapshot_ends_the_training_with_a_reason(tmp_path: Path) -> None:
+    with pytest.raises(WorldError, match=r"before there was a snapshot .*snapshot_every"):
+        _train(tmp_path, 1)
+
+
+def test_a_damaged_snapshot_is_named(tmp_path: Path) -> None:
+    def damage(made: Job) -> None:
+        deadline = time.monotonic() + 10
+        while not (found := sorted(tmp_path.rglob("server-1/step-3.safetensors"))) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with found[0].open("r+b") as file:
+            file.truncate(100)
+
+    with pytest.raises(WorldError, match=r"server-1/step-3\.safetensors cannot be used"):
+        _train(tmp_path, 4, before=damage)
+
+
+def test_a_server_that_does_not_come_back_is_waited_for_with_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comeback, "RETURN_TIMEOUT", 1.0)
+    rules = _options(mode_named("dist"), {"snapshot_every": 1, "snapshot_dir": tmp_path})
+    with job(1) as made:
+        store = ServedStore(mode_named("dist"), 0, 1, list(made.where), rules, 0, "one", "auto", lambda one: made.where[one])
+        store.init("a", torch.zeros(3))
+        made.servers[0].close()
+        with pytest.raises(WorldError, match=r"was not started again within 1 s; .*--server-restarts"):
+            store.pushpull("a", torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"snapshot_every": 5}, "belong together"),
+        ({"snapshot_dir": "x"}, "belong together"),
+        ({"snapshot_every": -1, "snapshot_dir": "x"}, "whole number"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        _options(mode_named("dist"), options)
+
+
+SCRIPT = """
+import os, signal, sys, json
+import torch
+from allhands import kvstore
+store = kvstore.create("dist", snapshot_every=2, snapshot_dir=sys.argv[1])
+store.set_optimizer("sgd", lr=0.1, momentum=0.9)
+weights = {"w": torch.ones(50_000), "b": torch.zeros(7)}
+store.declare(weights, complete=True)
+outs = {name: torch.empty_like(value) for name, value in weights.items()}
+step, kills = 0, int(sys.argv[2])
+while step < 9:
+    if step == 5 and kills and store.rank == 0:
+        kills = 0
+        os.kill(store.links[1].where["pid"], signal.SIGKILL)
+    grads = {name: torch.full_like(value, 1.0 + step + store.rank) for name, value in weights.items()}
+    step = store.update(grads, outs, kvstore.Share(1.0, 1.0)).number
+print("sum", float(outs["w"].double().sum()), float(outs["b"].double().sum()))
+"""
+
+
+@pytest.mark.serial
+def test_the_launcher_starts_a_killed_server_again_and_the_weights_are_the_same(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    told = []
+    for kills in ("0", "1"):
+        command = [sys.executable, "-c", "from allhands.cli.main import main; main()", "launch", "-n", "2", "-s", "2",
+                   "--server-restarts", "1", str(script), str(tmp_path / "snapshots"), kills]  # fmt: skip
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=90, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = sorted(line.split("] ", 1)[1] for line in done.stdout.splitlines() if "sum" in line)
+        assert len(lines) == 2
+        assert lines[0] == lines[1]
+        told.append(lines[0])
+        assert ("all go on from step" in done.stdout) == (kills == "1")
+    assert told[0] == told[1]
+    assert not list((tmp_path / "snapshots").rglob("*.safetensors"))  # the job has ended well
