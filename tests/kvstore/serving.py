@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from allhands.kvstore import served
 from allhands.kvstore.modes import mode_named
+from allhands.kvstore.rules import rules_of
 from allhands.kvstore.served import ServedStore
 from allhands.kvstore.server import Server
 
@@ -32,7 +32,7 @@ class Job:
     def store(self, rank: int, kind: str = "dist", number: int = 0, life: str = "one", transport: str = "auto",
               **options: Any) -> ServedStore:  # fmt: skip
         mode = mode_named(kind)
-        rules = served._options(mode, options)
+        rules = rules_of(mode, options)
         made = ServedStore(mode, rank, self.workers, self.where, rules, number, life, transport)
         self.stores.append(made)
         return made

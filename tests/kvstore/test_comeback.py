@@ -15,7 +15,8 @@ import torch
 from allhands.errors import UserError, WorldError
 from allhands.kvstore import comeback
 from allhands.kvstore.modes import mode_named
-from allhands.kvstore.served import ServedStore, _options
+from allhands.kvstore.rules import rules_of
+from allhands.kvstore.served import ServedStore
 from allhands.kvstore.server import Server
 from allhands.kvstore.store import Share
 from tests.kvstore.serving import TOKEN, Job, job
@@ -46,7 +47,7 @@ def _train(folder: Path, kill_at: int | None, transport: str = "shared", kind: s
            before: Any = None) -> tuple[dict[str, torch.Tensor], list[int]]:  # fmt: skip
     """Two workers, two servers; server 1 dies after so many steps. The weights, and the numbers of worker 0's steps."""
     first, grads = _data()
-    rules = _options(mode_named(kind), {"snapshot_every": 3, "snapshot_dir": folder})
+    rules = rules_of(mode_named(kind), {"snapshot_every": 3, "snapshot_dir": folder})
     with job(2, 2) as made:
 
         def work(rank: int) -> tuple[dict[str, torch.Tensor], list[int]]:
@@ -81,15 +82,15 @@ def test_a_server_comes_back_and_at_most_so_many_steps_are_taken_again(tmp_path:
     assert taken == list(range(1, STEPS + 1))
     for kill_at in (4, 9):
         again, taken = _train(tmp_path / f"killed-{kill_at}", kill_at, transport)
-        back = taken.index(kill_at) + 1
-        assert taken[back] in range(kill_at - 3, kill_at + 1)
-        assert taken[back] % 3 == 0
+        back = taken[taken.index(kill_at) + 1]
+        # With a snapshot of the very step that was taken last, its gradients are simply sent again.
+        assert (back % 3 == 0 and kill_at - 3 <= back <= kill_at) or (back == kill_at + 1 and kill_at % 3 == 0)
         for name, value in whole.items():
             assert torch.equal(value, again[name]), name
 
 
 def test_snapshots_are_of_this_job_only_and_go_with_it(tmp_path: Path) -> None:
-    rules = _options(mode_named("dist"), {"snapshot_every": 1, "snapshot_dir": tmp_path})
+    rules = rules_of(mode_named("dist"), {"snapshot_every": 1, "snapshot_dir": tmp_path})
     (tmp_path / "job-another-store-0" / "server-0").mkdir(parents=True)
     (tmp_path / "job-another-store-0" / "server-0" / "step-99.safetensors").write_bytes(b"")
     with job(1) as made:
@@ -127,7 +128,7 @@ def test_a_damaged_snapshot_is_named(tmp_path: Path) -> None:
 
 def test_a_server_that_does_not_come_back_is_waited_for_with_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comeback, "RETURN_TIMEOUT", 1.0)
-    rules = _options(mode_named("dist"), {"snapshot_every": 1, "snapshot_dir": tmp_path})
+    rules = rules_of(mode_named("dist"), {"snapshot_every": 1, "snapshot_dir": tmp_path})
     with job(1) as made:
         store = ServedStore(mode_named("dist"), 0, 1, list(made.where), rules, 0, "one", "auto", lambda one: made.where[one])
         store.init("a", torch.zeros(3))
@@ -146,7 +147,7 @@ def test_a_server_that_does_not_come_back_is_waited_for_with_a_limit(tmp_path: P
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        _options(mode_named("dist"), options)
+        rules_of(mode_named("dist"), options)
 
 
 SCRIPT = """

@@ -9,13 +9,13 @@ from allhands.errors import UserError, WorldError
 from allhands.kvstore.link import Link, ServerLostError
 
 if TYPE_CHECKING:
-    from allhands.kvstore.served import ServedStore
+    from allhands.kvstore.connected import Connected
 
 # Seconds for which a lost server is waited for; starting one takes 2 to 10.
 RETURN_TIMEOUT = 60.0
 
 
-def come_back(store: ServedStore) -> int:
+def come_back(store: Connected) -> int:
     """Go back to the newest step of which all servers have a snapshot; that step.
 
     Raises:
@@ -28,7 +28,7 @@ def come_back(store: ServedStore) -> int:
             continue  # another one was lost meanwhile
 
 
-def _once(store: ServedStore) -> int:
+def _once(store: Connected) -> int:
     board = store._board
     with board.changed:
         broken = sorted(board.broken)
@@ -71,7 +71,7 @@ def _once(store: ServedStore) -> int:
     return step
 
 
-def _new_place(store: ServedStore, gone: Link) -> dict[str, Any]:
+def _new_place(store: Connected, gone: Link) -> dict[str, Any]:
     """Where the server that was started again listens."""
     assert store._find is not None
     began = time.monotonic()

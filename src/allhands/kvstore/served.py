@@ -2,239 +2,32 @@
 
 from __future__ import annotations
 
-import atexit
-import itertools
-import json
 import math
-import os
-import secrets
-import socket
-import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 from safetensors.torch import save
 
-from allhands.errors import UserError, WorldError
+from allhands.errors import UserError
 from allhands.kvstore.bucket import clip_factor
 from allhands.kvstore.comeback import come_back
-from allhands.kvstore.compression import Codec, Compressor, codec_from
+from allhands.kvstore.compression import Compressor, codec_from
+from allhands.kvstore.connected import Connected
 from allhands.kvstore.frames import LONGEST_ROWS, Kind, message, pack
-from allhands.kvstore.link import TRANSPORT, TRANSPORTS, Board, Link, Pending, ServerLostError
-from allhands.kvstore.modes import Mode
+from allhands.kvstore.link import Link, Pending, ServerLostError
 from allhands.kvstore.optimizers import OptimizerSpec
-from allhands.kvstore.placement import Piece, dtype_name
-from allhands.kvstore.server import key as server_key
+from allhands.kvstore.placement import Piece
 from allhands.kvstore.server_states import put_together, taken_apart
 from allhands.kvstore.states import StoreState
-from allhands.kvstore.store import Key, KVStore, RowSparse, Share, Step, check_rows
+from allhands.kvstore.store import Key, Share, Step, check_rows
 from allhands.kvstore.table_rounds import pack_rows
 
-_LIFE = secrets.token_hex(8)  # of this process
-_numbers = itertools.count()
-START_TIMEOUT = 300.0
 
-
-def _options(mode: Mode, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The checked rules of a store: what all workers must agree on.
-
-    Raises:
-        UserError: an option that there is not, or a value that it cannot have.
-    """
-    chosen = os.environ.get("ALLHANDS_ON_WORKER_FAILURE", "stop")
-    rules: dict[str, Any] = {
-        "staleness": 0, "damping": False, "on_worker_loss": "stop" if chosen == "stop" else "continue",
-        "snapshot_every": 0, "snapshot_dir": "",
-    }  # fmt: skip
-    for name, value in options.items():
-        if name not in rules:
-            raise UserError(f"create('{mode.name}') has no option '{name}'; its options are {', '.join(rules)}")
-        rules[name] = value
-    if "staleness" in options and mode.wait != "ssp":
-        raise UserError(
-            f"create('{mode.name}', staleness=…): only 'dist_ssp' bounds staleness; leave it out, or write create('dist_ssp')"
-        )
-    if rules["damping"] and mode.wait == "sync":
-        raise UserError(f"create('{mode.name}', damping=True): synchronous steps are never stale; leave it out")
-    if isinstance(rules["staleness"], bool) or not isinstance(rules["staleness"], int) or rules["staleness"] < 0:
-        raise UserError(f"staleness={rules['staleness']!r}; it must be a whole number of steps, 0 or more")
-    if mode.wait == "ssp" and "staleness" not in options:
-        raise UserError("create('dist_ssp') needs staleness=…, how many steps the fastest worker may run ahead of the slowest")
-    every = rules["snapshot_every"]
-    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-        raise UserError(f"snapshot_every={every!r}; it must be a whole number of steps, or 0 for none")
-    if bool(every) != bool(rules["snapshot_dir"]):
-        raise UserError("snapshot_every=… and snapshot_dir=… belong together: how often the servers save themselves, and where")
-    rules["snapshot_dir"] = os.path.abspath(os.fspath(rules["snapshot_dir"])) if rules["snapshot_dir"] else ""
-    if rules["on_worker_loss"] not in ("stop", "continue"):
-        raise UserError(f"on_worker_loss={rules['on_worker_loss']!r}; write 'stop' or 'continue'")
-    wait = "sync" if mode.wait == "ssp" and rules["staleness"] == 0 else mode.wait  # nobody ahead of anyone is sync
-    return {"wait": wait, **rules}
-
-
-class ServedStore(KVStore):
-    """A store on servers. `create` makes it in a job that `allhands launch -s` has given servers.
-
-    Args:
-        mode: what `create` was given.
-        rank, num_workers: who takes part.
-        where: each server's announcement.
-        rules: what all workers must agree on.
-        number: how many stores this worker has made before; the same store has the same on all workers.
-        life: of this process; another one after it was started again.
-        transport: "auto", or one of `TRANSPORTS`.
-        find: gives a server's present announcement, for one that was started again.
-
-    Attributes:
-        links: the servers.
-    """
-
-    def __init__(self, mode: Mode, rank: int, num_workers: int, where: Sequence[Mapping[str, Any]], rules: dict[str, Any],
-                 number: int, life: str = _LIFE, transport: str = "auto",
-                 find: Callable[[int], dict[str, Any]] | None = None) -> None:  # fmt: skip
-        super().__init__(mode, rank, num_workers)
-        self.rules = rules
-        self._sync = rules["wait"] == "sync"
-        self._board = Board()
-        self._pieces: dict[str, list[Piece]] = {}
-        self._metas = itertools.count(1)
-        self._tables: dict[str, list[Piece]] = {}
-        self._table_versions: dict[str, int] = defaultdict(int)
-        self._unread: set[str] = set()
-        self._complete: list[str] = []
-        self._codec: Codec | None = None
-        self._compressors: dict[int, Compressor] = {}
-        self._closed = False
-        self._find, self._transport = find, transport
-        self._said = said = {
-            "rank": rank,
-            "rules": rules,
-            "life": life,
-            "store": number,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-        }
-        self.links = [Link(index, one, self._board, said, transport) for index, one in enumerate(where)]
-        for link in self.links:
-            link.comes_back = find is not None and rules["snapshot_every"] > 0
-        self._again = any(link.again for link in self.links)
-        atexit.register(self._leave)
-
-    @classmethod
-    def connect(cls, mode: Mode, options: Mapping[str, Any]) -> ServedStore:
-        """Find the job's servers through its store, and connect to all of them.
-
-        Raises:
-            UserError: an option, or a variable of the job, is wrong.
-            WorldError: a server does not appear, or cannot be reached.
-        """
-        from torch.distributed import DistStoreError, TCPStore
-
-        rules = _options(mode, options)
-        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise UserError(
-                f"ALLHANDS_NUM_SERVERS is set, but {', '.join(missing)} is not; start the job with `allhands launch -s …`"
-            )
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=START_TIMEOUT), wait_for_workers=False)
-
-        def find(number: int) -> dict[str, Any]:
-            try:
-                found: dict[str, Any] = json.loads(store.get(server_key(number)))
-            except (DistStoreError, RuntimeError) as error:
-                raise WorldError(f"server {number} has not appeared within {START_TIMEOUT:.0f} s: {error}") from error
-            return found
-
-        where = [find(number) for number in range(int(os.environ["ALLHANDS_NUM_SERVERS"]))]
-        transport = os.environ.get(TRANSPORT, "auto")
-        if transport not in ("auto", *TRANSPORTS):
-            raise UserError(f"{TRANSPORT}={transport}; it must be auto, {', '.join(TRANSPORTS)}")
-        return cls(
-            mode, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), where, rules, next(_numbers), transport=transport,
-            find=find,
-        )  # fmt: skip
-
-    # ------------------------------------------------------------------ keys
-
-    def declare(
-        self, named: Mapping[str, torch.Tensor | RowSparse], complete: bool = False, groups: Mapping[str, int] | None = None
-    ) -> None:
-        groups = groups or {}
-        forms: dict[str, dict[str, Any]] = {}
-        for name, value in named.items():
-            group, dtype = groups.get(name, 0), dtype_name(name, value.dtype)
-            if isinstance(value, RowSparse):
-                forms[name] = {"rows": value.rows, "columns": value.columns, "std": value.std, "seed": value.seed}
-            else:
-                forms[name] = {"shape": list(value.shape), "count": value.numel()}
-            forms[name] |= {"dtype": dtype, "group": group}
-        placed = self.links[0].ask("declare", keys=forms, complete=complete)["placed"]
-        dense = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-        for name in named:
-            pieces = [Piece(*piece) for piece in placed[name]]
-            if name in dense:
-                self._pieces[name] = pieces
-                self.shapes[name] = (dense[name].shape, dense[name].dtype)
-            else:
-                self._tables[name] = pieces
-                self.tables[name] = named[name]  # type: ignore[assignment]
-        if complete:
-            self._complete = sorted(dense)
-        for link in self.links:
-            here = {piece.number: (name, piece) for name in dense for piece in self._pieces[name] if piece.server == link.number}
-            chunks = [
-                [number, name, piece.start, piece.stop, forms[name]["dtype"], forms[name]["group"], complete]
-                for number, (name, piece) in here.items()
-            ]
-            link.versions |= {int(number): version for number, version in link.ask("create", chunks=chunks)["versions"].items()}
-            link.share({number: (piece.stop - piece.start, dense[name].dtype) for number, (name, piece) in here.items()})
-            if len(dense) < len(named):
-                tables = [
-                    [self._tables[name][link.number].number, name, value.rows, value.columns, value.std, value.seed,
-                     forms[name]["dtype"], forms[name]["group"]]
-                    for name, value in named.items() if isinstance(value, RowSparse)
-                ]  # fmt: skip
-                link.ask("tables", tables=tables)
-            if self.rank == 0 and not self._again:
-                for number, (name, piece) in here.items():
-                    values = _flat(dense[name])[piece.start : piece.stop].clone()
-                    link.put(pack(Kind.INIT, chunk=number, nbytes=values.nbytes), values)
-        for link, pending in [
-            (
-                link,
-                link.begin(
-                    "ready", chunks=[one.number for name in dense for one in self._pieces[name] if one.server == link.number]
-                ),
-            )
-            for link in self.links
-        ]:
-            link.answer(pending, "init: the first values, which worker 0 gives")
-        if self._again:
-            self._join(list(dense))
-
-    def _join(self, names: Sequence[str]) -> None:
-        """Take part again, from a round on that no server has closed."""
-        while True:
-            versions: dict[int, int] = {}
-            for link in self.links:
-                versions |= {int(number): version for number, version in link.ask("versions")["versions"].items()}
-            highest = max((versions[one.number] for name in names for one in self._pieces[name]), default=0)
-            begins = dict.fromkeys(names, highest + 2)
-            try:
-                for link in self.links:
-                    link.ask("join", begins=begins)
-                break
-            except UserError as error:
-                if str(error) != "late":
-                    raise
-        for name in names:
-            for piece in self._pieces[name]:
-                self.links[piece.server].versions[piece.number] = highest + 1 if self._sync else versions[piece.number]
+class ServedStore(Connected):
+    """A store on servers. `create` makes it in a job that `allhands launch -s` has given servers."""
 
     # ------------------------------------------------------------------ rounds
 
@@ -266,9 +59,7 @@ class ServedStore(KVStore):
               copies: bool = False) -> tuple[int, list[Link], Pending]:  # fmt: skip
         """Push all values; with `outs`, ask for the new ones, which go there."""
         names = list(values)
-        flat = {name: _flat(value) for name, value in values.items()}
-        if copies:
-            flat = {name: value.clone() if value.data_ptr() == values[name].data_ptr() else value for name, value in flat.items()}
+        flat = self._staging.values(values, copies)
         encoded = (
             {one.number: self._encoded(one, name, flat[name]) for name in names for one in self._pieces[name]}
             if self._codec
@@ -338,11 +129,14 @@ class ServedStore(KVStore):
         if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
             raise UserError(f"clip_norm={clip_norm}; it must be a bound above 0, or None")
         self._usable()
+        before = self._version()
         try:
             return self._update(grads, outs, share, groups, clip_norm)
         except ServerLostError:
-            # The gradients belong to weights that are gone; the caller goes on from those of the snapshot.
             step = self._come_back()
+            if step == before and self._codec is None:  # the weights are those of the gradients
+                return self.update(grads, outs, share, groups, clip_norm)
+            # The gradients belong to weights that are gone; the caller goes on from those of the snapshot.
             for name, out in outs.items():
                 self._pull(name, out, 0)
             return Step(step, self.num_workers)
@@ -369,19 +163,18 @@ class ServedStore(KVStore):
             dense = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in forms.items()}
         elif clip_norm is not None and not self._sync:
             dense, clip_norm = _clipped(dense, share, clip_norm), None
-        staged = {name: _room(outs[name] if name in outs else torch.empty_like(dense[name], device="cpu")) for name in dense}
+        staged = self._staging.room({name: outs[name] for name in dense if name in outs})
+        staged |= {name: torch.empty(grad.numel(), dtype=grad.dtype) for name, grad in dense.items() if name not in outs}
         step, involved, pending = self._send(dense, staged, share, told, clip_norm)
         if clip_norm is not None:
             self._clip(step, involved, pending, clip_norm)
         taken = self._finish(step, involved, pending) if dense else Step(0, self.num_workers)
         for name, grad in rows.items():
             taken = self._push_rows(name, grad.detach().coalesce(), share, told)
-        with torch.no_grad():
-            for name, out in outs.items():
-                if name not in staged:
-                    self._pull(name, out, 0)
-                elif staged[name].data_ptr() != out.data_ptr():
-                    out.copy_(staged[name].view(out.shape))
+        self._staging.put(staged, outs)
+        for name, out in outs.items():
+            if name not in staged:
+                self._pull(name, out, 0)
         return taken
 
     def reduce(self, grads: Mapping[str, torch.Tensor], share: Share) -> Step:
@@ -390,12 +183,9 @@ class ServedStore(KVStore):
         self._usable()
         for name, grad in grads.items():
             self._check_like(name, grad, "the gradient")
-        staged = {name: _room(grad) for name, grad in grads.items()}
+        staged = self._staging.room(grads)
         taken = self._exchange(grads, staged, share)
-        with torch.no_grad():
-            for name, grad in grads.items():
-                if staged[name].data_ptr() != grad.data_ptr():
-                    grad.copy_(staged[name].view(grad.shape))
+        self._staging.put(staged, grads)
         return taken
 
     def _push(self, name: str, value: torch.Tensor, priority: int, share: Share) -> None:
@@ -421,8 +211,11 @@ class ServedStore(KVStore):
             except ServerLostError:
                 self._come_back()
 
+    def _version(self) -> int:
+        return max((version for link in self.links for version in link.versions.values()), default=0)
+
     def _come_back(self) -> int:
-        before = max((version for link in self.links for version in link.versions.values()), default=0)
+        before = self._version()
         step = come_back(self)
         if self.rank == 0:
             print(
@@ -452,14 +245,11 @@ class ServedStore(KVStore):
                 self._check_like(name, tensor, "out")
             if self._sync and name in self._unread:
                 raise UserError(f"the key '{name}' was pushed already and not pulled since; pull it before the next push")
-        staged = {name: _room(several[0]) for name, several in outs.items()}
+        staged = self._staging.room({name: several[0] for name, several in outs.items()})
         share = Share() if weight is None else Share(weight, 1.0)
         self._exchange(values, staged, share, priority)
-        with torch.no_grad():
-            for name, several in outs.items():
-                for tensor in several:
-                    if staged[name].data_ptr() != tensor.data_ptr():
-                        tensor.copy_(staged[name].view(tensor.shape))
+        for position in range(max(map(len, outs.values()))):
+            self._staging.put(staged, {name: several[position] for name, several in outs.items() if position < len(several)})
 
     def _pull(self, name: str, out: torch.Tensor, priority: int) -> None:
         self._usable()
@@ -467,19 +257,17 @@ class ServedStore(KVStore):
         self._again_if_lost(lambda: self._pull_once(name, out, priority))
 
     def _pull_once(self, name: str, out: torch.Tensor, priority: int) -> None:
-        staged = _room(out)
+        staged = self._staging.room({name: out})
         pieces = self._pieces[name]
         pending = Pending(len(pieces))
         for piece in pieces:
             link = self.links[piece.server]
-            link.targets[piece.number] = (staged[piece.start : piece.stop], pending)
+            link.targets[piece.number] = (staged[name][piece.start : piece.stop], pending)
             link.put(pack(Kind.PULL, chunk=piece.number, round=link.versions[piece.number]), priority=priority)
         self._board.wait(
             lambda: pending.left == 0, lambda: self._about(f"the key '{name}', which other workers have not pushed yet")
         )
-        if staged.data_ptr() != out.data_ptr():
-            with torch.no_grad():
-                out.copy_(staged.view(out.shape))
+        self._staging.put(staged, {name: out})
 
     # ------------------------------------------------------------------ rows
 
@@ -558,8 +346,7 @@ class ServedStore(KVStore):
             number, pending = link.expect()
             link.first(message({"op": "state", "id": number, "weights": False}))
             found |= {f"{link.number}\t{name}": value for name, value in link.answer(pending, "state").items()}
-        step = max((version for link in self.links for version in link.versions.values()), default=0)
-        return put_together(found, step, self._pieces, self._tables, self.shapes)
+        return put_together(found, self._version(), self._pieces, self._tables, self.shapes)
 
     def load_state(self, state: StoreState) -> None:
         self._usable()
@@ -589,37 +376,6 @@ class ServedStore(KVStore):
             for piece in self._pieces[name]:
                 compressor = self._compressors.setdefault(piece.number, Compressor(self._codec, piece.stop - piece.start))
                 compressor.load(values[piece.start : piece.stop])
-
-    def _usable(self) -> None:
-        if self._closed:
-            raise UserError("this store was closed; create another")
-        if self._board.failure is not None:
-            raise type(self._board.failure)(*self._board.failure.args) from self._board.failure
-
-    def close(self) -> None:
-        """Leave the store; the others go on without this worker."""
-        if not self._closed:
-            self._closed = True
-            atexit.unregister(self._leave)
-            for link in self.links:
-                link.close()
-
-    def _leave(self) -> None:
-        """At the normal end of a script; after an error the servers see the connection end without a goodbye."""
-        if getattr(sys, "last_type", None) is None:
-            self.close()
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers in order, on the CPU; the tensor's own memory where that is so already."""
-    return tensor.detach().to("cpu").contiguous().view(-1)
-
-
-def _room(out: torch.Tensor) -> torch.Tensor:
-    """A 1-D tensor on the CPU for the numbers of `out`; its own memory where possible."""
-    if out.device.type == "cpu" and out.is_contiguous():
-        return out.detach().view(-1)
-    return torch.empty(out.numel(), dtype=out.dtype)
 
 
 def _same(data: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -1,0 +1,211 @@
+"""A worker's connections to the servers of a store, and where its keys lie."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import os
+import secrets
+import socket
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+
+from allhands.errors import UserError, WorldError
+from allhands.kvstore.compression import Codec, Compressor
+from allhands.kvstore.frames import Kind, pack
+from allhands.kvstore.link import TRANSPORT, TRANSPORTS, Board, Link
+from allhands.kvstore.modes import Mode
+from allhands.kvstore.placement import Piece, dtype_name
+from allhands.kvstore.rules import rules_of
+from allhands.kvstore.server import key as server_key
+from allhands.kvstore.staging import Staging
+from allhands.kvstore.store import KVStore, RowSparse
+
+_LIFE = secrets.token_hex(8)  # of this process
+_numbers = itertools.count()
+START_TIMEOUT = 300.0
+
+
+class Connected(KVStore):
+    """The connections of a store to its servers, and the keys that lie there; what `ServedStore` stands on.
+
+    Args:
+        mode: what `create` was given.
+        rank, num_workers: who takes part.
+        where: each server's announcement.
+        rules: what all workers must agree on.
+        number: how many stores this worker has made before; the same store has the same on all workers.
+        life: of this process; another one after it was started again.
+        transport: "auto", or one of `TRANSPORTS`.
+        find: gives a server's present announcement, for one that was started again.
+
+    Attributes:
+        links: the servers.
+    """
+
+    def __init__(self, mode: Mode, rank: int, num_workers: int, where: Sequence[Mapping[str, Any]], rules: dict[str, Any],
+                 number: int, life: str = _LIFE, transport: str = "auto",
+                 find: Callable[[int], dict[str, Any]] | None = None) -> None:  # fmt: skip
+        super().__init__(mode, rank, num_workers)
+        self.rules = rules
+        self._sync = rules["wait"] == "sync"
+        self._board = Board()
+        self._pieces: dict[str, list[Piece]] = {}
+        self._metas = itertools.count(1)
+        self._tables: dict[str, list[Piece]] = {}
+        self._table_versions: dict[str, int] = defaultdict(int)
+        self._unread: set[str] = set()
+        self._complete: list[str] = []
+        self._codec: Codec | None = None
+        self._compressors: dict[int, Compressor] = {}
+        self._closed = False
+        self._staging = Staging()
+        self._find, self._transport = find, transport
+        self._said = said = {
+            "rank": rank,
+            "rules": rules,
+            "life": life,
+            "store": number,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        self.links = [Link(index, one, self._board, said, transport) for index, one in enumerate(where)]
+        for link in self.links:
+            link.comes_back = find is not None and rules["snapshot_every"] > 0
+        self._again = any(link.again for link in self.links)
+        atexit.register(self._leave)
+
+    @classmethod
+    def connect(cls, mode: Mode, options: Mapping[str, Any]) -> Self:
+        """Find the job's servers through its store, and connect to all of them.
+
+        Raises:
+            UserError: an option, or a variable of the job, is wrong.
+            WorldError: a server does not appear, or cannot be reached.
+        """
+        from torch.distributed import DistStoreError, TCPStore
+
+        rules = rules_of(mode, options)
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise UserError(
+                f"ALLHANDS_NUM_SERVERS is set, but {', '.join(missing)} is not; start the job with `allhands launch -s …`"
+            )
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=START_TIMEOUT), wait_for_workers=False)
+
+        def find(number: int) -> dict[str, Any]:
+            try:
+                found: dict[str, Any] = json.loads(store.get(server_key(number)))
+            except (DistStoreError, RuntimeError) as error:
+                raise WorldError(f"server {number} has not appeared within {START_TIMEOUT:.0f} s: {error}") from error
+            return found
+
+        where = [find(number) for number in range(int(os.environ["ALLHANDS_NUM_SERVERS"]))]
+        transport = os.environ.get(TRANSPORT, "auto")
+        if transport not in ("auto", *TRANSPORTS):
+            raise UserError(f"{TRANSPORT}={transport}; it must be auto, {', '.join(TRANSPORTS)}")
+        return cls(
+            mode, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), where, rules, next(_numbers), transport=transport,
+            find=find,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ keys
+
+    # ------------------------------------------------------------------ keys
+
+    def declare(
+        self, named: Mapping[str, torch.Tensor | RowSparse], complete: bool = False, groups: Mapping[str, int] | None = None
+    ) -> None:
+        groups = groups or {}
+        forms: dict[str, dict[str, Any]] = {}
+        for name, value in named.items():
+            group, dtype = groups.get(name, 0), dtype_name(name, value.dtype)
+            if isinstance(value, RowSparse):
+                forms[name] = {"rows": value.rows, "columns": value.columns, "std": value.std, "seed": value.seed}
+            else:
+                forms[name] = {"shape": list(value.shape), "count": value.numel()}
+            forms[name] |= {"dtype": dtype, "group": group}
+        placed = self.links[0].ask("declare", keys=forms, complete=complete)["placed"]
+        dense = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+        for name in named:
+            pieces = [Piece(*piece) for piece in placed[name]]
+            if name in dense:
+                self._pieces[name] = pieces
+                self.shapes[name] = (dense[name].shape, dense[name].dtype)
+            else:
+                self._tables[name] = pieces
+                self.tables[name] = named[name]  # type: ignore[assignment]
+        if complete:
+            self._complete = sorted(dense)
+        flat = {name: value.detach().to("cpu").contiguous().view(-1) for name, value in dense.items()} if self.rank == 0 else {}
+        for link in self.links:
+            here = {piece.number: (name, piece) for name in dense for piece in self._pieces[name] if piece.server == link.number}
+            chunks = [
+                [number, name, piece.start, piece.stop, forms[name]["dtype"], forms[name]["group"], complete]
+                for number, (name, piece) in here.items()
+            ]
+            link.versions |= {int(number): version for number, version in link.ask("create", chunks=chunks)["versions"].items()}
+            link.share({number: (piece.stop - piece.start, dense[name].dtype) for number, (name, piece) in here.items()})
+            if len(dense) < len(named):
+                tables = [
+                    [self._tables[name][link.number].number, name, value.rows, value.columns, value.std, value.seed,
+                     forms[name]["dtype"], forms[name]["group"]]
+                    for name, value in named.items() if isinstance(value, RowSparse)
+                ]  # fmt: skip
+                link.ask("tables", tables=tables)
+            if self.rank == 0 and not self._again:
+                for number, (name, piece) in here.items():
+                    values = flat[name][piece.start : piece.stop].clone()
+                    link.put(pack(Kind.INIT, chunk=number, nbytes=values.nbytes), values)
+        for link in self.links:
+            numbers = [one.number for name in dense for one in self._pieces[name] if one.server == link.number]
+            link.answer(link.begin("ready", chunks=numbers), "init: the first values, which worker 0 gives")
+        if self._again:
+            self._join(list(dense))
+
+    def _join(self, names: Sequence[str]) -> None:
+        """Take part again, from a round on that no server has closed."""
+        while True:
+            versions: dict[int, int] = {}
+            for link in self.links:
+                versions |= {int(number): version for number, version in link.ask("versions")["versions"].items()}
+            highest = max((versions[one.number] for name in names for one in self._pieces[name]), default=0)
+            begins = dict.fromkeys(names, highest + 2)
+            try:
+                for link in self.links:
+                    link.ask("join", begins=begins)
+                break
+            except UserError as error:
+                if str(error) != "late":
+                    raise
+        for name in names:
+            for piece in self._pieces[name]:
+                self.links[piece.server].versions[piece.number] = highest + 1 if self._sync else versions[piece.number]
+
+    # ------------------------------------------------------------------ the end
+
+    def _usable(self) -> None:
+        if self._closed:
+            raise UserError("this store was closed; create another")
+        if self._board.failure is not None:
+            raise type(self._board.failure)(*self._board.failure.args) from self._board.failure
+
+    def close(self) -> None:
+        """Leave the store; the others go on without this worker."""
+        if not self._closed:
+            self._closed = True
+            atexit.unregister(self._leave)
+            for link in self.links:
+                link.close()
+
+    def _leave(self) -> None:
+        """At the normal end of a script; after an error the servers see the connection end without a goodbye."""
+        if getattr(sys, "last_type", None) is None:
+            self.close()
