@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from allhands.errors import AllhandsError, UserError
-from allhands.kvstore.arena import Arena, offsets
 from allhands.kvstore.chunks import Chunk, Meta
-from allhands.kvstore.compression import codec_from
 from allhands.kvstore.members import Members
-from allhands.kvstore.optimizers import OptimizerSpec, spec_from
-from allhands.kvstore.placement import DTYPES, place
 from allhands.kvstore.recovery import Recovery
-from allhands.kvstore.store import RowSparse
-from allhands.kvstore.table_rounds import TableRounds
+from allhands.kvstore.shard_keys import ShardKeys
 
 
-class Shard:
+class Shard(ShardKeys):
     """One server's part of the store.
 
     Args:
@@ -32,166 +26,17 @@ class Shard:
     """
 
     def __init__(self, number: int, servers: int, workers: int, rules: dict[str, Any]) -> None:
-        self.number, self.servers, self.workers, self.rules = number, servers, workers, rules
+        super().__init__(number, servers, Members(workers))
+        self.workers, self.rules = workers, rules
         self.synchronous = rules["wait"] == "sync"
-        self.members = Members(workers)
-        self.chunks: dict[int, Chunk] = {}
-        self.tables: dict[int, TableRounds] = {}
-        self.keys: dict[str, dict[str, Any]] = {}  # on server 0: form and places of every key
-        self.sets: dict[str, Any] = {}  # on server 0: the whole set of keys that workers step over
-        self.spec: OptimizerSpec | None = None
-        self.compression: dict[str, Any] | None = None
         self.failure: str | None = None
         self.recovery: Recovery | None = None  # where there are snapshots
-        self._lock = threading.RLock()
-        self._blocks: list[tuple[Arena, list[int]]] = []
         self._clips: dict[int, dict[int, float]] = {}  # by step: square sums by chunk
         self._clip_metas: dict[int, list[Meta]] = {}
         self._forms: dict[int, tuple[str, int]] = {}  # by step: groups and clip of whoever came first
         self._clocks: dict[int, int] = {}
         self._ahead: list[tuple[int, Any, list[int]]] = []  # ssp: (clock, worker, chunks that it wants)
         self._barrier: dict[int, tuple[Any, int]] = {}
-        self._initial: list[tuple[Any, int, set[int]]] = []
-        self._updates = 0
-
-    # ------------------------------------------------------------------ keys
-
-    def declare(self, keys: dict[str, dict[str, Any]], rank: int, complete: bool) -> dict[str, Any]:
-        """Place new keys, and say where all of these are; server 0 only.
-
-        Raises:
-            UserError: a key is there in another form, or another worker declared another set.
-        """
-        with self._lock:
-            for name, form in keys.items():
-                known = self.keys.get(name)
-                if known is not None and known["form"] != form:
-                    raise UserError(
-                        f"the key '{name}' is {_told(form)} on worker {rank}, but {_told(known['form'])} on another worker"
-                    )
-            if complete:
-                first = self.sets.setdefault("names", [rank, sorted(keys)])
-                missing, more = sorted(set(first[1]) - set(keys)), sorted(set(keys) - set(first[1]))
-                if missing or more:
-                    has = f"has no key '{missing[0]}'" if missing else f"has the key '{more[0]}'"
-                    other = "has" if missing else "has not"
-                    raise UserError(
-                        f"worker {rank} {has}, which worker {first[0]} {other}: all workers must train the same parameters"
-                    )
-            new = {name: form for name, form in keys.items() if name not in self.keys}
-            dense = {name: form for name, form in new.items() if "rows" not in form}
-            sizes = {name: (form["count"], DTYPES[form["dtype"]].itemsize) for name, form in dense.items()}
-            loads = [0] * self.servers
-            highest = 0
-            for known in self.keys.values():
-                for number, server, start, stop in known["pieces"]:
-                    loads[server] += (stop - start) * DTYPES[known["form"]["dtype"]].itemsize
-                    highest = max(highest, number + 1)
-            placed = place(sizes, loads, highest)
-            for name, pieces in placed.items():
-                self.keys[name] = {
-                    "form": dense[name], "pieces": [[piece.number, piece.server, piece.start, piece.stop] for piece in pieces],
-                }  # fmt: skip
-            highest += sum(len(pieces) for pieces in placed.values())
-            for number, name in enumerate(sorted(set(new) - set(dense)), highest):
-                self.keys[name] = {"form": new[name], "pieces": [[number, server, 0, 0] for server in range(self.servers)]}
-            return {name: self.keys[name]["pieces"] for name in keys}
-
-    def create(self, chunks: list[list[Any]]) -> dict[str, int]:
-        """Make the chunks that are not there yet; the version of each."""
-        with self._lock:
-            new = [one for one in chunks if one[0] not in self.chunks]
-            if new:
-                sizes = [(stop - start) * DTYPES[dtype].itemsize for _, _, start, stop, dtype, _, _ in new]
-                starts, total = offsets(sizes)
-                arena = Arena(total)
-                self._blocks.append((arena, [one[0] for one in new]))
-                for (number, key, start, stop, dtype, group, trained), offset in zip(new, starts, strict=True):
-                    weights = arena.view(offset, stop - start, DTYPES[dtype])
-                    chunk = Chunk(number, key, start, stop, group, weights, block=len(self._blocks) - 1, offset=offset)
-                    chunk.trained = bool(trained)
-                    if self.spec is not None:
-                        chunk.set_optimizer(self.spec)
-                    self.chunks[number] = chunk
-            return {str(one[0]): self.chunks[one[0]].version for one in chunks}
-
-    def create_tables(self, tables: list[list[Any]]) -> None:
-        """Make this server's part of tables of rows."""
-        with self._lock:
-            for number, key, rows, columns, std, seed, dtype, group in tables:
-                if number not in self.tables:
-                    table = RowSparse(rows, columns, std, seed, DTYPES[dtype])
-                    self.tables[number] = TableRounds(number, key, table, group, self.spec)
-
-    def block(self, number: int) -> tuple[Arena, list[list[int]]]:
-        """Memory with the values of chunks, and where in it each begins."""
-        arena, chunks = self._blocks[number]
-        return arena, [[one, self.chunks[one].offset, len(self.chunks[one].weights)] for one in chunks]
-
-    def initialise(self, chunk: Chunk, values: torch.Tensor) -> None:
-        """Take the first value; a later one is left, because the training has begun."""
-        with chunk.lock:
-            if not chunk.ready:
-                chunk.weights.copy_(values)
-                chunk.ready = True
-                if self.spec is not None:
-                    chunk.set_optimizer(self.spec)
-                if self.compression and self.compression["pull"]["type"] != "none":
-                    chunk.compress_down(codec_from(self.compression["pull"]))
-        with self._lock:
-            self._tell_initialised()
-
-    def wait_initialised(self, session: Any, request: int, chunks: set[int]) -> None:
-        """Answer the request once rank 0 has given all of these."""
-        with self._lock:
-            self._initial.append((session, request, chunks))
-            self._tell_initialised()
-
-    def _tell_initialised(self) -> None:
-        left = []
-        for session, request, chunks in self._initial:
-            missing = {number for number in chunks if not self.chunks[number].ready}
-            if missing:
-                left.append((session, request, missing))
-            else:
-                session.reply(request)
-        self._initial = left
-
-    def set_optimizer(self, name: str, groups: list[dict[str, Any]]) -> None:
-        """Take steps with pushed values from now on; the second worker that says the same changes nothing.
-
-        Raises:
-            UserError: another worker has set another one, or there is no such optimizer here.
-        """
-        spec = spec_from(OptimizerSpec(name, tuple(groups)))
-        with self._lock:
-            if self.spec is not None:
-                if (spec.name, json.dumps(spec.groups)) != (self.spec.name, json.dumps(self.spec.groups)):
-                    raise UserError(
-                        f"the optimizer is {spec.name} {list(spec.groups)} on this worker, but {self.spec.name} "
-                        f"{list(self.spec.groups)} on another"
-                    )
-                return
-            self.spec = spec
-            for chunk in self.chunks.values():
-                with chunk.lock:
-                    chunk.set_optimizer(spec)
-            for table in self.tables.values():
-                table.set_optimizer(spec)
-
-    def set_compression(self, push: dict[str, Any], pull: dict[str, Any]) -> None:
-        """Expect pushes in this form, and send values in that."""
-        wanted = {"push": push, "pull": pull}
-        codec_from(push), codec_from(pull)
-        with self._lock:
-            if self.compression is not None and self.compression != wanted:
-                raise UserError(f"the compression is {wanted} on this worker, but {self.compression} on another")
-            if self.compression is None:
-                self.compression = wanted
-                if pull["type"] != "none":
-                    for chunk in self.chunks.values():
-                        with chunk.lock:
-                            chunk.compress_down(codec_from(pull))
 
     # ------------------------------------------------------------------ steps
 
@@ -413,10 +258,6 @@ class Shard:
 
     # ------------------------------------------------------------------ going back to a snapshot
 
-    def trained(self) -> set[int]:
-        """The chunks that every step is over; all of them where no worker has said which."""
-        return {number for number, chunk in self.chunks.items() if chunk.trained} or set(self.chunks)
-
     def drop_open(self) -> None:
         """Forget all that is open: rounds, clipped steps, barriers, and who waits."""
         with self._lock:
@@ -429,26 +270,6 @@ class Shard:
         for chunk in list(self.chunks.values()):
             with chunk.lock:
                 chunk.drop()
-
-    def rebuild(self, fields: dict[str, Any]) -> None:
-        """Make what a snapshot says there was; its numbers are loaded afterwards."""
-        with self._lock:
-            self.keys, self.sets = fields["keys"], fields["sets"]
-            if fields["optimizer"] is not None and self.spec is None:
-                self.set_optimizer(fields["optimizer"]["name"], fields["optimizer"]["groups"])
-            if fields["compression"] is not None and self.compression is None:
-                self.set_compression(**fields["compression"])
-            self.create(fields["chunks"])
-            self.create_tables(fields["tables"])
-            for number, version in fields["versions"].items():
-                chunk = self.chunks[int(number)]
-                chunk.version, chunk.ready = version, True
-                chunk.last.clear()
-                chunk.seen.clear()
-            for number, version in fields["table_versions"].items():
-                self.tables[int(number)].version = version
-            with self.members.lock:
-                self.members.live = set(fields["live"])
 
     def join(self, session: Any, begins: dict[str, int]) -> None:
         """Count a worker again, from these rounds on.
@@ -470,9 +291,3 @@ class Shard:
         self.failure = self.failure or text
         for session in self.members.sessions_now():
             session.tell({"op": "failed", "error": self.failure})
-
-
-def _told(form: dict[str, Any]) -> str:
-    if "rows" in form:
-        return f"a table of {form['rows']} rows of {form['columns']} {form['dtype']}"
-    return f"{form['dtype']} of shape {form['shape']}"
