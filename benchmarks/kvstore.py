@@ -1,11 +1,13 @@
 """Push plus pull through parameter servers beside gloo's all_reduce (= 1.0), training through servers beside ddp, an idle server.
 
-    python benchmarks/kvstore.py [--megabytes 100] [--runs 9] [--skip-training]
+    python benchmarks/kvstore.py [--megabytes 100] [--runs 9] [--skip-training] [--mxnet PYTHON]
+
+PYTHON is that of an environment with MXNet 1.9.1 (pip install mxnet==1.9.1 numpy==1.23.5), whose own store is then timed beside.
 
 Two workers push and pull one key of so many bytes, without an optimizer, through one server: over shared memory and over TCP.
-The same two workers all-reduce as many bytes with gloo; all take turns in one run. Then ResNet-18 on images of 32x32 with SGD and
-momentum, 16 images a worker and step: through one server over shared memory, and with DistributedDataParallel on gloo. One thread a
-process. Last, the CPU time of a server that has nothing to do.
+The same two workers all-reduce as many bytes with gloo; all take turns in one run. Then ResNet-18 on images of 32x32 with SGD
+and momentum, 16 images a worker and step: through one server over shared memory, and with DistributedDataParallel on gloo. One
+thread a process. Last, the CPU time of a server that has nothing to do.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import statistics
 import time
 from typing import Any
 
+import mxnet_peer
 from report import machine, save_json
 
 import allhands
@@ -43,7 +46,7 @@ def exchange(megabytes: int, runs: int, transports: list[str]) -> dict[str, list
     value, out = torch.full((count,), 1.0 + world.rank), torch.empty(count)
     samples: dict[str, list[float]] = {"gloo all_reduce": [], **{name: [] for name in transports}}
     for run in range(runs + 2):
-        for name in samples:
+        for name, times in samples.items():
             summed = value.clone()
             dist.barrier()
             began = time.perf_counter()
@@ -56,7 +59,7 @@ def exchange(megabytes: int, runs: int, transports: list[str]) -> dict[str, list
             assert summed[0] == 3.0
             assert summed[-1] == 3.0
             if run > 1:
-                samples[name].append(seconds)
+                times.append(seconds)
     for store in stores.values():
         store.close()
     return samples
@@ -83,7 +86,7 @@ def training(steps: int, batch: int) -> dict[str, list[float]]:
     summed, mean = torch.nn.CrossEntropyLoss(reduction="sum"), torch.nn.CrossEntropyLoss()
     samples: dict[str, list[float]] = {"ddp on gloo": [], "server": []}
     for step in range(steps + 2):
-        for name in samples:
+        for name, times in samples.items():
             dist.barrier()
             began = time.perf_counter()
             if name == "server":
@@ -94,7 +97,7 @@ def training(steps: int, batch: int) -> dict[str, list[float]]:
                 optimizer.step()
                 optimizer.zero_grad()
             if step > 1:
-                samples[name].append(time.perf_counter() - began)
+                times.append(time.perf_counter() - began)
     store.close()
     return samples if world.rank == 0 else {}
 
@@ -130,8 +133,8 @@ def told(samples: dict[str, list[float]], base: str) -> dict[str, Any]:
     best = {name: min(times) for name, times in samples.items()}
     return {
         name: {
-            "median_s": round(middle[name], 4), "best_s": round(best[name], 4), "times_as_fast": round(middle[base] / middle[name], 2),
-            "times_as_fast_best": round(best[base] / best[name], 2),
+            "median_s": round(middle[name], 4), "best_s": round(best[name], 4),
+            "times_as_fast": round(middle[base] / middle[name], 2), "times_as_fast_best": round(best[base] / best[name], 2),
         }
         for name in samples
     }  # fmt: skip
@@ -142,6 +145,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--mxnet", metavar="PYTHON")
     parser.add_argument("--skip-training", action="store_true")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -152,6 +156,9 @@ def main() -> None:
         )  # fmt: skip
         # A call is over when the slower worker has its result.
         slower = {name: [max(both) for both in zip(*(one[name] for one in samples), strict=True)] for name in samples[0]}
+        if options.mxnet:
+            count = options.megabytes * 1_000_000 // 4
+            slower["MXNet dist_sync"] = mxnet_peer.pushpull(options.mxnet, count, options.runs, WORKERS, servers)
         results[f"pushpull, {servers} server(s)"] = told(slower, "gloo all_reduce")
         print(f"pushpull, {servers} server(s)", results[f"pushpull, {servers} server(s)"], flush=True)
     if not options.skip_training:
