@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,9 +23,6 @@ class Worker(Protocol):
 
     def tell(self, fields: dict[str, Any]) -> None:
         """A control message."""
-
-    def later(self, numbers: list[int]) -> None:
-        """Send the values of these chunks, without a lock of theirs held here."""
 
     def give(self, chunk: Chunk) -> None:
         """Send the chunk's value; called with the chunk's lock held."""
@@ -62,6 +59,17 @@ class Meta:
         return self.groups[group] if self.groups else None
 
 
+def lead_of(metas: Sequence[Meta]) -> Meta:
+    """Whose options count in a round: all workers that are not idle have the same."""
+    return next((meta for meta in metas if not meta.idle), metas[0])
+
+
+def within(clocks: Mapping[int, int], live: Collection[int], staleness: int) -> set[int]:
+    """The ranks of `live` that are at most `staleness` ahead of the slowest of them."""
+    slowest = min((clocks.get(rank, 0) for rank in live), default=0)
+    return {rank for rank in live if clocks.get(rank, 0) - slowest <= staleness}
+
+
 @dataclass
 class Chunk:
     """Numbers `start` to `stop` of a key.
@@ -76,7 +84,9 @@ class Chunk:
         total: the sum so far; the first one's own memory.
         waiting: who wants the value, and from which version on.
         last: the last round that each worker pushed, to know a repetition.
-        seen: the version that each worker got last.
+        seen: the version that each worker got last, and its own pushes since.
+        clocks: how often each worker has pushed, where nobody waits for all.
+        outside: how often the value was set by no round.
     """
 
     number: int
@@ -99,6 +109,8 @@ class Chunk:
     waiting: list[tuple[Worker, int]] = field(default_factory=list)
     last: dict[int, int] = field(default_factory=dict)
     seen: dict[int, int] = field(default_factory=dict)
+    clocks: dict[int, int] = field(default_factory=dict)
+    outside: int = 0
     down: Compressor | None = None
     sent: torch.Tensor | None = None  # what the workers have, where values are compressed on their way down
     encoded: torch.Tensor | None = None
@@ -116,6 +128,7 @@ class Chunk:
     def take(self, rank: int, values: torch.Tensor, meta: Meta, release: Callable[[], None], counted: set[int]) -> bool:
         """Add a push of the open round; True when the round is complete. The lock is held."""
         if rank in self.arrived or any(other.worker.rank == rank for other in self.added):
+            release()
             raise UserError(f"the key '{self.key}' was pushed twice in one round by worker {rank}; pull it before the next push")
         self.arrived[rank] = (values, meta, release)
         return self.add_up(counted)
@@ -154,8 +167,8 @@ class Chunk:
         return square_of(self.total) if lead.clip is not None else 0.0
 
     def lead(self) -> Meta:
-        """Whose options count: all that are not idle have the same."""
-        return next((meta for meta in self.added if not meta.idle), self.added[0])
+        """Whose options count."""
+        return lead_of(self.added)
 
     def close(self, scale: float = 1.0) -> list[Meta]:
         """Apply the sum and open the next round; who was in it. The lock is held."""
@@ -193,6 +206,7 @@ class Chunk:
             release()
         self.arrived.clear()
         self.waiting.clear()
+        self.clocks.clear()
 
     def changed(self) -> None:
         """Give the new value to those who wait for it. The lock is held."""
@@ -211,14 +225,20 @@ class Chunk:
 
     def changed_outside(self) -> None:
         """The value was set, and not by a round: workers that get compressed changes get it whole next time."""
+        self.outside += 1
         if self.down is not None:
             self.sent, self.encoded = self.weights.clone(), None
             self.down.load(torch.zeros(len(self.weights)))
 
-    def serve(self) -> None:
-        """Answer those whose version is reached. The lock is held."""
-        due = [worker for worker, version in self.waiting if version <= self.version]
-        self.waiting = [(worker, version) for worker, version in self.waiting if version > self.version]
+    def serve(self, may: Collection[int] | None = None) -> None:
+        """Answer those whose version is reached, and who are among `may`. The lock is held."""
+        waiting, self.waiting = self.waiting, []
+        due = []
+        for worker, version in waiting:
+            if version <= self.version and (may is None or worker.rank in may):
+                due.append(worker)
+            else:
+                self.waiting.append((worker, version))
         for worker in due:
             self.seen[worker.rank] = self.version
             worker.give(self)

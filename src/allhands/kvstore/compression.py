@@ -218,6 +218,11 @@ def codec_from(options: Mapping[str, Any]) -> Codec:
     return Rounded(kind, {"none": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[kind])
 
 
+def compressible(dtype: torch.dtype) -> bool:
+    """Whether values of this type are compressed. Whole numbers and float64 go as they are: they are chosen to be exact."""
+    return dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
 class Compressor:
     """Encodes one chunk again and again; what one encoding loses is added to the next (error feedback).
 

@@ -60,11 +60,12 @@ class Connected(KVStore):
         self._metas = itertools.count(1)
         self._tables: dict[str, list[Piece]] = {}
         self._table_versions: dict[str, int] = defaultdict(int)
-        self._unread: set[str] = set()
+        self._unread: dict[str, int] = {}  # keys that were pushed and not pulled since, and the priority of the push
         self._complete: list[str] = []
         self._codec: Codec | None = None
         self._compressors: dict[int, Compressor] = {}
         self._closed = False
+        self._steps_before = 0  # those of the state that was loaded
         self._staging = Staging()
         self._find, self._transport = find, transport
         self._said = said = {
@@ -115,8 +116,6 @@ class Connected(KVStore):
             mode, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), where, rules, next(_numbers), transport=transport,
             find=find,
         )  # fmt: skip
-
-    # ------------------------------------------------------------------ keys
 
     # ------------------------------------------------------------------ keys
 

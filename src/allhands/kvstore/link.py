@@ -120,7 +120,7 @@ class Link:
         self.base: dict[int, torch.Tensor] = {}  # what this worker has, where changes come compressed
         self.adds = True
         self.squares: dict[int, dict[int, float]] = {}
-        self.done: dict[int, dict[str, Any]] = {}
+        self.done: dict[int, dict[str, Any] | None] = {}  # of the steps that are waited for
         self._requests = itertools.count(1)
         self._answers: dict[int, Pending] = {}
         self._queue: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
@@ -151,8 +151,12 @@ class Link:
                 ) from error
             tuned(links[side])
         self._up, self._down = links["up"], links["down"]
-        for work in (self._read, self._send, self._beat):
-            threading.Thread(target=work, name=f"kvstore-{self.number}", daemon=True).start()
+        self._sender, *others = (
+            threading.Thread(target=work, name=f"kvstore-{self.number}", daemon=True)
+            for work in (self._send, self._read, self._beat)
+        )
+        for thread in (self._sender, *others):
+            thread.start()
         self.board.wait(lambda: self._welcome.left == 0, lambda: f"{self.name} has not answered", 30.0)
         answer = self._welcome.answer
         if answer["refused"]:
@@ -331,7 +335,7 @@ class Link:
                 if frame.nbytes != data.nbytes:
                     raise FrameError(f"a value of {frame.nbytes} bytes for a chunk of {data.nbytes}")
                 read_into(self._down, raw(data))
-                moved = torch.empty(len(target))
+                moved = torch.empty_like(target)  # rounded as the server rounds it
                 self.down_codec.decode(data, moved)
                 base = self.base.setdefault(frame.chunk, torch.zeros_like(target))
                 if self.adds:
@@ -364,7 +368,8 @@ class Link:
             elif op == "squares":
                 self.squares[said["step"]] = {int(number): float(square) for number, square in said["squares"]}
             elif op == "done":
-                self.done[said["step"]] = said
+                if said["step"] in self.done:
+                    self.done[said["step"]] = said
             elif op == "failed":
                 self.board.failure = self.board.failure or _error(said["error"])
             self.board.changed.notify_all()
@@ -402,9 +407,8 @@ class Link:
         if self._closing:
             return
         self._closing = True
-        sent = threading.Event()
-        self.put(message({"op": "bye"}), sent.set, None, priority=-(1 << 61))
-        sent.wait(5.0)
+        self.put(message({"op": "bye"}), None, priority=-(1 << 61))
+        self._sender.join(5.0)  # it has ended already where the server is gone
         for link in (self._up, self._down):
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from safetensors.torch import save
 
 from allhands.errors import UserError
-from allhands.kvstore.bucket import clip_factor
+from allhands.kvstore.bucket import clip_factor, square_of, weight_factor
 from allhands.kvstore.comeback import come_back
-from allhands.kvstore.compression import Compressor, codec_from
+from allhands.kvstore.compression import Compressor, codec_from, compressible
 from allhands.kvstore.connected import Connected
 from allhands.kvstore.frames import LONGEST_ROWS, Kind, message, pack
 from allhands.kvstore.link import Link, Pending, ServerLostError
@@ -25,6 +25,8 @@ from allhands.kvstore.states import StoreState
 from allhands.kvstore.store import Key, Share, Step, check_rows
 from allhands.kvstore.table_rounds import pack_rows
 
+_LAST = -(1 << 60)  # the priority of what goes after everything that waits
+
 
 class ServedStore(Connected):
     """A store on servers. `create` makes it in a job that `allhands launch -s` has given servers."""
@@ -32,7 +34,7 @@ class ServedStore(Connected):
     # ------------------------------------------------------------------ rounds
 
     def _begin(self, names: Sequence[str], share: Share, groups: Any, clip: float | None,
-               rows: Sequence[str] = ()) -> tuple[int, int, list[Link]]:  # fmt: skip
+               rows: Sequence[str] = (), wait: bool = True) -> tuple[int, int, list[Link]]:  # fmt: skip
         """Announce a step to the servers that have a part of it; its number, that of its announcement, and those servers."""
         counts: dict[int, int] = defaultdict(int)
         for name in names:
@@ -48,6 +50,8 @@ class ServedStore(Connected):
         meta = next(self._metas) & 0xFFFFFFFF
         involved = [link for link in self.links if counts[link.number]]
         for link in involved:
+            if wait:
+                link.done[step] = None
             link.put(message({
                 "op": "step", "meta": meta, "step": step, "weight": share.weight, "expected": share.expected, "groups": groups,
                 "clip": clip, "chunks": counts[link.number], "idle": share.weight == 0 and groups is None,
@@ -60,12 +64,8 @@ class ServedStore(Connected):
         """Push all values; with `outs`, ask for the new ones, which go there."""
         names = list(values)
         flat = self._staging.values(values, copies)
-        encoded = (
-            {one.number: self._encoded(one, name, flat[name]) for name in names for one in self._pieces[name]}
-            if self._codec
-            else {}
-        )
-        step, meta, involved = self._begin(names, share, groups, clip)
+        encoded = self._all_encoded(flat) if self._codec else {}
+        step, meta, involved = self._begin(names, share, groups, clip, wait=outs is not None)
         pending = Pending(sum(len(self._pieces[name]) for name in names) if outs is not None else 0)
         for order, name in enumerate(names):
             for piece in self._pieces[name]:
@@ -80,6 +80,17 @@ class ServedStore(Connected):
                 if outs is None:
                     link.versions[piece.number] += 1
         return step, involved, pending
+
+    def _all_encoded(self, flat: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """What is sent in fewer bits, by the chunk's number; when a value is NaN or infinite, all residuals stay as they are."""
+        narrow = {name: values for name, values in flat.items() if compressible(values.dtype)}
+        for name, values in narrow.items():
+            if len(values) and not math.isfinite(torch.linalg.vector_norm(values, ord=math.inf)):
+                raise UserError(
+                    f"{int((~values.isfinite()).sum())} of {len(values)} values for '{name}' are NaN or infinite and cannot be "
+                    "compressed; lower the learning rate, clip, or look for the layer with torch.autograd.detect_anomaly()"
+                )
+        return {one.number: self._encoded(one, name, values) for name, values in narrow.items() for one in self._pieces[name]}
 
     def _encoded(self, piece: Piece, name: str, flat: torch.Tensor) -> torch.Tensor:
         assert self._codec is not None
@@ -108,16 +119,16 @@ class ServedStore(Connected):
         """Wait until all values have come."""
 
         def done() -> bool:
-            return pending.left == 0 and all(step in link.done for link in involved)
+            return pending.left == 0 and all(link.done.get(step) is not None for link in involved)
 
         self._board.wait(done, lambda: self._about("the other workers' gradients"))
         with self._board.changed:
-            told = [link.done.pop(step) for link in involved]
+            told = [link.done.pop(step) or {} for link in involved]
             for link in involved:
                 link.squares.pop(step, None)
         workers = min((one["workers"] for one in told), default=self.num_workers)
         staleness = sum(one["staleness"] for one in told) / max(1, len(told))
-        return Step(step >> 32, workers, staleness)
+        return Step(self._steps_before + (step >> 32), workers, staleness)
 
     def _about(self, what: str) -> str:
         return f"worker {self.rank} waits for {what}"
@@ -153,16 +164,22 @@ class ServedStore(Connected):
             check_rows(name, grad, self.tables[name])
         for name, out in outs.items():
             self._check_like(name, out, "out")
+        self._check_read(grads)
         told = None if groups is None else [dict(group) for group in groups]
         if not grads:
-            if not self._sync:
+            if self.rules["wait"] == "async":
                 for name, out in outs.items():
                     self._pull(name, out, 0)
                 return Step(0, 1)
-            forms = {name: self.shapes[name] for name in self._complete}
+            forms = {name: self.shapes[name] for name in self._complete or outs}
+            if not forms:
+                raise UserError(
+                    "update without keys: the servers cannot know which ones the other workers step over; declare all of them "
+                    "with declare(…, complete=True), or pass outs for these keys"
+                )
             dense = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in forms.items()}
-        elif clip_norm is not None and not self._sync:
-            dense, clip_norm = _clipped(dense, share, clip_norm), None
+        if clip_norm is not None and not self._sync:
+            (dense, share), clip_norm = _clipped(dense, share, clip_norm), None
         staged = self._staging.room({name: outs[name] for name in dense if name in outs})
         staged |= {name: torch.empty(grad.numel(), dtype=grad.dtype) for name, grad in dense.items() if name not in outs}
         step, involved, pending = self._send(dense, staged, share, told, clip_norm)
@@ -183,6 +200,7 @@ class ServedStore(Connected):
         self._usable()
         for name, grad in grads.items():
             self._check_like(name, grad, "the gradient")
+        self._check_read(grads)
         staged = self._staging.room(grads)
         taken = self._exchange(grads, staged, share)
         self._staging.put(staged, grads)
@@ -190,9 +208,8 @@ class ServedStore(Connected):
 
     def _push(self, name: str, value: torch.Tensor, priority: int, share: Share) -> None:
         self._usable()
-        if self._sync and name in self._unread:
-            raise UserError(f"the key '{name}' was pushed already and not pulled since; pull it before the next push")
-        self._unread.add(name)
+        self._check_read([name])
+        self._unread[name] = priority
         if name in self.tables:
             self._push_rows(name, value, share, None, wait=False)
         else:
@@ -243,8 +260,7 @@ class ServedStore(Connected):
         for name, several in outs.items():
             for tensor in several:
                 self._check_like(name, tensor, "out")
-            if self._sync and name in self._unread:
-                raise UserError(f"the key '{name}' was pushed already and not pulled since; pull it before the next push")
+        self._check_read(values)
         staged = self._staging.room({name: several[0] for name, several in outs.items()})
         share = Share() if weight is None else Share(weight, 1.0)
         self._exchange(values, staged, share, priority)
@@ -253,7 +269,7 @@ class ServedStore(Connected):
 
     def _pull(self, name: str, out: torch.Tensor, priority: int) -> None:
         self._usable()
-        self._unread.discard(name)
+        priority = min(priority, self._unread.pop(name, priority))  # never before this worker's own push
         self._again_if_lost(lambda: self._pull_once(name, out, priority))
 
     def _pull_once(self, name: str, out: torch.Tensor, priority: int) -> None:
@@ -276,7 +292,7 @@ class ServedStore(Connected):
 
     def _push_rows(self, name: str, value: torch.Tensor, share: Share, groups: Any, wait: bool = True) -> Step:
         ids, rows = value._indices()[0].cpu(), value._values().cpu()
-        step, meta, involved = self._begin([], share, groups, None, [name])
+        step, meta, involved = self._begin([], share, groups, None, [name], wait)
         self._table_versions[name] += 1
         owners = self._owners(ids)
         for link in self.links:
@@ -292,7 +308,7 @@ class ServedStore(Connected):
 
     def _pull_rows(self, name: str, ids: torch.Tensor, out: torch.Tensor) -> None:
         self._usable()
-        self._unread.discard(name)
+        self._unread.pop(name, None)
         ids = ids.cpu()
         owners, table, asked = self._owners(ids), self.tables[name], []
         for link in self.links:
@@ -337,19 +353,32 @@ class ServedStore(Connected):
 
     def barrier(self) -> None:
         self._usable()
+        self._again_if_lost(self._settle)
         self._again_if_lost(lambda: self.links[0].ask("barrier"))
+
+    def _settle(self) -> None:
+        """Wait until the servers have taken all that this worker has sent."""
+        asked = []
+        for link in self.links:
+            number, pending = link.expect()
+            link.put(message({"op": "settled", "id": number}), priority=_LAST)
+            asked.append((link, pending))
+        for link, pending in asked:
+            link.answer(pending, "settled")
 
     def state(self) -> StoreState:
         self._usable()
+        self._settle()
         found: dict[str, torch.Tensor] = {}
         for link in self.links:
             number, pending = link.expect()
             link.first(message({"op": "state", "id": number, "weights": False}))
             found |= {f"{link.number}\t{name}": value for name, value in link.answer(pending, "state").items()}
-        return put_together(found, self._version(), self._pieces, self._tables, self.shapes)
+        return put_together(found, self._steps_before + self._version(), self._pieces, self._tables, self.shapes)
 
     def load_state(self, state: StoreState) -> None:
-        self._usable()
+        self.barrier()  # nobody's push is to come after it
+        self._steps_before = state.step - self._version()
         if self.rank == 0:
             for link, part in zip(self.links, taken_apart(state, self._pieces, self._tables, len(self.links)), strict=True):
                 number, pending = link.expect()
@@ -357,6 +386,20 @@ class ServedStore(Connected):
                 link.put(pack(Kind.STATE, meta=number, nbytes=len(data)) + data)
                 link.answer(pending, "load_state")
         self.barrier()
+
+    def _rounds(self) -> int:
+        return max((version for link in self.links for version in link.versions.values()), default=0)
+
+    def _check_read(self, names: Iterable[str]) -> None:
+        """Raise `UserError` where a push of these keys cannot be."""
+        for name in names:
+            if self._sync and name in self._unread:
+                raise UserError(f"the key '{name}' was pushed already and not pulled since; pull it before the next push")
+            if not self._sync and self.optimizer is None:
+                raise UserError(
+                    f"the key '{name}' cannot be pushed: create('{self.type}') applies each push by itself, which needs an "
+                    "optimizer; call set_optimizer first"
+                )
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """What compression has left over on this worker, by key; to be kept in its checkpoint."""
@@ -372,19 +415,25 @@ class ServedStore(Connected):
         if self._codec is None:
             raise UserError("load_residuals: the store does not compress; call set_gradient_compression first")
         for name, values in residuals.items():
-            self._known(name)
+            shape, dtype = self._known(name)
+            if values.numel() != shape.numel() or not compressible(dtype):
+                raise UserError(
+                    f"load_residuals: {values.numel()} numbers for '{name}', which has {shape.numel()} of {dtype}; give what "
+                    "residuals() gave for this key"
+                )
             for piece in self._pieces[name]:
                 compressor = self._compressors.setdefault(piece.number, Compressor(self._codec, piece.stop - piece.start))
-                compressor.load(values[piece.start : piece.stop])
+                compressor.load(values.reshape(-1)[piece.start : piece.stop])
 
 
 def _same(data: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda _: data
 
 
-def _clipped(grads: Mapping[str, torch.Tensor], share: Share, clip_norm: float) -> dict[str, torch.Tensor]:
-    """This worker's own gradients, bounded; without waiting for others there is no norm of all."""
-    factor = 1.0 if share.expected is None or not share.weight else share.expected / share.weight
-    square = math.fsum(float(torch.linalg.vector_norm(grad, dtype=torch.float64)) ** 2 for grad in grads.values())
-    scale = clip_factor(square * factor * factor, clip_norm)
-    return {name: grad if scale == 1.0 else grad * scale for name, grad in grads.items()}
+def _clipped(grads: Mapping[str, torch.Tensor], share: Share, clip_norm: float) -> tuple[dict[str, torch.Tensor], Share]:
+    """This worker's own gradients, weighed and bounded; without waiting for others there is no norm of all."""
+    factor = weight_factor([share.weight], share.expected) if share.weight else 1.0
+    weighed = {name: grad if factor == 1.0 else grad * factor for name, grad in grads.items()}
+    scale = clip_factor(math.fsum(square_of(grad) for grad in weighed.values()), clip_norm)
+    bounded = {name: grad if scale == 1.0 else grad * scale for name, grad in weighed.items()}
+    return bounded, Share(share.weight, None)

@@ -7,6 +7,7 @@ import queue
 import socket
 import threading
 import time
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from safetensors.torch import load, save
 from allhands.errors import UserError
 from allhands.kvstore.arena import Arena, receive_file, send_file
 from allhands.kvstore.chunks import Chunk, Meta
-from allhands.kvstore.compression import codec_from
+from allhands.kvstore.compression import Compressor, codec_from
 from allhands.kvstore.frames import (
     HEADER_BYTES,
     LONGEST_ROWS,
@@ -65,12 +66,13 @@ class Session:
         self.life = ""  # of the worker process; another one after it was started again
         self._up, self._down = up, down
         self._out: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
-        self._metas: dict[int, Meta] = {}
+        self._metas: dict[int, Meta | None] = {}  # None: a step that was refused, whose pushes are dropped
         self._regions: dict[int, torch.Tensor] = {}
         self._left = False
         self._closed = False
-        self._pool: list[torch.Tensor] = []
-        self._given: dict[int, int] = {}  # versions that went out, where they are compressed
+        self._pool: dict[int, list[torch.Tensor]] = defaultdict(list)  # by size: with one list, those below the last pile up
+        self._given: dict[int, tuple[int, int]] = {}  # versions that went out, where they are compressed
+        self._sent: dict[int, torch.Tensor] = {}  # what the worker has, where each one has something else
 
     def start(self) -> None:
         """Begin to read and to write."""
@@ -111,12 +113,11 @@ class Session:
             return
         header = {"chunk": chunk.number, "round": chunk.version}
         if chunk.down is not None:
-            # The first value, and what a worker that comes later gets, is whole.
-            if chunk.encoded is None or not self._has(chunk):
-                assert chunk.sent is not None
-                data, flags = chunk.sent.clone(), Flag.NONE
-            else:
-                data, flags = chunk.encoded, Flag.COMPRESSED
+            try:
+                data, flags = self._compressed(chunk) if self.shard.synchronous else self._change(chunk, chunk.down)
+            except UserError as error:
+                self.tell({"op": "failed", "error": str(error)})
+                return
             self._out.put([pack(Kind.VALUE, flags, nbytes=data.nbytes, **header), data])
         elif self.local and self.shard.synchronous:
             self._out.put([pack(Kind.VALUE, Flag.SHARED, **header)])
@@ -128,15 +129,27 @@ class Session:
             data = chunk.weights if self.shard.synchronous else chunk.weights.clone()
             self._out.put([pack(Kind.VALUE, nbytes=data.nbytes, **header), data])
 
-    def _has(self, chunk: Chunk) -> bool:
-        """Whether the worker has the value before this one, whole."""
-        had = self._given.get(chunk.number) == chunk.version - 1
-        self._given[chunk.number] = chunk.version
-        return had
+    def _compressed(self, chunk: Chunk) -> tuple[torch.Tensor, Flag]:
+        """What the last round has changed, the same for all workers; the whole value for one that has not the one before."""
+        had = self._given.get(chunk.number) == (chunk.version - 1, chunk.outside)
+        self._given[chunk.number] = (chunk.version, chunk.outside)
+        if had and chunk.encoded is not None:
+            return chunk.encoded, Flag.COMPRESSED
+        assert chunk.sent is not None
+        return chunk.sent.clone(), Flag.NONE
 
-    def later(self, numbers: list[int]) -> None:
-        """Send values by the writing thread, which may take the chunks' locks."""
-        self._out.put([numbers])
+    def _change(self, chunk: Chunk, down: Compressor) -> tuple[torch.Tensor, Flag]:
+        """What has changed since this worker's last value: without rounds, each worker has another one."""
+        sent = self._sent.get(chunk.number)
+        if sent is None:
+            self._sent[chunk.number] = chunk.weights.clone()
+            return chunk.weights.clone(), Flag.NONE
+        # What this one loses is still in the next difference; no residual is to be added.
+        down.load(torch.zeros(len(sent)))
+        data, moved = down.compress(chunk.weights - sent, chunk.key), torch.empty_like(sent)
+        down.codec.decode(data, moved)
+        sent.add_(moved)
+        return data, Flag.COMPRESSED
 
     def give_rows(self, request: int, rows: torch.Tensor) -> None:
         """The rows that a request asked for."""
@@ -157,12 +170,6 @@ class Session:
                         self._down.sendall(part)
                     elif isinstance(part, torch.Tensor):
                         self._down.sendall(raw(part))
-                    elif isinstance(part, list):
-                        for number in part:
-                            chunk = self.shard.chunks[number]
-                            with chunk.lock:
-                                chunk.seen[self.rank] = chunk.version
-                                self.give(chunk)
                     else:
                         send_file(self._down, part)
         except OSError:
@@ -204,7 +211,10 @@ class Session:
             chunk = shard.chunks[frame.chunk]
             meta = self._metas[frame.meta]
             values, buffer = self._values(frame, chunk)
-            release = (lambda: self._pool.append(buffer)) if buffer is not None else _nothing
+            release = (lambda: self._pool[buffer.nbytes].append(buffer)) if buffer is not None else _nothing
+            if meta is None:
+                release()
+                return
             shard.push(chunk, frame.round, meta, values, release, bool(frame.flags & Flag.WANTED))
         elif frame.kind == Kind.PULL:
             shard.pull(self, shard.chunks[frame.chunk], frame.round)
@@ -214,12 +224,12 @@ class Session:
         elif frame.kind == Kind.PUSH_ROWS:
             table, meta = shard.tables[frame.chunk], self._metas[frame.meta]
             ids, rows = unpack_rows(read_bytes(self._up, frame.nbytes, LONGEST_ROWS), table.table, True)
-            for done in table.push(frame.round, meta, ids, rows, shard.members, shard.synchronous):
-                shard._part_done(done, 1)
+            if meta is not None:
+                shard.push_rows(table, frame.round, meta, ids, rows)
         elif frame.kind == Kind.PULL_ROWS:
             table = shard.tables[frame.chunk]
             ids, _ = unpack_rows(read_bytes(self._up, frame.nbytes, LONGEST_ROWS), table.table, False)
-            table.pull(self, frame.meta, ids, frame.round, shard.synchronous)
+            table.pull(self, frame.meta, ids, frame.round, shard.rules, shard.members)
         elif frame.kind == Kind.STATE:
             load_state(shard, load(bytes(read_bytes(self._up, frame.nbytes, LONGEST_STATE))))
             self.reply(frame.meta)
@@ -249,10 +259,9 @@ class Session:
             values = torch.empty(len(chunk.weights))
             codec.decode(data, values)
             return values.to(chunk.weights.dtype), None
-        buffer = (
-            self._pool.pop() if self._pool and self._pool[-1].nbytes >= expected else torch.empty(expected, dtype=torch.uint8)
-        )
-        values = buffer[:expected].view(chunk.weights.dtype)
+        free = self._pool[expected]
+        buffer = free.pop() if free else torch.empty(expected, dtype=torch.uint8)
+        values = buffer.view(chunk.weights.dtype)
         read_into(self._up, raw(values))
         return values, buffer
 
@@ -286,10 +295,13 @@ class Session:
                 case "step":
                     meta = Meta(self, said["step"], float(said["weight"]), said["expected"], said["groups"], said["clip"],
                                 said["chunks"], bool(said["idle"]))  # fmt: skip
-                    self._metas[said["meta"]] = meta
+                    self._metas[said["meta"]] = None
                     shard.announce(meta)
+                    self._metas[said["meta"]] = meta
                 case "commit":
                     shard.commit(said["step"], float(said["scale"]))
+                case "settled":  # all that came before it has been taken
+                    self.reply(request)
                 case "barrier":
                     shard.barrier(self, request)
                 case "versions":

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from allhands.errors import AllhandsError, UserError
-from allhands.kvstore.chunks import Chunk, Meta
+from allhands.kvstore.chunks import Chunk, Meta, within
 from allhands.kvstore.members import Members
 from allhands.kvstore.recovery import Recovery
 from allhands.kvstore.shard_keys import ShardKeys
+from allhands.kvstore.table_rounds import RoundError, TableRounds
 
 
 class Shard(ShardKeys):
@@ -34,8 +36,6 @@ class Shard(ShardKeys):
         self._clips: dict[int, dict[int, float]] = {}  # by step: square sums by chunk
         self._clip_metas: dict[int, list[Meta]] = {}
         self._forms: dict[int, tuple[str, int]] = {}  # by step: groups and clip of whoever came first
-        self._clocks: dict[int, int] = {}
-        self._ahead: list[tuple[int, Any, list[int]]] = []  # ssp: (clock, worker, chunks that it wants)
         self._barrier: dict[int, tuple[Any, int]] = {}
 
     # ------------------------------------------------------------------ steps
@@ -95,9 +95,10 @@ class Shard(ShardKeys):
             if number != chunk.version + 1:
                 release()
                 raise UserError(f"the key '{chunk.key}' is at version {chunk.version}; a push for {number} cannot be placed")
+            complete = chunk.take(worker.rank, values, meta, release, self.members.counted(chunk.key, number))
             if wanted:
                 chunk.waiting.append((worker, number))
-            self._after(chunk, chunk.take(worker.rank, values, meta, release, self.members.counted(chunk.key, number)))
+            self._after(chunk, complete)
 
     def _after(self, chunk: Chunk, complete: bool) -> None:
         """Go on with a round whose pushes have been added up. The chunk's lock is held."""
@@ -158,10 +159,6 @@ class Shard(ShardKeys):
         meta.worker.finished(meta, meta.workers or 1, meta.staleness / max(1, meta.chunks))
         if self.recovery is not None and not self.synchronous:
             self.recovery.stepped(self)
-        if self.rules["wait"] == "ssp":
-            with self._lock:
-                self._clocks[meta.worker.rank] = self._clocks.get(meta.worker.rank, 0) + 1
-                self._let_go()
 
     # ------------------------------------------------------------------ without waiting, and with bounded staleness
 
@@ -170,39 +167,54 @@ class Shard(ShardKeys):
         worker = meta.worker
         if number > chunk.last.get(worker.rank, 0):
             chunk.last[worker.rank] = number
-            stale = max(0, chunk.version - chunk.seen.get(worker.rank, chunk.version))
-            chunk.added, chunk.total, chunk.held = [meta], values, [release]
+            stale = max(0, chunk.version - chunk.seen.setdefault(worker.rank, chunk.version))
+            chunk.clocks[worker.rank] = chunk.clocks.get(worker.rank, 0) + 1
+            if not meta.weight:  # it had no samples, so there is nothing to apply
+                release()
+            else:
+                self._step_alone(chunk, meta, values, release, stale)
+        else:
+            release()
+        if wanted:
+            chunk.waiting.append((worker, 0))
+        self._serve_alone(chunk)
+        self._part_done(meta, 1)
+
+    def _step_alone(self, chunk: Chunk, meta: Meta, values: torch.Tensor, release: Callable[[], None], stale: int) -> None:
+        chunk.added, chunk.total, chunk.held = [meta], values, [release]
+        try:
             chunk.combine()
             options = meta.options(chunk.group)
             if stale and self.rules.get("damping"):
                 rate = (options or (self.spec.groups[chunk.group] if self.spec else {})).get("lr", 0.0)
                 options = {**(options or {}), "lr": rate / (1 + stale)}
-            try:
-                chunk.apply(values, options)
-            finally:
-                chunk.clear()
-            chunk.version += 1
-            with self._lock:
-                meta.staleness += stale
-        else:
-            release()
-        if self.rules["wait"] == "ssp":
-            if wanted:
-                with self._lock:
-                    self._ahead.append((self._clocks.get(worker.rank, 0) + 1, worker, [chunk.number]))
-        elif wanted:
-            chunk.waiting.append((worker, 0))
-            chunk.serve()
-        self._part_done(meta, 1)
+            chunk.apply(values, options)
+        finally:
+            chunk.clear()
+        chunk.version += 1
+        chunk.seen[meta.worker.rank] += 1
+        with self._lock:
+            meta.staleness += stale
 
-    def _let_go(self) -> None:
-        """Answer the workers that are no more than `staleness` steps ahead of the slowest. `_lock` is held."""
-        live = self.members.everyone()
-        slowest = min((self._clocks.get(rank, 0) for rank in live), default=0)
-        due = [one for one in self._ahead if one[0] - slowest <= self.rules["staleness"]]
-        self._ahead = [one for one in self._ahead if one[0] - slowest > self.rules["staleness"]]
-        for _, worker, numbers in due:
-            worker.later(numbers)
+    def _serve_alone(self, chunk: Chunk) -> None:
+        """Answer those who wait, if they are not too far ahead. The chunk's lock is held."""
+        ssp = self.rules["wait"] == "ssp"
+        chunk.serve(within(chunk.clocks, self.members.everyone(), self.rules["staleness"]) if ssp else None)
+
+    def push_rows(self, table: TableRounds, number: int, meta: Meta, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """A worker's rows for a round."""
+        self._rows_done(table, lambda: table.push(number, meta, ids, rows, self.members, self.synchronous))
+
+    def _rows_done(self, table: TableRounds, close: Callable[[], list[Meta]]) -> None:
+        try:
+            done = close()
+        except RoundError as error:
+            self.fail(str(error))
+            return
+        if self.rules["wait"] == "ssp":
+            table.serve(within(table.clocks, self.members.everyone(), self.rules["staleness"]))
+        for one in done:
+            self._part_done(one, len(done))
 
     # ------------------------------------------------------------------ reading, meeting
 
@@ -210,7 +222,10 @@ class Shard(ShardKeys):
         """Send a value once it has this version."""
         with chunk.lock:
             chunk.waiting.append((worker, version if self.synchronous else 0))
-            chunk.serve()
+            if self.synchronous:
+                chunk.serve()
+            else:
+                self._serve_alone(chunk)
 
     def barrier(self, session: Any, request: int) -> None:
         """Answer once all workers that are counted on have asked."""
@@ -232,7 +247,6 @@ class Shard(ShardKeys):
             return
         with self._lock:
             self._barrier.pop(session.rank, None)
-            self._ahead = [one for one in self._ahead if one[1] is not session]
             self._initial = [one for one in self._initial if one[0] is not session]
         if not polite and self.rules["on_worker_loss"] == "stop":
             self.fail(reason)
@@ -242,14 +256,14 @@ class Shard(ShardKeys):
                 chunk.waiting = [one for one in chunk.waiting if one[0] is not session]
                 if chunk.added or chunk.arrived:
                     self._after(chunk, chunk.add_up(self.members.counted(chunk.key, chunk.version + 1)))
-        for table in self.tables.values():
-            table.look_again(self.members)
+                if not self.synchronous:
+                    self._serve_alone(chunk)
+        for table in list(self.tables.values()):
+            self._rows_done(table, partial(table.look_again, self.members))
         if self.recovery is not None:
             self.recovery.look_again(self)
         with self._lock:
             self._open_barrier()
-            if self.rules["wait"] == "ssp":
-                self._let_go()
             clips = [(step, dict(squares), list(self._clip_metas.get(step, ()))) for step, squares in self._clips.items()]
         for step, squares, metas in clips:  # the one that was lost may have been about to commit
             if metas and len(squares) >= metas[0].chunks:
@@ -265,8 +279,7 @@ class Shard(ShardKeys):
             self._clip_metas.clear()
             self._forms.clear()
             self._barrier.clear()
-            self._ahead, self._initial = [], []
-            self._clocks = dict.fromkeys(self._clocks, 0)
+            self._initial = []
         for chunk in list(self.chunks.values()):
             with chunk.lock:
                 chunk.drop()
@@ -283,8 +296,11 @@ class Shard(ShardKeys):
                     if begins.get(chunk.key, 0) <= chunk.version + 1 and chunk.key in begins:
                         raise UserError("late")
             self.members.count_from(session.rank, begins)
-            live = self.members.everyone()
-            self._clocks[session.rank] = min((self._clocks.get(rank, 0) for rank in live if rank != session.rank), default=0)
+            others = self.members.everyone() - {session.rank}
+        parts: list[Chunk | TableRounds] = [*self.chunks.values(), *self.tables.values()]
+        for part in parts:
+            with part.lock:  # it begins beside the slowest
+                part.clocks[session.rank] = min((part.clocks.get(rank, 0) for rank in others), default=0)
 
     def fail(self, text: str) -> None:
         """Nothing can go on; every worker that waits, or asks later, is told why."""

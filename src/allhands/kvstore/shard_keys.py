@@ -11,7 +11,7 @@ import torch
 from allhands.errors import UserError
 from allhands.kvstore.arena import Arena, offsets
 from allhands.kvstore.chunks import Chunk
-from allhands.kvstore.compression import codec_from
+from allhands.kvstore.compression import codec_from, compressible
 from allhands.kvstore.members import Members
 from allhands.kvstore.optimizers import OptimizerSpec, spec_from
 from allhands.kvstore.placement import DTYPES, place
@@ -39,6 +39,8 @@ class ShardKeys:
         self.sets: dict[str, Any] = {}
         self.spec: OptimizerSpec | None = None
         self.compression: dict[str, Any] | None = None
+        # Taken before a chunk's lock, and `_lock` after it.
+        self._settings = threading.Lock()
         self._lock = threading.RLock()
         self._blocks: list[tuple[Arena, list[int]]] = []
         self._initial: list[tuple[Any, int, set[int]]] = []  # (worker, request, chunks) that wait for first values
@@ -123,8 +125,7 @@ class ShardKeys:
                 chunk.ready = True
                 if self.spec is not None:
                     chunk.set_optimizer(self.spec)
-                if self.compression and self.compression["pull"]["type"] != "none":
-                    chunk.compress_down(codec_from(self.compression["pull"]))
+                self._compress_down(chunk)
         with self._lock:
             self._tell_initialised()
 
@@ -151,7 +152,7 @@ class ShardKeys:
             UserError: another worker has set another one, or there is no such optimizer here.
         """
         spec = spec_from(OptimizerSpec(name, tuple(groups)))
-        with self._lock:
+        with self._settings:
             if self.spec is not None:
                 if (spec.name, json.dumps(spec.groups)) != (self.spec.name, json.dumps(self.spec.groups)):
                     raise UserError(
@@ -160,25 +161,30 @@ class ShardKeys:
                     )
                 return
             self.spec = spec
-            for chunk in self.chunks.values():
+            for chunk in list(self.chunks.values()):
                 with chunk.lock:
                     chunk.set_optimizer(spec)
-            for table in self.tables.values():
+                    chunk.changed_outside()  # from now on changes are sent, and not sums
+            for table in list(self.tables.values()):
                 table.set_optimizer(spec)
 
     def set_compression(self, push: dict[str, Any], pull: dict[str, Any]) -> None:
         """Expect pushes in this form, and send values in that."""
         wanted = {"push": push, "pull": pull}
         codec_from(push), codec_from(pull)
-        with self._lock:
+        with self._settings:
             if self.compression is not None and self.compression != wanted:
                 raise UserError(f"the compression is {wanted} on this worker, but {self.compression} on another")
             if self.compression is None:
                 self.compression = wanted
-                if pull["type"] != "none":
-                    for chunk in self.chunks.values():
-                        with chunk.lock:
-                            chunk.compress_down(codec_from(pull))
+                for chunk in list(self.chunks.values()):
+                    with chunk.lock:
+                        self._compress_down(chunk)
+
+    def _compress_down(self, chunk: Chunk) -> None:
+        pull = self.compression["pull"] if self.compression else {"type": "none"}
+        if pull["type"] != "none" and compressible(chunk.weights.dtype):
+            chunk.compress_down(codec_from(pull))
 
     def trained(self) -> set[int]:
         """The chunks that every step is over; all of them where no worker has said which."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from allhands.errors import UserError
 from allhands.kvstore.bucket import weight_factor
-from allhands.kvstore.chunks import Meta
+from allhands.kvstore.chunks import Meta, lead_of, within
 from allhands.kvstore.frames import FrameError
 from allhands.kvstore.optimizers import OptimizerSpec
 from allhands.kvstore.rows import RowTable, sum_rows
@@ -49,6 +50,10 @@ def unpack_rows(data: bytearray, table: RowSparse, with_rows: bool) -> tuple[tor
     return ids, rows.view(count, table.columns)
 
 
+class RoundError(UserError):
+    """A round cannot be closed, which ends the step of all who are in it."""
+
+
 class TableRounds:
     """A table's rows on this server, its rounds, and who waits for rows."""
 
@@ -58,6 +63,7 @@ class TableRounds:
         self.lock = threading.RLock()
         self.version = 0
         self.last: dict[int, int] = {}
+        self.clocks: dict[int, int] = {}
         self._arrived: dict[int, tuple[torch.Tensor, torch.Tensor, Meta]] = {}
         self._waiting: list[tuple[Any, int, torch.Tensor, int]] = []
 
@@ -84,7 +90,9 @@ class TableRounds:
                 return [meta]
             self.last[rank] = number
             if not synchronous:
-                self._apply([(ids, rows, meta)])
+                self.clocks[rank] = self.clocks.get(rank, 0) + 1
+                if meta.weight:  # else it had no samples, and there is nothing to apply
+                    self._apply([(ids, rows, meta)])
                 return [meta]
             if rank in self._arrived:
                 raise UserError(
@@ -93,38 +101,45 @@ class TableRounds:
             self._arrived[rank] = (ids, rows, meta)
             return self._close(members)
 
-    def look_again(self, members: Any) -> None:
-        """Close the round if it waited only for workers that are gone."""
+    def look_again(self, members: Any) -> list[Meta]:
+        """Close the round if it waited only for workers that are gone; who was in it."""
         with self.lock:
-            if self._arrived:
-                for meta in self._close(members):
-                    meta.worker.finished(meta, 1, 0.0)
+            return self._close(members) if self._arrived else []
 
     def _close(self, members: Any) -> list[Meta]:
         if not members.counted(self.key, self.version + 1) <= self._arrived.keys():
             return []
         arrived = [self._arrived[rank] for rank in sorted(self._arrived)]
         self._arrived.clear()
-        self._apply(arrived)
+        try:
+            self._apply(arrived)
+        except UserError as error:
+            raise RoundError(f"the key '{self.key}': {error}") from error
         return [meta for _, _, meta in arrived]
 
     def _apply(self, pushes: list[tuple[torch.Tensor, torch.Tensor, Meta]]) -> None:
         metas = [meta for _, _, meta in pushes]
         ids, rows = sum_rows([(ids, rows) for ids, rows, _ in pushes])
-        factor = weight_factor([meta.weight for meta in metas], metas[0].expected)
+        lead = lead_of(metas)
+        factor = weight_factor([meta.weight for meta in metas], lead.expected)
         if factor != 1.0:
             rows.mul_(factor)
-        self.rows.push(ids, rows, metas[0].options(self.group))
+        self.rows.push(ids, rows, lead.options(self.group))
         self.version += 1
-        due = [one for one in self._waiting if one[3] <= self.version]
-        self._waiting = [one for one in self._waiting if one[3] > self.version]
-        for session, request, wanted, _ in due:
-            session.give_rows(request, self.rows.pull(wanted))
+        self.serve()
 
-    def pull(self, session: Any, request: int, ids: torch.Tensor, version: int, synchronous: bool) -> None:
-        """Send rows once the table has this version."""
+    def serve(self, may: Collection[int] | None = None) -> None:
+        """Answer those whose version is reached; and, where that is bounded, those of `may` only."""
         with self.lock:
-            if synchronous and version > self.version:
-                self._waiting.append((session, request, ids, version))
-            else:
-                session.give_rows(request, self.rows.pull(ids))
+            waiting, self._waiting = self._waiting, []
+            for session, request, ids, version in waiting:
+                if version <= self.version if may is None else session.rank in may:
+                    session.give_rows(request, self.rows.pull(ids))
+                else:
+                    self._waiting.append((session, request, ids, version))
+
+    def pull(self, session: Any, request: int, ids: torch.Tensor, version: int, rules: dict[str, Any], members: Any) -> None:
+        """Send rows once the table has this version; with bounded staleness, once the worker is not too far ahead."""
+        with self.lock:
+            self._waiting.append((session, request, ids, version if rules["wait"] == "sync" else 0))
+            self.serve(within(self.clocks, members.everyone(), rules["staleness"]) if rules["wait"] == "ssp" else None)
