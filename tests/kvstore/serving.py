@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from allhands.errors import UserError
+from allhands.kvstore import Trainer
 from allhands.kvstore.modes import mode_named
 from allhands.kvstore.rules import rules_of
 from allhands.kvstore.served import ServedStore
 from allhands.kvstore.server import Server
+from tests.kvstore.training import OPTIMIZERS, SIZES, model, take_steps
 
 TOKEN = "0123456789abcdef" * 4
 
@@ -38,10 +43,17 @@ class Job:
         return made
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
-        """Call `work(rank)` for all ranks at once; what each returned."""
-        with ThreadPoolExecutor(self.workers) as pool:
+        """Call `work(rank)` for all ranks at once; what each returned. When one raises, the others' stores end."""
+        pool = ThreadPoolExecutor(self.workers)
+        try:
             waiting = [pool.submit(work, rank) for rank in range(self.workers)]
-            return [one.result(60.0) for one in waiting]
+            wait(waiting, 60.0, FIRST_EXCEPTION)
+            failed = [one for one in waiting if not one.done() or one.exception() is not None]
+            if failed:
+                self.close()
+            return [one.result(1.0) for one in (*(one for one in failed if one.done()), *waiting)]
+        finally:
+            pool.shutdown(wait=False)
 
     def close(self) -> None:
         for store in self.stores:
@@ -62,3 +74,39 @@ def job(workers: int, servers: int = 1, lease: float = 10.0) -> Iterator[Job]:
         finally:
             made.close()
             assert threading.active_count() < 400
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def trained(made: Job, name: str, kind: str = "dist", number: int = 0, rules: dict[str, Any] | None = None,
+            transport: str = "auto", **options: Any) -> list[Weights]:  # fmt: skip
+    """The small training on all workers of a job; each one's weights in the end."""
+    nets = [model(seed=rank) for rank in range(made.workers)]  # worker 0's weights are taken
+
+    def work(rank: int) -> Weights:
+        store = made.store(rank, kind, number, transport=transport, **(rules or {}))
+        optimizer, optimizer_params, _ = OPTIMIZERS[name]
+        trainer = Trainer(nets[rank].named_parameters(), optimizer, optimizer_params, kvstore=store, **options)
+        take_steps(nets[rank], trainer, store, range(len(SIZES)))
+        store.close()
+        return weights_of(nets[rank])
+
+    return made.run(work)
+
+
+def weights_of(net: nn.Module) -> Weights:
+    return {key: value.detach().clone() for key, value in net.state_dict().items()}
+
+
+def same(ours: Weights, theirs: Weights) -> bool:
+    """Bit for bit."""
+    assert ours.keys() == theirs.keys()
+    return all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """The message of the `UserError` that the call ends with."""
+    with pytest.raises(UserError) as raised:
+        call()
+    return str(raised.value)

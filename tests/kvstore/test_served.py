@@ -1,0 +1,565 @@
+"""Synchronous rounds on servers: the numbers of one process, whatever carries them."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from allhands.errors import AllhandsError
+from allhands.kvstore import Share, Trainer, create, placement, shard_keys
+from allhands.kvstore.chunks import Chunk, Meta
+from allhands.kvstore.server import Server
+from allhands.kvstore.shard import Shard
+from tests.kvstore.serving import error_of, job, same, trained, weights_of
+from tests.kvstore.training import OPTIMIZERS, by_hand, largest_difference, model, take_steps
+
+pytestmark = pytest.mark.timeout(60)
+
+CLIP = 0.4
+
+
+# ---------------------------------------------------------------------- the numbers
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_is_that_of_one_process(name: str) -> None:
+    with job(2, servers=2) as made:
+        worlds = trained(made, name)
+    for weights in worlds:
+        assert largest_difference(weights, by_hand(name)) <= 1e-6
+        assert same(weights, worlds[0])
+
+
+def test_clipping_and_optimizers_in_the_workers() -> None:
+    with job(3) as made:
+        clipped = trained(made, "momentum", number=0, clip_norm=CLIP)
+        here = trained(made, "adam", number=1, update_on_kvstore=False)
+        both = trained(made, "momentum", number=2, update_on_kvstore=False, clip_norm=CLIP)
+    for number in range(3):
+        assert largest_difference(clipped[number], by_hand("momentum", clip_norm=CLIP)) <= 1e-6
+        assert largest_difference(here[number], by_hand("adam")) <= 1e-6
+        assert largest_difference(both[number], by_hand("momentum", clip_norm=CLIP)) <= 1e-6
+
+
+def delayed(patch: pytest.MonkeyPatch, seed: int) -> None:
+    """Let pushes wait before a server looks at them, so that they come in any order."""
+    rng, lock, push = random.Random(seed), threading.Lock(), Shard.push
+
+    def later(self: Shard, *args: Any) -> None:
+        with lock:
+            seconds = rng.random() * 0.001
+        time.sleep(seconds)
+        push(self, *args)
+
+    patch.setattr(Shard, "push", later)
+
+
+def test_bits_depend_on_nothing_but_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for servers, chunk_bytes, transport, seed in (
+        (1, placement.CHUNK_BYTES, "shared", None), (2, placement.CHUNK_BYTES, "tcp", 1), (3, 64, "unix", 2),
+        (8, 100, "shared", 3), (1, 4, "tcp", None), (8, placement.CHUNK_BYTES, "unix", None),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch, job(3, servers) as made:
+            patch.setattr(shard_keys, "place", functools.partial(placement.place, chunk_bytes=chunk_bytes))
+            if seed is not None:
+                delayed(patch, seed)
+            watched = made.store(0, number=2)
+            watched.declare({"w": torch.zeros(84)})
+            assert sum(len(server.shards[2].chunks) for server in made.servers) == -(-4 * 84 // min(chunk_bytes, 4 * 84))
+            cuts = trained(made, "adam", number=0, transport=transport)
+            clipped = trained(made, "momentum", number=1, transport=transport, clip_norm=CLIP)
+            found[servers, chunk_bytes, transport] = [*cuts, *clipped]
+    first = next(iter(found.values()))
+    for how, worlds in found.items():
+        for ours, theirs in zip(worlds, first, strict=True):
+            assert same(ours, theirs), how
+
+
+def test_one_worker_is_the_local_store_bit_for_bit() -> None:
+    for name, clip in (("sgd", None), ("momentum", CLIP), ("adam", None), ("adamw", CLIP)):
+        net, store = model(), create("local")
+        optimizer, options, _ = OPTIMIZERS[name]
+        take_steps(net, Trainer(net, optimizer, options, kvstore=store, update_on_kvstore=True, clip_norm=clip), store, range(20))
+        with job(1, servers=2) as made:
+            kinds = [("dist_sync", {}), ("dist_async", {}), ("dist_ssp", {"staleness": 0}), ("dist_ssp", {"staleness": 4})]
+            for number, (kind, rules) in enumerate(kinds):
+                (weights,) = trained(made, name, kind, number, rules, clip_norm=clip)
+                assert same(weights, weights_of(net)), (name, kind)
+
+
+def test_reductions() -> None:
+    """How far SGD with lr=1 moves a weight whose gradient is the input: rank + 1 samples of the value rank + 1."""
+    expected = {
+        "mean": -(1 * 1 + 2 * 2) / 3, "sum": -(1 * 1 + 2 * 2) / 3, "sum of means": -(1.0 + 2.0),
+    }  # fmt: skip
+    options: dict[str, dict[str, Any]] = {"mean": {"reduction": "mean"}, "sum": {}, "sum of means": {"aggregate": "sum"}}
+    with job(2) as made:
+        for number, (name, how) in enumerate(options.items()):
+
+            def work(rank: int, number: int = number, how: dict[str, Any] = how) -> float:
+                net = nn.Linear(1, 1, bias=False)
+                trainer = Trainer(net, "sgd", {"lr": 1.0}, kvstore=made.store(rank, number=number), **how)
+                before = net.weight.item()
+                output = net(torch.full((rank + 1, 1), float(rank + 1)))
+                (output.mean() if "reduction" in how else output.sum()).backward()
+                trainer.step(rank + 1)
+                return net.weight.item() - before
+
+            assert made.run(work) == pytest.approx([expected[name]] * 2, abs=1e-6), name
+
+
+def test_rates_and_batch_sizes_change_from_one_round_to_the_next() -> None:
+    net = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+
+    def work(rank: int) -> list[float]:
+        trainer = Trainer(net[rank], "sgd", {"lr_scheduler": lambda step: 1.0 / step}, kvstore=made.store(rank))
+        moved = []
+        for size in (4, 1, 2 + rank):
+            before = net[rank].weight.item()
+            net[rank](torch.ones(size, 1)).sum().backward()
+            trainer.step(size)
+            moved.append(net[rank].weight.item() - before)
+        return moved
+
+    with job(2) as made:
+        for moved in made.run(work):
+            assert moved == pytest.approx([-1.0, -1 / 2, -1 / 3], abs=1e-6)
+
+
+def test_torchs_scheduler_acts_on_the_servers() -> None:
+    nets = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+
+    def work(rank: int) -> list[float]:
+        trainer = Trainer(nets[rank], "sgd", {"lr": 0.5}, kvstore=made.store(rank))
+        scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1, 0.5)
+        moved = []
+        for _ in range(3):
+            before = nets[rank].weight.item()
+            nets[rank](torch.ones(1, 1)).sum().backward()
+            trainer.step(1)
+            scheduler.step()
+            moved.append(nets[rank].weight.item() - before)
+        return moved
+
+    with job(2) as made:
+        assert made.run(work)[1] == pytest.approx([-0.5, -0.25, -0.125], abs=1e-6)
+
+
+def test_other_rates_on_two_workers_are_an_error_of_the_second_and_the_first_goes_on() -> None:
+    def work(rank: int) -> str | float:
+        store = made.store(rank)
+        store.set_optimizer("sgd", lr=1.0)
+        store.init("w", torch.zeros(3))
+        out = torch.zeros(3)
+        if rank == 1:
+            first.wait(10)
+            text = error_of(lambda: store.update({"w": torch.ones(3)}, {"w": out}, Share(), [{"lr": 0.5}]))
+            store.close()
+            return text
+        store.push("w", torch.ones(3))  # the options of set_optimizer, lr=1
+        first.set()
+        store.pull("w", out)
+        return float(out.sum())
+
+    first = threading.Event()
+    with job(2) as made:
+        moved, text = made.run(work)
+    assert moved == -3.0  # of worker 0 alone: what was refused is not in the sum
+    assert "all workers must step with the same" in str(text)
+
+
+# ---------------------------------------------------------------------- who takes part
+
+
+def test_a_worker_without_further_batches_leaves_and_one_without_keys_follows() -> None:
+    nets = [nn.Linear(1, 1, bias=False) for _ in range(3)]
+
+    def work(rank: int) -> list[int]:
+        store = made.store(rank)
+        trainer = Trainer(nets[rank], "sgd", {"lr": 1.0}, kvstore=store)
+        before, workers = nets[rank].weight.item(), []
+        for step in range(3 - rank):  # worker 2 has one batch
+            nets[rank](torch.full((1, 1), float(step + 1))).sum().backward()
+            trainer.step(1)
+            assert trainer.last_step is not None
+            workers.append(trainer.last_step.workers)
+        assert nets[rank].weight.item() - before == pytest.approx(-sum(range(1, 4 - rank)), abs=1e-6)
+        if rank == 2:
+            out = nets[rank].weight.detach()
+            taken = store.update({}, {"0.weight" if "0.weight" in store.shapes else "weight": out}, Share(0))
+            workers.append(taken.workers)
+            assert nets[rank].weight.item() - before == pytest.approx(-3.0, abs=1e-6)  # what the two others did
+        store.close()
+        return workers
+
+    with job(3, servers=2) as made:
+        first, second, third = made.run(work)
+    assert third == [3, 3]
+    assert second == [3, 3]
+    assert first == [3, 3, 1]
+
+
+def test_step_0_on_one_worker_and_on_all() -> None:
+    nets = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+
+    def work(rank: int) -> Any:
+        store = made.store(rank)
+        trainer = Trainer(nets[rank], "sgd", {"lr": 1.0}, kvstore=store)
+        before = nets[rank].weight.item()
+        nets[rank](torch.full((1, 1), 5.0)).sum().backward()
+        trainer.step(rank)  # of worker 0, whose gradient is not used
+        moved = nets[rank].weight.item() - before
+        return moved, error_of(lambda: trainer.step(0))
+
+    with job(2) as made:
+        for moved, text in made.run(work):
+            assert moved == pytest.approx(-5.0, abs=1e-6)
+            assert "no worker has a sample in this step" in text
+
+
+def test_several_stores_at_once_and_one_after_another() -> None:
+    def work(rank: int) -> list[float]:
+        one, two = made.store(rank, number=0), made.store(rank, number=1)
+        found = []
+        for store, value in ((one, 1.0), (two, 10.0)):
+            store.init("w", torch.zeros(2))
+            store.push("w", torch.full((2,), value))
+        found += [float(store.pull("w")[0]) for store in (two, one)]
+        one.close()
+        two.close()
+        three = made.store(rank, number=2)
+        three.init("w", torch.full((3,), 7.0 + rank))  # the same name in another shape
+        found.append(float(three.pull("w")[0]))
+        return found
+
+    with job(2, servers=2) as made:
+        assert made.run(work) == [[20.0, 2.0, 7.0]] * 2
+        assert [sorted(server.shards) for server in made.servers] == [[2], [2]]  # what all have left is forgotten
+
+
+def test_32_workers_start_train_and_stop() -> None:
+    before = threading.active_count()
+
+    def work(rank: int) -> float:
+        store = made.store(rank)
+        store.set_optimizer("sgd", lr=1.0)
+        store.init("w", torch.zeros(5))
+        for _ in range(5):
+            store.push("w", torch.full((5,), float(rank)), weight=1)
+            found = store.pull("w")
+        store.barrier()
+        store.close()
+        return float(found[0])
+
+    with job(32) as made:
+        assert made.run(work) == pytest.approx([-5 * 15.5] * 32)
+    end = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert threading.active_count() <= before
+
+
+# ---------------------------------------------------------------------- the methods that people know
+
+
+def test_without_an_optimizer_values_are_added_up() -> None:
+    def work(rank: int) -> dict[str, Any]:
+        store = made.store(rank)
+        store.init([3, 7], [torch.full((2, 3), 5.0 + rank), torch.zeros(1, dtype=torch.float64)])
+        found: dict[str, Any] = {"first": store.pull(3)}
+        store.push(3, torch.full((2, 3), rank + 1.0))
+        found["sum"] = store.pull(3)
+        half = torch.tensor([0.5], dtype=torch.float64)
+        store.push([7, 3], [half, [torch.full((2, 3), float(rank)), torch.ones(2, 3)]], priority=-1)  # two devices
+        found["sums"] = store.pull([3, 7])
+        store.push(3, torch.full((2, 3), 6.0 * rank), weight=rank + 1)
+        several = [torch.empty(2, 3), torch.empty(2, 3)]
+        store.pull(3, several)
+        found["mean"] = several
+        value = torch.full((2, 3), 2.0)
+        store.pushpull(3, value)
+        found["in place"] = value
+        outs = [torch.empty(2, 3), torch.empty(3, 2).t()]
+        store.pushpull([3], [[value, value]], [outs], weight=2.0)
+        found["devices"] = outs
+        store.broadcast(9, torch.full((4,), float(rank + 8)), out := torch.empty(4))
+        found["broadcast"] = out
+        store.barrier()
+        return found
+
+    with job(2, servers=2) as made:
+        worlds = made.run(work)
+    for found in worlds:
+        assert torch.equal(found["first"], torch.full((2, 3), 5.0))  # worker 0's
+        assert torch.equal(found["sum"], torch.full((2, 3), 3.0))  # 1 + 2
+        assert torch.equal(found["sums"][0], torch.full((2, 3), 3.0))
+        assert found["sums"][1].tolist() == [1.0]
+        assert all(torch.equal(one, torch.full((2, 3), 2.0)) for one in found["mean"])  # (0 + 6) / (1 + 2)
+        assert torch.equal(found["in place"], torch.full((2, 3), 4.0))
+        assert all(torch.equal(one, torch.full((2, 3), 4.0)) for one in found["devices"])  # (8 + 8) / (2 + 2)
+        assert torch.equal(found["broadcast"], torch.full((4,), 8.0))
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shared"])
+def test_values_of_every_form(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_keys, "place", functools.partial(placement.place, chunk_bytes=64))
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        "channels last": torch.randn(2, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last),
+        "transposed": torch.randn(7, 3, generator=generator).t(),
+        "number": torch.tensor(2.5),
+        "empty": torch.empty(0, 4),
+        "float64": torch.randn(33, generator=generator, dtype=torch.float64),
+        "bfloat16": torch.randn(50, generator=generator).bfloat16(),
+        "float16": torch.randn(50, generator=generator).half(),
+        "int64": torch.arange(40),
+    }
+
+    def work(rank: int) -> dict[str, torch.Tensor]:
+        store = made.store(rank, transport=transport)
+        store.declare({name: value if rank == 0 else torch.zeros_like(value) for name, value in values.items()})
+        for name, value in values.items():
+            assert torch.equal(store.pull(name), value), name
+        names = list(values)
+        if rank == 1:
+            names.reverse()
+        for name in names:
+            store.push(name, values[name])
+        outs = {name: torch.zeros_like(value) for name, value in values.items()}  # with the strides of the value
+        store.pull(list(outs), list(outs.values()))
+        return outs
+
+    with job(2, servers=3) as made:
+        for outs in made.run(work):
+            for name, out in outs.items():
+                assert torch.equal(out, values[name] + values[name]), name
+
+
+def test_16_bit_weights_with_a_float32_copy_on_the_server() -> None:
+    nets = [nn.Linear(6, 5).bfloat16() for _ in range(3)]
+    for net in nets[1:]:
+        net.load_state_dict(nets[0].state_dict())
+    X = [torch.randn(4, 6).bfloat16() for _ in range(8)]
+
+    def steps(net: nn.Module, trainer: Trainer, rank: int, workers: int) -> None:
+        for one in X:
+            part = one[rank * 4 // workers : (rank + 1) * 4 // workers]
+            net(part).square().sum().backward()
+            trainer.step(len(part))
+
+    def work(rank: int) -> None:
+        trainer = Trainer(nets[rank], "adam", {"lr": 1e-3, "multi_precision": True}, kvstore=made.store(rank))
+        steps(nets[rank], trainer, rank, 2)
+
+    steps(nets[2], Trainer(nets[2], "adam", {"lr": 1e-3, "multi_precision": True}, kvstore="local", update_on_kvstore=True), 0, 1)
+    with job(2) as made:
+        made.run(work)
+        (chunk,) = [one for one in made.servers[0].shards[0].chunks.values() if one.key == "bias"]
+        assert chunk.optimizer is not None
+        master = chunk.optimizer.state()[0]["master"]
+        assert master.dtype == torch.float32
+        assert torch.equal(master.bfloat16(), nets[0].bias.detach())
+        assert not torch.equal(master, master.bfloat16().float())  # it holds more than the weights do
+    assert same(weights_of(nets[0]), weights_of(nets[1]))
+    assert largest_difference(weights_of(nets[0]), weights_of(nets[2])) <= 0.01  # the sums over the workers are rounded, too
+
+
+def test_larger_priorities_are_sent_first() -> None:
+    order: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, job(1) as made:
+        push = Shard.push
+
+        def noted(self: Shard, chunk: Chunk, *args: Any) -> None:
+            order.append(chunk.key)
+            push(self, chunk, *args)
+
+        patch.setattr(Shard, "push", noted)
+        store = made.store(0)
+        store.init(["a", "b", "c", "d"], [torch.zeros(2)] * 4)
+        held, link = threading.Event(), store.links[0]
+        link.put(lambda: held.wait(10), priority=1 << 62)  # what follows is queued meanwhile
+        while not link._queue.empty():
+            time.sleep(0.001)
+        for name, priority in (("a", -3), ("b", 0), ("c", 5), ("d", 0)):
+            store.push(name, torch.ones(2), priority)
+        held.set()
+        store.pull(["a", "b", "c", "d"])
+    assert order == ["c", "b", "d", "a"]
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def test_bad_input_is_an_error_on_that_worker_and_the_store_goes_on() -> None:
+    def work(rank: int) -> dict[str, str]:
+        store = made.store(rank)
+        store.init("w", torch.zeros(4))
+        store.set_optimizer("sgd", lr=1.0)
+        found = {}
+        if rank == 1:
+            store.push("w", torch.ones(4))
+            found["twice"] = error_of(lambda: store.push("w", torch.ones(4)))
+            found["pushpull"] = error_of(lambda: store.pushpull("w", torch.ones(4)))
+            found["update"] = error_of(lambda: store.update({"w": torch.ones(4)}, {}, Share()))
+            store.pull("w")
+            found["shape"] = error_of(lambda: store.push("w", torch.ones(5)))
+            found["dtype"] = error_of(lambda: store.push("w", torch.ones(4, dtype=torch.float64)))
+            found["gradient"] = error_of(lambda: store.update({"w": torch.ones(5)}, {}, Share()))
+            found["out"] = error_of(lambda: store.pull("w", torch.ones(5)))
+            found["unknown"] = error_of(lambda: store.push("v", torch.ones(4)))
+            found["pull unknown"] = error_of(lambda: store.pull("v"))
+            found["sparse"] = error_of(lambda: store.push("w", torch.ones(4).to_sparse()))
+            found["again"] = error_of(lambda: store.init("w", torch.zeros(4)))
+            found["optimizer"] = error_of(lambda: store.set_optimizer("adamm"))
+            found["another optimizer"] = error_of(lambda: store.set_optimizer("sgd", lr=2.0))
+            found["declared in another shape"] = error_of(lambda: store.declare({"x": torch.zeros(3)}))
+            found["reduce"] = error_of(lambda: store.reduce({"w": torch.ones(4)}, Share()))
+            found["rows"] = error_of(lambda: store.row_sparse_pull("w", row_ids=torch.tensor([0])))
+            found["complex"] = error_of(lambda: store.init("z", torch.zeros(2, dtype=torch.complex64)))
+            found["no compression"] = error_of(lambda: store.load_residuals({}))
+            found["nobody"] = error_of(lambda: store.update({}, {}, Share(0)))
+        else:
+            store.declare({"x": torch.zeros(2)})
+            store.push("w", torch.ones(4))
+            store.pull("w")
+        store.push("w", torch.ones(4))
+        assert store.pull("w").tolist() == [-4.0] * 4  # two rounds of both
+        store.close()
+        found["closed"] = error_of(lambda: store.pull("w"))
+        return found
+
+    with job(2, servers=2) as made:
+        found = made.run(work)[1]
+        assert not any(part.failure for server in made.servers for part in server.shards.values())
+    for name in ("twice", "pushpull", "update"):
+        assert found[name] == "the key 'w' was pushed already and not pulled since; pull it before the next push"
+    for name in ("shape", "dtype", "gradient", "out"):
+        assert "the key 'w'" in found[name], name
+        assert "was initialised with [4] and torch.float32" in found[name], name
+    for name in ("unknown", "pull unknown"):
+        assert found[name] == "there is no key 'v' in the store; call init('v', value) first. Keys: w"
+    assert "'w' is sparse, but the key is dense" in found["sparse"]
+    assert found["again"] == "the key 'w' was initialised already; push to it instead"
+    assert "adamm" in found["optimizer"]
+    assert "adam" in found["optimizer"]
+    assert "is sgd" in found["another optimizer"]
+    assert "on another" in found["another optimizer"]
+    assert found["declared in another shape"] == (
+        "the key 'x' is float32 of shape [3] on worker 1, but float32 of shape [2] on another worker"
+    )
+    assert "the store has an optimizer" in found["reduce"]
+    assert "'w' is a dense tensor" in found["rows"]
+    assert "the value for 'z' is complex64" in found["complex"]
+    assert "does not compress" in found["no compression"]
+    assert "update without keys" in found["nobody"]
+    assert found["closed"] == "this store was closed; create another"
+
+
+def test_workers_that_train_other_parameters_are_told_which() -> None:
+    def work(rank: int) -> str:
+        store = made.store(rank)
+        if rank == 0:
+            Trainer(nn.Linear(2, 2, bias=False), "sgd", {"lr": 1.0}, kvstore=store)
+            ready.set()
+            return ""
+        ready.wait(10)
+        return error_of(lambda: Trainer(nn.Linear(2, 2), "sgd", {"lr": 1.0}, kvstore=store))
+
+    ready = threading.Event()
+    with job(2) as made:
+        text = made.run(work)[1]
+    assert "worker 1 has the key 'bias', which worker 0 has not: all workers must train the same parameters" in text
+
+
+class Told:
+    """A worker's session, as chunks see it."""
+
+    occasion = ""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.steps, self.values = rank, [], []  # type: ignore[var-annotated]
+
+    def tell(self, fields: dict[str, Any]) -> None:
+        raise AssertionError(fields)
+
+    def give(self, chunk: Chunk) -> None:
+        self.values.append(chunk.weights.clone())
+
+    def finished(self, meta: Meta, workers: int, staleness: float) -> None:
+        self.steps.append((meta.step, workers))
+
+
+def test_a_push_that_comes_again_counts_once() -> None:
+    rules = {"wait": "sync", "staleness": 0, "damping": False, "on_worker_loss": "stop"}
+    part = Shard(0, 1, 2, rules)
+    chunk = Chunk(0, "w", 0, 2, 0, torch.zeros(2))
+    part.chunks[0] = chunk
+    zero, one = Told(0), Told(1)
+    released: list[str] = []
+
+    def push(worker: Told, value: float, number: int, step: int) -> None:
+        meta = Meta(worker, step, 1.0, None, None, None, 1)
+        part.announce(meta)
+        part.push(chunk, number, meta, torch.full((2,), value), lambda: released.append(f"{worker.rank}.{number}"), True)
+
+    push(one, 10.0, 1, 1)
+    assert "the key 'w' was pushed twice in one round by worker 1" in error_of(lambda: push(one, 10.0, 1, 1))
+    assert chunk.version == 0
+    push(zero, 1.0, 1, 1)
+    assert chunk.weights.tolist() == [11.0, 11.0]
+    assert chunk.version == 1
+    push(one, 10.0, 1, 1)  # after a lost connection, say: it is answered, and not counted
+    assert chunk.weights.tolist() == [11.0, 11.0]
+    assert chunk.version == 1
+    assert not chunk.arrived
+    assert "is at version 1; a push for 3 cannot be placed" in error_of(lambda: push(zero, 1.0, 3, 3))
+    assert [value.tolist() for value in one.values] == [[11.0, 11.0]] * 2
+    assert sorted(released) == ["0.1", "0.3", "1.1", "1.1", "1.1"]
+
+
+def test_a_server_keeps_nothing_of_finished_steps() -> None:
+    """Buffers of pushes are used again, and steps that nobody waits for are forgotten."""
+    with job(1) as made:
+        store = made.store(0, transport="tcp")
+        store.set_optimizer("sgd", lr=0.1)
+        store.init(["large", "small"], [torch.zeros(5000), torch.zeros(3)])
+        grads = {"large": torch.ones(5000), "small": torch.ones(3)}
+        for step in range(30):
+            if step % 2:
+                store.update(grads, grads, Share())
+            else:
+                store.push(["small", "large"], [grads["small"], grads["large"]])
+                store.pull(["large", "small"])
+        store.barrier()
+        (session,) = made.servers[0].shards[0].members.sessions_now()
+        assert {size: len(free) for size, free in session._pool.items() if free} == {12: 1, 20000: 1}
+        assert not session._metas
+        assert not store.links[0].done
+        assert not store.links[0].targets
+
+
+def test_another_set_of_rules_is_refused() -> None:
+    with job(2) as made:
+        made.store(0, "dist_sync")
+        text = error_of(lambda: made.store(1, "dist_async"))
+    assert "create it alike on all" in text
+
+
+def test_a_server_that_ends_is_an_error_that_names_it() -> None:
+    with job(1, servers=2) as made:
+        store = made.store(0)
+        store.init("w", torch.zeros(2))
+        gone: Server = made.servers[1]
+        gone.close()
+        with pytest.raises(AllhandsError, match=r"server 1 \(host .*\) is gone"):
+            for _ in range(100):
+                store.barrier()
+                time.sleep(0.02)
