@@ -31,6 +31,7 @@ _LAZY = {
     "Single": "allhands.strategies",
     "DP": "allhands.strategies",
     "DDP": "allhands.strategies",
+    "KVStore": "allhands.strategies",
 }
 _PACKAGES = ("comm", "config", "data", "errors", "kvstore", "launch", "models", "runner", "step", "strategies", "verify", "world")
 _SUBMODULES = {"slurm": "allhands.world.slurm", "utils": "allhands.runner.utils"}
@@ -41,6 +42,7 @@ __all__ = [
     "AllhandsError",
     "Callback",
     "EarlyStopping",
+    "KVStore",
     "Single",
     "Strategy",
     "SupervisedRunner",
@@ -60,7 +62,7 @@ __all__ = [
 if TYPE_CHECKING:
     from allhands.errors import AllhandsError, UserError, WorkerError, WorldError
     from allhands.runner import Callback, EarlyStopping, SupervisedRunner, load_checkpoint, utils
-    from allhands.strategies import DDP, DP, Single, Strategy
+    from allhands.strategies import DDP, DP, KVStore, Single, Strategy
     from allhands.verify.compare import verify
     from allhands.world import World, current_world, finalize, init
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allhands import DDP, DP, Single, UserError, World
+from allhands import DDP, DP, KVStore, Single, UserError, World
 from allhands.strategies import STRATEGIES, strategy_named
 
 
@@ -12,7 +12,12 @@ def world_of(size: int, device: str = "cpu") -> World:
 
 
 def test_names_and_typos() -> None:
-    assert {name: type(strategy_named(name)) for name in STRATEGIES} == {"single": Single, "dp": DP, "ddp": DDP}
+    assert {name: type(strategy_named(name)) for name in STRATEGIES} == {
+        "single": Single,
+        "dp": DP,
+        "ddp": DDP,
+        "kvstore": KVStore,
+    }
     with pytest.raises(UserError, match=r"no strategy 'dpp'; did you mean 'd"):
         strategy_named("dpp")
 

@@ -106,6 +106,7 @@ class Memory:
     def state(self) -> dict[str, Any]:
         """What all ranks hold alike."""
         training = self.training
+        training.settings.strategy.collect()
         return {
             "format": FORMAT,
             "model": training.model.state_dict(),

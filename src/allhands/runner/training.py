@@ -85,6 +85,11 @@ class Training:
         self.valid_loader = self._choose_valid_loader()
         self._to_device()
         self.precision = Precision(settings.precision, world.device)
+        if self.precision.scaler is not None and settings.strategy.takes_step:
+            raise UserError(
+                f"precision='fp16' scales the loss, and strategy '{settings.strategy.name}' takes the optimizer's step where the "
+                "scale is not known; write precision='bf16', or KVStore(update='worker')"
+            )
         self.wrapped = settings.strategy.prepare(self.model, world)
         if isinstance(self.criterion, nn.Module):
             self.criterion.to(world.device)
@@ -149,6 +154,7 @@ class Training:
         settings = self.settings
         with preserved_generators(), self.agreement:
             self.memory.restore()
+            settings.strategy.begin(self.optimizer, self.step)
             self.memory.open()
             loggers = Loggers(
                 settings.logdir if self.world.rank == 0 else None, len(self.history["epoch"]), self.step or None
@@ -163,6 +169,7 @@ class Training:
             finally:
                 loggers.close()
                 self.reporter.close()
+            settings.strategy.finish()
             if self._signal:
                 self._leave_for_signal(where)
             if settings.load_best_on_end:
@@ -291,7 +298,7 @@ class Training:
                 self._agree()
         metrics.check_finite()
         self.measuring = None
-        values = metrics.result()
+        values = metrics.result() | settings.strategy.epoch_values()
         return values | self.logged.means(taken=values) if settings.callbacks else values
 
     def _steps_of(self, feed: Feed, position: Position) -> Iterator[Any]:

@@ -67,6 +67,7 @@ class Plan:
             results = spawn(
                 _in_worker, (job, runner, given, self.strategy, device, console.shows_bar), workers=self.count,
                 on_message=lambda rank, message: replay(message, console), preload=preload, grace=SAVE_GRACE, circle=self.circle,
+                servers=self.strategy.servers_to_start(),
             )  # fmt: skip
         finally:
             console.close()
@@ -105,6 +106,7 @@ def plan(distributed: bool | str | Strategy, count: int | None, device: str | No
         count = gpus or cores()
     elif too_many := _more_than_gpus(count, gpus):
         raise UserError(too_many)
+    strategy.servers_to_start()  # refuses now what it would refuse when workers start
     return Plan(strategy, count, device)
 
 

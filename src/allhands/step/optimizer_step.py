@@ -26,6 +26,9 @@ Observer = Callable[[Any, Any, torch.Tensor, float, Any], None]
 class Exchange(Protocol):
     """What a step needs of a strategy that is bound to the model."""
 
+    after_backward: bool
+    alone: bool
+
     def gradient_scale(self, world: World) -> float: ...
 
     def no_exchange(self) -> AbstractContextManager[None]: ...
@@ -35,6 +38,8 @@ class Exchange(Protocol):
     def check_gradients(self) -> None: ...
 
     def spoil(self) -> None: ...
+
+    def exchange_all(self, own: int, total: int, clip_norm: float | None) -> bool: ...
 
 
 class OptimizerStep:
@@ -74,6 +79,7 @@ class OptimizerStep:
         self.clip_norm = clip_norm
         self.scale = exchange.gradient_scale(world)
         self.several = world.world_size > 1
+        self.after_backward, self.alone = exchange.after_backward, exchange.alone
         self._weights: dict[float, torch.Tensor] = {}
         self._loss_dtype = torch.float64  # until the first loss shows its own
         self._loss: Criterion = self._first_loss
@@ -90,6 +96,8 @@ class OptimizerStep:
         """
         for parameter in self.parameters:
             parameter.grad = None
+        if self.alone:
+            total = sum(counts)
         if self.rule.counts_targets:
             weights, factors, counted = self._count_targets(batches)
         elif self.rule.sums:
@@ -109,7 +117,11 @@ class OptimizerStep:
             if not self.several:
                 raise
             failed = error
-            self._spoil(idle)
+            if not self.after_backward:
+                self._spoil(idle)
+        if self.after_backward:
+            self._exchange_all(failed, sum(counts), total)
+            return
         if idle:
             self.exchange.exchange_missing()
         elif self.several and failed is None:
@@ -143,6 +155,17 @@ class OptimizerStep:
         else:
             scaler.scale(loss * weight).backward()
 
+    def _exchange_all(self, failed: NonFiniteLossError | None, own: int, total: int) -> None:
+        if failed is not None and self.alone:
+            raise failed  # nobody waits for this rank's part of the step
+        if self.several and not self.alone and self.world.device.type == "cpu":
+            flag = torch.tensor([float(failed is not None)])
+            all_reduce_sum([flag], self.world)
+            if float(flag):
+                self._tell(failed)
+        if not self.exchange.exchange_all(own, total, self.clip_norm):
+            self._update()
+
     def _spoil(self, idle: bool) -> None:
         """Take part in the exchange with gradients that are NaN, by which the other ranks see that this one has failed."""
         for parameter in self.parameters:
@@ -159,6 +182,10 @@ class OptimizerStep:
         gradient = next((p.grad for p in self.parameters if p.grad is not None and p.grad.numel()), None)
         if gradient is None or math.isfinite(_one_number(gradient)):
             return
+        self._tell(failed)
+
+    def _tell(self, failed: NonFiniteLossError | None) -> None:
+        """Raise on all ranks the error of those that have failed, if there is one."""
         calls.note("asking whose loss is not finite")
         said = all_gather_text("" if failed is None else str(failed), self.world)
         if failed is not None:
@@ -192,7 +219,8 @@ class OptimizerStep:
         total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
         if counted is not None:
             total += counted.sum()
-        all_reduce_sum([total], self.world)
+        if not self.alone:
+            all_reduce_sum([total], self.world)
         # When no target at all counts, every loss is a sum over nothing, 0, and so is its gradient.
         weight = (self.scale / total.clamp_min(1e-30)).to(self._loss_dtype)[0]
         return [weight] * len(batches), [1.0] * len(batches), counted

@@ -8,11 +8,12 @@ from allhands.errors import UserError
 from allhands.strategies.base import Strategy
 from allhands.strategies.ddp import DDP
 from allhands.strategies.dp import DP
+from allhands.strategies.kvstore import KVStore
 from allhands.strategies.single import Single
 
-STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (Single, DP, DDP)}
+STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (Single, DP, DDP, KVStore)}
 
-__all__ = ["DDP", "DP", "STRATEGIES", "Single", "Strategy", "strategy_named"]
+__all__ = ["DDP", "DP", "STRATEGIES", "KVStore", "Single", "Strategy", "strategy_named"]
 
 
 def strategy_named(name: str) -> Strategy:

@@ -26,6 +26,12 @@ class Strategy(ABC):
     exact: bool = True
     #: Optimizer steps between two calls of `check_equal` during an epoch; 0 calls it at the end of each epoch only.
     check_weights_every: int = 0
+    #: Whether gradients are exchanged in one call, `exchange_all`, once all backward passes of a step are done.
+    after_backward: bool = False
+    #: Whether each rank's gradients are the mean over its own samples, because no rank waits for the others.
+    alone: bool = False
+    #: Whether `exchange_all` also takes the optimizer's step.
+    takes_step: bool = False
 
     @abstractmethod
     def check(self, world: World) -> None:
@@ -51,6 +57,36 @@ class Strategy(ABC):
 
     def spoil(self) -> None:
         """Take this rank's part in the exchange of a step with gradients that are all NaN, because its loss was."""
+
+    def servers_to_start(self) -> int:
+        """How many parameter servers to start beside the workers."""
+        return 0
+
+    def begin(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """The training begins or goes on: the model's weights and the optimizer's state are those of optimizer step `step`."""
+
+    def exchange_all(self, own: int, total: int, clip_norm: float | None) -> bool:
+        """Exchange the gradients that lie in the parameters; called when `after_backward` is set.
+
+        Args:
+            own: samples of this rank in this step.
+            total: samples of all ranks.
+            clip_norm: bound of the norm of the exchanged gradients, where the strategy takes the optimizer's step too.
+
+        Returns:
+            Whether the optimizer's step was taken with them.
+        """
+        raise NotImplementedError
+
+    def collect(self) -> None:
+        """Bring weights and the optimizer's state into the objects that `begin` and `prepare` got, before they are saved."""
+
+    def epoch_values(self) -> dict[str, float]:
+        """Further values of the epoch that has ended, the same on all ranks; they stand beside the metrics."""
+        return {}
+
+    def finish(self) -> None:
+        """The training has ended without an error: leave what `begin` has opened."""
 
     def sync_buffers(self) -> None:
         """Make buffers (BatchNorm statistics) equal on all ranks; called before evaluation and saving."""

@@ -9,13 +9,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from allhands.comm import broadcast_tensors, mean_buffers, sum_gradients
-from allhands.errors import UserError, WorldError
+from allhands.comm import broadcast_tensors, sum_gradients
+from allhands.errors import UserError
+from allhands.strategies.alike import check_weights_equal, make_buffers_equal
 from allhands.strategies.base import Strategy
 from allhands.world import World
 
@@ -211,40 +210,12 @@ class DDP(Strategy):
     def sync_buffers(self) -> None:
         if self.world.world_size == 1:
             return
-        averaged = [
-            buffer
-            for module in self.bare.modules()
-            if isinstance(module, _NormBase) and module.track_running_stats  # BatchNorm, SyncBatchNorm and InstanceNorm
-            for buffer in (module.running_mean, module.running_var)
-            if buffer is not None
-        ]
-        averaged_ids = {id(buffer) for buffer in averaged}
-        mean_buffers(averaged, self.world)
-        broadcast_tensors([b for b in self.bare.buffers() if id(b) not in averaged_ids], self.world)
+        make_buffers_equal(self.bare, self.world)
 
     def check_equal(self, where: str) -> None:
         if self.world.world_size == 1:
             return
-        # The bits of each parameter, summed as integers: equal sums on all ranks mean equal weights for any real fault.
-        sums = torch.stack([_bit_sum(p) for p in self.bare.parameters()])
-        smallest, largest = sums.clone(), sums.clone()
-        dist.all_reduce(smallest, dist.ReduceOp.MIN)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        differ = (smallest != largest).tolist()
-        if any(differ):
-            names = [name for (name, _), bad in zip(self.bare.named_parameters(), differ, strict=True) if bad]
-            known = {name for name, _ in self.trained}
-            if names[0] not in known:
-                raise WorldError(
-                    f"{where}: the ranks' weights differ in {len(names)} parameter(s), first '{names[0]}', which was frozen "
-                    "(requires_grad=False) when the training began, so its gradients are not exchanged. Let it require gradients "
-                    "before train(), or train in two calls of train()"
-                )
-            raise WorldError(
-                f"{where}: the ranks' weights differ in {len(names)} parameter(s), first '{names[0]}'. Their gradients were not "
-                "exchanged: call the model itself in the forward pass (not an inner module or method of it), and change "
-                "weights only in ways that are the same on every rank"
-            )
+        check_weights_equal(self.bare, [name for name, _ in self.trained], where)
 
 
 @contextmanager
@@ -284,11 +255,3 @@ class _InOrder(nn.Module):
                 value = nn.functional.embedding(first, parameter, sparse=True)
             total = total + (value * self.gradient).sum()
         return total
-
-
-def _bit_sum(parameter: torch.Tensor) -> torch.Tensor:
-    value = parameter.detach().contiguous()
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(value.element_size())
-    if value.is_complex() or whole is None:
-        value, whole = torch.view_as_real(value).contiguous(), torch.int32
-    return value.view(whole).sum(dtype=torch.int64)

@@ -1,0 +1,65 @@
+"""Keeping what should be the same on all ranks the same: buffers before they matter, and a comparison of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from allhands.comm import broadcast_tensors, mean_buffers
+from allhands.errors import WorldError
+from allhands.world import World
+
+
+def make_buffers_equal(model: nn.Module, world: World) -> None:
+    """Average the running statistics of BatchNorm over the ranks; other buffers become those of rank 0."""
+    averaged = [
+        buffer
+        for module in model.modules()
+        if isinstance(module, _NormBase) and module.track_running_stats  # BatchNorm, SyncBatchNorm and InstanceNorm
+        for buffer in (module.running_mean, module.running_var)
+        if buffer is not None
+    ]
+    averaged_ids = {id(buffer) for buffer in averaged}
+    mean_buffers(averaged, world)
+    broadcast_tensors([b for b in model.buffers() if id(b) not in averaged_ids], world)
+
+
+def check_weights_equal(model: nn.Module, trained: Iterable[str], where: str) -> None:
+    """Raise `WorldError` when the ranks' weights differ.
+
+    Args:
+        model: the bare module.
+        trained: names of the parameters whose gradients are exchanged.
+        where: at which step, for the message.
+    """
+    # The bits of each parameter, summed as integers: equal sums on all ranks mean equal weights for any real fault.
+    sums = torch.stack([_bit_sum(p) for p in model.parameters()])
+    smallest, largest = sums.clone(), sums.clone()
+    dist.all_reduce(smallest, dist.ReduceOp.MIN)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    differ = (smallest != largest).tolist()
+    if any(differ):
+        names = [name for (name, _), bad in zip(model.named_parameters(), differ, strict=True) if bad]
+        if names[0] not in set(trained):
+            raise WorldError(
+                f"{where}: the ranks' weights differ in {len(names)} parameter(s), first '{names[0]}', which was frozen "
+                "(requires_grad=False) when the training began, so its gradients are not exchanged. Let it require gradients "
+                "before train(), or train in two calls of train()"
+            )
+        raise WorldError(
+            f"{where}: the ranks' weights differ in {len(names)} parameter(s), first '{names[0]}'. Their gradients were not "
+            "exchanged: call the model itself in the forward pass (not an inner module or method of it), and change "
+            "weights only in ways that are the same on every rank"
+        )
+
+
+def _bit_sum(parameter: torch.Tensor) -> torch.Tensor:
+    value = parameter.detach().contiguous()
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(value.element_size())
+    if value.is_complex() or whole is None:
+        value, whole = torch.view_as_real(value).contiguous(), torch.int32
+    return value.view(whole).sum(dtype=torch.int64)

@@ -1,0 +1,208 @@
+"""Training through a key-value store against the hand-written loop: without servers, with them, and without waiting."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import allhands
+from allhands import DDP, Callback, KVStore, SupervisedRunner, UserError, WorkerError
+from allhands.launch import spawn
+from tests.reference import global_batches, relative_difference, train_by_hand
+from tests.runner.problems import classification, classifier
+
+pytestmark = pytest.mark.serial
+
+SAMPLES, BATCH, EPOCHS = 49, 4, 2  # with 2 and 3 workers, the last step of an epoch has one sample, so that a rank is idle
+
+
+def make_optimizer(name: str, model: Any) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    if name == "adam":
+        return torch.optim.Adam(model.parameters(), lr=0.02)
+    if name == "adafactor":
+        return torch.optim.Adafactor(model.parameters(), lr=0.02)
+    first, last = model[0].parameters(), model[3].parameters()
+    return torch.optim.AdamW([{"params": last, "lr": 0.03}, {"params": first, "weight_decay": 0.1}], lr=0.01)
+
+
+def make_scheduler(name: str, optimizer: Any) -> Any:
+    # It changes the learning rate and momentum in every step.
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=200) if name == "sgd" else None
+
+
+def train(strategy: Any, name: str = "adam", batch: int = BATCH, epochs: int = EPOCHS, **options: Any) -> Any:
+    model = classifier()
+    optimizer = make_optimizer(name, model)
+    data = classification(SAMPLES)
+    history = SupervisedRunner(device="cpu").train(
+        model=model, criterion=nn.CrossEntropyLoss(), optimizer=optimizer, num_epochs=epochs, distributed=strategy,
+        loaders={"train": DataLoader(data, batch, shuffle=True)}, scheduler=make_scheduler(name, optimizer), **options,
+    )  # fmt: skip
+    return model, optimizer, history
+
+
+def by_hand(size: int, name: str, clip_norm: float | None) -> dict[str, torch.Tensor]:
+    model = classifier()
+    optimizer = make_optimizer(name, model)
+    scheduler = make_scheduler(name, optimizer)
+    steps = EPOCHS * -(-SAMPLES // size)
+    train_by_hand(
+        model, nn.CrossEntropyLoss(), optimizer, classification(SAMPLES).tensors, global_batches(SAMPLES, size, 42), steps,
+        clip_norm, scheduler.step if scheduler else lambda: None,
+    )  # fmt: skip
+    return model.state_dict()
+
+
+class Stop(Callback):
+    """Ends the training after some steps."""
+
+    def on_step_end(self, training: Any) -> None:
+        if training.step == 5:
+            training.stop("five steps", now=True)
+
+
+class Change(Callback):
+    def on_step_end(self, training: Any) -> None:
+        with torch.no_grad():
+            next(training.model.parameters()).mul_(0.5)
+
+
+class Poison(nn.Module):
+    """A loss that is NaN on rank 1, in its second call."""
+
+    calls = 0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        loss = nn.functional.cross_entropy(output, target)
+        return loss * float("nan") if self.calls == 2 and os.environ["RANK"] == "1" else loss
+
+
+def message(strategy: Any, **options: Any) -> str:
+    try:
+        train(strategy, **options)
+    except allhands.AllhandsError as error:
+        return str(error)
+    return "no error"
+
+
+def in_world(folder: str) -> dict[str, Any]:
+    """All checks of one world: differences from the loop by hand, what resuming changes, and the errors."""
+    world = allhands.init(device="cpu")
+    size = BATCH * world.world_size
+    found: dict[str, Any] = {}
+    for name, clip_norm, accumulate, update in (
+        ("sgd", None, 1, "store"), ("adam", 0.3, 1, "store"), ("adamw", None, 2, "store"), ("adamw", 0.3, 1, "worker"),
+        ("adafactor", None, 1, "worker"),
+    ):  # fmt: skip
+        model, _, _ = train(KVStore(update=update), name, BATCH // accumulate, clip_norm=clip_norm, accumulate=accumulate)
+        found[f"{name} {update}"] = relative_difference(model.state_dict(), by_hand(size, name, clip_norm))
+
+    def resumed(first: Any, second: Any, where: str) -> tuple[Any, Any]:
+        train(first, "sgd", logdir=f"{folder}/{where}", callbacks=[Stop()])
+        model, optimizer, _ = train(second, "sgd", logdir=f"{folder}/{where}", callbacks=[Callback()], resume="auto")
+        return model.state_dict(), optimizer
+
+    through, own, _ = train(KVStore(), "sgd")
+    again, optimizer = resumed(KVStore(), KVStore(), "again")
+    found["resumed to the bit"] = all(torch.equal(value, again[name]) for name, value in through.state_dict().items())
+    states = zip(own.state_dict()["state"].values(), optimizer.state_dict()["state"].values(), strict=True)
+    found["momentum to the bit"] = all(torch.equal(a["momentum_buffer"], b["momentum_buffer"]) for a, b in states)
+    found["saved, then ddp"] = relative_difference(resumed(KVStore(), DDP(), "to_ddp")[0], through.state_dict())
+    found["ddp, then kvstore"] = relative_difference(resumed(DDP(), KVStore(), "from_ddp")[0], through.state_dict())
+    found["changed"] = message(KVStore(), callbacks=[Change()])
+    found["fp16"] = message(KVStore(), precision="fp16")
+    found["adafactor store"] = message(KVStore(), name="adafactor")
+    found["servers"] = message(KVStore(servers=7))
+    model = classifier()
+    try:
+        SupervisedRunner(device="cpu").train(
+            model=model, criterion=Poison(), optimizer=make_optimizer("adam", model), distributed=KVStore(),
+            loaders={"train": DataLoader(classification(SAMPLES), BATCH)},
+        )  # fmt: skip
+    except allhands.AllhandsError as error:
+        found["poison"] = str(error)
+    found["weights after poison"] = all(bool(p.isfinite().all()) for p in model.parameters())
+    allhands.finalize()
+    return found
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("workers", "servers"), [(2, 0), (3, 0), (2, 2)])
+def test_the_same_as_by_hand(workers: int, servers: int, tmp_path: Path) -> None:
+    for found in spawn(in_world, (str(tmp_path),), workers=workers, servers=servers):
+        for name in ("sgd store", "adam store", "adamw store", "adamw worker", "adafactor worker"):
+            assert found[name] < 2e-5, (name, found[name])
+        assert found["resumed to the bit"]
+        assert found["momentum to the bit"]
+        assert found["saved, then ddp"] < 2e-5
+        assert found["ddp, then kvstore"] < 2e-5
+        assert "the weights of '0.weight' were changed between two steps" in found["changed"]
+        assert "precision='bf16'" in found["fp16"]
+        assert "KVStore(update='worker')" in found["adafactor store"]
+        assert f"KVStore(servers=7), but this job was started with {servers}" in found["servers"]
+        assert "rank 1" in found["poison"]
+        assert found["weights after poison"]
+
+
+@pytest.mark.timeout(120)
+def test_workers_that_do_not_wait(tmp_path: Path) -> None:
+    """With one worker there is nobody to be ahead of: the same as by hand. With two, the loss falls and staleness is told."""
+    model, _, history = train(KVStore("async", servers=2), "adam", workers=1)
+    assert relative_difference(model.state_dict(), by_hand(BATCH, "adam", None)) < 2e-5
+    assert history["train"]["staleness"] == [0.0] * EPOCHS
+    for strategy in (KVStore("ssp", servers=1, staleness=1), KVStore("async", servers=1)):
+        folder = tmp_path / strategy.mode
+        model, optimizer, history = train(strategy, "adam", epochs=4, workers=2, logdir=folder, save_every=3, clip_norm=1.0)
+        assert history["train"]["loss"][-1] < 0.8 * history["train"]["loss"][0]
+        assert all(
+            0 <= mean <= most for mean, most in zip(*(history["train"][f"staleness{end}"] for end in ("", "_max")), strict=True)
+        )
+        # Each epoch has 7 steps of two workers, of which one has a sample in the last: 13 steps of the optimizer.
+        steps = {float(state["step"]) for state in optimizer.state_dict()["state"].values()}
+        assert steps == {4 * 14.0 if strategy.mode == "ssp" else 4 * 13.0}
+        assert (folder / "metrics.csv").read_text().count("staleness_max") >= 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mode": "asynch"}, "must be one of 'sync', 'async', 'ssp'"),
+        ({"mode": "async", "servers": 0}, "servers=1"),
+        ({"mode": "ssp", "servers": 1}, "staleness=None.*whole number of steps"),
+        ({"staleness": 2}, "only mode='ssp'"),
+        ({"servers": -1}, "whole number"),
+        ({"update": "server"}, "'store' or 'worker'"),
+        ({"mode": "async", "servers": 1, "update": "worker"}, "leave update out"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        KVStore(**settings)
+
+
+def test_no_servers_for_workers_that_do_not_wait() -> None:
+    with pytest.raises(UserError, match=r"needs parameter servers; write KVStore\(mode='async', servers=1"):
+        train(KVStore("async"), workers=2)
+    assert KVStore("async").exact is False
+    assert KVStore("ssp", staleness=0).exact
+
+
+@pytest.mark.timeout(60)
+def test_a_parameter_without_a_gradient_is_named() -> None:
+    model = nn.Sequential(nn.Linear(5, 4))
+    model.spare = nn.Parameter(torch.zeros(2))  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises((UserError, WorkerError), match="'spare' took no part in the loss"):
+        SupervisedRunner(device="cpu").train(
+            model=model, criterion=nn.CrossEntropyLoss(), optimizer=optimizer, distributed="kvstore", workers=2,
+            loaders={"train": DataLoader(classification(SAMPLES), BATCH)},
+        )  # fmt: skip
