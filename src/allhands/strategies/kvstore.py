@@ -199,8 +199,8 @@ class KVStore(Strategy):
             if grad is None:
                 if own:
                     raise UserError(
-                        f"on rank {self.world.rank} the parameter '{slot.name}' took no part in the loss, so there is no gradient "
-                        "to push. Remove it from the model, or set requires_grad=False before train()"
+                        f"on rank {self.world.rank} the parameter '{slot.name}' took no part in the loss, so there is no "
+                        "gradient to push. Remove it from the model, or set requires_grad=False before train()"
                     )
                 grad = torch.zeros_like(slot.first)
             elif grad.layout != torch.strided:
