@@ -8,6 +8,7 @@ import torch
 
 from allhands.errors import UserError
 from allhands.kvstore.placement import Piece
+from allhands.kvstore.shard_state import ANEW
 from allhands.kvstore.states import StoreState
 
 Pieces = Mapping[str, Sequence[Piece]]
@@ -60,7 +61,12 @@ def taken_apart(state: StoreState, pieces: Pieces, tables: Pieces, servers: int)
         if key not in known:
             raise UserError(f"the state has the key '{key}', which is not in the store: {', '.join(sorted(known)[:10])}")
     parts: list[dict[str, torch.Tensor]] = [{} for _ in range(servers)]
+    for key in sorted(set(tables) - set(state.tensors)):
+        raise UserError(f"the state has nothing of '{key}', which holds rows here; it is of another store")
     for key, own in pieces.items():
+        if not state.tensors.get(key) and not state.numbers.get(key):
+            for piece in own:  # no steps were taken, so the optimizer begins anew
+                parts[piece.server][f"chunk\t{piece.number}\t{ANEW}"] = torch.empty(0)
         for what, whole in state.tensors.get(key, {}).items():
             if whole.numel() != own[-1].stop:
                 raise UserError(f"the state '{what}' of '{key}' has {whole.numel()} numbers; the key has {own[-1].stop}")
@@ -72,9 +78,7 @@ def taken_apart(state: StoreState, pieces: Pieces, tables: Pieces, servers: int)
             for piece in own:
                 parts[piece.server][f"chunk\t{piece.number}\t{what}"] = torch.tensor(number, dtype=torch.float64)
     for key, own in tables.items():
-        values = state.tensors.get(key)
-        if values is None:
-            continue
+        values = state.tensors[key]
         owners = values["ids"].remainder(servers)
         for piece in own:
             mine = owners == piece.server

@@ -169,8 +169,10 @@ class Shard(ShardKeys):
             chunk.last[worker.rank] = number
             stale = max(0, chunk.version - chunk.seen.setdefault(worker.rank, chunk.version))
             chunk.clocks[worker.rank] = chunk.clocks.get(worker.rank, 0) + 1
-            if not meta.weight:  # it had no samples, so there is nothing to apply
+            if not meta.weight:  # it had no samples, so there is nothing to apply, and nothing becomes stale
                 release()
+                chunk.version += 1
+                chunk.seen = {rank: version + 1 for rank, version in chunk.seen.items()}
             else:
                 self._step_alone(chunk, meta, values, release, stale)
         else:

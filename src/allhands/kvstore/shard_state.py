@@ -10,6 +10,7 @@ from allhands.errors import UserError
 
 # Names: kind, number of the chunk or table, name of the state; none of them holds a tab.
 _WEIGHTS = "weights"
+ANEW = "anew"  # the chunk's optimizer is to have its first state
 
 
 def state_of_chunk(chunk: Any, with_weights: bool) -> dict[str, torch.Tensor]:
@@ -57,6 +58,8 @@ def load_state(shard: Any, tensors: dict[str, torch.Tensor]) -> None:
         chunk = shard.chunks[one]
         with chunk.lock:
             weights = states.pop(_WEIGHTS, None)
+            if states.pop(ANEW, None) is not None:
+                states.clear()
             if weights is not None:
                 chunk.weights.copy_(weights)
             if states and chunk.optimizer is None:
