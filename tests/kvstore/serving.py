@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from allhands.errors import UserError
+from allhands.errors import UserError, WorldError
 from allhands.kvstore import Trainer
 from allhands.kvstore.modes import mode_named
 from allhands.kvstore.rules import rules_of
@@ -48,10 +48,12 @@ class Job:
         try:
             waiting = [pool.submit(work, rank) for rank in range(self.workers)]
             wait(waiting, 60.0, FIRST_EXCEPTION)
-            failed = [one for one in waiting if not one.done() or one.exception() is not None]
-            if failed:
+            raised = [one for one in waiting if one.done() and one.exception() is not None]
+            if raised or not all(one.done() for one in waiting):
+                for store in self.stores:
+                    store._board.fail(WorldError("another worker of the test has failed"))
                 self.close()
-            return [one.result(1.0) for one in (*(one for one in failed if one.done()), *waiting)]
+            return [one.result(1.0) for one in (*raised, *waiting)][len(raised) :]
         finally:
             pool.shutdown(wait=False)
 

@@ -165,6 +165,7 @@ def test_other_rates_on_two_workers_are_an_error_of_the_second_and_the_first_goe
             store.close()
             return text
         store.push("w", torch.ones(3))  # the options of set_optimizer, lr=1
+        store._settle()
         first.set()
         store.pull("w", out)
         return float(out.sum())
