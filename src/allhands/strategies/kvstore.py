@@ -182,8 +182,8 @@ class KVStore(Strategy):
         outs = {slot.name: slot.first.detach() for slot in self._slots}
         options = [hyper(group) for group in self._optimizer.param_groups]
         if self.alone and not own:
-            # Nothing to push. With ssp the others count this worker's steps, so it pushes a gradient of 0.
-            grads, share = (grads, Share(1, 1)) if self.mode == "ssp" else ({}, Share(0, None))
+            # Nothing to push. With ssp the others count this worker's steps, so it pushes gradients that weigh nothing.
+            grads, share = grads if self.mode == "ssp" else {}, Share(0, None)
         step = self._store.update(grads, outs, share, options, clip_norm)
         if self.alone and own:
             self._stale.append(step.staleness)
