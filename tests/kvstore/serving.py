@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
@@ -68,6 +69,7 @@ class Job:
 @contextlib.contextmanager
 def job(workers: int, servers: int = 1, lease: float = 10.0) -> Iterator[Job]:
     """A job that ends with the block."""
+    before = set(threading.enumerate())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ALLHANDS_KVSTORE_TOKEN", TOKEN)
         made = Job(workers, servers, lease)
@@ -75,6 +77,11 @@ def job(workers: int, servers: int = 1, lease: float = 10.0) -> Iterator[Job]:
             yield made
         finally:
             made.close()
+            # One that is in the midst of torch when the interpreter ends takes the process down with it.
+            end = time.monotonic() + 2.0
+            for thread in set(threading.enumerate()) - before:
+                if thread.name != "snapshots":  # which waits for more
+                    thread.join(max(0.0, end - time.monotonic()))
             assert threading.active_count() < 400
 
 

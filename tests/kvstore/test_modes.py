@@ -197,7 +197,8 @@ def test_staleness_0_is_sync() -> None:
 def test_nobody_runs_further_ahead_than_the_bound(staleness: int, by_key: bool) -> None:
     """Over random delays: 3 times 360 steps, each of which is looked at when its worker may go on."""
     workers, steps = 4, 90
-    clocks, lock, observed = [0] * workers, threading.Lock(), []
+    clocks, lock = [0] * workers, threading.Lock()
+    observed: list[int] = []
 
     def work(rank: int) -> None:
         rng = random.Random(f"{staleness} {rank}")
@@ -233,7 +234,6 @@ def test_a_worker_without_samples_keeps_up() -> None:
         store = made.store(rank, "dist_ssp", staleness=1)
         net = nets[rank]
         trainer = Trainer(net, "sgd", {"lr": 1.0}, kvstore=store)
-        before = net.weight.item()
         for _ in range(6):
             if rank == 0:
                 net(torch.ones(1, 1)).sum().backward()
@@ -242,7 +242,7 @@ def test_a_worker_without_samples_keeps_up() -> None:
                 store.update({}, {"weight": net.weight.detach()}, Share(0))
         store.barrier()
         store.pull("weight", net.weight.detach())
-        return net.weight.item() - before
+        return net.weight.item()
 
     nets = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     for net in nets:
@@ -282,7 +282,8 @@ def test_what_runs_ahead_waits_until_the_slow_one_has_pushed_or_left() -> None:
 
 def test_one_worker_has_the_same_bits_in_every_mode() -> None:
     found = {}
-    for number, (kind, rules) in enumerate([("dist_sync", {}), ("dist_async", {}), ("dist_ssp", {"staleness": 2})]):
+    kinds: list[tuple[str, dict[str, Any]]] = [("dist_sync", {}), ("dist_async", {}), ("dist_ssp", {"staleness": 2})]
+    for number, (kind, rules) in enumerate(kinds):
         with job(1, servers=3) as made:
             store = made.store(0, kind, number, **rules)
             net = model()

@@ -54,7 +54,7 @@ def delayed(patch: pytest.MonkeyPatch, seed: int) -> None:
 
     def later(self: Shard, *args: Any) -> None:
         with lock:
-            seconds = rng.random() * 0.001
+            seconds = rng.random() * 0.0005
         time.sleep(seconds)
         push(self, *args)
 

@@ -129,6 +129,7 @@ class Link:
         self._shared: dict[int, torch.Tensor] = {}
         self._welcome = Pending(1)
         self._closing = False
+        self._ending = threading.Event()
         self._connect(said)
 
     @property
@@ -151,14 +152,16 @@ class Link:
                 ) from error
             tuned(links[side])
         self._up, self._down = links["up"], links["down"]
-        self._sender, *others = (
+        self._threads = [
             threading.Thread(target=work, name=f"kvstore-{self.number}", daemon=True)
             for work in (self._send, self._read, self._beat)
-        )
-        for thread in (self._sender, *others):
+        ]
+        for thread in self._threads:
             thread.start()
         self.board.wait(lambda: self._welcome.left == 0, lambda: f"{self.name} has not answered", 30.0)
         answer = self._welcome.answer
+        if answer["refused"] or answer["failed"]:
+            self.abandon()
         if answer["refused"]:
             raise UserError(answer["refused"])
         if answer["failed"]:
@@ -262,8 +265,7 @@ class Link:
 
     def _beat(self) -> None:
         beat = pack(Kind.BEAT)
-        while not self._closing:
-            time.sleep(BEAT_EVERY)
+        while not self._ending.wait(BEAT_EVERY):
             self.first(beat)
 
     # ------------------------------------------------------------------ memory of both
@@ -396,6 +398,7 @@ class Link:
     def abandon(self) -> None:
         """Let go of a server that is gone."""
         self._closing = True
+        self._ending.set()
         self.put(None)
         for link in (self._up, self._down):
             with contextlib.suppress(OSError):
@@ -407,11 +410,16 @@ class Link:
         if self._closing:
             return
         self._closing = True
+        self._ending.set()
         self.put(message({"op": "bye"}), None, priority=-(1 << 61))
-        self._sender.join(5.0)  # it has ended already where the server is gone
+        self._threads[0].join(5.0)  # it has ended already where the server is gone
         for link in (self._up, self._down):
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
+        # A thread that is in the midst of torch when the interpreter ends takes the process down with it.
+        for thread in self._threads:
+            thread.join(5.0)
+        for link in (self._up, self._down):
             link.close()
 
 

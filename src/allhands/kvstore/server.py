@@ -77,6 +77,7 @@ class Server:
         self._halves: dict[str, tuple[float, str, socket.socket]] = {}
         self._lock = threading.Lock()
         self._stopped = False
+        self._ending = threading.Event()
 
     def where(self) -> dict[str, Any]:
         """What workers must know to connect."""
@@ -96,6 +97,7 @@ class Server:
     def close(self) -> None:
         """Stop to serve."""
         self._stopped = True
+        self._ending.set()
         for listener in (self.tcp, self.unix):
             if listener is not None:
                 with contextlib.suppress(OSError):
@@ -214,7 +216,7 @@ class Server:
         every = min(0.5, self.lease / 4)
         looked = time.monotonic()
         while not self._stopped:
-            time.sleep(every)
+            self._ending.wait(every)
             now = time.monotonic()
             suspended, looked = now - looked > every + 1.0, now
             for shard, session in [(part, one) for part in list(self.shards.values()) for one in part.members.sessions_now()]:
