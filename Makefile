@@ -28,7 +28,7 @@ test: export ALLHANDS_TEST_RUN := make-test-$(shell date +%s)-$(shell echo $$PPI
 test: $(DEV)
 	@status=0; \
 	$(BIN)/python -m pytest -m "not serial and not cluster" -n 2 --dist worksteal || status=1; \
-	$(BIN)/python -m pytest -m "serial and not cluster" || status=1; \
+	$(BIN)/python -m pytest -m "serial and not cluster" -n 2 --dist loadfile || status=1; \
 	$(CLUSTER) || status=1; \
 	$(BIN)/python .ci/no_process_left.py || status=1; \
 	if [ $$status -eq 0 ]; then echo "make test: passed"; else echo "make test: FAILED, see above"; fi; \

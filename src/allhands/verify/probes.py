@@ -6,6 +6,7 @@ import functools
 import pickle
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from allhands.launch import ship
 from allhands.runner.evaluation import Forward, loss_rule, map_tensors
 from allhands.step import LossRule
 from allhands.verify.recording import tensors_of
-from allhands.world import current_world
+from allhands.world import World, current_world, finalize, init
 
 # Relative differences above this are no rounding.
 _CLEAR = 1e-3
@@ -75,7 +76,7 @@ class Probe:
     """Answers about one training, each found once, when it is first asked for.
 
     Args:
-        path: the file of the user's objects, see `Runs`. A run in this process must have come before, which has made the world.
+        path: the file of the user's objects, see `Runs`.
     """
 
     def __init__(self, path: str) -> None:
@@ -192,8 +193,11 @@ class Probe:
     @staticmethod
     def _ready(objects: dict[str, Any], train: bool = True) -> tuple[Forward, Any, LossRule]:
         """How to call the model, a batch, and how the criterion counts."""
-        world = current_world()
-        assert world is not None
+        with _world(objects["runner"].device) as world:
+            return Probe._ready_in(world, objects, train)
+
+    @staticmethod
+    def _ready_in(world: World, objects: dict[str, Any], train: bool) -> tuple[Forward, Any, LossRule]:
         sources = objects["data"].sources(objects["seed"])
         source = next(source for source in sources.values() if source.trains)
         if source.batch_sampler is None and source.batch_size is not None:
@@ -204,6 +208,17 @@ class Probe:
             criterion.to(world.device)
         batches = next(iter(feed.epoch(0)))[0]
         return Forward(objects["runner"], model, world.device), batches[0], loss_rule(criterion, feed, objects["runner"])
+
+
+@contextmanager
+def _world(device: str | None) -> Iterator[World]:
+    """The world of this process; where it is in none, one that is left again."""
+    before = current_world()
+    try:
+        yield before or init(device=device)
+    finally:
+        if before is None:
+            finalize()
 
 
 def _samples(dataset: Any, seed: int) -> list[Any]:
