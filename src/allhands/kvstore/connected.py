@@ -26,6 +26,7 @@ from allhands.kvstore.rules import rules_of
 from allhands.kvstore.server import key as server_key
 from allhands.kvstore.staging import Staging
 from allhands.kvstore.store import KVStore, RowSparse
+from allhands.launch import worker
 
 _LIFE = secrets.token_hex(8)  # of this process
 _numbers = itertools.count()
@@ -159,7 +160,7 @@ class Connected(KVStore):
                     for name, value in named.items() if isinstance(value, RowSparse)
                 ]  # fmt: skip
                 link.ask("tables", tables=tables)
-            if self.rank == 0 and not self._again:
+            if self.rank == 0:  # also when it comes again: it may have been lost before; servers keep values that they have
                 for number, (name, piece) in here.items():
                     values = flat[name][piece.start : piece.stop].clone()
                     link.put(pack(Kind.INIT, chunk=number, nbytes=values.nbytes), values)
@@ -206,5 +207,5 @@ class Connected(KVStore):
 
     def _leave(self) -> None:
         """At the normal end of a script; after an error the servers see the connection end without a goodbye."""
-        if getattr(sys, "last_type", None) is None:
+        if getattr(sys, "last_type", None) is None and not worker.exit_code:
             self.close()

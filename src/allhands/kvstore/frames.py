@@ -22,6 +22,7 @@ HEADER_BYTES = _HEADER.size
 LONGEST_MESSAGE = 32 << 20
 LONGEST_ROWS = 256 << 20
 LONGEST_STATE = 64 << 30
+_BLOCK = 4 << 20
 
 
 class Kind(IntEnum):
@@ -116,8 +117,11 @@ def read_bytes(link: socket.socket, count: int, longest: int) -> bytearray:
     """
     if count > longest:
         raise FrameError(f"a payload of {count} bytes; at most {longest} are allowed")
-    data = bytearray(count)
-    read_into(link, memoryview(data))
+    data = bytearray()
+    while len(data) < count:  # room for what has come, not for what a header promises
+        start = len(data)
+        data.extend(bytes(min(_BLOCK, count - start)))
+        read_into(link, memoryview(data)[start:])
     return data
 
 

@@ -75,10 +75,10 @@ class Board:
         began, told = time.monotonic(), False
         with self.changed:
             while not ready():
+                if self.failure is not None:  # first: nothing comes back for a worker that was expelled
+                    raise type(self.failure)(*self.failure.args) from self.failure
                 if self.broken:
                     raise ServerLostError(f"servers {sorted(self.broken)}")
-                if self.failure is not None:
-                    raise type(self.failure)(*self.failure.args) from self.failure
                 self.changed.wait(1.0)
                 waited = time.monotonic() - began
                 if timeout is not None and waited > timeout:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from allhands.errors import AllhandsError
-from allhands.kvstore.handshake import RefusedError, greet, tls_contexts, token_from, tuned
+from allhands.kvstore.handshake import PATIENCE, RefusedError, greet, tls_contexts, token_from, tuned
 from allhands.kvstore.recovery import Recovery
 from allhands.kvstore.session import Session
 from allhands.kvstore.shard import Shard
@@ -124,15 +124,28 @@ class Server:
 
     def _meet(self, link: socket.socket) -> None:
         try:
+            spare = link.dup()
+        except OSError:
+            link.close()
+            self._strangers.release()
+            return
+        # For all of it: one byte every few seconds must not hold a place.
+        patience = threading.Timer(PATIENCE, _cut, (spare,))
+        patience.daemon = True
+        patience.start()
+        try:
             local = link.family == socket.AF_UNIX
             link.settimeout(10.0)
             if self._tls is not None and not local:
                 link = self._tls[0].wrap_socket(link, server_side=True)
             said = greet(link, self._token)
+            patience.cancel()
             self._pair(tuned(link), said, local)
-        except (OSError, EOFError, RefusedError, ValueError, KeyError, TypeError):
+        except Exception:  # whatever a stranger sends, the others go on; it is told nothing
             link.close()
         finally:
+            patience.cancel()
+            spare.close()
             self._strangers.release()
 
     def _pair(self, link: socket.socket, said: dict[str, Any], local: bool) -> None:
@@ -230,6 +243,11 @@ class Server:
                     session.tell({"op": "failed", "error": f"the servers go on without this worker: {why}"})
                     shard.gone(session, why, polite=False)
                     session.end_soon()
+
+
+def _cut(link: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        link.shutdown(socket.SHUT_RDWR)
 
 
 def main() -> None:

@@ -53,6 +53,8 @@ class _Link:
 
 
 _link: _Link | None = None
+# What the user's program gave to sys.exit, once it has; exit handlers cannot ask Python for it.
+exit_code: int | None = None
 
 
 def active() -> bool:
@@ -177,6 +179,7 @@ def run(task: dict[str, Any]) -> None:
     if numpy_random is not None:
         numpy_random.seed()
     threading.Thread(target=_beat, name="allhands-heartbeat", daemon=True).start()
+    global exit_code
     code: int
     try:
         if "function" in task:
@@ -191,6 +194,7 @@ def run(task: dict[str, Any]) -> None:
         return
     except SystemExit as leave:
         code = leave.code & 0xFF if isinstance(leave.code, int) else 0 if leave.code is None else 1
+        exit_code = code
         _report({"leaving": code, "at": time.monotonic()})
         if "function" in task and isinstance(leave.code, int | None):
             _end(code)
