@@ -34,6 +34,16 @@ def _data() -> tuple[dict[str, torch.Tensor], list[list[dict[str, torch.Tensor]]
     return first, grads
 
 
+def _wait_for_snapshots(made: Job) -> None:
+    """Snapshots are written while the training goes on; these trainings are over in milliseconds."""
+    deadline = time.monotonic() + 10
+    for server in made.servers:
+        recovery = server.shards[0].recovery
+        assert recovery is not None
+        while not recovery.snapshots.steps() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
 def _restart(made: Job, number: int) -> None:
     """As if the process had died and the launcher had started it again."""
     made.servers[number].close()
@@ -62,6 +72,8 @@ def _train(folder: Path, kill_at: int | None, transport: str = "shared", kind: s
             while step < STEPS:
                 if rank == 0 and step == kill_at and not killed:
                     killed = True
+                    if step >= 3:
+                        _wait_for_snapshots(made)
                     if before is not None:
                         before(made)
                     _restart(made, 1)
@@ -114,6 +126,22 @@ def test_a_server_that_is_lost_before_any_snapshot_ends_the_training_with_a_reas
         _train(tmp_path, 1)
 
 
+def test_a_server_without_a_key_comes_back_too(tmp_path: Path) -> None:
+    rules = rules_of(mode_named("dist"), {"snapshot_every": 1, "snapshot_dir": tmp_path})
+    with job(1, 2) as made:
+        store = ServedStore(mode_named("dist"), 0, 1, list(made.where), rules, 0, "one", "auto", lambda one: made.where[one])
+        made.stores.append(store)
+        store.init("a", torch.zeros(3))
+        assert {piece.server for piece in store._pieces["a"]} == {0}
+        out = torch.empty(3)
+        for step in range(6):
+            if step == 3:
+                _restart(made, 1)
+            store.pushpull("a", torch.full((3,), float(step)), out)
+            assert out.tolist() == [float(step)] * 3
+        store.barrier()
+
+
 def test_a_damaged_snapshot_is_named(tmp_path: Path) -> None:
     def damage(made: Job) -> None:
         deadline = time.monotonic() + 10
@@ -151,7 +179,7 @@ def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
 
 
 SCRIPT = """
-import os, signal, sys, json
+import os, signal, sys, time
 import torch
 from allhands import kvstore
 store = kvstore.create("dist", snapshot_every=2, snapshot_dir=sys.argv[1])
@@ -163,6 +191,8 @@ step, kills = 0, int(sys.argv[2])
 while step < 9:
     if step == 5 and kills and store.rank == 0:
         kills = 0
+        while not all(link.ask("snapshots")["steps"] for link in store.links):
+            time.sleep(0.01)
         os.kill(store.links[1].where["pid"], signal.SIGKILL)
     grads = {name: torch.full_like(value, 1.0 + step + store.rank) for name, value in weights.items()}
     step = store.update(grads, outs, kvstore.Share(1.0, 1.0)).number

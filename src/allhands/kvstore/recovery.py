@@ -39,14 +39,18 @@ class Recovery:
         if number % self.snapshots.every == 0:
             self.snapshots.take_all(shard, number)
 
-    def go_back(self, shard: Any, session: Any, request: int, step: int, occasion: str) -> None:
-        """Go back, once for each occasion; the answer comes when all workers have asked."""
+    def go_back(self, shard: Any, session: Any, request: int, step: int, occasion: str, empty: bool) -> None:
+        """Go back, once for each occasion; the answer comes when all workers have asked.
+
+        `empty`: the server holds nothing.
+        """
         with self._lock:
             if occasion != self.occasion:
                 self.occasion, self._asked, self._trouble = occasion, {}, None
                 shard.drop_open()
                 try:
-                    self.snapshots.restore(shard, step)
+                    if not empty:
+                        self.snapshots.restore(shard, step)
                     self._steps = step
                     self.restored = True
                 except UserError as error:

@@ -317,7 +317,7 @@ class Session:
                 case "back":
                     if shard.recovery is None:
                         raise UserError("this store makes no snapshots")
-                    shard.recovery.go_back(shard, self, request, int(said["step"]), str(said["occasion"]))
+                    shard.recovery.go_back(shard, self, request, int(said["step"]), str(said["occasion"]), bool(said["empty"]))
                 case "bye":
                     self._left = True
                     shard.gone(self, "it has left", polite=True)

@@ -189,14 +189,14 @@ def run(task: dict[str, Any]) -> None:
         else:
             _run_script(task["script"], task["args"])
         _report({"leaving": 0, "at": time.monotonic()})
-        if "function" in task:
+        if _leaves_the_interpreter_up(task):
             _end(0)
         return
     except SystemExit as leave:
         code = leave.code & 0xFF if isinstance(leave.code, int) else 0 if leave.code is None else 1
         exit_code = code
         _report({"leaving": code, "at": time.monotonic()})
-        if "function" in task and isinstance(leave.code, int | None):
+        if _leaves_the_interpreter_up(task) and isinstance(leave.code, int | None):
             _end(code)
         raise
     except BaseException as error:
@@ -215,8 +215,13 @@ def run(task: dict[str, Any]) -> None:
     sys.exit(1)
 
 
+def _leaves_the_interpreter_up(task: dict[str, Any]) -> bool:
+    """Functions always end so, and programs that may have threads of PyTorch's (see `_end`)."""
+    return "function" in task or "torch" in sys.modules
+
+
 def _end(code: int) -> NoReturn:
-    """End a worker whose function is over, as multiprocessing's children end: threads and exit handlers run, but the
+    """End a worker whose task is over, as multiprocessing's children end: threads and exit handlers run, but the
     interpreter is not taken down.
 
     PyTorch's native threads sometimes abort a process that takes the interpreter down around them ("terminate called
