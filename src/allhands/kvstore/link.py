@@ -141,12 +141,14 @@ class Link:
 
     def _connect(self, said: Mapping[str, Any]) -> None:
         token, session = token_from(os.environ), secrets.token_hex(8)
-        links = {}
+        links: dict[str, socket.socket] = {}
         for side in ("up", "down"):
             try:
                 links[side] = self._open()
                 introduce(links[side], token, {**said, "session": session, "side": side, "maps": self.local})
             except (RefusedError, OSError, EOFError) as error:
+                for link in links.values():
+                    link.close()
                 raise WorldError(
                     f"{self.name} at {self.where['address']}:{self.where['port']} cannot be used: {error or 'no answer'}"
                 ) from error
@@ -181,7 +183,11 @@ class Link:
             raise OSError(f"{TRANSPORT}={self.transport}, but it is on another host; leave the variable out")
         link = socket.create_connection((self.where["address"], self.where["port"]), timeout=10.0)
         contexts = tls_contexts(os.environ)
-        return link if contexts is None else contexts[1].wrap_socket(link)
+        try:
+            return link if contexts is None else contexts[1].wrap_socket(link)
+        except OSError:
+            link.close()
+            raise
 
     # ------------------------------------------------------------------ sending
 
