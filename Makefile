@@ -53,6 +53,7 @@ bench: $(DEV)
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/step_overhead.py --workers 2
 	$(BIN)/python benchmarks/launch.py
+	$(BIN)/python benchmarks/kvstore.py
 
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
