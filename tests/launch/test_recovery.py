@@ -141,7 +141,17 @@ def test_when_no_worker_is_left_the_first_failure_decides(served: Job) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_launcher_that_waits_for_the_others_ends_as_ever(served: Job, number: signal.Signals) -> None:
-    script = served.script(BEGIN + "if rank == 1: kill_self()\ntime.sleep(60)")
+    # Rank 0 has begun when it is stopped: a signal that meets a process before its program has begun can be lost.
+    script = served.script(
+        BEGIN
+        + """
+if rank == 1:
+    until(lambda: Path("begun").exists())
+    kill_self()
+Path("begun").touch()
+time.sleep(60)
+"""
+    )
     process = served.start("-n", "2", "-s", "1", "--on-worker-failure", "continue", "--no-preload", script)
     assert process.stderr is not None
     assert b"rank 1 on host" in process.stderr.readline()

@@ -150,7 +150,7 @@ class ServedStore(Connected):
             # The gradients belong to weights that are gone; the caller goes on from those of the snapshot.
             for name, out in outs.items():
                 self._pull(name, out, 0)
-            return Step(step, self.num_workers)
+            return Step(self._steps_before + step, self.num_workers)
 
     def _update(self, grads: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor], share: Share,
                 groups: Sequence[Mapping[str, Any]] | None, clip_norm: float | None) -> Step:  # fmt: skip
