@@ -180,11 +180,13 @@ def test_a_barrier_opens_when_the_one_that_is_missing_is_lost() -> None:
 def test_where_a_loss_stops_all_each_one_is_told_who_was_lost_and_why(how: str) -> None:
     why = "no sign of life for" if how == "hung" else "its connection ended without a goodbye"
     with job(3, 2, LEASE) as made:
+        gone = threading.Barrier(3)  # the steps before are over on all workers
 
         def work(rank: int) -> list[str]:
             store, outs = _joined(made, rank, on_worker_loss="stop"), _first()
             for step in range(LOST_AT):
                 _update(store, outs, step)
+            gone.wait(20.0)
             if rank == 1:
                 _lost(store, how, None)
                 return []

@@ -98,6 +98,7 @@ def test_a_worker_that_sends_nonsense_is_the_only_one_that_suffers(frames: bytes
             links["down"].settimeout(10.0)
             while links["down"].recv(4096):
                 pass  # a message may come first
+        assert not made.servers[0].shards[5].members.sessions_now()
         _still_serves(made, 0)
         for link in links.values():
             link.close()

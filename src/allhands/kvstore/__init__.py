@@ -68,7 +68,7 @@ def create(name: str = "local", **options: Any) -> KVStore:
     from allhands.kvstore.modes import mode_named
 
     mode = mode_named(name)
-    if mode.distributed and _servers():
+    if mode.distributed and servers_of_job():
         from allhands.kvstore.served import ServedStore
 
         return ServedStore.connect(mode, options)
@@ -93,9 +93,13 @@ def create(name: str = "local", **options: Any) -> KVStore:
     return LocalStore(mode, device=torch.device("cpu") if mode.name == "local" else None)
 
 
-def _servers() -> int:
-    """How many servers the launcher has started."""
-    told = os.environ.get("ALLHANDS_NUM_SERVERS", "0")
+def servers_of_job() -> int:
+    """How many servers the launcher has started for this job.
+
+    Raises:
+        UserError: the variable that tells is no number.
+    """
+    told = os.environ.get("ALLHANDS_NUM_SERVERS") or "0"
     try:
         return int(told)
     except ValueError:

@@ -6,7 +6,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from allhands.errors import UserError, WorldError
-from allhands.kvstore.link import Link, ServerLostError
+from allhands.kvstore.board import ServerLostError
+from allhands.kvstore.link import Link
 
 if TYPE_CHECKING:
     from allhands.kvstore.connected import Connected

@@ -1,4 +1,4 @@
-"""A worker's connections to the servers of a store, and where its keys lie."""
+"""A worker's connections to the servers of a store: where its keys lie, what is set for all of them, and their state."""
 
 from __future__ import annotations
 
@@ -15,16 +15,23 @@ from datetime import timedelta
 from typing import Any, Self
 
 import torch
+from safetensors.torch import save
 
 from allhands.errors import UserError, WorldError
-from allhands.kvstore.compression import Codec, Compressor
+from allhands.kvstore import servers_of_job
+from allhands.kvstore.board import Board, ServerLostError
+from allhands.kvstore.comeback import come_back
+from allhands.kvstore.compression import Codec, Compressor, codec_from, compressible
 from allhands.kvstore.frames import Kind, pack
-from allhands.kvstore.link import TRANSPORT, TRANSPORTS, Board, Link
+from allhands.kvstore.handshake import key as server_key
+from allhands.kvstore.link import LAST, TRANSPORT, TRANSPORTS, Link
 from allhands.kvstore.modes import Mode
+from allhands.kvstore.optimizers import OptimizerSpec
 from allhands.kvstore.placement import Piece, dtype_name
 from allhands.kvstore.rules import rules_of
-from allhands.kvstore.server import key as server_key
+from allhands.kvstore.server_states import put_together, taken_apart
 from allhands.kvstore.staging import Staging
+from allhands.kvstore.states import StoreState
 from allhands.kvstore.store import KVStore, RowSparse
 from allhands.launch import worker
 
@@ -34,7 +41,7 @@ START_TIMEOUT = 300.0
 
 
 class Connected(KVStore):
-    """The connections of a store to its servers, and the keys that lie there; what `ServedStore` stands on.
+    """The connections of a store to its servers, its keys, settings and state; what `ServedStore` stands on.
 
     Args:
         mode: what `create` was given.
@@ -109,7 +116,7 @@ class Connected(KVStore):
                 raise WorldError(f"server {number} has not appeared within {START_TIMEOUT:.0f} s: {error}") from error
             return found
 
-        where = [find(number) for number in range(int(os.environ["ALLHANDS_NUM_SERVERS"]))]
+        where = [find(number) for number in range(servers_of_job())]
         transport = os.environ.get(TRANSPORT, "auto")
         if transport not in ("auto", *TRANSPORTS):
             raise UserError(f"{TRANSPORT}={transport}; it must be auto, {', '.join(TRANSPORTS)}")
@@ -188,6 +195,105 @@ class Connected(KVStore):
         for name in names:
             for piece in self._pieces[name]:
                 self.links[piece.server].versions[piece.number] = highest + 1 if self._sync else versions[piece.number]
+
+    # ------------------------------------------------------------------ settings, meeting, state
+
+    def _set_optimizer(self, spec: OptimizerSpec) -> None:
+        for link in self.links:
+            link.ask("optimizer", name=spec.name, groups=list(spec.groups))
+            link.adds = True
+
+    def _set_compression(self, options: dict[str, Any]) -> None:
+        pull = options.pop("pull", None)
+        push = options
+        codec = codec_from(push)
+        if pull is None:  # the threshold of 2bit is one for gradients, and not for changes of weights
+            pull = {"type": "none"} if push["type"] == "2bit" else dict(push)
+        elif isinstance(pull, str):
+            pull = {"type": pull}
+        down = codec_from(pull)
+        for link in self.links:
+            link.ask("compression", push=push, pull=dict(pull))
+            link.down_codec = None if pull["type"] == "none" else down
+            link.adds = self.optimizer is not None
+        self._codec = None if push["type"] == "none" else codec
+        self._compressors.clear()
+
+    def barrier(self) -> None:
+        self._usable()
+        self._again_if_lost(self._settle)
+        self._again_if_lost(lambda: self.links[0].ask("barrier"))
+
+    def _settle(self) -> None:
+        """Wait until the servers have taken all that this worker has sent."""
+        asked = [(link, link.begin("settled", priority=LAST)) for link in self.links]
+        for link, pending in asked:
+            link.answer(pending, "settled")
+
+    def state(self) -> StoreState:
+        self._usable()
+        self._settle()
+        found: dict[str, torch.Tensor] = {}
+        for link in self.links:
+            found |= {f"{link.number}\t{name}": value for name, value in link.ask("state", weights=False).items()}
+        return put_together(found, self._steps_before + self._version(), self._pieces, self._tables, self.shapes)
+
+    def load_state(self, state: StoreState) -> None:
+        self.barrier()  # nobody's push is to come after it
+        self._steps_before = state.step - self._version()
+        if self.rank == 0:
+            for link, part in zip(self.links, taken_apart(state, self._pieces, self._tables, len(self.links)), strict=True):
+                number, pending = link.expect()
+                data = save(part)
+                link.put(pack(Kind.STATE, meta=number, nbytes=len(data)) + data)
+                link.answer(pending, "load_state")
+        self.barrier()
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What compression has left over on this worker, by key; to be kept in its checkpoint."""
+        found = {}
+        for name, pieces in self._pieces.items():
+            parts = [self._compressors[one.number].state() for one in pieces if one.number in self._compressors]
+            if len(parts) == len(pieces) and parts:
+                found[name] = torch.cat(parts)
+        return found
+
+    def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what `residuals` gave."""
+        if self._codec is None:
+            raise UserError("load_residuals: the store does not compress; call set_gradient_compression first")
+        for name, values in residuals.items():
+            shape, dtype = self._known(name)
+            if values.numel() != shape.numel() or not compressible(dtype):
+                raise UserError(
+                    f"load_residuals: {values.numel()} numbers for '{name}', which has {shape.numel()} of {dtype}; give what "
+                    "residuals() gave for this key"
+                )
+            for piece in self._pieces[name]:
+                compressor = self._compressors.setdefault(piece.number, Compressor(self._codec, piece.stop - piece.start))
+                compressor.load(values.reshape(-1)[piece.start : piece.stop])
+
+    # ------------------------------------------------------------------ a server that was lost
+
+    def _version(self) -> int:
+        return max((version for link in self.links for version in link.versions.values()), default=0)
+
+    def _come_back(self) -> int:
+        before = self._version()
+        step = come_back(self)
+        if self.rank == 0:
+            print(
+                f"allhands: a server was lost and has come back; all go on from step {step}, of which there is a snapshot: "
+                f"{before - step} finished steps are lost", flush=True,
+            )  # fmt: skip
+        return step
+
+    def _again_if_lost(self, work: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return work()
+            except ServerLostError:
+                self._come_back()
 
     # ------------------------------------------------------------------ the end
 

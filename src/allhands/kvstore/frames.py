@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import Any
 
+import torch
+
 from allhands.errors import AllhandsError
 
 MAGIC = b"hK"
@@ -87,6 +89,11 @@ def message(fields: dict[str, Any]) -> bytes:
     """A control message with its header."""
     body = json.dumps(fields, separators=(",", ":")).encode()
     return pack(Kind.MESSAGE, nbytes=len(body)) + body
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, without a copy."""
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def read_into(link: socket.socket, view: memoryview) -> None:

@@ -36,6 +36,11 @@ class RefusedError(AllhandsError, RuntimeError):
     """The other side is not of this job, or does not want this connection."""
 
 
+def key(number: int) -> str:
+    """Under which key of the job's store server `number` makes itself known."""
+    return f"allhands/server/{number}"
+
+
 def token_from(environ: Mapping[str, str]) -> bytes:
     """The job's token.
 

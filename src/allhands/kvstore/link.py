@@ -9,8 +9,7 @@ import queue
 import secrets
 import socket
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from safetensors.torch import load
 
 from allhands.errors import AllhandsError, UserError, WorldError
 from allhands.kvstore.arena import Arena, offsets, receive_file, send_file
+from allhands.kvstore.board import Board, Pending
 from allhands.kvstore.compression import Codec
 from allhands.kvstore.frames import (
     HEADER_BYTES,
@@ -29,73 +29,21 @@ from allhands.kvstore.frames import (
     Kind,
     message,
     pack,
+    raw,
     read_bytes,
     read_header,
     read_into,
     read_message,
 )
 from allhands.kvstore.handshake import RefusedError, introduce, tls_contexts, token_from, tuned
-from allhands.kvstore.session import raw
 
 BEAT_EVERY = 1.0
+# Priorities of what goes before, and after, everything that waits to be sent.
+FIRST = 1 << 60
+LAST = -FIRST
 TRANSPORT = "ALLHANDS_KVSTORE_TRANSPORT"
 # Left to itself, a worker takes the last one that the server's host allows: memory only when it is the same host.
 TRANSPORTS = ("tcp", "unix", "shared")
-
-
-class ServerLostError(AllhandsError):
-    """A server is gone, and may come back; never reaches the user."""
-
-
-class Board:
-    """What the threads of one worker tell one another.
-
-    Attributes:
-        changed: guards everything here, and is notified when something that is waited for has come.
-        failure: why nothing can go on.
-    """
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.failure: Exception | None = None
-        self.broken: set[int] = set()  # servers that may come back
-
-    def fail(self, error: Exception) -> None:
-        """End every wait with this error; the first one counts."""
-        with self.changed:
-            self.failure = self.failure or error
-            self.changed.notify_all()
-
-    def wait(self, ready: Callable[[], Any], what: Callable[[], str], timeout: float | None = None) -> None:
-        """Wait until `ready`, which is asked with the lock held.
-
-        Raises:
-            AllhandsError: the failure, or nothing came within `timeout` seconds.
-        """
-        began, told = time.monotonic(), False
-        with self.changed:
-            while not ready():
-                if self.failure is not None:  # first: nothing comes back for a worker that was expelled
-                    raise type(self.failure)(*self.failure.args) from self.failure
-                if self.broken:
-                    raise ServerLostError(f"servers {sorted(self.broken)}")
-                self.changed.wait(1.0)
-                waited = time.monotonic() - began
-                if timeout is not None and waited > timeout:
-                    raise WorldError(f"{what()}: nothing came within {timeout:.0f} s")
-                if waited > 20.0 and not told:
-                    told = True
-                    print(f"allhands: waiting for {waited:.0f} s: {what()}", flush=True)
-
-
-class Pending:
-    """Chunks, or an answer, that are waited for."""
-
-    __slots__ = ("answer", "left")
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-        self.answer: Any = None
 
 
 class Link:
@@ -197,7 +145,7 @@ class Link:
 
     def first(self, *parts: Any) -> None:
         """Queue something before everything that waits."""
-        self._queue.put((-(1 << 60), next(self._order), parts))
+        self.put(*parts, priority=FIRST)
 
     def ask(self, op: str, fd: int | None = None, **fields: Any) -> Any:
         """Send a request, and wait for its answer.
@@ -207,11 +155,11 @@ class Link:
         """
         return self.answer(self.begin(op, fd, **fields), op)
 
-    def begin(self, op: str, fd: int | None = None, **fields: Any) -> Pending:
+    def begin(self, op: str, fd: int | None = None, priority: int = FIRST, **fields: Any) -> Pending:
         """Send a request."""
         number, pending = self.expect()
-        parts: list[Any] = [message({"op": op, "id": number, **fields})]
-        self.first(*parts, *(() if fd is None else (lambda: send_file(self._up, fd),)))
+        handed = () if fd is None else (lambda: send_file(self._up, fd),)
+        self.put(message({"op": op, "id": number, **fields}), *handed, priority=priority)
         return pending
 
     def expect(self) -> tuple[int, Pending]:
@@ -231,19 +179,19 @@ class Link:
         return found
 
     def push(self, chunk: int, number: int, meta: int, values: torch.Tensor, wanted: bool, priority: int,
-             encode: Callable[[torch.Tensor], torch.Tensor] | None, travels: bool = False) -> None:  # fmt: skip
+             encoded: torch.Tensor | None, travels: bool = False) -> None:  # fmt: skip
         """Queue a chunk; `values` must stay as they are until its value has come, unless they are a copy.
 
-        `travels`: not through shared memory, where the next push would overwrite it before it was read.
+        `encoded`: what is sent instead, in fewer bits. `travels`: not through shared memory, where the next push would overwrite
+        it before it was read.
         """
         flags = Flag.WANTED if wanted else Flag.NONE
         region = None if travels else self._regions.get(chunk)
 
         def send() -> None:
-            if encode is not None:
-                data = encode(values)
-                self._up.sendall(pack(Kind.PUSH, flags | Flag.COMPRESSED, chunk, meta, number, data.nbytes))
-                self._up.sendall(raw(data))
+            if encoded is not None:
+                self._up.sendall(pack(Kind.PUSH, flags | Flag.COMPRESSED, chunk, meta, number, encoded.nbytes))
+                self._up.sendall(raw(encoded))
             elif region is not None:
                 region.copy_(values)
                 self._up.sendall(pack(Kind.PUSH, flags | Flag.SHARED, chunk, meta, number))
@@ -406,10 +354,15 @@ class Link:
         self._closing = True
         self._ending.set()
         self.put(None)
+        self._shut_down()
+        for link in (self._up, self._down):
+            link.close()
+
+    def _shut_down(self) -> None:
+        """End what the threads are doing with the connections, which stay open."""
         for link in (self._up, self._down):
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
-            link.close()
 
     def close(self) -> None:
         """Say goodbye, and close both connections once that is sent."""
@@ -417,11 +370,9 @@ class Link:
             return
         self._closing = True
         self._ending.set()
-        self.put(message({"op": "bye"}), None, priority=-(1 << 61))
+        self.put(message({"op": "bye"}), None, priority=LAST - 1)
         self._threads[0].join(5.0)  # it has ended already where the server is gone
-        for link in (self._up, self._down):
-            with contextlib.suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
+        self._shut_down()
         # A thread that is in the midst of torch when the interpreter ends takes the process down with it.
         for thread in self._threads:
             thread.join(5.0)

@@ -28,7 +28,7 @@ class Recovery:
 
     def closed(self, shard: Any, chunk: Any) -> None:
         """A round of a chunk was applied. The chunk's lock is held."""
-        if chunk.number in shard.trained() and chunk.version % self.snapshots.every == 0:
+        if chunk.version % self.snapshots.every == 0 and chunk.number in shard.trained():
             self.snapshots.collect(shard, chunk)
 
     def stepped(self, shard: Any) -> None:

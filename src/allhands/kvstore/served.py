@@ -5,27 +5,21 @@ from __future__ import annotations
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from safetensors.torch import save
 
 from allhands.errors import UserError
+from allhands.kvstore.board import Pending, ServerLostError
 from allhands.kvstore.bucket import clip_factor, square_of, weight_factor
-from allhands.kvstore.comeback import come_back
-from allhands.kvstore.compression import Compressor, codec_from, compressible
+from allhands.kvstore.compression import Compressor, compressible
 from allhands.kvstore.connected import Connected
 from allhands.kvstore.frames import LONGEST_ROWS, Kind, message, pack
-from allhands.kvstore.link import Link, Pending, ServerLostError
-from allhands.kvstore.optimizers import OptimizerSpec
+from allhands.kvstore.link import FIRST, Link
 from allhands.kvstore.placement import Piece
-from allhands.kvstore.server_states import put_together, taken_apart
-from allhands.kvstore.states import StoreState
 from allhands.kvstore.store import Key, Share, Step, check_rows
 from allhands.kvstore.table_rounds import pack_rows
-
-_LAST = -(1 << 60)  # the priority of what goes after everything that waits
 
 
 class ServedStore(Connected):
@@ -55,7 +49,7 @@ class ServedStore(Connected):
             link.put(message({
                 "op": "step", "meta": meta, "step": step, "weight": share.weight, "expected": share.expected, "groups": groups,
                 "clip": clip, "chunks": counts[link.number], "idle": share.weight == 0 and groups is None,
-            }), priority=1 << 60)  # fmt: skip
+            }), priority=FIRST)  # fmt: skip
         return step, meta, involved
 
     def _send(self, values: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor] | None, share: Share, groups: Any = None,
@@ -72,10 +66,9 @@ class ServedStore(Connected):
                 link = self.links[piece.server]
                 if outs is not None:
                     link.targets[piece.number] = (outs[name][piece.start : piece.stop], pending)
-                data = encoded.get(piece.number)
                 link.push(
                     piece.number, link.versions[piece.number] + 1, meta, flat[name][piece.start : piece.stop], outs is not None,
-                    -order if priority is None else priority, None if data is None else _same(data), copies and not self._sync,
+                    -order if priority is None else priority, encoded.get(piece.number), copies and not self._sync,
                 )  # fmt: skip
                 if outs is None:
                     link.versions[piece.number] += 1
@@ -228,26 +221,6 @@ class ServedStore(Connected):
             except ServerLostError:
                 self._come_back()
 
-    def _version(self) -> int:
-        return max((version for link in self.links for version in link.versions.values()), default=0)
-
-    def _come_back(self) -> int:
-        before = self._version()
-        step = come_back(self)
-        if self.rank == 0:
-            print(
-                f"allhands: a server was lost and has come back; all go on from step {step}, of which there is a snapshot: "
-                f"{before - step} finished steps are lost", flush=True,
-            )  # fmt: skip
-        return step
-
-    def _again_if_lost(self, work: Callable[[], Any]) -> Any:
-        while True:
-            try:
-                return work()
-            except ServerLostError:
-                self._come_back()
-
     def pushpull(self, key: Key | Sequence[Key], value: Any, out: Any = None, priority: int = 0,
                  weight: float | None = None) -> None:  # fmt: skip
         self._usable()
@@ -328,68 +301,6 @@ class ServedStore(Connected):
                 data = link.answer(pending, f"rows of '{name}'")
                 out[mine.to(out.device)] = torch.frombuffer(data, dtype=table.dtype).view(len(mine), table.columns).to(out.device)
 
-    # ------------------------------------------------------------------ settings, meeting, state
-
-    def _set_optimizer(self, spec: OptimizerSpec) -> None:
-        for link in self.links:
-            link.ask("optimizer", name=spec.name, groups=list(spec.groups))
-            link.adds = True
-
-    def _set_compression(self, options: dict[str, Any]) -> None:
-        pull = options.pop("pull", None)
-        push = options
-        self_codec = codec_from(push)
-        if pull is None:  # the threshold of 2bit is one for gradients, and not for changes of weights
-            pull = {"type": "none"} if push["type"] == "2bit" else dict(push)
-        elif isinstance(pull, str):
-            pull = {"type": pull}
-        down = codec_from(pull)
-        for link in self.links:
-            link.ask("compression", push=push, pull=dict(pull))
-            link.down_codec = None if pull["type"] == "none" else down
-            link.adds = self.optimizer is not None
-        self._codec = None if push["type"] == "none" else self_codec
-        self._compressors.clear()
-
-    def barrier(self) -> None:
-        self._usable()
-        self._again_if_lost(self._settle)
-        self._again_if_lost(lambda: self.links[0].ask("barrier"))
-
-    def _settle(self) -> None:
-        """Wait until the servers have taken all that this worker has sent."""
-        asked = []
-        for link in self.links:
-            number, pending = link.expect()
-            link.put(message({"op": "settled", "id": number}), priority=_LAST)
-            asked.append((link, pending))
-        for link, pending in asked:
-            link.answer(pending, "settled")
-
-    def state(self) -> StoreState:
-        self._usable()
-        self._settle()
-        found: dict[str, torch.Tensor] = {}
-        for link in self.links:
-            number, pending = link.expect()
-            link.first(message({"op": "state", "id": number, "weights": False}))
-            found |= {f"{link.number}\t{name}": value for name, value in link.answer(pending, "state").items()}
-        return put_together(found, self._steps_before + self._version(), self._pieces, self._tables, self.shapes)
-
-    def load_state(self, state: StoreState) -> None:
-        self.barrier()  # nobody's push is to come after it
-        self._steps_before = state.step - self._version()
-        if self.rank == 0:
-            for link, part in zip(self.links, taken_apart(state, self._pieces, self._tables, len(self.links)), strict=True):
-                number, pending = link.expect()
-                data = save(part)
-                link.put(pack(Kind.STATE, meta=number, nbytes=len(data)) + data)
-                link.answer(pending, "load_state")
-        self.barrier()
-
-    def _rounds(self) -> int:
-        return max((version for link in self.links for version in link.versions.values()), default=0)
-
     def _check_read(self, names: Iterable[str]) -> None:
         """Raise `UserError` where a push of these keys cannot be."""
         for name in names:
@@ -400,34 +311,6 @@ class ServedStore(Connected):
                     f"the key '{name}' cannot be pushed: create('{self.type}') applies each push by itself, which needs an "
                     "optimizer; call set_optimizer first"
                 )
-
-    def residuals(self) -> dict[str, torch.Tensor]:
-        """What compression has left over on this worker, by key; to be kept in its checkpoint."""
-        found = {}
-        for name, pieces in self._pieces.items():
-            parts = [self._compressors[one.number].state() for one in pieces if one.number in self._compressors]
-            if len(parts) == len(pieces) and parts:
-                found[name] = torch.cat(parts)
-        return found
-
-    def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Go on with what `residuals` gave."""
-        if self._codec is None:
-            raise UserError("load_residuals: the store does not compress; call set_gradient_compression first")
-        for name, values in residuals.items():
-            shape, dtype = self._known(name)
-            if values.numel() != shape.numel() or not compressible(dtype):
-                raise UserError(
-                    f"load_residuals: {values.numel()} numbers for '{name}', which has {shape.numel()} of {dtype}; give what "
-                    "residuals() gave for this key"
-                )
-            for piece in self._pieces[name]:
-                compressor = self._compressors.setdefault(piece.number, Compressor(self._codec, piece.stop - piece.start))
-                compressor.load(values.reshape(-1)[piece.start : piece.stop])
-
-
-def _same(data: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda _: data
 
 
 def _clipped(grads: Mapping[str, torch.Tensor], share: Share, clip_norm: float) -> tuple[dict[str, torch.Tensor], Share]:

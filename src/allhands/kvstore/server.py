@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from allhands.errors import AllhandsError
-from allhands.kvstore.handshake import PATIENCE, RefusedError, greet, tls_contexts, token_from, tuned
+from allhands.kvstore.handshake import PATIENCE, RefusedError, greet, key, tls_contexts, token_from, tuned
 from allhands.kvstore.recovery import Recovery
 from allhands.kvstore.session import Session
 from allhands.kvstore.shard import Shard
@@ -33,11 +33,6 @@ LEASE = "ALLHANDS_KVSTORE_LEASE"
 DEFAULT_LEASE = 10.0
 # Connections that have not proven themselves yet; more wait in the listener's queue.
 _STRANGERS = 32
-
-
-def key(number: int) -> str:
-    """Under which key of the job's store server `number` makes itself known."""
-    return f"allhands/server/{number}"
 
 
 class Server:

@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 from allhands.errors import UserError
 from allhands.kvstore.arena import Arena, receive_file, send_file
 from allhands.kvstore.chunks import Chunk, Meta
-from allhands.kvstore.compression import Compressor, codec_from
+from allhands.kvstore.compression import Compressor
 from allhands.kvstore.frames import (
     HEADER_BYTES,
     LONGEST_ROWS,
@@ -27,6 +27,7 @@ from allhands.kvstore.frames import (
     Kind,
     message,
     pack,
+    raw,
     read_bytes,
     read_header,
     read_into,
@@ -38,11 +39,6 @@ from allhands.kvstore.table_rounds import unpack_rows
 
 # What a worker may say before it knows that the servers have gone back to a snapshot.
 _ANY_TIME = ("snapshots", "back", "bye")
-
-
-def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, without a copy."""
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class Session:
@@ -246,9 +242,9 @@ class Session:
         expected = chunk.weights.nbytes
         codec = None
         if frame.flags & Flag.COMPRESSED:
-            if self.shard.compression is None:
+            codec = self.shard.push_codec
+            if codec is None:
                 raise FrameError("a compressed push, but no compression was set")
-            codec = codec_from(self.shard.compression["push"])
             expected = codec.nbytes(len(chunk.weights))
         if frame.nbytes != expected:
             raise FrameError(f"a push of {frame.nbytes} bytes for a chunk of {expected}")

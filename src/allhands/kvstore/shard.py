@@ -50,7 +50,7 @@ class Shard(ShardKeys):
             raise UserError(self.failure)
         meta.left = meta.chunks
         if not self.synchronous:
-            if self.spec is None and not self.rules.get("assign"):
+            if self.spec is None:
                 raise UserError(
                     f"create('dist_{self.rules['wait']}') applies each push by itself, which needs an optimizer: call "
                     "set_optimizer first"
@@ -117,13 +117,9 @@ class Shard(ShardKeys):
         with self._lock:
             squares = self._clips.setdefault(step, {})
             squares[chunk.number] = square
+            squares = dict(squares)
             metas = list(self._clip_metas.get(step, ()))
-            if not metas:  # the servers are going back to a snapshot at this moment
-                return
-            if len(squares) < metas[0].chunks:
-                return
-        for meta in metas:
-            meta.worker.tell({"op": "squares", "step": step, "squares": list(squares.items())})
+        _tell_squares(step, squares, metas)
 
     def commit(self, step: int, scale: float) -> None:
         """Apply a clipped step; the first worker that knows the norm of all servers says by how much."""
@@ -179,7 +175,7 @@ class Shard(ShardKeys):
             release()
         if wanted:
             chunk.waiting.append((worker, 0))
-        self._serve_alone(chunk)
+        self._serve(chunk)
         self._part_done(meta, 1)
 
     def _step_alone(self, chunk: Chunk, meta: Meta, values: torch.Tensor, release: Callable[[], None], stale: int) -> None:
@@ -198,7 +194,7 @@ class Shard(ShardKeys):
         with self._lock:
             meta.staleness += stale
 
-    def _serve_alone(self, chunk: Chunk) -> None:
+    def _serve(self, chunk: Chunk) -> None:
         """Answer those who wait, if they are not too far ahead. The chunk's lock is held."""
         ssp = self.rules["wait"] == "ssp"
         chunk.serve(within(chunk.clocks, self.members.everyone(), self.rules["staleness"]) if ssp else None)
@@ -224,10 +220,7 @@ class Shard(ShardKeys):
         """Send a value once it has this version."""
         with chunk.lock:
             chunk.waiting.append((worker, version if self.synchronous else 0))
-            if self.synchronous:
-                chunk.serve()
-            else:
-                self._serve_alone(chunk)
+            self._serve(chunk)
 
     def barrier(self, session: Any, request: int) -> None:
         """Answer once all workers that are counted on have asked."""
@@ -259,7 +252,7 @@ class Shard(ShardKeys):
                 if chunk.added or chunk.arrived:
                     self._after(chunk, chunk.add_up(self.members.counted(chunk.key, chunk.version + 1)))
                 if not self.synchronous:
-                    self._serve_alone(chunk)
+                    self._serve(chunk)
         for table in list(self.tables.values()):
             self._rows_done(table, partial(table.look_again, self.members))
         if self.recovery is not None:
@@ -267,10 +260,8 @@ class Shard(ShardKeys):
         with self._lock:
             self._open_barrier()
             clips = [(step, dict(squares), list(self._clip_metas.get(step, ()))) for step, squares in self._clips.items()]
-        for step, squares, metas in clips:  # the one that was lost may have been about to commit
-            if metas and len(squares) >= metas[0].chunks:
-                for meta in metas:
-                    meta.worker.tell({"op": "squares", "step": step, "squares": list(squares.items())})
+        for clip in clips:  # the one that was lost may have been about to commit
+            _tell_squares(*clip)
 
     # ------------------------------------------------------------------ going back to a snapshot
 
@@ -309,3 +300,13 @@ class Shard(ShardKeys):
         self.failure = self.failure or text
         for session in self.members.sessions_now():
             session.tell({"op": "failed", "error": self.failure})
+
+
+def _tell_squares(step: int, squares: dict[int, float], metas: list[Meta]) -> None:
+    """Give all workers the square sums of a step, once those of all its chunks are there.
+
+    No worker is known while the servers are going back to a snapshot.
+    """
+    if metas and len(squares) >= metas[0].chunks:
+        for meta in metas:
+            meta.worker.tell({"op": "squares", "step": step, "squares": list(squares.items())})

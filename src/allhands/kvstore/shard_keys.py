@@ -11,7 +11,7 @@ import torch
 from allhands.errors import UserError
 from allhands.kvstore.arena import Arena, offsets
 from allhands.kvstore.chunks import Chunk
-from allhands.kvstore.compression import codec_from, compressible
+from allhands.kvstore.compression import Codec, codec_from, compressible
 from allhands.kvstore.members import Members
 from allhands.kvstore.optimizers import OptimizerSpec, spec_from
 from allhands.kvstore.placement import DTYPES, place
@@ -29,6 +29,7 @@ class ShardKeys:
         sets: on server 0: the whole set of keys that workers step over.
         spec: the optimizer.
         compression: of pushes and pulls.
+        push_codec: that of the pushes.
     """
 
     def __init__(self, number: int, servers: int, members: Members) -> None:
@@ -39,6 +40,7 @@ class ShardKeys:
         self.sets: dict[str, Any] = {}
         self.spec: OptimizerSpec | None = None
         self.compression: dict[str, Any] | None = None
+        self.push_codec: Codec | None = None
         # Taken before a chunk's lock, and `_lock` after it.
         self._settings = threading.Lock()
         self._lock = threading.RLock()
@@ -176,7 +178,7 @@ class ShardKeys:
             if self.compression is not None and self.compression != wanted:
                 raise UserError(f"the compression is {wanted} on this worker, but {self.compression} on another")
             if self.compression is None:
-                self.compression = wanted
+                self.compression, self.push_codec = wanted, codec_from(push)
                 for chunk in list(self.chunks.values()):
                     with chunk.lock:
                         self._compress_down(chunk)

@@ -26,7 +26,9 @@ Observer = Callable[[Any, Any, torch.Tensor, float, Any], None]
 class Exchange(Protocol):
     """What a step needs of a strategy that is bound to the model."""
 
-    after_backward: bool
+    @property
+    def after_backward(self) -> bool: ...
+
     alone: bool
 
     def gradient_scale(self, world: World) -> float: ...

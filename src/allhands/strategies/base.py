@@ -26,8 +26,6 @@ class Strategy(ABC):
     exact: bool = True
     #: Optimizer steps between two calls of `check_equal` during an epoch; 0 calls it at the end of each epoch only.
     check_weights_every: int = 0
-    #: Whether gradients are exchanged in one call, `exchange_all`, once all backward passes of a step are done.
-    after_backward: bool = False
     #: Whether each rank's gradients are the mean over its own samples, because no rank waits for the others.
     alone: bool = False
     #: Whether `exchange_all` also takes the optimizer's step.
@@ -58,6 +56,11 @@ class Strategy(ABC):
     def spoil(self) -> None:
         """Take this rank's part in the exchange of a step with gradients that are all NaN, because its loss was."""
 
+    @property
+    def after_backward(self) -> bool:
+        """Whether gradients are exchanged in one call, `exchange_all`, once all backward passes of a step are done."""
+        return type(self).exchange_all is not Strategy.exchange_all
+
     def servers_to_start(self) -> int:
         """How many parameter servers to start beside the workers."""
         return 0
@@ -66,7 +69,7 @@ class Strategy(ABC):
         """The training begins or goes on: the model's weights and the optimizer's state are those of optimizer step `step`."""
 
     def exchange_all(self, own: int, total: int, clip_norm: float | None) -> bool:
-        """Exchange the gradients that lie in the parameters; called when `after_backward` is set.
+        """Exchange the gradients that lie in the parameters; a strategy that does so defines it.
 
         Args:
             own: samples of this rank in this step.
@@ -76,7 +79,7 @@ class Strategy(ABC):
         Returns:
             Whether the optimizer's step was taken with them.
         """
-        raise NotImplementedError
+        return False
 
     def collect(self) -> None:
         """Bring weights and the optimizer's state into the objects that `begin` and `prepare` got, before they are saved."""

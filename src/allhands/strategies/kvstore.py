@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from allhands.comm import all_gather_rows, broadcast_tensors, sum_gradients
 from allhands.errors import UserError
 from allhands.kvstore import KVStore as Store
-from allhands.kvstore import create
+from allhands.kvstore import create, servers_of_job
 from allhands.kvstore.collective import CollectiveStore
 from allhands.kvstore.modes import mode_named
 from allhands.kvstore.optimizers import OptimizerSpec, hyper, spec_of_torch
@@ -43,7 +42,6 @@ class KVStore(Strategy):
     """
 
     name = "kvstore"
-    after_backward = True
 
     def __init__(self, mode: str = "sync", servers: int | None = None, staleness: int | None = None, update: str = "store",
                  check_weights_every: int = 1000) -> None:  # fmt: skip
@@ -83,7 +81,7 @@ class KVStore(Strategy):
         return self.servers or 0
 
     def check(self, world: World) -> None:
-        there = _servers_of_job()
+        there = servers_of_job()
         if self.servers is not None and self.servers != there:
             raise UserError(
                 f"KVStore(servers={self.servers}), but this job was started with {there}; leave servers out, or start it with "
@@ -118,7 +116,7 @@ class KVStore(Strategy):
         self._optimizer, self._steps = optimizer, step
         spec = self._spec(optimizer) if self.takes_step else None
         store: Store
-        if _servers_of_job():
+        if servers_of_job():
             options = {} if self.staleness is None else {"staleness": self.staleness}
             store = create(f"dist_{self.mode}", **options)
         else:
@@ -268,7 +266,3 @@ class KVStore(Strategy):
             self.collect()
             store, self._store = self._store, None
             store.close()
-
-
-def _servers_of_job() -> int:
-    return int(os.environ.get("ALLHANDS_NUM_SERVERS") or 0)

@@ -1,0 +1,65 @@
+"""How the threads of one worker wait for what the servers send."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from allhands.errors import AllhandsError, WorldError
+
+
+class ServerLostError(AllhandsError):
+    """A server is gone, and may come back; never reaches the user."""
+
+
+class Board:
+    """What the threads of one worker tell one another.
+
+    Attributes:
+        changed: guards everything here, and is notified when something that is waited for has come.
+        failure: why nothing can go on.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.failure: Exception | None = None
+        self.broken: set[int] = set()  # servers that may come back
+
+    def fail(self, error: Exception) -> None:
+        """End every wait with this error; the first one counts."""
+        with self.changed:
+            self.failure = self.failure or error
+            self.changed.notify_all()
+
+    def wait(self, ready: Callable[[], Any], what: Callable[[], str], timeout: float | None = None) -> None:
+        """Wait until `ready`, which is asked with the lock held.
+
+        Raises:
+            AllhandsError: the failure, or nothing came within `timeout` seconds.
+        """
+        began, told = time.monotonic(), False
+        with self.changed:
+            while not ready():
+                if self.failure is not None:  # first: nothing comes back for a worker that was expelled
+                    raise type(self.failure)(*self.failure.args) from self.failure
+                if self.broken:
+                    raise ServerLostError(f"servers {sorted(self.broken)}")
+                self.changed.wait(1.0)
+                waited = time.monotonic() - began
+                if timeout is not None and waited > timeout:
+                    raise WorldError(f"{what()}: nothing came within {timeout:.0f} s")
+                if waited > 20.0 and not told:
+                    told = True
+                    print(f"allhands: waiting for {waited:.0f} s: {what()}", flush=True)
+
+
+class Pending:
+    """Chunks, or an answer, that are waited for."""
+
+    __slots__ = ("answer", "left")
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.answer: Any = None
