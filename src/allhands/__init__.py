@@ -32,8 +32,11 @@ _LAZY = {
     "DP": "allhands.strategies",
     "DDP": "allhands.strategies",
     "KVStore": "allhands.strategies",
+    "Federated": "allhands.federated",
 }
-_PACKAGES = ("comm", "config", "data", "errors", "kvstore", "launch", "models", "runner", "step", "strategies", "verify", "world")
+_PACKAGES = (
+    "comm", "config", "data", "errors", "federated", "kvstore", "launch", "models", "runner", "step", "strategies", "verify", "world",
+)  # fmt: skip
 _SUBMODULES = {"slurm": "allhands.world.slurm", "utils": "allhands.runner.utils"}
 
 __all__ = [
@@ -42,6 +45,7 @@ __all__ = [
     "AllhandsError",
     "Callback",
     "EarlyStopping",
+    "Federated",
     "KVStore",
     "Single",
     "Strategy",
@@ -61,6 +65,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from allhands.errors import AllhandsError, UserError, WorkerError, WorldError
+    from allhands.federated.strategy import Federated
     from allhands.runner import Callback, EarlyStopping, SupervisedRunner, load_checkpoint, utils
     from allhands.strategies import DDP, DP, KVStore, Single, Strategy
     from allhands.verify.compare import verify

@@ -191,6 +191,8 @@ class SupervisedRunner:
         if "model" not in state:
             return
         settings.model.load_state_dict(state["model"])
+        if "optimizer" not in state:
+            return  # each client had one of its own
         settings.optimizer.load_state_dict(state["optimizer"])
         scheduler = settings.scheduler[0] if isinstance(settings.scheduler, tuple) else settings.scheduler
         if state["scheduler"] is not None:
@@ -282,6 +284,10 @@ class SupervisedRunner:
 def _train(runner: SupervisedRunner, settings: TrainSettings, world: World, reporter: Reporter, shipped: bool) -> dict[str, Any]:
     # Each node's task has sent its own data.
     settings.data.same_everywhere = shipped and world.local_world_size == world.world_size
+    own_training = settings.strategy.train_instead()
+    if own_training is not None:
+        state: dict[str, Any] = own_training(runner, settings, world, reporter, shipped)
+        return state
     home = next(settings.model.parameters(), torch.empty(0)).device
     training = Training(runner, settings, world, reporter)
     history = training.run()
@@ -292,8 +298,8 @@ def _train(runner: SupervisedRunner, settings: TrainSettings, world: World, repo
             if isinstance(settings.criterion, nn.Module):
                 settings.criterion.to(home)
         return {"history": history}
-    state = training.memory.state()
-    return {key: state[key] for key in ("model", "optimizer", "scheduler", "callbacks")} | {"history": history}
+    memory = training.memory.state()
+    return {key: memory[key] for key in ("model", "optimizer", "scheduler", "callbacks")} | {"history": history}
 
 
 def _evaluate(runner: SupervisedRunner, given: Any, world: World, reporter: Reporter, shipped: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 
 from allhands.errors import UserError
 from allhands.strategies.base import Strategy
@@ -12,6 +13,8 @@ from allhands.strategies.kvstore import KVStore
 from allhands.strategies.single import Single
 
 STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (Single, DP, DDP, KVStore)}
+# Strategies that stand on layers above this one, imported when they are asked for: name -> (module, class).
+_ABOVE = {"federated": ("allhands.federated", "Federated")}
 
 __all__ = ["DDP", "DP", "STRATEGIES", "KVStore", "Single", "Strategy", "strategy_named"]
 
@@ -22,8 +25,12 @@ def strategy_named(name: str) -> Strategy:
     Raises:
         UserError: there is none; the message lists them and the nearest.
     """
+    if name in _ABOVE:
+        module, kind = _ABOVE[name]
+        made: Strategy = getattr(importlib.import_module(module), kind)()
+        return made
     if name not in STRATEGIES:
-        near = difflib.get_close_matches(name, STRATEGIES, n=1)
+        near = difflib.get_close_matches(name, [*STRATEGIES, *_ABOVE], n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise UserError(f"there is no strategy '{name}'{hint} Known are: {', '.join(STRATEGIES)}")
+        raise UserError(f"there is no strategy '{name}'{hint} Known are: {', '.join([*STRATEGIES, *_ABOVE])}")
     return STRATEGIES[name]()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -60,6 +60,11 @@ class Strategy(ABC):
     def after_backward(self) -> bool:
         """Whether gradients are exchanged in one call, `exchange_all`, once all backward passes of a step are done."""
         return type(self).exchange_all is not Strategy.exchange_all
+
+    def train_instead(self) -> Callable[..., Any] | None:
+        """What trains in each worker in place of the runner's epochs, ``(runner, settings, world, reporter, shipped)`` to the
+        trained state; None where epochs of optimizer steps over one data set are what the strategy distributes."""
+        return None
 
     def servers_to_start(self) -> int:
         """How many parameter servers to start beside the workers."""

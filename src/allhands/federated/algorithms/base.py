@@ -1,0 +1,151 @@
+"""What distinguishes one federated algorithm from another: a few steps of arithmetic on flat vectors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from allhands.errors import UserError
+from allhands.federated.layout import Layout
+from allhands.federated.sums import Sums
+
+#: Figures of a client that every algorithm's sums carry; `ok` is 1 for a client that has trained.
+FIGURES = ("ok", "samples", "steps", "loss", "seconds")
+
+
+@dataclass
+class Server:
+    """What the aggregating side holds; the same on every rank.
+
+    Attributes:
+        layout: where weights lie in a row.
+        weights: the global model, shape ``[length]``.
+        integers: its integer buffers, int64.
+        device: where rows lie.
+        round: the round that is being computed, from 0.
+        num_clients: all clients, not only the cohort.
+        seed: the run's seed.
+        learning_rate: of the clients' optimizer (first group) in this round.
+    """
+
+    layout: Layout
+    weights: torch.Tensor
+    integers: torch.Tensor
+    device: torch.device
+    num_clients: int
+    seed: int
+    round: int = 0
+    learning_rate: float = 0.0
+
+
+@dataclass
+class Trained:
+    """Clients that have trained together, one row each.
+
+    Attributes:
+        clients, slots: their numbers among all clients, and their places in the cohort.
+        rows: their models, shape ``[clients, length]``; overwritten by the next ones.
+        start: the model that they began with, shape ``[length]``; ``[clients, length]`` where they keep layers of their own.
+        samples, steps: float64, shape ``[clients]``.
+        loss: mean training loss over the samples that they saw.
+        start_loss: mean loss of the model that they began with on their data, where the algorithm `needs_start_loss`.
+        own: the algorithm's state of each client by name, shape ``[clients, …]``; what `contribute` leaves here is kept.
+    """
+
+    clients: list[int]
+    slots: list[int]
+    rows: torch.Tensor
+    start: torch.Tensor
+    samples: torch.Tensor
+    steps: torch.Tensor
+    loss: torch.Tensor
+    start_loss: torch.Tensor | None = None
+    own: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def updates(self) -> torch.Tensor:
+        """What training has changed, shape ``[clients, length]``; a new tensor."""
+        return self.rows - self.start
+
+
+class Algorithm(ABC):
+    """One federated algorithm. An object holds settings, and after `begin` the state of the server.
+
+    All clients' arithmetic is on tensors of shape ``[clients, numbers]``, in place, so that it serves one client at a time, many
+    at once, and a CUDA graph alike.
+    """
+
+    #: The name by which it is chosen.
+    name: str
+    #: Whether `correct` changes gradients.
+    corrects: bool = False
+    #: Whether clients evaluate the model that they get before they train it.
+    needs_start_loss: bool = False
+    #: Whether `aggregate` takes all clients' updates and not only their sums.
+    needs_updates: bool = False
+    #: Whether a global model results at all; without one, each client keeps its own.
+    shares: bool = True
+
+    def begin(self, server: Server) -> None:
+        """Make the server's own state; called once, before the first round and before `load_state_dict`."""
+
+    def client_state(self, server: Server) -> dict[str, int]:
+        """Vectors that each client keeps from one of its rounds to the next, which begin as zeros: name to length."""
+        return {}
+
+    def correct(self, gradients: torch.Tensor, weights: torch.Tensor, start: torch.Tensor, own: dict[str, torch.Tensor]) -> None:
+        """Change clients' gradients before each of their optimizer steps, in place; reads and writes no Python numbers of the
+        round, for it may be recorded in a graph.
+
+        Args:
+            gradients, weights: shape ``[clients, trained]``.
+            start: the model that the round began with, shape ``[trained]`` or ``[clients, trained]``.
+            own: `client_state`, shape ``[clients, …]``.
+        """
+
+    def vectors(self, server: Server) -> dict[str, int]:
+        """The sums over the cohort that `aggregate` needs: name to length."""
+        return {"update": server.layout.length}
+
+    def figures(self) -> tuple[str, ...]:
+        """Further figures of a client that `aggregate` needs, beside `FIGURES`."""
+        return ()
+
+    def contribute(self, trained: Trained, server: Server, sums: Sums) -> None:
+        """Add what clients have learnt to the cohort's sums. The default: their updates, weighted by samples."""
+        sums.add("update", trained.updates, self.weights(trained))
+
+    def weights(self, trained: Trained) -> torch.Tensor:
+        """How much each client counts: float64, shape ``[clients]``. The default: its samples."""
+        return trained.samples
+
+    @abstractmethod
+    def aggregate(self, server: Server, sums: Sums) -> None:
+        """Change `server.weights` in place, the same way on every rank. Called only when some client has contributed."""
+
+    def check(self, server: Server, per_round: int) -> None:
+        """Raise `UserError` for settings that cannot be honoured with this model and cohort, before the first round."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The server's own state: tensors and numbers."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+
+
+def fraction(name: str, value: Any, low: float = 0.0, high: float = float("inf"), *, open_low: bool = False) -> float:
+    """A number within bounds, or `UserError` that names the option."""
+    ok = (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and low <= value <= high
+        and not (open_low and value == low)
+    )
+    if not ok:
+        upper = "" if high == float("inf") else f" and at most {high:g}"
+        raise UserError(f"{name}={value!r}; it must be a number {'above' if open_low else 'of at least'} {low:g}{upper}")
+    return float(value)

@@ -1,0 +1,82 @@
+"""Who holds which samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from allhands.errors import UserError
+
+
+class Clients:
+    """The samples of every client, as two arrays: 100,000 clients cost 100,000 numbers and no objects.
+
+    Args:
+        parts: the indices of each client's samples into the data set.
+        names: a name for each client; None: their numbers.
+
+    Raises:
+        UserError: no client, or two names that are the same.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[int] | np.ndarray | torch.Tensor], names: Sequence[str] | None = None) -> None:
+        if len(parts) == 0:
+            raise UserError("the partition has no client; give at least one")
+        sizes = np.fromiter((len(part) for part in parts), dtype=np.int64, count=len(parts))
+        self.offsets = np.concatenate([[0], np.cumsum(sizes)])
+        flat = [np.asarray(part, dtype=np.int64) for part in parts if len(part)]
+        self.indices = torch.from_numpy(np.concatenate(flat) if flat else np.zeros(0, dtype=np.int64))
+        self._set_names(names)
+
+    @classmethod
+    def from_arrays(cls, indices: np.ndarray, offsets: np.ndarray, names: Sequence[str] | None = None) -> Clients:
+        """From the samples of all clients in one array (int64) and where each client's begin, shape ``[clients + 1]``."""
+        made = cls.__new__(cls)
+        made.indices, made.offsets = torch.from_numpy(np.ascontiguousarray(indices, dtype=np.int64)), np.asarray(offsets)
+        made._set_names(names)
+        return made
+
+    def _set_names(self, names: Sequence[str] | None) -> None:
+        self.names = None if names is None else [str(name) for name in names]
+        if self.names is None:
+            return
+        if len(self.names) != len(self):
+            raise UserError(f"{len(self.names)} names for {len(self)} clients; give one name a client")
+        if len(set(self.names)) != len(self.names):
+            twice = next(name for name in self.names if self.names.count(name) > 1)
+            raise UserError(f"two clients are called {twice!r}; give each a name of its own")
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def size(self, client: int) -> int:
+        """Samples of a client."""
+        return int(self.offsets[client + 1] - self.offsets[client])
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Samples of every client: int64, shape ``[clients]``."""
+        return np.diff(self.offsets)
+
+    def samples(self, client: int) -> torch.Tensor:
+        """Indices of a client's samples into the data set: int64, shape ``[size(client)]``."""
+        return self.indices[self.offsets[client] : self.offsets[client + 1]]
+
+    def name(self, client: int) -> str:
+        """What to call a client in a message."""
+        return str(client) if self.names is None else self.names[client]
+
+    def check_exact(self, num_samples: int) -> None:
+        """Raise `UserError` unless every one of `num_samples` samples belongs to exactly one client."""
+        counts = np.bincount(self.indices.numpy(), minlength=num_samples)
+        if len(counts) > num_samples:
+            raise UserError(f"the partition names sample {len(counts) - 1}, and the data set has {num_samples}")
+        if (counts == 1).all():
+            return
+        sample = int(np.flatnonzero(counts != 1)[0])
+        raise UserError(
+            f"sample {sample} belongs to {counts[sample]} clients; a partition gives every sample to exactly one "
+            f"({int((counts == 0).sum())} belong to none, {int((counts > 1).sum())} to several)"
+        )

@@ -1,0 +1,101 @@
+"""One client after another, in one model whose weights are copied in place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from allhands.data import derive_seed, preserved_generators
+from allhands.federated.algorithms.base import Server, Trained
+from allhands.federated.executors.base import ClientError, Executor, Job, Sink, States, Work
+from allhands.federated.local import restart
+from allhands.step import LossRule
+
+
+class Serial(Executor):
+    """Any model, any loss, any optimizer, on any device.
+
+    The model's weights are views into one row, and its gradients into another: a client costs one copy, no allocation.
+    """
+
+    name = "serial"
+
+    def __init__(self, work: Work, server: Server) -> None:
+        super().__init__(work, server)
+        layout = server.layout
+        self.rows = torch.zeros(1, layout.length, dtype=layout.dtype, device=server.device)
+        self.gradients = torch.zeros(1, layout.trained, dtype=layout.dtype, device=server.device)
+        work.model.to(server.device)
+        layout.bind(work.model, self.rows[0], self.gradients[0])
+        flat = work.local.optimizer.flat
+        self.optimizer = (
+            work.local.optimizer.make(layout, self.rows, self.gradients) if flat else work.local.optimizer.over(work.model)
+        )
+
+    def train(self, jobs: Sequence[Job], states: States, sink: Sink) -> None:
+        self.work.local.optimizer.set_rates(self.optimizer)
+        self.work.model.train()
+        with preserved_generators():
+            for job in jobs:
+                began = time.perf_counter()
+                own = states([job.client])
+                try:
+                    trained = self._train(job, own)
+                except Exception as error:
+                    raise ClientError(job, f"client {self.work.clients.name(job.client)}: {error}") from error
+                sink(trained, time.perf_counter() - began)
+
+    def _train(self, job: Job, own: dict[str, torch.Tensor]) -> Trained:
+        work, server, local = self.work, self.server, self.work.local
+        trained = server.layout.trained
+        start, indices = server.weights, work.clients.samples(job.client)
+        self.rows[0].copy_(start)
+        server.layout.write_integers(server.integers, work.model)
+        restart(self.optimizer)
+        torch.manual_seed(derive_seed(work.seed, "noise", server.round, job.client))
+        total, seen, steps = torch.zeros((), dtype=torch.float64, device=server.device), 0, 0
+        start_loss = self._start_loss(indices, job) if work.algorithm.needs_start_loss else None
+        for batch in local.batches(indices, work.seed, server.round, job.client):
+            self.gradients.zero_()
+            output, target = local.forward(
+                work.model, work.samples.take(batch, work.seed, server.round, job.client, steps)
+            )  # fmt: skip
+            loss = local.criterion(output, target)
+            if steps == 0:
+                LossRule.check_value(loss)
+            loss.backward()
+            if work.algorithm.corrects:
+                work.algorithm.correct(self.gradients, self.rows[:, :trained], start[:trained], own)
+            if local.clip_norm is not None:
+                clip_rows(self.gradients, local.clip_norm)
+            self.optimizer.step()
+            total += loss.detach() * len(batch)
+            seen += len(batch)
+            steps += 1
+        return Trained(
+            clients=[job.client], slots=[job.slot], rows=self.rows, start=start,
+            samples=torch.tensor([float(len(indices))], dtype=torch.float64),
+            steps=torch.tensor([float(steps)], dtype=torch.float64),
+            loss=(total / max(seen, 1)).reshape(1), start_loss=start_loss, own=own,
+        )  # fmt: skip
+
+    def _start_loss(self, indices: torch.Tensor, job: Job) -> torch.Tensor:
+        """The mean loss of the model as it lies in the row over a client's data: float64, shape ``[1]``."""
+        model, local = self.work.model, self.work.local
+        total = torch.zeros((), dtype=torch.float64, device=self.server.device)
+        model.eval()
+        with torch.no_grad():
+            for batch in indices.split(max(local.batch_size or 0, 256)):
+                output, target = local.forward(model, self.work.samples.take(batch, self.work.seed, "start", job.client))
+                total += local.criterion(output, target) * len(batch)
+        model.train()
+        return (total / len(indices)).reshape(1)
+
+
+def clip_rows(gradients: torch.Tensor, norm: float) -> None:
+    """Scale each row, shape ``[clients, numbers]``, in place so that its norm is at most `norm`, as
+    `torch.nn.utils.clip_grad_norm_` does."""
+    lengths = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
+    gradients.mul_((norm / (lengths + 1e-6)).clamp_(max=1.0))

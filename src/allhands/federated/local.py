@@ -1,0 +1,162 @@
+"""How every client trains: the loss, the optimizer, the batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from allhands.data import derive_seed
+from allhands.errors import UserError, kind_of
+from allhands.federated.layout import Layout
+
+Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
+
+
+def pair_forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    """The model's output and the target for a batch ``(input, …, target)``."""
+    return model(*batch[:-1]), batch[-1]
+
+
+@dataclass
+class LocalOptimizer:
+    """The optimizer that each client starts anew: its class, its options, and which parameters each group holds.
+
+    Optimizers of torch.optim that treat every number alike run on flat vectors, which is the same arithmetic in fewer and larger
+    operations; `flat` says whether this one does.
+    """
+
+    kind: type[torch.optim.Optimizer]
+    groups: list[list[str]]
+    options: list[dict[str, Any]] = field(default_factory=lambda: [{}])
+
+    # Each updates a number from that number's own gradient and state only.
+    ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
+
+    @classmethod
+    def like(cls, optimizer: torch.optim.Optimizer, model: nn.Module) -> LocalOptimizer:
+        """The same optimizer as one made over a model's parameters."""
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        groups, options = [], []
+        for group in optimizer.param_groups:
+            groups.append([names[id(p)] for p in group["params"] if p.requires_grad])
+            options.append({key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "initial_lr")})
+        return cls(type(optimizer), groups, options)
+
+    @classmethod
+    def of(cls, name: str, model: nn.Module, **options: Any) -> LocalOptimizer:
+        """An optimizer of torch.optim by name, in any spelling of capitals. Raises `UserError` with the names there are."""
+        known = {kind: getattr(torch.optim, kind) for kind in cls.ELEMENTWISE}
+        for kind, made in known.items():
+            if kind.lower() == str(name).lower():
+                return cls.like(made(model.parameters(), **options), model)
+        raise UserError(f"there is no optimizer '{name}' for clients; there are {', '.join(known)}")
+
+    @property
+    def flat(self) -> bool:
+        """Whether it gives the same result on a flat vector as on the parameters that lie in it."""
+        return self.kind.__module__.startswith("torch.optim") and self.kind.__name__ in self.ELEMENTWISE
+
+    def make(self, layout: Layout, rows: torch.Tensor, gradients: torch.Tensor) -> torch.optim.Optimizer:
+        """The optimizer over rows of shape ``[clients, length]``, whose gradients are ``[clients, trained]``; both stay where
+        they are and are changed in place."""
+        groups = []
+        for (start, stop), options in zip(layout.groups, self.options, strict=True):
+            flat = rows[:, start:stop].detach().requires_grad_()
+            flat.grad = gradients[:, start:stop]
+            groups.append({"params": [flat], **options})
+        return self.kind(groups)  # type: ignore[call-arg]  # of a class of its own, with defaults
+
+    def over(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer over a model's own parameters, for one that does not treat every number alike."""
+        named = dict(model.named_parameters())
+        pairs = zip(self.groups, self.options, strict=True)
+        made = [{"params": [named[name] for name in group], **options} for group, options in pairs]
+        return self.kind(made)  # type: ignore[call-arg]
+
+    def set_rates(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer that `make` or `over` made the learning rates of `options`, which a schedule may have changed."""
+        for group, options in zip(optimizer.param_groups, self.options, strict=True):
+            group["lr"] = options.get("lr", group["lr"])
+
+
+def restart(optimizer: torch.optim.Optimizer) -> None:
+    """Forget a client's state. Zeros are what a new optimizer begins with, where that is so, and spare a new allocation."""
+    zeros = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adadelta)
+    if type(optimizer) is torch.optim.SGD:
+        zeros = all(group["dampening"] == 0 for group in optimizer.param_groups)
+    if not zeros:
+        optimizer.state.clear()
+        return
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+
+
+@dataclass
+class LocalTraining:
+    """What a client does with its data in a round.
+
+    Args:
+        criterion: ``(output, target)`` to one number, the mean over the batch.
+        optimizer: made anew for every client and round.
+        batch_size: samples of a step; None: all of a client's samples in one step.
+        epochs: times that a client goes through its data.
+        steps: optimizer steps instead of epochs; data that end sooner begin again, in a new order.
+        clip_norm: bound of the norm of a client's gradient in each step.
+        forward: ``(model, batch)`` to ``(output, target)``.
+        drop_last: leave out a last batch that is short, unless it is the client's only one.
+    """
+
+    criterion: Any
+    optimizer: LocalOptimizer
+    batch_size: int | None = 32
+    epochs: int = 1
+    steps: int | None = None
+    clip_norm: float | None = None
+    forward: Forward = pair_forward
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.criterion):
+            raise UserError(f"criterion is {kind_of(self.criterion)}; pass a loss such as torch.nn.CrossEntropyLoss()")
+        for name in ("batch_size", "epochs", "steps"):
+            value = getattr(self, name)
+            if value is None and name != "epochs":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{name}={value!r}; it must be a whole number of at least 1")
+
+    def sizes(self, samples: int) -> list[int]:
+        """Samples in each step of one pass over a client's data."""
+        size = min(self.batch_size or samples, samples)
+        full, rest = divmod(samples, size)
+        return [size] * full + ([rest] if rest and not self.drop_last else [])
+
+    def num_steps(self, samples: int) -> int:
+        """Optimizer steps of a client with so many samples."""
+        return self.steps if self.steps is not None else self.epochs * len(self.sizes(samples))
+
+    def batches(self, indices: torch.Tensor, seed: int, round_: int, client: int) -> Iterator[torch.Tensor]:
+        """The samples of each step: an order of the client's `indices` that depends on (seed, round, client, pass) only."""
+        sizes, left, epoch = self.sizes(len(indices)), self.num_steps(len(indices)), 0
+        while left > 0:
+            generator = torch.Generator().manual_seed(derive_seed(seed, "client", round_, client, epoch))
+            order = indices[torch.randperm(len(indices), generator=generator)]
+            yield from order[: sum(sizes)].split(sizes)[:left]
+            left -= len(sizes)
+            epoch += 1
+
+
+def mapping_forward(input_key: str, target_key: str) -> Forward:
+    """A `forward` for batches that are dicts."""
+
+    def forward(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Any, Any]:
+        return model(batch[input_key]), batch[target_key]
+
+    return forward

@@ -1,0 +1,72 @@
+"""Samples by index, as batches on the device that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+from allhands.data import derive_seed, preserved_generators, seed_everything
+from allhands.errors import UserError
+
+
+class Samples:
+    """A data set whose batches are asked for by index.
+
+    A `TensorDataset`, or a tuple of tensors or arrays of one length, is kept on `device` and read by one index operation; any
+    other data set is read sample by sample, with the global generators seeded by the sample's place in the training, so that
+    augmentation does not depend on who trains where.
+
+    Args:
+        dataset: ``dataset[i]`` gives one sample; it has a length.
+        device: where batches are wanted.
+    """
+
+    def __init__(self, dataset: Any, device: torch.device) -> None:
+        self.device = device
+        self.tensors: tuple[torch.Tensor, ...] | None = None
+        self.dataset: Dataset[Any] | Sequence[Any] = dataset
+        if isinstance(dataset, TensorDataset):
+            dataset = dataset.tensors
+        if isinstance(dataset, (tuple, list)) and dataset and all(hasattr(part, "shape") for part in dataset):
+            tensors = [torch.as_tensor(part) for part in dataset]
+            lengths = {len(part) for part in tensors}
+            if len(lengths) != 1:
+                raise UserError(
+                    f"the data set's tensors have {', '.join(str(len(t)) for t in tensors)} samples; give all the same"
+                )
+            self.tensors = tuple(t.to(device) for t in tensors)
+        elif not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            raise UserError(
+                f"the data set is a {type(dataset).__name__} without indices or length; clients need one that has both, "
+                "such as a TensorDataset"
+            )
+
+    def __len__(self) -> int:
+        return len(self.tensors[0]) if self.tensors is not None else len(self.dataset)  # type: ignore[arg-type]
+
+    def take(self, indices: torch.Tensor, seed: int = 0, *place: int | str) -> Any:
+        """The batch of these samples (int64, shape ``[batch]``, on any device). `seed` and `place` say where in the training."""
+        if self.tensors is not None:
+            wanted = indices.to(self.device)
+            return tuple(t[wanted] for t in self.tensors)
+        with preserved_generators():
+            seed_everything(derive_seed(seed, "samples", *place))
+            batch = default_collate([self.dataset[i] for i in indices.tolist()])
+        return _to(batch, self.device)
+
+    def targets(self) -> torch.Tensor | None:
+        """The last member of every sample, where that is a tensor in memory: shape ``[samples, …]``, on the processor."""
+        return None if self.tensors is None else self.tensors[-1].cpu()
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: _to(item, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to(item, device) for item in value)
+    return value

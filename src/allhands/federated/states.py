@@ -1,0 +1,84 @@
+"""What clients keep between their rounds (control variates, their own layers), where they are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allhands.world import World
+
+
+class ClientStates:
+    """Vectors of clients, made when a client is first trained, each on the rank that trained it last.
+
+    Args:
+        lengths: name to length.
+        dtype: of every vector.
+        device: where they lie.
+        world: the ranks among which clients move.
+    """
+
+    def __init__(self, lengths: Mapping[str, int], dtype: torch.dtype, device: torch.device, world: World) -> None:
+        self.lengths = dict(lengths)
+        self.dtype, self.device, self.world = dtype, device, world
+        self.kept: dict[int, dict[str, torch.Tensor]] = {}
+        #: client to the rank that holds its vectors; the same on every rank.
+        self.owner: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.lengths)
+
+    def get(self, clients: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Copies of the vectors of some clients by name, shape ``[clients, length]``; zeros for one that has none yet."""
+        made = {
+            name: torch.zeros(len(clients), length, dtype=self.dtype, device=self.device) for name, length in self.lengths.items()
+        }
+        for row, client in enumerate(clients):
+            for name, vector in self.kept.get(client, {}).items():
+                made[name][row].copy_(vector)
+        return made
+
+    def put(self, clients: Sequence[int], own: Mapping[str, torch.Tensor]) -> None:
+        """Keep what `get` gave, changed."""
+        for row, client in enumerate(clients):
+            kept = self.kept.setdefault(client, {})
+            for name in self.lengths:
+                if name in kept:
+                    kept[name].copy_(own[name][row])
+                else:
+                    kept[name] = own[name][row].clone()
+
+    def move(self, wanted: Mapping[int, int]) -> None:
+        """Bring vectors to where clients are trained next: `wanted` is client to rank, the same on every rank."""
+        rank, sends, receives = self.world.rank, [], []
+        for client, target in sorted(wanted.items()):
+            source = self.owner.get(client)
+            if source is not None and source != target and rank in (source, target):
+                if rank == source:
+                    kept = self.kept.pop(client)
+                    sends += [dist.P2POp(dist.isend, kept[name], target) for name in self.lengths]
+                else:
+                    kept = self.get([client])
+                    self.kept[client] = {name: vectors[0] for name, vectors in kept.items()}
+                    receives += [dist.P2POp(dist.irecv, self.kept[client][name], source) for name in self.lengths]
+            self.owner[client] = target
+        if sends or receives:
+            for request in dist.batch_isend_irecv(sends + receives):
+                request.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's vectors, by client."""
+        return {str(client): dict(vectors) for client, vectors in self.kept.items()}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take this rank's share of the vectors that all ranks of an earlier run kept; clients are dealt out by number."""
+        self.kept, self.owner = {}, {}
+        for state in states:
+            for key, vectors in state.items():
+                client = int(key)
+                self.owner[client] = client % self.world.world_size
+                if self.owner[client] == self.world.rank:
+                    self.kept[client] = {name: vector.to(self.device, self.dtype) for name, vector in vectors.items()}

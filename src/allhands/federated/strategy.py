@@ -1,0 +1,116 @@
+"""`Federated`: one training definition, trained by clients that keep their data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from allhands.errors import UserError
+from allhands.federated.algorithms import ALGORITHMS, Algorithm
+from allhands.federated.rounds import Rounds
+from allhands.strategies import Strategy
+from allhands.world import World
+
+
+class Federated(Strategy):
+    """Clients train the model on data of their own; a server averages what they have learnt, round after round. Simulated: any
+    number of clients on any number of workers, with the same result.
+
+    ::
+
+        history = SupervisedRunner().train(
+            model=model, criterion=criterion, optimizer=optimizer, datasets={"batch_size": 32, "train": train, "valid": valid},
+            distributed=Federated(clients=100, per_round=10, rounds=50, algorithm="fedavg", local_epochs=5),
+        )
+
+    The optimizer is each client's own, made anew in every round; the loaders' `batch_size` is a client's.
+
+    Args:
+        clients: how many; None where the partition says it.
+        partition: who gets which samples, see `allhands.federated.partitions`: a name, ``{"name": …, option: …}``, index
+            lists, or a `Clients`.
+        per_round: clients of a cohort; None: all.
+        rounds: how many.
+        algorithm: a name, ``{"name": …, option: …}``, or an `Algorithm`.
+        local_epochs: times that a client goes through its data in a round.
+        local_steps: optimizer steps of a client in a round, instead of `local_epochs`.
+        executor: how a device trains its clients; "auto" tries which is fastest.
+        evaluate_every: rounds between two evaluations; the last round is always evaluated.
+        stages: a class derived from `Rounds` that overrides stages.
+
+    Raises:
+        UserError: an option cannot be honoured; says what to write instead.
+    """
+
+    name = "federated"
+    exact = False
+
+    def __init__(
+        self,
+        clients: int | None = None,
+        partition: Any = "iid",
+        per_round: int | None = None,
+        rounds: int = 10,
+        algorithm: str | dict[str, Any] | Algorithm = "fedavg",
+        local_epochs: int = 1,
+        local_steps: int | None = None,
+        executor: str = "auto",
+        evaluate_every: int = 1,
+        stages: type[Rounds] = Rounds,
+    ) -> None:
+        for name, value in (("clients", clients), ("per_round", per_round), ("rounds", rounds), ("local_epochs", local_epochs),
+                            ("local_steps", local_steps), ("evaluate_every", evaluate_every)):  # fmt: skip
+            optional = name in ("clients", "per_round", "local_steps")
+            if (value is None and optional) or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+                continue
+            raise UserError(f"{name}={value!r}; it must be a whole number of at least 1{', or None' if optional else ''}")
+        if clients is not None and per_round is not None and per_round > clients:
+            raise UserError(f"per_round={per_round} of clients={clients}; a round cannot have more clients than there are: write "
+                            f"per_round={clients}, or None for all of them")  # fmt: skip
+        self.clients, self.partition, self.per_round, self.rounds = clients, partition, per_round, rounds
+        self.algorithm = named(algorithm, ALGORITHMS, "algorithm")
+        self.local_epochs, self.local_steps = local_epochs, local_steps
+        self.executor, self.evaluate_every, self.stages = executor, evaluate_every, stages
+
+    def check(self, world: World) -> None:
+        """Any world will do."""
+
+    def prepare(self, model: nn.Module, world: World) -> nn.Module:
+        return model
+
+    def train_instead(self) -> Callable[..., Any] | None:
+        from allhands.federated.training import train
+
+        return train
+
+
+def named(given: Any, known: dict[str, Any], what: str) -> Any:
+    """The object that a name, or ``{"name": …, option: …}``, stands for; any other object as it is.
+
+    Raises:
+        UserError: no such name, or no such option; lists those that there are.
+    """
+    import difflib
+    import inspect
+
+    if isinstance(given, str):
+        given = {"name": given}
+    if not isinstance(given, dict):
+        return copy.deepcopy(given)
+    options = dict(given)
+    name = options.pop("name", None)
+    if name not in known:
+        near = difflib.get_close_matches(str(name).lower(), known, n=1)
+        raise UserError(
+            f"there is no {what} {name!r}{f'; did you mean {near[0]!r}?' if near else ''} Known are: {', '.join(known)}"
+        )
+    takes = list(inspect.signature(known[name]).parameters)
+    for option in options:
+        if option not in takes:
+            near = difflib.get_close_matches(option, takes, n=1)
+            raise UserError(f"the {what} {name!r} has no option {option!r}{f'; did you mean {near[0]!r}?' if near else ''} "
+                            f"It takes: {', '.join(takes) or 'none'}")  # fmt: skip
+    return known[name](**options)

@@ -1,0 +1,109 @@
+"""`SupervisedRunner.train(distributed=Federated(…))`: the training in each worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from allhands.comm import broadcast_tensors
+from allhands.data import build_feeds, preserved_generators
+from allhands.data.build import Source
+from allhands.errors import UserError
+from allhands.federated.algorithms import Server
+from allhands.federated.executors import EXECUTORS, Executor, Work
+from allhands.federated.layout import Layout
+from allhands.federated.local import LocalOptimizer, LocalTraining
+from allhands.federated.partitions import partition_of
+from allhands.federated.rounds import Evaluate
+from allhands.federated.samples import Samples
+from allhands.federated.strategy import Federated
+from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule
+from allhands.runner.metrics import LoaderMetrics
+from allhands.runner.reporter import Reporter
+from allhands.runner.settings import TrainSettings
+from allhands.step import Precision
+from allhands.world import World
+
+
+def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter, shipped: bool) -> dict[str, Any]:
+    """The training that a `SupervisedRunner` was asked for, in rounds; called on every rank."""
+    strategy = settings.strategy
+    assert isinstance(strategy, Federated)
+    model = settings.model
+    home = next(model.parameters()).device
+    with preserved_generators():
+        sources = settings.data.sources(settings.seed)
+        source = _trained_source(sources)
+        samples = Samples(source.dataset, world.device)
+        clients = partition_of(strategy.partition, samples, strategy.clients, settings.seed)
+        local = LocalTraining(
+            criterion=settings.criterion, optimizer=LocalOptimizer.like(settings.optimizer, model), batch_size=source.batch_size,
+            epochs=strategy.local_epochs, steps=strategy.local_steps, clip_norm=settings.clip_norm,
+            forward=runner.handle_batch, drop_last=source.drop_last,
+        )  # fmt: skip
+        model.to(world.device)
+        broadcast_tensors([*model.parameters(), *model.buffers()], world)
+        layout = Layout(model, local.optimizer.groups)
+        server = Server(layout, layout.read(model), layout.read_integers(model), world.device, len(clients), settings.seed)
+        work = Work(model, local, strategy.algorithm, samples, clients, settings.seed)
+        executor = make_executor(strategy.executor, work, server)
+        evaluate = _evaluation(runner, settings, sources, world, reporter)
+        rounds = strategy.stages(
+            work, server, executor, world, per_round=strategy.per_round or len(clients), rounds=strategy.rounds,
+            evaluate=evaluate, evaluate_every=strategy.evaluate_every,
+        )  # fmt: skip
+        history = rounds.run()
+        layout.write(server.weights, model)
+    for parameter in model.parameters():
+        parameter.data, parameter.grad = parameter.data.clone(), None
+    model.to(home)
+    if not shipped:
+        return {"history": history}
+    state = {key: value.cpu() for key, value in model.state_dict().items()}
+    return {"history": history, "model": state}
+
+
+def make_executor(name: str, work: Work, server: Server) -> Executor:
+    """The executor of that name, or the one that suits. Raises `UserError` when it cannot train these clients."""
+    if name == "auto":
+        name = "serial"
+    if name not in EXECUTORS:
+        raise UserError(f"there is no executor {name!r}; known are: auto, {', '.join(EXECUTORS)}")
+    refusal = EXECUTORS[name].refuses(work, server)
+    if refusal is not None:
+        raise UserError(f"executor={name!r} cannot train these clients: {refusal}; write executor='auto'")
+    return EXECUTORS[name](work, server)
+
+
+def _trained_source(sources: dict[str, Source]) -> Source:
+    trained = [source for source in sources.values() if source.trains]
+    if len(trained) != 1:
+        raise UserError(f"federated training deals out one data set, and there are {len(trained)} whose name begins with 'train'")
+    (source,) = trained
+    for name in ("sampler", "batch_sampler"):
+        if getattr(source, name) is not None:
+            raise UserError(
+                f"the loader '{source.name}' has a {name}; clients draw from their own samples in an order of their "
+                "own: remove it, or say who has which samples with partition="
+            )
+    return source
+
+
+def _evaluation(
+    runner: Any, settings: TrainSettings, sources: dict[str, Source], world: World, reporter: Reporter
+) -> Evaluate | None:
+    kept = {name: source for name, source in sources.items() if not source.trains}
+    if not kept:
+        return None
+    feeds = build_feeds(kept, world, settings.seed, same_everywhere=settings.data.same_everywhere)
+    model, precision = settings.model, Precision(settings.precision, world.device)
+    forward = Forward(runner, model, world.device)
+    prepared = {name: (feed, loss_rule(settings.criterion, feed, runner), LoaderMetrics(settings.metrics, world, trains=False))
+                for name, feed in feeds.items()}  # fmt: skip
+
+    def evaluate(server: Server) -> dict[str, dict[str, float]]:
+        server.layout.write(server.weights, model)
+        server.layout.write_integers(server.integers, model)
+        return {name: evaluate_feed(feed, feed.epoch(0), model, forward, rule, metrics, precision, reporter, name)
+                for name, (feed, rule, metrics) in prepared.items()}  # fmt: skip
+
+    return evaluate
