@@ -10,6 +10,7 @@ import torch
 
 from allhands.errors import UserError
 from allhands.kvstore.optimizers import ChunkOptimizer, OptimizerSpec
+from allhands.kvstore.placement import Piece
 
 
 class Bucket:
@@ -21,25 +22,29 @@ class Bucket:
         device: where the bucket lies.
         rank: which part is updated here.
         parts: into how many parts it is cut.
+        layout: the pieces of each key, and whose they are, where values go in fewer bits; None cuts evenly.
 
     Attributes:
         names: the keys, sorted.
         whole: the weights of all keys, 1-D.
-        part: the weights that are updated here, 1-D; with one part the same memory as `whole`.
+        part: the weights that are updated here, 1-D; with one part, evenly cut, the same memory as `whole`.
         views: the weights by key, in the key's shape; the same memory as `whole`.
         optimizer: of `part`; None until the first step.
     """
 
-    def __init__(self, values: Mapping[str, torch.Tensor], group: int, device: torch.device, rank: int, parts: int) -> None:
+    def __init__(self, values: Mapping[str, torch.Tensor], group: int, device: torch.device, rank: int, parts: int,
+                 layout: Mapping[str, Sequence[Piece]] | None = None) -> None:  # fmt: skip
         self.names = sorted(values)
         self.group = group
         self._shapes = {name: values[name].shape for name in self.names}
         count = sum(shape.numel() for shape in self._shapes.values())
         length = -(-count // parts)
         dtype = values[self.names[0]].dtype
+        self.layout, self._rank = layout, rank
         self._slice = slice(rank * length, (rank + 1) * length)
-        self.whole = torch.zeros(parts * length, dtype=dtype, device=device)
-        self.part = self.whole if parts == 1 else torch.zeros(length, dtype=dtype, device=device)
+        self.whole = torch.zeros(parts * length if layout is None else count, dtype=dtype, device=device)
+        # In fewer bits, `whole` is what all workers have, and `part` what it should be.
+        self.part = self.whole if parts == 1 and layout is None else self.own(self.whole).clone()
         self.views = self.cut(self.whole)
         with torch.no_grad():
             for name, view in self.views.items():
@@ -57,7 +62,28 @@ class Bucket:
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor that is as long as the bucket."""
-        return whole[self._slice]
+        if self.layout is None:
+            return whole[self._slice]
+        mine = [whole[offset + piece.start : offset + piece.stop] for _, offset, piece in self.pieces(self._rank)]
+        return torch.cat(mine) if mine else whole.new_empty(0)
+
+    def pieces(self, rank: int | None = None) -> list[tuple[str, int, Piece]]:
+        """Those of one rank, or all: the key, where it begins in `whole`, and the piece of it."""
+        found, start = [], 0
+        for name, shape in self._shapes.items():
+            pieces = self.layout[name] if self.layout is not None else ()
+            found += [(name, start, piece) for piece in pieces if rank in (None, piece.server)]
+            start += shape.numel()
+        return found
+
+    def put_together(self, parts: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
+        """Fill `whole` with what `own` is on each rank."""
+        for rank, part in enumerate(parts):
+            used = 0
+            for _, offset, piece in self.pieces(rank):
+                count = piece.stop - piece.start
+                whole[offset + piece.start : offset + piece.stop].copy_(part[used : used + count])
+                used += count
 
     def room(self, number: int) -> torch.Tensor:
         """The n-th tensor as long as the bucket to work in. Kept, because new memory of this size costs more than its use."""

@@ -218,9 +218,36 @@ def codec_from(options: Mapping[str, Any]) -> Codec:
     return Rounded(kind, {"none": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[kind])
 
 
+def both_ways(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options for gradients, and for the weights that come back: ``{"type": …, "pull": …}`` taken apart, and checked.
+
+    Raises:
+        UserError: as `codec_from`.
+    """
+    push = {name: value for name, value in options.items() if name != "pull"}
+    codec_from(push)
+    pull = options.get("pull")
+    if pull is None:  # the threshold of 2bit is one for gradients, and not for changes of weights
+        pull = {"type": "none"} if push["type"] == "2bit" else push
+    elif isinstance(pull, str):
+        pull = {"type": pull}
+    codec_from(pull)
+    return push, dict(pull)
+
+
 def compressible(dtype: torch.dtype) -> bool:
     """Whether values of this type are compressed. Whole numbers and float64 go as they are: they are chosen to be exact."""
     return dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_finite(name: str, values: torch.Tensor) -> None:
+    """Raise `UserError` where values of the key `name` cannot be compressed."""
+    # One pass without a mask: the largest size is NaN or infinite when any number is.
+    if values.numel() and not math.isfinite(torch.linalg.vector_norm(values, ord=math.inf)):
+        raise UserError(
+            f"{int((~values.isfinite()).sum())} of {values.numel()} values for '{name}' are NaN or infinite and cannot be "
+            "compressed; lower the learning rate, clip, or look for the layer with torch.autograd.detect_anomaly()"
+        )
 
 
 class Compressor:

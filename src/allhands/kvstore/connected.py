@@ -21,7 +21,7 @@ from allhands.errors import UserError, WorldError
 from allhands.kvstore import servers_of_job
 from allhands.kvstore.board import Board, ServerLostError
 from allhands.kvstore.comeback import come_back
-from allhands.kvstore.compression import Codec, Compressor, codec_from, compressible
+from allhands.kvstore.compression import Codec, Compressor, both_ways, codec_from
 from allhands.kvstore.frames import Kind, pack
 from allhands.kvstore.handshake import key as server_key
 from allhands.kvstore.link import LAST, TRANSPORT, TRANSPORTS, Link
@@ -204,16 +204,10 @@ class Connected(KVStore):
             link.adds = True
 
     def _set_compression(self, options: dict[str, Any]) -> None:
-        pull = options.pop("pull", None)
-        push = options
-        codec = codec_from(push)
-        if pull is None:  # the threshold of 2bit is one for gradients, and not for changes of weights
-            pull = {"type": "none"} if push["type"] == "2bit" else dict(push)
-        elif isinstance(pull, str):
-            pull = {"type": pull}
-        down = codec_from(pull)
+        push, pull = both_ways(options)
+        codec, down = codec_from(push), codec_from(pull)
         for link in self.links:
-            link.ask("compression", push=push, pull=dict(pull))
+            link.ask("compression", push=push, pull=pull)
             link.down_codec = None if pull["type"] == "none" else down
             link.adds = self.optimizer is not None
         self._codec = None if push["type"] == "none" else codec
@@ -250,7 +244,6 @@ class Connected(KVStore):
         self.barrier()
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """What compression has left over on this worker, by key; to be kept in its checkpoint."""
         found = {}
         for name, pieces in self._pieces.items():
             parts = [self._compressors[one.number].state() for one in pieces if one.number in self._compressors]
@@ -259,16 +252,10 @@ class Connected(KVStore):
         return found
 
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Go on with what `residuals` gave."""
         if self._codec is None:
             raise UserError("load_residuals: the store does not compress; call set_gradient_compression first")
         for name, values in residuals.items():
-            shape, dtype = self._known(name)
-            if values.numel() != shape.numel() or not compressible(dtype):
-                raise UserError(
-                    f"load_residuals: {values.numel()} numbers for '{name}', which has {shape.numel()} of {dtype}; give what "
-                    "residuals() gave for this key"
-                )
+            self._check_residual(name, values)
             for piece in self._pieces[name]:
                 compressor = self._compressors.setdefault(piece.number, Compressor(self._codec, piece.stop - piece.start))
                 compressor.load(values.reshape(-1)[piece.start : piece.stop])

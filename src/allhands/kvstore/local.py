@@ -12,7 +12,9 @@ import torch
 
 from allhands.errors import UserError
 from allhands.kvstore.bucket import Bucket, clip_factor, square_of, weight_factor
+from allhands.kvstore.compression import both_ways
 from allhands.kvstore.modes import Mode
+from allhands.kvstore.narrow import Narrow
 from allhands.kvstore.optimizers import OptimizerSpec
 from allhands.kvstore.states import StoreState
 from allhands.kvstore.store import KVStore, RowSparse, Share, Step, check_rows
@@ -37,6 +39,7 @@ class LocalStore(KVStore):
         self._steps = 0
         self._present = num_workers
         self._reduced: tuple[dict[str, Any], list[Bucket]] = {}, []
+        self._narrow: Narrow | None = None
 
     # ------------------------------------------------------------------ what CollectiveStore does with others
 
@@ -58,9 +61,11 @@ class LocalStore(KVStore):
         """This rank's part of the sum over the workers, of a tensor as long as the bucket."""
         return values
 
-    def _gather(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """Put the parts of all ranks together."""
-        if part.data_ptr() != whole.data_ptr():
+    def _gather(self, bucket: Bucket, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Put the parts of all ranks together, which are cut as the bucket is."""
+        if bucket.layout is not None:
+            bucket.put_together(self._swap([part] * self.num_workers), whole)
+        elif part.data_ptr() != whole.data_ptr():
             whole.copy_(part)
 
     def _total(self, number: float) -> float:
@@ -96,10 +101,14 @@ class LocalStore(KVStore):
                 alike[str(value.dtype), (groups or {}).get(name, 0), place].append(name)
         for (_, group, place), names in sorted(alike.items()):
             values: dict[str, torch.Tensor] = {name: named[name] for name in names}  # type: ignore[misc]
-            bucket = Bucket(values, group, torch.device(place), self.rank, self.num_workers)
+            bucket = self._bucket(values, group, torch.device(place))
             self._take_first(bucket.whole)
             bucket.part.copy_(bucket.own(bucket.whole))
             self._add(bucket)
+
+    def _bucket(self, values: Mapping[str, torch.Tensor], group: int, device: torch.device) -> Bucket:
+        layout = self._narrow.layout(values) if self._narrow is not None else None
+        return Bucket(values, group, device, self.rank, self.num_workers, layout)
 
     def _add(self, bucket: Bucket) -> None:
         for name in bucket.names:
@@ -123,11 +132,14 @@ class LocalStore(KVStore):
 
     def _cut(self, bucket: Bucket, pieces: Sequence[Sequence[str]]) -> list[Bucket]:
         tensors, numbers = self._state_of(bucket)
+        true = bucket.views
+        if bucket.layout is not None:  # the workers have something else
+            self._gather(bucket, bucket.part, whole := torch.empty_like(bucket.whole))
+            true = bucket.cut(whole)
         made = []
         for names in pieces:
-            new = Bucket({name: bucket.views[name] for name in names}, bucket.group, bucket.whole.device, self.rank,
-                         self.num_workers)  # fmt: skip
-            new.part.copy_(new.own(new.whole))
+            new = self._bucket({name: bucket.views[name] for name in names}, bucket.group, bucket.whole.device)
+            new.part.copy_(new.own(new.filled(true, torch.empty_like(new.whole))))
             if bucket.optimizer is not None:
                 assert self.optimizer is not None
                 new.load({name: {key: tensors[name][key] for key in names} for name in tensors}, numbers, self.optimizer)
@@ -143,7 +155,7 @@ class LocalStore(KVStore):
         found = {}
         for name, part in sorted(tensors.items()):
             whole = part.new_empty(len(bucket.whole))
-            self._gather(part, whole)
+            self._gather(bucket, part, whole)
             found[name] = bucket.cut(whole)
         return found, numbers
 
@@ -152,6 +164,7 @@ class LocalStore(KVStore):
     def _push(self, name: str, value: torch.Tensor, priority: int, share: Share) -> None:
         if name in self._unread:
             raise UserError(f"the key '{name}' was pushed already and not pulled since; pull it before the next push")
+        self._check_narrow({name: value})
         weights = self._meet("push", [name, share.expected], share)
         factor = weight_factor(weights, share.expected)
         if name in self._rows:
@@ -185,6 +198,7 @@ class LocalStore(KVStore):
             self._known(name)
         if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
             raise UserError(f"clip_norm={clip_norm}; it must be a bound above 0, or None")
+        self._check_narrow(grads)
         options = None if groups is None else [dict(group) for group in groups]
         (names, *how), weights = self._meet_in_step([sorted(grads), share.expected, options, clip_norm], share)
         self._update(names, grads, weights, *how)
@@ -216,7 +230,12 @@ class LocalStore(KVStore):
     @torch.no_grad()
     def _combined(self, bucket: Bucket, values: Mapping[str, torch.Tensor], factor: float) -> torch.Tensor:
         """This rank's part of the combined gradient; 1-D, to be changed at will."""
-        part = self._sum(bucket.filled(values, bucket.room(0)), bucket)
+        filled = bucket.filled(values, bucket.room(0))
+        if bucket.layout is None:
+            part = self._sum(filled, bucket)
+        else:
+            assert self._narrow is not None
+            part = self._narrow.added_up(bucket, filled, self._swap)
         return part.mul_(factor) if factor != 1.0 else part
 
     @torch.no_grad()
@@ -225,13 +244,25 @@ class LocalStore(KVStore):
             bucket.part.copy_(values)
         else:
             bucket.step(values, self.optimizer, options)
-        self._gather(bucket.part, bucket.whole)
+        self._spread(bucket, bucket.part, self.optimizer is not None)
+
+    def _spread(self, bucket: Bucket, part: torch.Tensor, changes: bool) -> None:
+        """Give all workers the new values."""
+        if bucket.layout is not None and self._narrow is not None and self._narrow.narrows_values:
+            self._narrow.spread(bucket, part, changes, self._swap)
+        else:
+            self._gather(bucket, part, bucket.whole)
+
+    def _check_narrow(self, values: Mapping[str, torch.Tensor]) -> None:
+        if self._narrow is not None:
+            self._narrow.check(values)
 
     @torch.no_grad()
     def reduce(self, grads: Mapping[str, torch.Tensor], share: Share) -> Step:
         for name, grad in grads.items():
             if grad.layout != torch.strided:
                 raise UserError(f"the gradient of '{name}' is sparse, and reduce takes dense ones")
+        self._check_narrow(grads)
         names = sorted(grads)
         forms = {name: [list(grads[name].shape), str(grads[name].dtype).removeprefix("torch.")] for name in names}
         weights = self._meet("reduce", [forms, share.expected], share)
@@ -241,13 +272,13 @@ class LocalStore(KVStore):
     def _reduce(self, grads: Mapping[str, torch.Tensor], weights: Sequence[float], expected: float | None) -> None:
         factor = weight_factor(weights, expected)
         self._steps += 1
-        if self.num_workers == 1:
+        if self.num_workers == 1 and self._narrow is None:
             if factor != 1.0:
                 for grad in grads.values():
                     grad.mul_(factor)
             return
         for bucket in self._buckets_like(grads):
-            self._gather(self._combined(bucket, grads, factor), bucket.whole)
+            self._spread(bucket, self._combined(bucket, grads, factor), False)
             for name in bucket.names:
                 grads[name].copy_(bucket.views[name])
 
@@ -259,7 +290,7 @@ class LocalStore(KVStore):
             for name, (_, dtype, device) in forms.items():
                 alike[str(dtype), str(device)].append(name)
             made = [
-                Bucket({name: grads[name] for name in names}, 0, torch.device(device), self.rank, self.num_workers)
+                self._bucket({name: grads[name] for name in names}, 0, torch.device(device))
                 for (_, device), names in sorted(alike.items())
             ]
             self._reduced = forms, made
@@ -274,15 +305,37 @@ class LocalStore(KVStore):
         self._meet("set_optimizer", [spec.name, list(spec.groups)])
         for bucket in _each(self._buckets.values()):
             bucket.optimizer = None
+        self._give_whole()
         for table in self._rows.values():
             table.set_optimizer(spec)
 
     def _set_compression(self, options: dict[str, Any]) -> None:
-        if options.get("type", "none") != "none":
-            raise UserError(
-                f"gradients cannot be compressed in a store '{self.type}' without servers ({options}); start servers with "
-                "`allhands launch -s 1 …` and create('dist_sync'), or leave compression out"
-            )
+        push, pull = both_ways(options)
+        self._meet("set_gradient_compression", [push, pull])
+        none = push["type"] == pull["type"] == "none"
+        self._give_whole()
+        self._narrow = None if none else Narrow(push, pull, self.rank, self.num_workers)
+        self._reduced = {}, []
+        for bucket in _each(self._buckets[name] for name in sorted(self._buckets)):
+            self._cut(bucket, [bucket.names])
+
+    def _give_whole(self) -> None:
+        """Where values come back in fewer bits, bring all workers the true ones."""
+        for bucket in _each(self._buckets[name] for name in sorted(self._buckets)):
+            if bucket.layout is not None:
+                self._gather(bucket, bucket.part, bucket.whole)
+        if self._narrow is not None:
+            self._narrow.forget_values()
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        return self._narrow.residuals() if self._narrow is not None else {}
+
+    def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        if self._narrow is None or not self._narrow.keeps:
+            raise UserError("load_residuals: the store does not compress; call set_gradient_compression first")
+        for name, values in residuals.items():
+            self._check_residual(name, values)
+        self._narrow.load_residuals(residuals)
 
     def state(self) -> StoreState:
         self._meet("state", None)
@@ -324,7 +377,7 @@ class LocalStore(KVStore):
                     what: {name: state.tensors[name][what] for name in part.names} for what in state.tensors.get(first, ())
                 }
                 part.load(tensors, state.numbers.get(first, {}), self.optimizer)
-                self._gather(part.part, part.whole)
+                self._gather(part, part.part, part.whole)
         for name, table in self._rows.items():
             table.load(state.tensors.get(name, {}))
         self._steps = state.step

@@ -13,7 +13,7 @@ import torch
 from allhands.errors import UserError
 from allhands.kvstore.board import Pending, ServerLostError
 from allhands.kvstore.bucket import clip_factor, square_of, weight_factor
-from allhands.kvstore.compression import Compressor, compressible
+from allhands.kvstore.compression import Compressor, check_finite, compressible
 from allhands.kvstore.connected import Connected
 from allhands.kvstore.frames import LONGEST_ROWS, Kind, message, pack
 from allhands.kvstore.link import FIRST, Link
@@ -78,11 +78,7 @@ class ServedStore(Connected):
         """What is sent in fewer bits, by the chunk's number; when a value is NaN or infinite, all residuals stay as they are."""
         narrow = {name: values for name, values in flat.items() if compressible(values.dtype)}
         for name, values in narrow.items():
-            if len(values) and not math.isfinite(torch.linalg.vector_norm(values, ord=math.inf)):
-                raise UserError(
-                    f"{int((~values.isfinite()).sum())} of {len(values)} values for '{name}' are NaN or infinite and cannot be "
-                    "compressed; lower the learning rate, clip, or look for the layer with torch.autograd.detect_anomaly()"
-                )
+            check_finite(name, values)
         return {one.number: self._encoded(one, name, values) for name, values in narrow.items() for one in self._pieces[name]}
 
     def _encoded(self, piece: Piece, name: str, flat: torch.Tensor) -> torch.Tensor:

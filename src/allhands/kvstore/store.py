@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from allhands.errors import UserError
+from allhands.kvstore.compression import compressible
 from allhands.kvstore.modes import Mode
 from allhands.kvstore.optimizers import OptimizerSpec, spec_from
 from allhands.kvstore.states import StoreState, read_states, write_states
@@ -293,9 +294,33 @@ class KVStore(ABC):
         """Send gradients in fewer bits; what is lost is added to the next ones (error feedback).
 
         Args:
-            compression_params: ``{"type": "2bit", "threshold": 0.5}``; types are fp16, bf16, 2bit, 1bit and topk.
+            compression_params: ``{"type": "2bit", "threshold": 0.5}``; types are none, fp16, bf16, 2bit, 1bit and topk. "pull"
+                says how weights come back: a type, or such a dict; without it as the gradients, with 2bit whole.
+
+        Raises:
+            UserError: no such type or option, or another one than the other workers'.
         """
         self._set_compression(dict(compression_params))
+
+    @abstractmethod
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What compression has left over on this worker, by key: float32, 1-D; to be kept in its checkpoint."""
+
+    @abstractmethod
+    def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what `residuals` gave, on a worker of any store that compresses.
+
+        Raises:
+            UserError: the store does not compress, has no such key, or the key has another size.
+        """
+
+    def _check_residual(self, name: str, values: torch.Tensor) -> None:
+        shape, dtype = self._known(name)
+        if values.numel() != shape.numel() or not compressible(dtype):
+            raise UserError(
+                f"load_residuals: {values.numel()} numbers for '{name}', which has {shape.numel()} of {dtype}; give what "
+                "residuals() gave for this key"
+            )
 
     def is_capable(self, capability: str) -> bool:
         """Whether the store can run the "optimizer"."""
