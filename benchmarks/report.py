@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,19 @@ def machine() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    found = {} if "torch" not in sys.modules else {"gpus": _gpus()}
     model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")  # noqa: SIM115
     return {
         "date": datetime.date.today().isoformat(), "cpu": model or platform.processor(), "cores": len(os.sched_getaffinity(0)),
         "load": [round(value, 2) for value in os.getloadavg()], "python": platform.python_version(), "system": platform.system(),
-        "versions": versions,
+        "versions": versions, **found,
     }  # fmt: skip
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    return [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
 
 
 def save_json(name: str, result: dict[str, Any]) -> Path:
