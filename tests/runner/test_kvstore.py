@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import allhands
 from allhands import KVStore, UserError
 from allhands.cli.objects import train
 from allhands.config import read_run
+from allhands.runner import memory
 from tests.runner.problems import arguments, classifier, fit
 
 pytestmark = pytest.mark.serial
@@ -32,13 +34,15 @@ RUN = "data: {name: digits, batch_size: 64}\nmodel: {name: mlp}\nworkers: 2\ndev
 @pytest.mark.timeout(60)
 def test_a_run_file_names_it_with_its_settings(tmp_path: Path) -> None:
     path = tmp_path / "run.yml"
-    path.write_text(RUN + "strategy: {name: kvstore, mode: ssp, staleness: 3, servers: 2}\n")
+    path.write_text(RUN + "strategy: {name: kvstore, mode: ssp, staleness: 3, servers: 2, damping: true}\n")
     history = train(read_run([path]))
     assert len(history["train"]["staleness"]) == 3
     for override, said in (
         ("strategy.server=1", "kvstore has no such option; did you mean 'servers'"),
         ("strategy.servers=0", "needs parameter servers"),
         ("strategy.mode=sync", "only mode='ssp' bounds staleness"),
+        ("strategy.compression={type: 3bit}", "there is no compression '3bit'"),
+        ("strategy.snapshot_every=5", "snapshot_every=… and snapshot_dir=… belong together"),
     ):
         with pytest.raises(UserError, match=said):
             train(read_run([path], [override]))
@@ -53,6 +57,51 @@ def test_verify_holds_it_to_one_process() -> None:
         clip_norm=0.5, strategies=KVStore(servers=1), workers=(2,),
     )  # fmt: skip
     assert [row.verdict for row in report.rows] == ["same"]
+
+
+@pytest.mark.timeout(60)
+def test_verify_measures_how_far_compression_drifts() -> None:
+    given = arguments(model=classifier())
+    report = allhands.verify(
+        model=given["model"], criterion=given["criterion"], optimizer=given["optimizer"],
+        loaders={"train": given["loaders"]["train"]}, steps=8, strategies=KVStore(compression={"type": "topk", "ratio": 0.3}),
+        workers=(2,),
+    )  # fmt: skip
+    assert [row.verdict for row in report.rows] == ["lossy as declared"]
+    assert 1e-4 < report.rows[0].difference < 1.0
+
+
+def checkpoint_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [{"strategy/w": torch.tensor([1.0, 2.0])}, {"strategy/w": torch.tensor([10.0, 20.0])}]
+    monkeypatch.setattr(memory.checkpoint, "load_own", lambda path, rank: kept[rank])
+
+
+@pytest.mark.parametrize(
+    ("rank", "workers", "expected"),
+    [(0, 2, [1.0, 2.0]), (1, 2, [10.0, 20.0]), (0, 3, [11.0, 22.0]), (1, 3, None), (0, 1, [11.0, 22.0])],
+)
+def test_what_compression_left_over_is_lost_on_no_number_of_workers(
+    monkeypatch: pytest.MonkeyPatch, rank: int, workers: int, expected: list[float] | None
+) -> None:
+    checkpoint_of_two(monkeypatch)
+    given: list[dict[str, torch.Tensor]] = []
+    lines: list[str] = []
+
+    def load(tensors: dict[str, torch.Tensor]) -> bool:
+        given.append(tensors)
+        return workers != 1
+
+    training = SimpleNamespace(
+        world=SimpleNamespace(rank=rank, world_size=workers), reporter=SimpleNamespace(line=lines.append),
+        settings=SimpleNamespace(strategy=SimpleNamespace(load_own_tensors=load, name="ddp")),
+    )  # fmt: skip
+    loading = object.__new__(memory.Memory)
+    loading.training = training  # type: ignore[assignment]
+    loading._load_strategys_own(Path("x"), 2, memory.checkpoint.load_own(Path("x"), 0))
+    assert [{name: value.tolist() for name, value in one.items()} for one in given] == [{"w": expected} if expected else {}]
+    assert [line.startswith("note: the checkpoint holds what compression had left over") for line in lines] == [True] * (
+        workers == 1
+    )
 
 
 @pytest.mark.timeout(60)

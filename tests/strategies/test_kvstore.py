@@ -22,6 +22,13 @@ pytestmark = pytest.mark.serial
 SAMPLES, BATCH, EPOCHS = 49, 4, 2  # with 2 and 3 workers, the last step of an epoch has one sample, so that a rank is idle
 
 
+LOSSY: dict[str, dict[str, Any]] = {
+    "both ways": {"compression": {"type": "topk", "ratio": 0.3}},
+    "one way": {"compression": {"type": "1bit", "pull": "none"}},
+    "in the workers": {"compression": {"type": "topk", "ratio": 0.3, "pull": "none"}, "update": "worker"},
+}
+
+
 def make_optimizer(name: str, model: Any) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -67,6 +74,12 @@ class Stop(Callback):
     def on_step_end(self, training: Any) -> None:
         if training.step == 5:
             training.stop("five steps", now=True)
+
+
+class SaveAtFive(Callback):
+    def on_step_end(self, training: Any) -> None:
+        if training.step == 5:
+            training.save_checkpoint()
 
 
 class Change(Callback):
@@ -119,6 +132,13 @@ def in_world(folder: str) -> dict[str, Any]:
     found["momentum to the bit"] = all(torch.equal(a["momentum_buffer"], b["momentum_buffer"]) for a, b in states)
     found["saved, then ddp"] = relative_difference(resumed(KVStore(), DDP(), "to_ddp")[0], through.state_dict())
     found["ddp, then kvstore"] = relative_difference(resumed(DDP(), KVStore(), "from_ddp")[0], through.state_dict())
+    for kind, options in LOSSY.items():
+        through, own, _ = train(KVStore(**options), "sgd", logdir=f"{folder}/{kind}_through", callbacks=[SaveAtFive()])
+        found[f"{kind} weights"] = through.state_dict()
+        again, optimizer = resumed(KVStore(**options), KVStore(**options), kind)
+        found[f"{kind} resumed"] = all(torch.equal(value, again[name]) for name, value in through.state_dict().items())
+        states = zip(own.state_dict()["state"].values(), optimizer.state_dict()["state"].values(), strict=True)
+        found[f"{kind} momentum"] = all(torch.equal(a["momentum_buffer"], b["momentum_buffer"]) for a, b in states)
     found["changed"] = message(KVStore(), callbacks=[Change()])
     found["fp16"] = message(KVStore(), precision="fp16")
     found["adafactor store"] = message(KVStore(), name="adafactor")
@@ -149,6 +169,12 @@ def test_the_same_as_by_hand(workers: int, all_servers: tuple[int, ...], tmp_pat
         assert all(torch.equal(value, seen[0]["weights"][name]) for name, value in found["weights"].items())
         assert found["resumed to the bit"]
         assert found["momentum to the bit"]
+        for kind in LOSSY:
+            for name, value in found[f"{kind} weights"].items():
+                assert torch.equal(value, seen[0][f"{kind} weights"][name]), (kind, name)  # with servers or without
+            assert 1e-4 < relative_difference(found[f"{kind} weights"], found["weights"]) < 1.0
+            assert found[f"{kind} resumed"], kind
+            assert found[f"{kind} momentum"], kind
         assert found["saved, then ddp"] < 2e-5
         assert found["ddp, then kvstore"] < 2e-5
         assert "the weights of '0.weight' were changed between two steps" in found["changed"]
@@ -165,7 +191,8 @@ def test_workers_that_do_not_wait(tmp_path: Path) -> None:
     model, _, history = train(KVStore("async", servers=2), "adam", workers=1)
     assert relative_difference(model.state_dict(), by_hand(BATCH, "adam", None)) < 2e-5
     assert history["train"]["staleness"] == [0.0] * EPOCHS
-    for strategy in (KVStore("ssp", servers=1, staleness=1), KVStore("async", servers=1)):
+    narrow = {"type": "topk", "ratio": 0.5, "pull": "none"}
+    for strategy in (KVStore("ssp", servers=1, staleness=1, compression=narrow), KVStore("async", servers=1, damping=True)):
         folder = tmp_path / strategy.mode
         model, optimizer, history = train(strategy, "adam", epochs=4, workers=2, logdir=folder, save_every=3, clip_norm=1.0)
         assert history["train"]["loss"][-1] < 0.8 * history["train"]["loss"][0]
@@ -191,6 +218,18 @@ def test_workers_that_do_not_wait(tmp_path: Path) -> None:
         ({"servers": -1}, "whole number"),
         ({"update": "server"}, "'store' or 'worker'"),
         ({"mode": "async", "servers": 1, "update": "worker"}, "leave update out"),
+        ({"compression": "fp16"}, "write a dict, such as compression={'type': 'fp16'}"),
+        ({"compression": {"type": "3bit"}}, "there is no compression '3bit'"),
+        ({"compression": {"type": "topk", "ratio": 2.0}}, "cannot have ratio=2.0"),
+        ({"mode": "async", "compression": {"type": "fp16"}}, "other weights; write compression={'type': 'fp16', 'pull': 'none'}"),
+        ({"update": "worker", "compression": {"type": "1bit"}}, "write compression={'type': '1bit', 'pull': 'none'}"),
+        ({"damping": True}, r"KVStore\(mode='sync', damping=True\): synchronous steps are never stale; leave damping out"),
+        ({"mode": "ssp", "staleness": 0, "damping": True}, "staleness=0, damping=True.*leave damping out"),
+        ({"mode": "async", "damping": 0.5}, "must be True or False"),
+        ({"snapshot_every": 5}, "snapshot_every=… and snapshot_dir=… belong together"),
+        ({"snapshot_every": 5, "snapshot_dir": "s", "servers": 0}, "has no servers.*launch -s 1 --server-restarts 3"),
+        ({"on_worker_loss": "continue"}, "set on_worker_loss to 'stop', or train with allhands.kvstore.Trainer"),
+        ({"on_worker_loss": "restart"}, "write 'stop' or 'continue'"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], said: str) -> None:
@@ -202,6 +241,19 @@ def test_no_servers_for_workers_that_do_not_wait() -> None:
     with pytest.raises(UserError, match=r"needs parameter servers; write KVStore\(mode='async', servers=1"):
         train(KVStore("async"), workers=2)
     assert KVStore("async").exact is False
+    options = KVStore("ssp", staleness=2, damping=True, snapshot_every=5, snapshot_dir="s").options
+    assert options == {"on_worker_loss": "stop", "staleness": 2, "damping": True, "snapshot_every": 5, "snapshot_dir": "s"}
+    assert KVStore(compression={"type": "2bit"}).exact is False
+    assert KVStore(compression={"type": "none"}).exact
+    with pytest.raises(UserError, match="starts its own servers once.*launch -s 1 --server-restarts 3"):
+        train(KVStore(servers=1, snapshot_every=5, snapshot_dir="s"), workers=2)
+    with pytest.raises(UserError, match="has no servers, so that none would come back"):
+        KVStore(snapshot_every=5, snapshot_dir="s").check(None)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ALLHANDS_NUM_SERVERS", "1")
+        patch.setenv("ALLHANDS_ON_WORKER_FAILURE", "continue")
+        with pytest.raises(UserError, match="started with --on-worker-failure continue.*write --on-worker-failure stop"):
+            KVStore().check(None)  # type: ignore[arg-type]
     assert KVStore("ssp", staleness=0).exact
 
 

@@ -74,6 +74,7 @@ class Memory:
         samplers, state["feeds"] = tree.split({name: feed.state_dict(within) for name, feed in training.feeds.items()})
         if training.world.rank == 0:
             own |= {f"feeds/{key}": value for key, value in samplers.items()}
+        own |= {f"strategy/{key}": value.clone() for key, value in training.settings.strategy.own_tensors().items()}
         state["position"] = position.to_dict() if position is not None else None
         summary = {
             "epoch": training.epoch + within,
@@ -253,6 +254,7 @@ class Memory:
         if before == world.world_size:
             strategy = training.settings.strategy
             strategy.load_state_dict(state["strategy"].get(strategy.name, {}))
+        self._load_strategys_own(path, before, first)
         if state["position"] is None:
             return
         self._logged = list(_under(first, "logged/"))
@@ -275,6 +277,25 @@ class Memory:
         # Sums over ranks stay what they are when one rank holds all of them.
         if world.rank == 0:
             self._own = [first, *(checkpoint.load_own(path, rank) for rank in range(1, before))]
+
+    def _load_strategys_own(self, path: Path, before: int, first: dict[str, torch.Tensor]) -> None:
+        """What the strategy had on each rank; on another number of ranks, rank 0 has the sum of all."""
+        world, strategy = self.training.world, self.training.settings.strategy
+        if not _under(first, "strategy/"):
+            return
+        kept: dict[str, torch.Tensor] = {}
+        if before == world.world_size:
+            kept = _under(first if world.rank == 0 else checkpoint.load_own(path, world.rank), "strategy/")
+        elif world.rank == 0:
+            kept = _under(first, "strategy/")
+            for rank in range(1, before):
+                for name, value in _under(checkpoint.load_own(path, rank), "strategy/").items():
+                    kept[name] = kept[name] + value
+        if not strategy.load_own_tensors(kept):
+            self.training.reporter.line(
+                f"note: the checkpoint holds what compression had left over of the gradients; it is not used, as {strategy.name} "
+                "does not compress now"
+            )
 
     def continue_epoch(self, position: Position) -> None:
         """Set generators and metrics to where they were, just before the interrupted epoch goes on."""

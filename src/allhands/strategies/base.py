@@ -119,5 +119,13 @@ class Strategy(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue as a strategy of the same name and world size would that gave `state`; after `prepare`."""
 
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """What this rank alone has, and a resumed training needs; tensors that add up over the ranks."""
+        return {}
+
+    def load_own_tensors(self, tensors: dict[str, torch.Tensor]) -> bool:
+        """Continue with what `own_tensors` gave, before `begin`; returns whether they are used."""
+        return False
+
     def check_equal(self, where: str) -> None:
         """Raise `WorldError` when the ranks' weights, which should be equal, are not; `where` says at which step."""

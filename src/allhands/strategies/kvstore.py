@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,9 +14,11 @@ from allhands.errors import UserError
 from allhands.kvstore import KVStore as Store
 from allhands.kvstore import create, servers_of_job
 from allhands.kvstore.collective import CollectiveStore
+from allhands.kvstore.compression import both_ways
 from allhands.kvstore.modes import mode_named
 from allhands.kvstore.optimizers import OptimizerSpec, hyper, spec_of_torch
 from allhands.kvstore.params import Slot, load_into, state_of
+from allhands.kvstore.rules import rules_of
 from allhands.kvstore.store import Share
 from allhands.strategies.alike import check_weights_equal, make_buffers_equal
 from allhands.strategies.base import Strategy
@@ -28,8 +32,9 @@ class KVStore(Strategy):
 
     Without servers each worker updates 1/N of the weights. With servers they do, and workers can be let go on without waiting for
     one another: then each push is the mean over one worker's own part of the global batch, and the result is no longer that of
-    one process (`exact` is False). At the end of each epoch, and before saving, all workers wait and read the same weights; the
-    values of an epoch have `staleness` and `staleness_max`: how many steps others took between a worker's read and its push.
+    one process (`exact` is False); nor is it with compression. At the end of each epoch, and before saving, all workers read the
+    same weights; where they do not wait, the values of an epoch have `staleness` and `staleness_max`: how many steps others took
+    between a worker's read and its push.
 
     Args:
         mode: "sync" (all gradients of a step are one step of the optimizer), "async" (each worker's are one), or "ssp" (as
@@ -39,12 +44,25 @@ class KVStore(Strategy):
         update: who runs the optimizer: the "store", or with "sync" each "worker" for itself, on the sum of the gradients.
         check_weights_every: compare the ranks' weights every so many optimizer steps (and at the end of each epoch), with
             "sync"; 0 never compares.
+        compression: send gradients, and with "sync" the weights that come back, in fewer bits:
+            ``{"type": "topk", "ratio": 0.01}``, as `allhands.kvstore.KVStore.set_gradient_compression` takes it. What is left
+            over is part of the checkpoints.
+        damping: for "async" and "ssp": divide the learning rate of a stale step by 1 + its staleness.
+        snapshot_every, snapshot_dir: every so many steps the servers save themselves there, from which
+            ``allhands launch -s … --server-restarts`` lets them come back.
+        on_worker_loss: "stop", which names the lost worker. "continue" is for a store of your own: the workers of the runner also
+            evaluate and save together.
+
+    Raises:
+        UserError: a setting that there is not, or that has no meaning beside the others.
     """
 
     name = "kvstore"
 
     def __init__(self, mode: str = "sync", servers: int | None = None, staleness: int | None = None, update: str = "store",
-                 check_weights_every: int = 1000) -> None:  # fmt: skip
+                 check_weights_every: int = 1000, compression: Mapping[str, Any] | None = None, damping: bool = False,
+                 snapshot_every: int = 0, snapshot_dir: str | os.PathLike[str] | None = None,
+                 on_worker_loss: str = "stop") -> None:  # fmt: skip
         if mode not in _MODES:
             raise UserError(f"KVStore(mode={mode!r}); it must be one of {', '.join(map(repr, _MODES))}")
         if servers is not None and (isinstance(servers, bool) or not isinstance(servers, int) or servers < 0):
@@ -56,8 +74,7 @@ class KVStore(Strategy):
         if update not in ("store", "worker"):
             raise UserError(f"KVStore(update={update!r}); it must be 'store' or 'worker'")
         self.mode, self.servers, self.staleness, self.update = mode, servers, staleness, update
-        self.exact = mode == "sync" or staleness == 0
-        self.alone = not self.exact
+        self.alone = mode != "sync" and staleness != 0
         self.takes_step = update == "store"
         if self.alone and servers == 0:
             raise self._needs_servers()
@@ -65,9 +82,62 @@ class KVStore(Strategy):
             raise UserError(
                 f"KVStore(mode={mode!r}, update='worker'): such servers apply gradients when they come; leave update out"
             )
-        self.check_weights_every = check_weights_every if self.exact else 0
+        self.check_weights_every = 0 if self.alone else check_weights_every
+        self.compression, self._narrows_weights = self._checked_compression(compression)
+        self.exact = not self.alone and self.compression is None
+        self.options = self._checked_options(damping, snapshot_every, snapshot_dir, on_worker_loss)
         #: Called before each step with the exchanged gradients in the parameters; for looking only, and slow.
         self.before_step: Callable[[], None] | None = None
+
+    def _checked_compression(self, given: Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, bool]:
+        """What the store is told, None where nothing is lost; and whether weights come back in fewer bits."""
+        if given is None:
+            return None, False
+        if not isinstance(given, Mapping):
+            raise UserError(f"KVStore(compression={given!r}); write a dict, such as compression={{'type': 'fp16'}}")
+        push, pull = both_ways(given)
+        narrows = pull["type"] != "none"
+        if narrows and (self.alone or not self.takes_step):
+            why = (
+                "without waiting each worker would be left with other weights" if self.alone
+                else "with update='worker' sums come back, and what they lose is in no checkpoint"
+            )  # fmt: skip
+            raise UserError(
+                f"KVStore(mode={self.mode!r}, compression={dict(given)}): {why}; write compression={dict(push, pull='none')}"
+            )
+        return (None, False) if push["type"] == pull["type"] == "none" else ({**push, "pull": pull}, narrows)
+
+    def _checked_options(self, damping: bool, snapshot_every: int, snapshot_dir: str | os.PathLike[str] | None,
+                         on_worker_loss: str) -> dict[str, Any]:  # fmt: skip
+        """Those of `create`."""
+        if not isinstance(damping, bool):
+            raise UserError(f"KVStore(damping={damping!r}); it must be True or False")
+        if damping and not self.alone:
+            given = f"mode={self.mode!r}" + ("" if self.staleness is None else f", staleness={self.staleness}")
+            raise UserError(f"KVStore({given}, damping=True): synchronous steps are never stale; leave damping out")
+        if on_worker_loss == "continue":
+            raise UserError(
+                "KVStore(on_worker_loss='continue'): the workers also evaluate and save together, and cannot without the lost "
+                "one; set on_worker_loss to 'stop', or train with allhands.kvstore.Trainer and "
+                "create(…, on_worker_loss='continue')"
+            )
+        options: dict[str, Any] = {"on_worker_loss": on_worker_loss}
+        if self.staleness is not None:
+            options["staleness"] = self.staleness
+        if damping:
+            options["damping"] = True
+        if snapshot_every or snapshot_dir is not None:
+            options |= {"snapshot_every": snapshot_every, "snapshot_dir": snapshot_dir}
+            if self.servers == 0:
+                raise self._needs_restarts("has no servers")
+        rules_of(mode_named(f"dist_{self.mode}"), options)
+        return options
+
+    def _needs_restarts(self, why: str) -> UserError:
+        return UserError(
+            f"KVStore(snapshot_every=…): this training {why}, so that none would come back from a snapshot; "
+            "leave snapshot_every and snapshot_dir out, or start the job with `allhands launch -s 1 --server-restarts 3 …`"
+        )
 
     def _needs_servers(self) -> UserError:
         return UserError(
@@ -78,6 +148,8 @@ class KVStore(Strategy):
     def servers_to_start(self) -> int:
         if self.alone and not self.servers:
             raise self._needs_servers()
+        if "snapshot_every" in self.options:
+            raise self._needs_restarts("starts its own servers once, if any")
         return self.servers or 0
 
     def check(self, world: World) -> None:
@@ -89,6 +161,14 @@ class KVStore(Strategy):
             )
         if self.alone and not there:
             raise self._needs_servers()
+        if "snapshot_every" in self.options and not there:
+            raise self._needs_restarts("has no servers")
+        if there and os.environ.get("ALLHANDS_ON_WORKER_FAILURE", "stop") != "stop":
+            raise UserError(
+                f"the job was started with --on-worker-failure {os.environ['ALLHANDS_ON_WORKER_FAILURE']}, but the workers of "
+                "this training evaluate and save together, and cannot go on without one; write --on-worker-failure stop, with "
+                "--max-restarts 3 and a logdir to start all of them again from the newest checkpoint"
+            )
 
     # ------------------------------------------------------------------ the store
 
@@ -99,6 +179,8 @@ class KVStore(Strategy):
         self._stale: list[float] = []
         self._versions: list[int] = []
         self._steps = 0
+        self._whole_at = -1
+        self._residuals: dict[str, torch.Tensor] = {}
         if world.world_size > 1:
             broadcast_tensors(list(model.buffers()), world)
         return model
@@ -117,17 +199,21 @@ class KVStore(Strategy):
         spec = self._spec(optimizer) if self.takes_step else None
         store: Store
         if servers_of_job():
-            options = {} if self.staleness is None else {"staleness": self.staleness}
-            store = create(f"dist_{self.mode}", **options)
+            store = create(f"dist_{self.mode}", **self.options)
         else:
             store = CollectiveStore(mode_named("dist_sync"), self.world)
         if spec is not None:
             store.set_optimizer(spec)
+        if self.compression is not None:
+            store.set_gradient_compression(self.compression)
         numbers = {slot.name: groups[id(slot.first)] for slot in self._slots} if spec is not None else None
         store.declare({slot.name: slot.first.detach() for slot in self._slots}, complete=True, groups=numbers)
         state = state_of(optimizer, self._slots, step)
         if spec is not None and (state.tensors or state.numbers):
             store.load_state(state)
+        if self._residuals:
+            store.load_residuals(self._residuals)
+            self._residuals = {}
         self._store = store
         self._read()
 
@@ -212,7 +298,7 @@ class KVStore(Strategy):
         own = [p.grad for p in parameters]
         for p, grad in zip(parameters, own, strict=True):
             p.grad = None if grad is None else grad.clone()
-        if self.exact and self.world.world_size > 1:
+        if not self.alone and self.world.world_size > 1:
             sum_gradients(parameters, self.world)
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(parameters, clip_norm)
@@ -224,11 +310,18 @@ class KVStore(Strategy):
     # ------------------------------------------------------------------ between steps
 
     def _settle(self) -> None:
-        """Where workers do not wait for one another: wait now, and read the same weights."""
-        if self.alone and self._store is not None:
+        """Where workers do not wait for one another: wait now, and read the same weights. Where those are in fewer bits, read
+        them whole."""
+        if self._store is None:
+            return
+        if self.alone:
             self._store.barrier()
             self._read()
             self._store.barrier()  # nobody goes on before all have read
+        elif self._narrows_weights and self._whole_at != self._steps:
+            self._store.load_state(self._store.state())  # a store sends the values whole after it
+            self._read()
+            self._whole_at = self._steps
 
     def collect(self) -> None:
         if self._store is None:
@@ -236,6 +329,8 @@ class KVStore(Strategy):
         if self.alone:
             self._store.barrier()
             self._read()
+        else:
+            self._settle()
         if self.takes_step:
             state = self._store.state()
             state.step = self._steps
@@ -249,8 +344,15 @@ class KVStore(Strategy):
             make_buffers_equal(self.bare, self.world)
 
     def check_equal(self, where: str) -> None:
-        if self.exact and self.world.world_size > 1:
+        if not self.alone and self.world.world_size > 1:
             check_weights_equal(self.bare, [slot.name for slot in self._slots], where)
+
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        return self._store.residuals() if self._store is not None else {}
+
+    def load_own_tensors(self, tensors: dict[str, torch.Tensor]) -> bool:
+        self._residuals = tensors if self.compression is not None else {}
+        return self.compression is not None
 
     def epoch_values(self) -> dict[str, float]:
         if not self.alone:
