@@ -51,7 +51,9 @@ def create(name: str = "local", **options: Any) -> KVStore:
 
     * ``local``: one worker; sums and updates on the CPU.
     * ``device``: one worker; sums and updates on its devices.
-    * ``dist``, ``dist_sync``, ``dist_device_sync``: all workers of the world; each step waits for the gradients of all.
+    * ``dist``, ``dist_sync``: all workers of the world; each step waits for the gradients of all.
+    * ``dist_device_sync``, ``dist_sync_device``: the same; with servers, the workers of one host add their gradients up among
+      themselves, and the first of them pushes the sum.
     * ``dist_async``: all workers; the servers apply each one's gradients when they come.
     * ``dist_ssp``: all workers; as async, but nobody runs more than `staleness` steps ahead.
 
@@ -68,6 +70,10 @@ def create(name: str = "local", **options: Any) -> KVStore:
     from allhands.kvstore.modes import mode_named
 
     mode = mode_named(name)
+    if mode.by_host and servers_of_job():
+        from allhands.kvstore.hosts import connect
+
+        return connect(mode, options)
     if mode.distributed and servers_of_job():
         from allhands.kvstore.served import ServedStore
 

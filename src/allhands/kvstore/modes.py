@@ -16,11 +16,13 @@ class Mode:
         name: as it was given to `create`.
         distributed: several workers share the store.
         wait: "sync" (all workers push before anyone goes on), "ssp" (nobody runs more than a number of steps ahead) or "async".
+        by_host: with servers, the workers of one host are one member: their gradients are added up there, and sent once.
     """
 
     name: str
     distributed: bool
     wait: str
+    by_host: bool = False
 
 
 _ALL = [
@@ -28,8 +30,8 @@ _ALL = [
     Mode("device", False, "sync"),
     Mode("dist", True, "sync"),
     Mode("dist_sync", True, "sync"),
-    Mode("dist_device_sync", True, "sync"),
-    Mode("dist_sync_device", True, "sync"),
+    Mode("dist_device_sync", True, "sync", by_host=True),
+    Mode("dist_sync_device", True, "sync", by_host=True),
     Mode("dist_async", True, "async"),
     Mode("dist_async_device", True, "async"),
     Mode("dist_device_async", True, "async"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 
 from allhands.errors import UserError
 from allhands.kvstore.optimizers import OptimizerSpec
@@ -71,3 +72,30 @@ def read_states(path: str | os.PathLike[str]) -> tuple[StoreState, OptimizerSpec
         raise UserError(f"{path} is damaged, or no file of optimizer states: {error}") from error
     told = about.get("optimizer")
     return state, OptimizerSpec(told["name"], tuple(told["groups"])) if told else None
+
+
+def packed(state: StoreState) -> bytes:
+    """`state` as bytes, to be sent; `unpacked` is the way back."""
+    names = [(key, what) for key, values in state.tensors.items() for what in values]
+    about = json.dumps([state.step, state.numbers, names]).encode()
+    tensors = {str(number): state.tensors[key][what].contiguous() for number, (key, what) in enumerate(names)}
+    return len(about).to_bytes(8) + about + save(tensors)
+
+
+def unpacked(data: bytes) -> StoreState:
+    """What `packed` was given."""
+    end = 8 + int.from_bytes(data[:8])
+    step, numbers, names = json.loads(data[8:end])
+    state, tensors = StoreState(step, {}, numbers), load(data[end:])
+    for number, (key, what) in enumerate(names):
+        state.tensors.setdefault(key, {})[what] = tensors[str(number)]
+    return state
+
+
+def part_of(state: StoreState, wanted: Callable[[str], bool]) -> StoreState:
+    """The state of those keys alone."""
+    return StoreState(
+        state.step,
+        {name: value for name, value in state.tensors.items() if wanted(name)},
+        {name: value for name, value in state.numbers.items() if wanted(name)},
+    )
