@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import allhands
 from allhands import KVStore, UserError
 from allhands.cli.objects import train
 from allhands.config import read_run
 from allhands.runner import memory
-from tests.runner.problems import arguments, classifier, fit
+from tests.runner.problems import arguments, classification, classifier, fit
 
 pytestmark = pytest.mark.serial
 
@@ -109,3 +117,72 @@ def test_a_worker_that_fails_alone_ends_all() -> None:
     """Nobody waits for it in a collective: with "async" the error of the one worker ends the training."""
     with pytest.raises(allhands.AllhandsError, match=r"rank 1"):
         fit(distributed=KVStore("async", servers=1), workers=2, criterion=NanOnRankOne())
+
+
+# Two epochs of 14 steps in a job of the launcher; argv says what happens in one of them.
+SCRIPT = """
+import json, os, signal, sys, time
+from pathlib import Path
+from allhands import Callback, SupervisedRunner
+from tests.runner.problems import arguments, classification
+from torch.utils.data import DataLoader
+
+
+class Within(Callback):
+    def on_step_end(self, training):
+        if sys.argv[1] == "wait":
+            time.sleep(0.2)
+            if training.step == 3:
+                Path(f"begun-{training.world.rank}").write_text("")
+        if training.step == 20 and sys.argv[1] == "kill" and training.world.rank == 0:
+            os.kill(training.settings.strategy._store.links[0].where["pid"], signal.SIGKILL)
+
+
+given = arguments(num_epochs=2, loaders={"train": DataLoader(classification(), 2, shuffle=True)})
+SupervisedRunner(device="cpu").train(**given, distributed="kvstore", logdir="run", resume="auto", callbacks=[Within()])
+if os.environ["RANK"] == "1":
+    Path("weights").write_text(json.dumps({name: value.tolist() for name, value in given["model"].state_dict().items()}))
+"""
+
+
+def job_of_launcher(folder: Path, action: str) -> tuple[int, str]:
+    """Run SCRIPT with two workers and a server; with "wait" the launcher gets SIGTERM after step 3. Code and output."""
+    (folder / "script.py").write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from allhands.cli.main import main; main()", "launch", "-n", "2", "-s", "1", "script.py", action],
+        cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    try:
+        end = time.monotonic() + 20
+        while action == "wait" and len(list(folder.glob("begun-*"))) < 2:
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        if action == "wait":
+            process.send_signal(signal.SIGTERM)
+        told, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    return process.returncode, told
+
+
+@pytest.mark.timeout(90)
+def test_a_job_with_a_server_is_stopped_loses_its_server_and_ends_as_if_it_had_not(tmp_path: Path) -> None:
+    code, told = job_of_launcher(tmp_path, "wait")
+    assert code == 128 + signal.SIGTERM, told
+    assert "stopped by SIGTERM after optimizer step" in told, told
+    (stopped,) = (tmp_path / "run" / "checkpoints").glob("epoch-0001-step-*")
+
+    code, told = job_of_launcher(tmp_path, "kill")
+    assert code == 128 + signal.SIGKILL, told
+    assert f"resuming from {stopped}" in told, told
+    assert re.search(r"allhands: server 0 \(.*\) failed first: killed by SIGKILL", told), told
+
+    code, told = job_of_launcher(tmp_path, "finish")
+    assert code == 0, told
+    assert f"resuming from {tmp_path}/run/checkpoints/epoch-0001" in told, told
+    loaders = {"train": DataLoader(classification(), 2, shuffle=True)}
+    whole, _ = fit(distributed=KVStore(servers=1), workers=2, num_epochs=2, loaders=loaders)
+    found = json.loads((tmp_path / "weights").read_text())
+    assert found == {name: value.tolist() for name, value in whole.state_dict().items()}

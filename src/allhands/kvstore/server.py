@@ -246,7 +246,7 @@ def _cut(link: socket.socket) -> None:
 
 
 def main() -> None:
-    """Announce this server and wait; SIGTERM, which ends it, comes when the last worker has ended."""
+    """Announce this server and wait; SIGTERM ends it, once no worker is connected any more."""
     from torch.distributed import TCPStore
 
     if "OMP_NUM_THREADS" not in os.environ:
@@ -264,6 +264,10 @@ def main() -> None:
     server.start()
 
     def leave(*_: Any) -> None:
+        # All processes of a job are asked to end at once; workers may first bring a step to its end, and save.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while any(part.members.sessions_now() for part in list(server.shards.values())):
+            time.sleep(0.05)
         server.forget_finished()
         os._exit(0)
 
