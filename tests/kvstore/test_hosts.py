@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import allhands
 from allhands.errors import WorldError
 from allhands.kvstore import RowSparse, Trainer, create, hosts
 from allhands.kvstore.host_group import HostGroup
 from allhands.kvstore.hosts import HostStore
 from allhands.kvstore.served import ServedStore
 from allhands.kvstore.store import KVStore, Share
+from allhands.launch import spawn
 from allhands.world import World
 from tests.kvstore.serving import Job, Weights, error_of, job, same, trained, weights_of
 from tests.kvstore.training import OPTIMIZERS, SIZES, by_hand, largest_difference, model, take_steps
@@ -309,3 +311,43 @@ def test_what_create_makes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ALLHANDS_ON_WORKER_FAILURE", "restart")
         monkeypatch.setattr(hosts, "init", lambda: replace(alone, local_world_size=2))
         assert "create('dist_sync'), where each worker is a member" in error_of(lambda: create("dist_device_sync"))
+
+
+def in_a_process(device: str | None) -> dict[str, Any]:
+    world = allhands.init(device=device)
+    found: dict[str, Any] = {}
+    for name in ("adam", "momentum"):
+        net, store = model(seed=world.rank).to(world.device), create("dist_device_sync")
+        take_steps(net, Trainer(net, *OPTIMIZERS[name][:2], kvstore=store), store, range(len(SIZES)))
+        store.close()
+        found[name] = {key: value.cpu() for key, value in net.state_dict().items()}
+        found["store"] = (type(store).__name__, sorted(store._group._groups))  # type: ignore[attr-defined]
+    # The last worker has a batch more, also at the end of its script.
+    store, weights = create("dist_device_sync"), {"a": torch.zeros(3, device=world.device)}
+    store.set_optimizer("sgd", {"lr": 1.0})
+    store.declare(weights, complete=True)
+    for _ in range(1 + world.rank):
+        store.update({"a": torch.full_like(weights["a"], 1.0 + world.rank)}, weights, Share(1.0, 1.0))
+    store.close()
+    found["more"] = weights["a"].tolist()
+    allhands.finalize()
+    return found
+
+
+def check_processes(found: list[dict[str, Any]], groups: list[str], tolerance: float) -> None:
+    for one in found:
+        assert one["store"] == ("HostStore", groups)
+        for name in ("adam", "momentum"):
+            assert largest_difference(one[name], by_hand(name)) <= tolerance
+            assert same(one[name], found[0][name])
+    assert [one["more"] for one in found] == [[-1.5] * 3, [-3.5] * 3]
+
+
+@pytest.mark.serial
+def test_processes_of_this_host() -> None:
+    check_processes(spawn(in_a_process, ("cpu",), workers=2, servers=1), ["cpu"], 1e-6)
+
+
+@pytest.mark.gpu(2)
+def test_one_process_a_gpu() -> None:
+    check_processes(spawn(in_a_process, (None,), workers=2, servers=1), ["cpu", "cuda"], 1e-5)
