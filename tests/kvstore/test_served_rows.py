@@ -202,9 +202,6 @@ def test_errors_name_the_key_and_the_servers_go_on() -> None:
             found["pull"] = error_of(lambda: store.pull("table", ignore_sparse=False))
             found["again"] = error_of(lambda: store.init("table", table))
             found["another table"] = error_of(lambda: store.declare({"table": RowSparse(5, COLUMNS)}))
-            found["clip"] = error_of(
-                lambda: store.update({"table": sparse(table, [1], torch.ones(1, COLUMNS))}, {}, Share(), clip_norm=1.0)
-            )
         store.push("table", sparse(table, [1], torch.ones(1, COLUMNS)))
         if rank == 1:
             found["twice"] = error_of(lambda: store.push("table", sparse(table, [1], torch.ones(1, COLUMNS))))
@@ -225,7 +222,6 @@ def test_errors_name_the_key_and_the_servers_go_on() -> None:
     assert "'table' holds rows; read them with row_sparse_pull" in found["pull"]
     assert "the key 'table' was initialised already" in found["again"]
     assert "the key 'table' is a table of 5 rows of 3 float32 on worker 1, but a table of 8589934592" in found["another table"]
-    assert "clip_norm with keys of rows" in found["clip"]
     assert found["twice"] == "the key 'table' was pushed already and not pulled since; pull it before the next push"
 
 

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,13 +54,13 @@ class ServedStore(Connected):
         return step, meta, involved
 
     def _send(self, values: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor] | None, share: Share, groups: Any = None,
-              clip: float | None = None, priority: int | None = None,
-              copies: bool = False) -> tuple[int, list[Link], Pending]:  # fmt: skip
-        """Push all values; with `outs`, ask for the new ones, which go there."""
+              clip: float | None = None, priority: int | None = None, copies: bool = False,
+              rows: Mapping[str, torch.Tensor] = MappingProxyType({})) -> tuple[int, list[Link], Pending]:  # fmt: skip
+        """Push all values, and `rows`; with `outs`, ask for the new values, which go there."""
         names = list(values)
         flat = self._staging.values(values, copies)
         encoded = self._all_encoded(flat) if self._codec else {}
-        step, meta, involved = self._begin(names, share, groups, clip, wait=outs is not None)
+        step, meta, involved = self._begin(names, share, groups, clip, list(rows), wait=outs is not None)
         pending = Pending(sum(len(self._pieces[name]) for name in names) if outs is not None else 0)
         for order, name in enumerate(names):
             for piece in self._pieces[name]:
@@ -72,6 +73,8 @@ class ServedStore(Connected):
                 )  # fmt: skip
                 if outs is None:
                     link.versions[piece.number] += 1
+        for name, value in rows.items():
+            self._send_rows(name, value, meta)
         return step, involved, pending
 
     def _all_encoded(self, flat: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -92,7 +95,7 @@ class ServedStore(Connected):
         """Find the norm of all servers' parts, and tell them by what to multiply."""
 
         def known() -> bool:
-            return pending.left == 0 or all(step in link.squares for link in involved)
+            return all(step in link.squares or link.done.get(step) is not None for link in involved)
 
         self._board.wait(known, lambda: self._about("the norm of the gradients"))
         with self._board.changed:
@@ -145,8 +148,6 @@ class ServedStore(Connected):
                 groups: Sequence[Mapping[str, Any]] | None, clip_norm: float | None) -> Step:  # fmt: skip
         rows = {name: grad for name, grad in grads.items() if name in self.tables}
         dense = {name: grad for name, grad in grads.items() if name not in self.tables}
-        if rows and clip_norm is not None:
-            raise UserError("clip_norm with keys of rows needs a store without servers; leave clip_norm out")
         for name, grad in dense.items():
             self._check_like(name, grad, "the gradient")
         for name, grad in rows.items():
@@ -168,15 +169,20 @@ class ServedStore(Connected):
                 )
             dense = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in forms.items()}
         if clip_norm is not None and not self._sync:
-            (dense, share), clip_norm = _clipped(dense, share, clip_norm), None
+            (bounded, share), clip_norm = _clipped({**dense, **rows}, share, clip_norm), None
+            dense, rows = {name: bounded[name] for name in dense}, {name: bounded[name] for name in rows}
         staged = self._staging.room({name: outs[name] for name in dense if name in outs})
         staged |= {name: torch.empty(grad.numel(), dtype=grad.dtype) for name, grad in dense.items() if name not in outs}
-        step, involved, pending = self._send(dense, staged, share, told, clip_norm)
+        merged = {name: grad.detach().coalesce() for name, grad in rows.items()}
+        # The norm is that of all keys, whose rounds are then one step.
+        together = merged if clip_norm is not None else {}
+        step, involved, pending = self._send(dense, staged, share, told, clip_norm, rows=together)
         if clip_norm is not None:
             self._clip(step, involved, pending, clip_norm)
-        taken = self._finish(step, involved, pending) if dense else Step(0, self.num_workers)
-        for name, grad in rows.items():
-            taken = self._push_rows(name, grad.detach().coalesce(), share, told)
+        taken = self._finish(step, involved, pending) if dense or together else Step(0, self.num_workers)
+        for name, grad in merged.items():
+            if name not in together:
+                taken = self._push_rows(name, grad, share, told)
         self._staging.put(staged, outs)
         for name, out in outs.items():
             if name not in staged:
@@ -260,8 +266,12 @@ class ServedStore(Connected):
         return ids.remainder(len(self.links))
 
     def _push_rows(self, name: str, value: torch.Tensor, share: Share, groups: Any, wait: bool = True) -> Step:
-        ids, rows = value._indices()[0].cpu(), value._values().cpu()
         step, meta, involved = self._begin([], share, groups, None, [name], wait)
+        self._send_rows(name, value, meta)
+        return self._finish(step, involved, Pending(0)) if wait else Step(step >> 32, self.num_workers)
+
+    def _send_rows(self, name: str, value: torch.Tensor, meta: int) -> None:
+        ids, rows = value._indices()[0].cpu(), value._values().cpu()
         self._table_versions[name] += 1
         owners = self._owners(ids)
         for link in self.links:
@@ -273,7 +283,6 @@ class ServedStore(Connected):
                 )
             number = self._tables[name][link.number].number
             link.put(pack(Kind.PUSH_ROWS, 0, number, meta, self._table_versions[name], len(body)) + body)
-        return self._finish(step, involved, Pending(0)) if wait else Step(step >> 32, self.num_workers)
 
     def _pull_rows(self, name: str, ids: torch.Tensor, out: torch.Tensor) -> None:
         self._usable()
@@ -312,7 +321,9 @@ class ServedStore(Connected):
 def _clipped(grads: Mapping[str, torch.Tensor], share: Share, clip_norm: float) -> tuple[dict[str, torch.Tensor], Share]:
     """This worker's own gradients, weighed and bounded; without waiting for others there is no norm of all."""
     factor = weight_factor([share.weight], share.expected) if share.weight else 1.0
-    weighed = {name: grad if factor == 1.0 else grad * factor for name, grad in grads.items()}
-    scale = clip_factor(math.fsum(square_of(grad) for grad in weighed.values()), clip_norm)
+    whole = {name: grad.coalesce() if grad.is_sparse else grad for name, grad in grads.items()}
+    weighed = {name: grad if factor == 1.0 else grad * factor for name, grad in whole.items()}
+    squares = (square_of(grad._values() if grad.is_sparse else grad) for grad in weighed.values())
+    scale = clip_factor(math.fsum(squares), clip_norm)
     bounded = {name: grad if scale == 1.0 else grad * scale for name, grad in weighed.items()}
     return bounded, Share(share.weight, None)

@@ -114,9 +114,13 @@ class Shard(ShardKeys):
             self._closed(chunk, 1.0)
             return
         chunk.clipped = True
+        self._add_square(step, chunk.number, square)
+
+    def _add_square(self, step: int, number: int, square: float) -> None:
+        """A chunk or a table waits for the norm of all."""
         with self._lock:
             squares = self._clips.setdefault(step, {})
-            squares[chunk.number] = square
+            squares[number] = square
             squares = dict(squares)
             metas = list(self._clip_metas.get(step, ()))
         _tell_squares(step, squares, metas)
@@ -127,6 +131,9 @@ class Shard(ShardKeys):
             squares = self._clips.pop(step, None)
             self._clip_metas.pop(step, None)
         for number in squares or {}:
+            if number in self.tables:
+                self._rows_done(self.tables[number], partial(self.tables[number].commit, scale))
+                continue
             chunk = self.chunks[number]
             with chunk.lock:
                 if chunk.clipped:
@@ -211,6 +218,9 @@ class Shard(ShardKeys):
             return
         if self.rules["wait"] == "ssp":
             table.serve(within(table.clocks, self.members.everyone(), self.rules["staleness"]))
+        held = table.square()
+        if held is not None:
+            self._add_square(*held)
         for one in done:
             self._part_done(one, len(done))
 

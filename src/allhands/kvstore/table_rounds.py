@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from allhands.errors import UserError
-from allhands.kvstore.bucket import weight_factor
+from allhands.kvstore.bucket import square_of, weight_factor
 from allhands.kvstore.chunks import Meta, lead_of, within
 from allhands.kvstore.frames import FrameError
 from allhands.kvstore.optimizers import OptimizerSpec
@@ -65,6 +65,9 @@ class TableRounds:
         self.last: dict[int, int] = {}
         self.clocks: dict[int, int] = {}
         self._arrived: dict[int, tuple[torch.Tensor, torch.Tensor, Meta]] = {}
+        # Combined, and waiting for the norm of all keys; and whether it was told.
+        self._held: tuple[torch.Tensor, torch.Tensor, list[Meta]] | None = None
+        self._told = False
         self._waiting: list[tuple[Any, int, torch.Tensor, int]] = []
 
     def form(self) -> list[Any]:
@@ -106,25 +109,53 @@ class TableRounds:
         with self.lock:
             return self._close(members) if self._arrived else []
 
+    def square(self) -> tuple[int, int, float] | None:
+        """Of a round that is combined and waits for `commit`: the step, this table's number, and the sum of squares; once."""
+        with self.lock:
+            if self._held is None or self._told:
+                return None
+            self._told = True
+            _, rows, metas = self._held
+            return metas[0].step, self.number, square_of(rows)
+
+    def commit(self, scale: float) -> list[Meta]:
+        """Apply what waits, multiplied; the workers whose part is done with it."""
+        with self.lock:
+            if self._held is None:
+                return []
+            (ids, rows, metas), self._held = self._held, None
+            late = [meta for _, _, meta in self._arrived.values()]  # of workers that are not counted in this round
+            self._arrived.clear()
+            if scale != 1.0:
+                rows.mul_(scale)
+            self._step(ids, rows, metas)
+            return metas + late
+
     def _close(self, members: Any) -> list[Meta]:
-        if not members.counted(self.key, self.version + 1) <= self._arrived.keys():
+        if self._held is not None or not members.counted(self.key, self.version + 1) <= self._arrived.keys():
             return []
         arrived = [self._arrived[rank] for rank in sorted(self._arrived)]
         self._arrived.clear()
         try:
+            if lead_of([meta for _, _, meta in arrived]).clip is not None:
+                self._held, self._told = self._combined(arrived), False
+                return []
             self._apply(arrived)
         except UserError as error:
             raise RoundError(f"the key '{self.key}': {error}") from error
         return [meta for _, _, meta in arrived]
 
     def _apply(self, pushes: list[tuple[torch.Tensor, torch.Tensor, Meta]]) -> None:
+        self._step(*self._combined(pushes))
+
+    def _combined(self, pushes: list[tuple[torch.Tensor, torch.Tensor, Meta]]) -> tuple[torch.Tensor, torch.Tensor, list[Meta]]:
         metas = [meta for _, _, meta in pushes]
         ids, rows = sum_rows([(ids, rows) for ids, rows, _ in pushes])
-        lead = lead_of(metas)
-        factor = weight_factor([meta.weight for meta in metas], lead.expected)
-        if factor != 1.0:
-            rows.mul_(factor)
-        self.rows.push(ids, rows, lead.options(self.group))
+        factor = weight_factor([meta.weight for meta in metas], lead_of(metas).expected)
+        return ids, rows.mul_(factor) if factor != 1.0 else rows, metas
+
+    def _step(self, ids: torch.Tensor, rows: torch.Tensor, metas: list[Meta]) -> None:
+        self.rows.push(ids, rows, lead_of(metas).options(self.group))
         self.version += 1
         self.serve()
 
