@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from allhands.comm import broadcast_tensors
@@ -44,7 +45,8 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
         broadcast_tensors([*model.parameters(), *model.buffers()], world)
         layout = Layout(model, local.optimizer.groups)
         server = Server(layout, layout.read(model), layout.read_integers(model), world.device, len(clients), settings.seed)
-        work = Work(model, local, strategy.algorithm, samples, clients, settings.seed)
+        # The executor's own: it binds the weights into rows and replaces layers of dropout.
+        work = Work(copy.deepcopy(model), local, strategy.algorithm, samples, clients, settings.seed)
         executor = make_executor(strategy.executor, work, server)
         evaluate = _evaluation(runner, settings, sources, world, reporter)
         rounds = strategy.stages(
@@ -53,8 +55,7 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
         )  # fmt: skip
         history = rounds.run()
         layout.write(server.weights, model)
-    for parameter in model.parameters():
-        parameter.data, parameter.grad = parameter.data.clone(), None
+        layout.write_integers(server.integers, model)
     model.to(home)
     if not shipped:
         return {"history": history}

@@ -11,6 +11,7 @@ from allhands.data import derive_seed, preserved_generators
 from allhands.federated.algorithms.base import Server, Trained
 from allhands.federated.executors.base import ClientError, Executor, Job, Sink, States, Work
 from allhands.federated.local import restart
+from allhands.federated.noise import Noise
 from allhands.step import LossRule
 
 
@@ -28,7 +29,9 @@ class Serial(Executor):
         self.rows = torch.zeros(1, layout.length, dtype=layout.dtype, device=server.device)
         self.gradients = torch.zeros(1, layout.trained, dtype=layout.dtype, device=server.device)
         work.model.to(server.device)
+        self.noise = Noise(work.model, server.device)
         layout.bind(work.model, self.rows[0], self.gradients[0])
+        self.rule = LossRule(work.local.criterion)
         flat = work.local.optimizer.flat
         self.optimizer = (
             work.local.optimizer.make(layout, self.rows, self.gradients) if flat else work.local.optimizer.over(work.model)
@@ -49,37 +52,51 @@ class Serial(Executor):
 
     def _train(self, job: Job, own: dict[str, torch.Tensor]) -> Trained:
         work, server, local = self.work, self.server, self.work.local
-        trained = server.layout.trained
+        numbers = server.layout.trained
         start, indices = server.weights, work.clients.samples(job.client)
+        batches = list(local.batches(indices, work.seed, server.round, job.client))
+        self._prepare(batches)
         self.rows[0].copy_(start)
         server.layout.write_integers(server.integers, work.model)
         restart(self.optimizer)
         torch.manual_seed(derive_seed(work.seed, "noise", server.round, job.client))
-        total, seen, steps = torch.zeros((), dtype=torch.float64, device=server.device), 0, 0
+        keys = self.noise.keys(work.seed, server.round, job.client, len(batches)).to(server.device, non_blocking=True)
+        total = torch.zeros((), dtype=torch.float64, device=server.device)
         start_loss = self._start_loss(indices, job) if work.algorithm.needs_start_loss else None
-        for batch in local.batches(indices, work.seed, server.round, job.client):
-            self.gradients.zero_()
-            output, target = local.forward(
-                work.model, work.samples.take(batch, work.seed, server.round, job.client, steps)
-            )  # fmt: skip
-            loss = local.criterion(output, target)
-            if steps == 0:
-                LossRule.check_value(loss)
-            loss.backward()
+        for step, batch in enumerate(batches):
+            total += self._gradient(job, step, batch, keys[step]) * len(batch)
             if work.algorithm.corrects:
-                work.algorithm.correct(self.gradients, self.rows[:, :trained], start[:trained], own)
+                work.algorithm.correct(self.gradients, self.rows[:, :numbers], start[:numbers], own)
             if local.clip_norm is not None:
                 clip_rows(self.gradients, local.clip_norm)
             self.optimizer.step()
-            total += loss.detach() * len(batch)
-            seen += len(batch)
-            steps += 1
         return Trained(
             clients=[job.client], slots=[job.slot], rows=self.rows, start=start,
             samples=torch.tensor([float(len(indices))], dtype=torch.float64),
-            steps=torch.tensor([float(steps)], dtype=torch.float64),
-            loss=(total / max(seen, 1)).reshape(1), start_loss=start_loss, own=own,
+            steps=torch.tensor([float(len(batches))], dtype=torch.float64),
+            loss=(total / max(sum(map(len, batches)), 1)).reshape(1), start_loss=start_loss, own=own,
         )  # fmt: skip
+
+    def _prepare(self, batches: list[torch.Tensor]) -> None:
+        """Called with a client's batches before its weights are in the row."""
+
+    def _gradient(self, job: Job, step: int, batch: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Leave the gradient of the mean loss of a batch (indices of samples) in `gradients`; returns the loss."""
+        work = self.work
+        self.gradients.zero_()
+        self.noise.set(keys)
+        self.noise.begin()
+        output, target = work.local.forward(
+            work.model, work.samples.take(batch, work.seed, self.server.round, job.client, step)
+        )  # fmt: skip
+        if step == 0:
+            self.rule.check_shapes(output, target)
+        loss = work.local.criterion(output, target)
+        if step == 0:
+            LossRule.check_value(loss)
+        self.noise.end()
+        loss.backward()
+        return loss.detach()
 
     def _start_loss(self, indices: torch.Tensor, job: Job) -> torch.Tensor:
         """The mean loss of the model as it lies in the row over a client's data: float64, shape ``[1]``."""

@@ -1,0 +1,123 @@
+"""Dropout whose masks are a function of (seed, round, client, step, layer, position) and of nothing else.
+
+A generator's numbers depend on the order in which they are asked for, and a GPU's generator on the size of its blocks. A mask
+that is a hash of its place is the same whether clients are trained one by one, in a CUDA graph or stacked, on any device
+(counter-based random numbers: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from allhands.data import derive_seed
+from allhands.errors import UserError
+
+# Odd multipliers with good avalanche: the golden ratio, and two of murmur3's finalizer, as signed 32-bit numbers.
+_SPREAD, _MIX, _LAST = (n - 2**32 for n in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+class KeyedDropout(nn.Module):
+    """Stands in for a dropout layer while its model is trained by an executor.
+
+    Args:
+        p: the probability that a number becomes 0; the others are divided by 1 - p. Kept to within 2**-32.
+        features: leading dimensions, the batch included, that have numbers of their own; what lies behind them is dropped
+            together (`nn.Dropout2d`: 2). None: every number on its own.
+        inplace: change the input, as the layer did for which it stands.
+    """
+
+    #: Hash of (seed, round, client, step, layer): int32, shape ``[]``; under `vmap` one a client.
+    key: torch.Tensor
+
+    def __init__(self, p: float, features: int | None, inplace: bool) -> None:
+        super().__init__()
+        self.p, self.features, self.inplace = p, features, inplace
+        self.register_buffer("key", torch.zeros((), dtype=torch.int32), persistent=False)
+        self.calls, self.over = 0, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        kept = self._kept(x)
+        return x.mul_(kept) if self.inplace else x * kept
+
+    def _kept(self, x: torch.Tensor) -> torch.Tensor:
+        """0 where a number is dropped and 1 / (1 - p) elsewhere, in a shape that multiplies with `x`."""
+        # A layer that a forward pass calls twice needs two masks. Checkpointed activations are computed again in the backward
+        # pass, where the number of the call is only known if there is no other.
+        if self.over and self.calls != 1:
+            raise UserError("a dropout layer that the model calls several times runs again in the backward pass (activation "
+                            "checkpointing); give each call a layer of its own")  # fmt: skip
+        call = 0 if self.over else self.calls
+        if not self.over:
+            self.calls += 1
+        shape = x.shape if self.features is None else x.shape[: self.features]
+        if self.p == 1.0:
+            return x.new_zeros(()).expand(x.shape)
+        places = torch.arange(shape.numel(), dtype=torch.int32, device=x.device) * _SPREAD
+        places = places ^ (places >> 16)
+        key = self.key + call * _SPREAD if call else self.key
+        bits = (places ^ key) * _MIX
+        bits = (bits ^ (bits >> 15)) * _LAST
+        kept = (bits >= min(round(self.p * 2**32) - 2**31, 2**31 - 1)).to(x.dtype).mul_(1.0 / (1.0 - self.p))
+        return kept.view(*shape, *(1 for _ in x.shape[len(shape) :]))
+
+
+# Layers with masks of their own kind (AlphaDropout) keep the global generator.
+_FEATURES = {nn.Dropout: None, nn.Dropout1d: 2, nn.Dropout2d: 2, nn.Dropout3d: 2}
+
+
+class Noise:
+    """The dropout layers of a model, replaced by ones with keys.
+
+    Args:
+        model: changed in place: its `nn.Dropout`, `Dropout1d`, `Dropout2d` and `Dropout3d`, not classes derived from them.
+        device: where the keys lie.
+
+    Attributes:
+        names: of the replaced layers.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.layers: dict[str, KeyedDropout] = {}
+        made: dict[int, KeyedDropout] = {}
+        for name, module in list(model.named_modules(remove_duplicate=False)):
+            if isinstance(module, KeyedDropout):  # by an executor that had this model before
+                made[id(module)] = module
+            elif type(module) in _FEATURES:
+                if id(module) not in made:
+                    made[id(module)] = KeyedDropout(module.p, _FEATURES[type(module)], module.inplace).train(module.training)
+                owner, _, last = name.rpartition(".")
+                setattr(model.get_submodule(owner), last, made[id(module)])
+        for name, module in model.named_modules():
+            if isinstance(module, KeyedDropout):
+                self.layers[name] = module.to(device)
+        self.names = list(self.layers)
+
+    def keys(self, seed: int, round_: int, client: int, steps: int) -> torch.Tensor:
+        """The keys of a client's steps: int32, shape ``[steps, layers]``, on the processor."""
+        first = np.uint64(derive_seed(seed, "dropout", round_, client))
+        counted = np.arange(1, steps * len(self.names) + 1, dtype=np.uint64)
+        with np.errstate(over="ignore"):  # splitmix64 (Steele, Lea and Flood, 2014)
+            z = first + counted * _STEP
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return torch.from_numpy((z >> np.uint64(32)).astype(np.uint32).view(np.int32).reshape(steps, len(self.names)))
+
+    def set(self, keys: torch.Tensor) -> None:
+        """Use these keys, shape ``[layers]``, from now on; they may change in place."""
+        for place, layer in enumerate(self.layers.values()):
+            layer.key = keys[place]
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        for layer in self.layers.values():
+            layer.calls, layer.over = 0, False
+
+    def end(self) -> None:
+        """The forward pass is over; what runs now belongs to the backward pass."""
+        for layer in self.layers.values():
+            layer.over = True

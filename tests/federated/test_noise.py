@@ -1,0 +1,138 @@
+"""Dropout by keys: probability, independence, and what a mask depends on."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, vmap
+from torch.utils.checkpoint import checkpoint
+
+from allhands.errors import UserError
+from allhands.federated.noise import KeyedDropout, Noise
+
+CPU = torch.device("cpu")
+
+
+def masks(layer: KeyedDropout, keys: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    made = []
+    for key in keys:
+        layer.key, layer.calls, layer.over = key, 0, False
+        made.append(layer(torch.ones(shape, dtype=dtype)))
+    return torch.stack(made)
+
+
+def keyed(layer: nn.Module) -> tuple[KeyedDropout, Noise]:
+    net = nn.Sequential(layer).train()
+    noise = Noise(net, CPU)
+    return net[0], noise
+
+
+@pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 0.9])
+def test_numbers_are_dropped_with_their_probability_and_the_others_scaled(p):
+    layer, noise = keyed(nn.Dropout(p))
+    drawn = masks(layer, noise.keys(1, 0, 0, 50)[:, 0], (4000,), torch.float64)
+    kept = drawn != 0
+    assert torch.equal(drawn[kept], torch.full_like(drawn[kept], 1 / (1 - p)))
+    # 200,000 draws: five standard deviations
+    assert abs(float(kept.double().mean()) - (1 - p)) < 5 * (p * (1 - p) / kept.numel()) ** 0.5
+
+
+def test_masks_of_different_keys_and_positions_are_not_correlated():
+    layer, noise = keyed(nn.Dropout(0.3))
+    kept = (masks(layer, noise.keys(1, 0, 0, 300)[:, 0], (1024,)) != 0).double()
+    for table in (kept, kept.T):
+        centred = table - table.mean(1, keepdim=True)
+        rows = centred / centred.norm(dim=1, keepdim=True)
+        off = (rows @ rows.T).fill_diagonal_(0.0) * table.shape[1] ** 0.5
+        assert float(off.abs().max()) < 6.5
+        assert abs(float(off.square().mean()) - 1) < 0.03
+
+
+def test_keys_depend_on_seed_round_client_step_and_layer_only():
+    noise = Noise(nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2), nn.Dropout2d(0.5)), CPU)
+    keys = noise.keys(7, 3, 5, 4)
+    assert keys.shape == (4, 2)
+    assert len(set(keys.flatten().tolist())) == 8
+    assert torch.equal(noise.keys(7, 3, 5, 2), keys[:2])
+    assert not torch.equal(noise.keys(7, 3, 6, 4), keys)
+    assert not torch.equal(noise.keys(7, 4, 5, 4), keys)
+
+
+def test_a_mask_is_a_known_number_so_that_it_stays_the_same_on_every_machine():
+    layer, _ = keyed(nn.Dropout(0.5))
+    layer.key = torch.tensor(12345, dtype=torch.int32)
+    # Python integers of any size, wrapped by hand to 32 bits
+    expected = []
+    for place in range(64):
+        x = place * 0x9E3779B1 % 2**32
+        x = signed(x ^ (signed(x) >> 16) % 2**32)
+        x = signed((x ^ 12345) * 0x85EBCA6B % 2**32)
+        x = signed((x ^ (x >> 15)) * 0xC2B2AE35 % 2**32)
+        expected.append(2.0 if x >= 0 else 0.0)
+    assert layer(torch.ones(64)).tolist() == expected
+
+
+def signed(value: int) -> int:
+    value %= 2**32
+    return value - 2**32 if value >= 2**31 else value
+
+
+def test_whole_channels_are_dropped_and_a_short_batch_draws_the_first_of_a_long_one():
+    layer, noise = keyed(nn.Dropout2d(0.5))
+    drawn = masks(layer, noise.keys(1, 0, 0, 1)[:, 0], (6, 8, 3, 3))[0]
+    assert torch.equal(drawn, drawn[:, :, :1, :1].expand(6, 8, 3, 3))
+    assert 0 < int((drawn == 0).sum()) < drawn.numel()
+    layer.calls = 0
+    assert torch.equal(layer(torch.ones(2, 8, 3, 3)), drawn[:2])
+
+
+def test_under_vmap_each_client_draws_its_own_mask():
+    layer, noise = keyed(nn.Dropout(0.5))
+    keys, x = noise.keys(1, 0, 0, 3)[:, 0], torch.ones(3, 40)
+
+    def one(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        noise.begin()
+        return functional_call(layer, {"key": key}, (x,))
+
+    assert torch.equal(vmap(one)(keys, x), masks(layer, keys, (40,)))
+
+
+def test_a_layer_called_twice_draws_twice_and_calls_again_in_the_backward_pass_are_only_served_when_unambiguous():
+    layer, noise = keyed(nn.Dropout(0.5))
+    noise.begin()
+    x = torch.ones(100)
+    assert not torch.equal(layer(x), layer(x))
+    noise.end()
+    with pytest.raises(UserError, match="a layer of its own"):
+        layer(x)
+
+    net = nn.Sequential(nn.Linear(4, 50), nn.Dropout(0.5), nn.Linear(50, 1)).double()
+    noise = Noise(net, CPU)
+    noise.set(noise.keys(1, 0, 0, 1)[0])
+    gradients = []
+    for again in (False, True):
+        noise.begin()
+        given = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+        output = checkpoint(net, given, use_reentrant=False) if again else net(given)
+        noise.end()
+        gradients.append(torch.autograd.grad(output.sum(), list(net.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_layers_are_replaced_without_a_trace_in_the_state():
+    inner = nn.Dropout(0.2, inplace=True)
+    net = nn.Sequential(nn.Linear(2, 2), inner, nn.Sequential(inner, nn.AlphaDropout(0.1), nn.Dropout1d(1.0)))
+    before = copy.deepcopy(net.state_dict())
+    noise = Noise(net, CPU)
+    assert list(net.state_dict()) == list(before)
+    assert noise.names == ["1", "2.2"]
+    assert net[1] is net[2][0]
+    assert isinstance(net[2][1], nn.AlphaDropout)
+    x = torch.ones(2, 5)
+    assert net[1](x) is x
+    assert float(net[2][2](torch.ones(2, 3, 4)).abs().max()) == 0.0
+    net.eval()
+    assert torch.equal(net[2][2](torch.ones(2, 3, 4)), torch.ones(2, 3, 4))
