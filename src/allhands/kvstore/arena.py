@@ -11,10 +11,27 @@ import mmap
 import os
 import socket
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 _ALIGNED = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a chunk of `count` numbers lies in an arena of a worker's, in bytes.
+
+    Attributes:
+        region: where values are copied on their way.
+        buffer: its part of `KVStore.buffer`, None where that lies elsewhere.
+    """
+
+    count: int
+    dtype: torch.dtype
+    region: int
+    buffer: int | None = None
 
 
 class Arena:
@@ -31,7 +48,7 @@ class Arena:
         elif os.fstat(fd).st_size < nbytes or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             os.close(fd)
             raise ValueError("the shared memory is smaller than was said")
-        self.fd = fd
+        self.fd, self.nbytes = fd, nbytes
         self._bytes = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
 
     def view(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -53,6 +70,17 @@ def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
         starts.append(end)
         end += -(-size // _ALIGNED) * _ALIGNED
     return starts, end
+
+
+def copy(into: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy numbers; both 1-D, on the CPU, of one dtype and without gaps.
+
+    With one thread the C library's copy takes a seventh less time than torch's, which reads what it is about to overwrite.
+    """
+    if torch.get_num_threads() > 1:
+        into.copy_(values)
+    else:
+        np.copyto(into.detach().view(torch.uint8).numpy(), values.detach().view(torch.uint8).numpy())
 
 
 def send_file(link: socket.socket, fd: int) -> None:

@@ -82,6 +82,7 @@ class Chunk:
         arrived: pushes of the open round that are not added yet, because a lower rank's is to come first.
         added: who is in the sum.
         total: the sum so far; the first one's own memory.
+        room: where the sum is made instead, while `total` is a worker's own memory, which must stay as it is.
         waiting: who wants the value, and from which version on.
         last: the last round that each worker pushed, to know a repetition.
         seen: the version that each worker got last, and its own pushes since.
@@ -102,9 +103,10 @@ class Chunk:
     offset: int = 0
     lock: Any = field(default_factory=threading.RLock)
     optimizer: ChunkOptimizer | None = None
-    arrived: dict[int, tuple[torch.Tensor, Meta, Callable[[], None]]] = field(default_factory=dict)
+    arrived: dict[int, tuple[torch.Tensor, Meta, Callable[[], None], torch.Tensor | None]] = field(default_factory=dict)
     added: list[Meta] = field(default_factory=list)
     total: torch.Tensor | None = None
+    room: torch.Tensor | None = None
     held: list[Callable[[], None]] = field(default_factory=list)
     waiting: list[tuple[Worker, int]] = field(default_factory=list)
     last: dict[int, int] = field(default_factory=dict)
@@ -125,12 +127,13 @@ class Chunk:
         self.down = Compressor(codec, len(self.weights))
         self.sent = self.weights.clone()
 
-    def take(self, rank: int, values: torch.Tensor, meta: Meta, release: Callable[[], None], counted: set[int]) -> bool:
+    def take(self, rank: int, values: torch.Tensor, meta: Meta, release: Callable[[], None], counted: set[int],
+             room: torch.Tensor | None = None) -> bool:  # fmt: skip
         """Add a push of the open round; True when the round is complete. The lock is held."""
         if rank in self.arrived or any(other.worker.rank == rank for other in self.added):
             release()
             raise UserError(f"the key '{self.key}' was pushed twice in one round by worker {rank}; pull it before the next push")
-        self.arrived[rank] = (values, meta, release)
+        self.arrived[rank] = (values, meta, release, room)
         return self.add_up(counted)
 
     def add_up(self, counted: set[int]) -> bool:
@@ -140,19 +143,25 @@ class Chunk:
             due = min((counted | self.arrived.keys()) - done, default=None)
             if due is None or due not in self.arrived:
                 break
-            values, meta, release = self.arrived.pop(due)
+            values, meta, release, room = self.arrived.pop(due)
             if self.total is None:
-                self.total = values
+                self.total, self.room = values, room
                 self.held.append(release)
             elif self.optimizer is None and counted <= done | {due} and self.down is None:
                 # The sum is the new value: no worker reads the old one any more, as all have pushed.
-                self.total = torch.add(self.total, values, out=self.weights)
+                self.total, self.room = torch.add(self.total, values, out=self.weights), None
                 release()
             else:
-                self.total.add_(values)
+                self.total = torch.add(self.total, values, out=self._writable())
                 release()
             self.added.append(meta)
         return bool(self.added) and not self.clipped and counted <= {meta.worker.rank for meta in self.added}
+
+    def _writable(self) -> torch.Tensor:
+        """Where the sum, changed, is to be written."""
+        assert self.total is not None
+        room, self.room = self.room, None
+        return self.total if room is None else room
 
     def combine(self) -> float:
         """Weigh the sum; returns the sum of its squares where the step is clipped, else 0. The lock is held."""
@@ -163,7 +172,7 @@ class Chunk:
             raise UserError(f"the key '{self.key}' was pushed with a weight by some workers and without by others")
         factor = weight_factor([meta.weight for meta in self.added], lead.expected)
         if factor != 1.0:
-            self.total.mul_(factor)
+            self.total = torch.mul(self.total, factor, out=self._writable())
         return square_of(self.total) if lead.clip is not None else 0.0
 
     def lead(self) -> Meta:
@@ -174,10 +183,10 @@ class Chunk:
         """Apply the sum and open the next round; who was in it. The lock is held."""
         assert self.total is not None
         if scale != 1.0:
-            self.total.mul_(scale)
+            self.total = torch.mul(self.total, scale, out=self._writable())
         metas, options = self.added, self.lead().options(self.group)
         try:
-            self.apply(self.total, options)
+            self.apply(options)
         finally:
             self.clear()
         self.version += 1
@@ -186,23 +195,26 @@ class Chunk:
         self.changed()
         return metas
 
-    def apply(self, gradient: torch.Tensor, options: dict[str, Any] | None) -> None:
-        """Take a step, or the sum itself where there is no optimizer. The lock is held."""
+    def apply(self, options: dict[str, Any] | None) -> None:
+        """Take a step with the sum, or the sum itself where there is no optimizer. The lock is held."""
+        assert self.total is not None
         if self.optimizer is not None:
-            self.optimizer.step(gradient, options)
-        elif gradient is not self.weights:
-            self.weights.copy_(gradient)
+            if self.room is not None:  # an optimizer may write to its gradient
+                self.total = self._writable().copy_(self.total)
+            self.optimizer.step(self.total, options)
+        elif self.total is not self.weights:
+            self.weights.copy_(self.total)
 
     def clear(self) -> None:
         """Forget the open round."""
         for release in self.held:
             release()
-        self.total, self.added, self.held, self.clipped = None, [], [], False
+        self.total, self.room, self.added, self.held, self.clipped = None, None, [], [], False
 
     def drop(self) -> None:
         """Forget the open round and what has arrived for it."""
         self.clear()
-        for _, _, release in self.arrived.values():
+        for _, _, release, _ in self.arrived.values():
             release()
         self.arrived.clear()
         self.waiting.clear()

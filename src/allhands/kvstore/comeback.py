@@ -71,7 +71,7 @@ def _once(store: Connected) -> int:
     for number in broken:
         link = store.links[number]
         here = [(name, one) for name, own in store._pieces.items() for one in own if one.server == number]
-        link.share({one.number: (one.stop - one.start, store.shapes[name][1]) for name, one in here})
+        store._share([link], here)
     store._unread.clear()
     return step
 

@@ -19,6 +19,7 @@ from safetensors.torch import save
 
 from allhands.errors import UserError, WorldError
 from allhands.kvstore import servers_of_job
+from allhands.kvstore.arena import Arena, Place, offsets
 from allhands.kvstore.board import Board, ServerLostError
 from allhands.kvstore.comeback import come_back
 from allhands.kvstore.compression import Codec, Compressor, both_ways, codec_from
@@ -159,7 +160,6 @@ class Connected(KVStore):
                 for number, (name, piece) in here.items()
             ]
             link.versions |= {int(number): version for number, version in link.ask("create", chunks=chunks)["versions"].items()}
-            link.share({number: (piece.stop - piece.start, dense[name].dtype) for number, (name, piece) in here.items()})
             if len(dense) < len(named):
                 tables = [
                     [self._tables[name][link.number].number, name, value.rows, value.columns, value.std, value.seed,
@@ -171,11 +171,34 @@ class Connected(KVStore):
                 for number, (name, piece) in here.items():
                     values = flat[name][piece.start : piece.stop].clone()
                     link.put(pack(Kind.INIT, chunk=number, nbytes=values.nbytes), values)
+        self._share(self.links, [(name, one) for name in dense for one in self._pieces[name]], buffers=True)
         for link in self.links:
             numbers = [one.number for name in dense for one in self._pieces[name] if one.server == link.number]
             link.answer(link.begin("ready", chunks=numbers), "init: the first values, which worker 0 gives")
         if self._again:
             self._join(list(dense))
+
+    def _share(self, links: Sequence[Link], pieces: Sequence[tuple[str, Piece]], buffers: bool = False) -> None:
+        """Map memory with servers of this host; with `buffers`, also for `buffer` of these keys, across all servers."""
+        if not any(link.local for link in links) or not pieces:
+            return
+        sizes = [(one.stop - one.start) * self.shapes[name][1].itemsize for name, one in pieces]
+        whole = {name: self.shapes[name][0].numel() * self.shapes[name][1].itemsize for name, _ in pieces} if buffers else {}
+        starts, total = offsets([*sizes, *whole.values()])
+        first = dict(zip(whole, starts[len(sizes) :], strict=True))
+        arena = Arena(total)
+        for link in links:
+            places = {}
+            for (name, one), start in zip(pieces, starts, strict=False):
+                dtype = self.shapes[name][1]
+                if one.server == link.number:
+                    buffer = first[name] + one.start * dtype.itemsize if buffers else None
+                    places[one.number] = Place(one.stop - one.start, dtype, start, buffer)
+            link.share(arena, places)
+        arena.close_file()
+        for name, start in first.items():
+            shape, dtype = self.shapes[name]
+            self._buffers[name] = arena.view(start, shape.numel(), dtype).view(shape)
 
     def _join(self, names: Sequence[str]) -> None:
         """Take part again, from a round on that no server has closed."""

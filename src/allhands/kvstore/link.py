@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load
 
 from allhands.errors import AllhandsError, UserError, WorldError
-from allhands.kvstore.arena import Arena, offsets, receive_file, send_file
+from allhands.kvstore.arena import Arena, Place, copy, receive_file, send_file
 from allhands.kvstore.board import Board, Pending
 from allhands.kvstore.compression import Codec
 from allhands.kvstore.frames import (
@@ -74,6 +74,7 @@ class Link:
         self._queue: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._regions: dict[int, torch.Tensor] = {}
+        self._buffers: dict[int, int] = {}  # where in this process the chunks of `KVStore.buffer` begin
         self._shared: dict[int, torch.Tensor] = {}
         self._welcome = Pending(1)
         self._closing = False
@@ -179,27 +180,28 @@ class Link:
         return found
 
     def push(self, chunk: int, number: int, meta: int, values: torch.Tensor, wanted: bool, priority: int,
-             encoded: torch.Tensor | None, travels: bool = False) -> None:  # fmt: skip
-        """Queue a chunk; `values` must stay as they are until its value has come, unless they are a copy.
+             encoded: torch.Tensor | None, copies: bool = False, travels: bool = False) -> None:  # fmt: skip
+        """Queue a chunk; `values` must stay as they are until its value has come, unless it `copies` them before it returns.
 
         `encoded`: what is sent instead, in fewer bits. `travels`: not through shared memory, where the next push would overwrite
         it before it was read.
         """
         flags = Flag.WANTED if wanted else Flag.NONE
         region = None if travels else self._regions.get(chunk)
-
-        def send() -> None:
-            if encoded is not None:
-                self._up.sendall(pack(Kind.PUSH, flags | Flag.COMPRESSED, chunk, meta, number, encoded.nbytes))
-                self._up.sendall(raw(encoded))
-            elif region is not None:
-                region.copy_(values)
-                self._up.sendall(pack(Kind.PUSH, flags | Flag.SHARED, chunk, meta, number))
+        if encoded is not None:
+            self.put(pack(Kind.PUSH, flags | Flag.COMPRESSED, chunk, meta, number, encoded.nbytes), encoded, priority=priority)
+        elif region is not None and not copies and self._buffers.get(chunk) == values.data_ptr():
+            self.put(pack(Kind.PUSH, flags | Flag.SHARED | Flag.OWN, chunk, meta, number), priority=priority)
+        elif region is not None:
+            header = pack(Kind.PUSH, flags | Flag.SHARED, chunk, meta, number)
+            if copies:  # the last round is closed, so that nobody reads there any more
+                copy(region, values)
+                self.put(header, priority=priority)
             else:
-                self._up.sendall(pack(Kind.PUSH, flags, chunk, meta, number, values.nbytes))
-                self._up.sendall(raw(values))
-
-        self.put(send, priority=priority)
+                self.put(lambda: copy(region, values), header, priority=priority)
+        else:
+            values = values.clone() if copies else values
+            self.put(pack(Kind.PUSH, flags, chunk, meta, number, values.nbytes), values, priority=priority)
 
     def _send(self) -> None:
         try:
@@ -224,24 +226,23 @@ class Link:
 
     # ------------------------------------------------------------------ memory of both
 
-    def share(self, chunks: Mapping[int, tuple[int, torch.dtype]]) -> None:
-        """Map memory with the server for these chunks: numbers and type of each."""
+    def share(self, arena: Arena, chunks: Mapping[int, Place]) -> None:
+        """Map memory with the server for these chunks."""
         if not self.local or not chunks:
             return
-        starts, total = offsets(count * dtype.itemsize for count, dtype in chunks.values())
-        arena = Arena(total)
-        places = [[number, start] for number, start in zip(chunks, starts, strict=True)]
-        self.ask("region", arena.fd, nbytes=total, chunks=places)
-        arena.close_file()
-        for (number, (count, dtype)), start in zip(chunks.items(), starts, strict=True):
-            self._regions[number] = arena.view(start, count, dtype)
+        places = [[number, place.region, place.buffer] for number, place in chunks.items()]
+        self.ask("region", arena.fd, nbytes=arena.nbytes, chunks=places)
+        for number, place in chunks.items():
+            self._regions[number] = arena.view(place.region, place.count, place.dtype)
+            if place.buffer is not None:
+                self._buffers[number] = arena.view(place.buffer, place.count, place.dtype).data_ptr()
         for number in chunks:
             if number not in self._shared:
                 told = self.ask("block", chunk=number)
                 block = told["arena"]
                 for other, start, count in told["chunks"]:
                     if other in chunks:
-                        self._shared[other] = block.view(start, count, chunks[other][1])
+                        self._shared[other] = block.view(start, count, chunks[other].dtype)
 
     # ------------------------------------------------------------------ taking
 
@@ -284,7 +285,7 @@ class Link:
         target, pending = found
         with torch.no_grad():
             if frame.flags & Flag.SHARED:
-                target.copy_((self._regions if frame.flags & Flag.OWN else self._shared)[frame.chunk])
+                copy(target, (self._regions if frame.flags & Flag.OWN else self._shared)[frame.chunk])
             elif frame.flags & Flag.COMPRESSED:
                 assert self.down_codec is not None
                 data = torch.empty(self.down_codec.nbytes(len(target)), dtype=torch.uint8)

@@ -58,7 +58,7 @@ class ServedStore(Connected):
               rows: Mapping[str, torch.Tensor] = MappingProxyType({})) -> tuple[int, list[Link], Pending]:  # fmt: skip
         """Push all values, and `rows`; with `outs`, ask for the new values, which go there."""
         names = list(values)
-        flat = self._staging.values(values, copies)
+        flat = self._staging.values(values)
         encoded = self._all_encoded(flat) if self._codec else {}
         step, meta, involved = self._begin(names, share, groups, clip, list(rows), wait=outs is not None)
         pending = Pending(sum(len(self._pieces[name]) for name in names) if outs is not None else 0)
@@ -69,7 +69,7 @@ class ServedStore(Connected):
                     link.targets[piece.number] = (outs[name][piece.start : piece.stop], pending)
                 link.push(
                     piece.number, link.versions[piece.number] + 1, meta, flat[name][piece.start : piece.stop], outs is not None,
-                    -order if priority is None else priority, encoded.get(piece.number), copies and not self._sync,
+                    -order if priority is None else priority, encoded.get(piece.number), copies, copies and not self._sync,
                 )  # fmt: skip
                 if outs is None:
                     link.versions[piece.number] += 1
@@ -208,7 +208,7 @@ class ServedStore(Connected):
         if name in self.tables:
             self._push_rows(name, value, share, None, wait=False)
         else:
-            # The caller may change the value at once; what is sent is a copy.
+            # The caller may change the value at once.
             self._send({name: value}, None, share, priority=priority, copies=True)
 
     def _exchange(self, values: Mapping[str, torch.Tensor], staged: Mapping[str, torch.Tensor], share: Share,

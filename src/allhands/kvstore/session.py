@@ -63,6 +63,7 @@ class Session:
         self._out: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
         self._metas: dict[int, Meta | None] = {}  # None: a step that was refused, whose pushes are dropped
         self._regions: dict[int, torch.Tensor] = {}
+        self._buffers: dict[int, torch.Tensor] = {}  # of the worker's own, which may not be written to
         self._left = False
         self._closed = False
         self._pool: dict[int, list[torch.Tensor]] = defaultdict(list)  # by size: with one list, those below the last pile up
@@ -210,7 +211,8 @@ class Session:
             if meta is None:
                 release()
                 return
-            shard.push(chunk, frame.round, meta, values, release, bool(frame.flags & Flag.WANTED))
+            room = self._regions[frame.chunk] if frame.flags & Flag.OWN else None
+            shard.push(chunk, frame.round, meta, values, release, bool(frame.flags & Flag.WANTED), room)
         elif frame.kind == Kind.PULL:
             shard.pull(self, shard.chunks[frame.chunk], frame.round)
         elif frame.kind == Kind.INIT:
@@ -238,7 +240,7 @@ class Session:
     def _values(self, frame: Frame, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The values of a push; and the buffer that they lie in, where it is to be used again."""
         if frame.flags & Flag.SHARED:
-            return self._regions[frame.chunk], None
+            return (self._buffers if frame.flags & Flag.OWN else self._regions)[frame.chunk], None
         expected = chunk.weights.nbytes
         codec = None
         if frame.flags & Flag.COMPRESSED:
@@ -328,9 +330,11 @@ class Session:
         """Memory of the worker's, in which its pushes lie."""
         arena = Arena(said["nbytes"], receive_file(self._up))
         arena.close_file()
-        for number, offset in said["chunks"]:
+        for number, region, buffer in said["chunks"]:
             weights = self.shard.chunks[number].weights
-            self._regions[number] = arena.view(offset, len(weights), weights.dtype)
+            self._regions[number] = arena.view(region, len(weights), weights.dtype)
+            if buffer is not None:
+                self._buffers[number] = arena.view(buffer, len(weights), weights.dtype)
 
 
 def _nothing() -> None:

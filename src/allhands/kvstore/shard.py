@@ -73,17 +73,16 @@ class Shard(ShardKeys):
         if not meta.chunks:
             meta.worker.finished(meta, len(self.members.everyone()), 0.0)
 
-    def push(
-        self, chunk: Chunk, number: int, meta: Meta, values: torch.Tensor, release: Callable[[], None], wanted: bool
-    ) -> None:
-        """A worker's values for a round."""
+    def push(self, chunk: Chunk, number: int, meta: Meta, values: torch.Tensor, release: Callable[[], None], wanted: bool,
+             room: torch.Tensor | None = None) -> None:  # fmt: skip
+        """A worker's values for a round; with `room`, they must stay as they are, and sums can be made there."""
         worker = meta.worker
         with chunk.lock:
             if self.recovery is not None and worker.occasion != self.recovery.occasion:
                 release()  # of the time before the servers went back
                 return
             if not self.synchronous:
-                self._apply_alone(chunk, number, meta, values, release, wanted)
+                self._apply_alone(chunk, number, meta, values, release, wanted, room)
                 return
             if number <= chunk.version:  # the others went on without it, or it was sent again after a lost connection
                 release()
@@ -95,7 +94,7 @@ class Shard(ShardKeys):
             if number != chunk.version + 1:
                 release()
                 raise UserError(f"the key '{chunk.key}' is at version {chunk.version}; a push for {number} cannot be placed")
-            complete = chunk.take(worker.rank, values, meta, release, self.members.counted(chunk.key, number))
+            complete = chunk.take(worker.rank, values, meta, release, self.members.counted(chunk.key, number), room)
             if wanted:
                 chunk.waiting.append((worker, number))
             self._after(chunk, complete)
@@ -166,7 +165,7 @@ class Shard(ShardKeys):
     # ------------------------------------------------------------------ without waiting, and with bounded staleness
 
     def _apply_alone(self, chunk: Chunk, number: int, meta: Meta, values: torch.Tensor, release: Callable[[], None],
-                     wanted: bool) -> None:  # fmt: skip
+                     wanted: bool, room: torch.Tensor | None) -> None:  # fmt: skip
         worker = meta.worker
         if number > chunk.last.get(worker.rank, 0):
             chunk.last[worker.rank] = number
@@ -177,7 +176,7 @@ class Shard(ShardKeys):
                 chunk.version += 1
                 chunk.seen = {rank: version + 1 for rank, version in chunk.seen.items()}
             else:
-                self._step_alone(chunk, meta, values, release, stale)
+                self._step_alone(chunk, meta, values, release, stale, room)
         else:
             release()
         if wanted:
@@ -185,15 +184,16 @@ class Shard(ShardKeys):
         self._serve(chunk)
         self._part_done(meta, 1)
 
-    def _step_alone(self, chunk: Chunk, meta: Meta, values: torch.Tensor, release: Callable[[], None], stale: int) -> None:
-        chunk.added, chunk.total, chunk.held = [meta], values, [release]
+    def _step_alone(self, chunk: Chunk, meta: Meta, values: torch.Tensor, release: Callable[[], None], stale: int,
+                    room: torch.Tensor | None) -> None:  # fmt: skip
+        chunk.added, chunk.total, chunk.held, chunk.room = [meta], values, [release], room
         try:
             chunk.combine()
             options = meta.options(chunk.group)
             if stale and self.rules.get("damping"):
                 rate = (options or (self.spec.groups[chunk.group] if self.spec else {})).get("lr", 0.0)
                 options = {**(options or {}), "lr": rate / (1 + stale)}
-            chunk.apply(values, options)
+            chunk.apply(options)
         finally:
             chunk.clear()
         chunk.version += 1

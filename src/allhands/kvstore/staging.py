@@ -13,11 +13,8 @@ class Staging:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
 
-    def values(self, given: Mapping[str, torch.Tensor], copies: bool = False) -> dict[str, torch.Tensor]:
-        """The numbers of each tensor in order, 1-D, on the CPU: its own memory where they lie so already.
-
-        `copies`: never its own memory, because the caller may change it before it is sent.
-        """
+    def values(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The numbers of each tensor in order, 1-D, on the CPU: its own memory where they lie so already."""
         found, devices = {}, set()
         for name, tensor in given.items():
             value = tensor.detach()
@@ -25,10 +22,9 @@ class Staging:
                 buffer = self._buffer(name, "up", value)
                 buffer.view(value.shape).copy_(value, non_blocking=True)
                 devices.add(value.device)
-                found[name] = buffer.clone() if copies else buffer
+                found[name] = buffer
             else:
-                flat = value.to("cpu").contiguous().view(-1)
-                found[name] = flat.clone() if copies and flat.data_ptr() == value.data_ptr() else flat
+                found[name] = value.to("cpu").contiguous().view(-1)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return found

@@ -96,6 +96,7 @@ class KVStore(ABC):
         self.tables: dict[str, RowSparse] = {}
         self.optimizer: OptimizerSpec | None = None
         self._key_type: type | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
 
     @property
     def type(self) -> str:
@@ -236,6 +237,18 @@ class KVStore(ABC):
         """`push`, then `pull` into `out`; into `value` when there is no `out`."""
         self.push(key, value, priority, weight)
         self.pull(key, value if out is None else out, priority)
+
+    def buffer(self, key: Key) -> torch.Tensor:
+        """Memory for values of a dense key: on the CPU, in the key's shape and dtype, zeros at first, always the same tensor.
+
+        Servers of this host read it themselves, so that ``pushpull(key, store.buffer(key))``, with `out` or without, spares the
+        copy that is made of other tensors. In all else it is a tensor like any other.
+        """
+        (name,) = self._names(key)
+        shape, dtype = self._known(name)
+        if name not in self._buffers:
+            self._buffers[name] = torch.zeros(shape, dtype=dtype)
+        return self._buffers[name]
 
     def broadcast(self, key: Key | Sequence[Key], value: Any, out: Any, priority: int = 0) -> None:
         """`init`, then `pull` into `out`: everyone gets rank 0's value."""
