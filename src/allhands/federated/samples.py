@@ -58,8 +58,15 @@ class Samples:
         return _to(batch, self.device)
 
     def targets(self) -> torch.Tensor | None:
-        """The last member of every sample, where that is a tensor in memory: shape ``[samples, …]``, on the processor."""
-        return None if self.tensors is None else self.tensors[-1].cpu()
+        """The target of every sample, shape ``[samples, …]``, on the processor: the last member of a data set in memory, or the
+        attribute `targets` or `labels` of another; None where there is neither."""
+        if self.tensors is not None:
+            return self.tensors[-1].cpu()
+        for name in ("targets", "labels"):
+            given = getattr(self.dataset, name, None)
+            if given is not None and len(given) == len(self):
+                return torch.as_tensor(given).cpu()
+        return None
 
 
 def _to(value: Any, device: torch.device) -> Any:
