@@ -20,7 +20,7 @@ from tests.runner.problems import classification, classifier
 pytestmark = pytest.mark.serial
 
 SAMPLES, BATCH, EPOCHS = 49, 4, 2  # with 2 and 3 workers, the last step of an epoch has one sample, so that a rank is idle
-
+RARE = 1.5  # two of the samples have more in their first number
 
 LOSSY: dict[str, dict[str, Any]] = {
     "both ways": {"compression": {"type": "topk", "ratio": 0.3}},
@@ -66,6 +66,43 @@ def by_hand(size: int, name: str, clip_norm: float | None) -> dict[str, torch.Te
         clip_norm, scheduler.step if scheduler else lambda: None,
     )  # fmt: skip
     return model.state_dict()
+
+
+class Routed(nn.Module):
+    """Of which a part is used by few samples: in some steps by one rank alone, in most by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.few = classifier(), classifier()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, chosen = self.all(x), x[:, 0] > RARE
+        return out.index_add(0, chosen.nonzero().view(-1), self.few(x[chosen])) if chosen.any() else out
+
+
+def routed(strategy: Any, size: int) -> float:
+    """The difference from the loop by hand, in which Adam leaves out what has no gradient."""
+    models = [Routed(), Routed()]
+    first, second = (torch.optim.Adam(model.parameters(), lr=0.02) for model in models)
+    models[1].load_state_dict(models[0].state_dict())
+    data = classification(SAMPLES)
+    SupervisedRunner(device="cpu").train(
+        model=models[0], criterion=nn.CrossEntropyLoss(), optimizer=first, num_epochs=EPOCHS, distributed=strategy,
+        loaders={"train": DataLoader(data, BATCH, shuffle=True)}, clip_norm=0.5,
+    )  # fmt: skip
+    unused = []
+
+    def note() -> None:
+        unused.append(models[1].few[0].weight.grad is None)  # type: ignore[index, union-attr]
+
+    batches = global_batches(SAMPLES, size, 42)
+    train_by_hand(
+        models[1], nn.CrossEntropyLoss(), second, data.tensors, batches, EPOCHS * -(-SAMPLES // size), 0.5, note
+    )  # fmt: skip
+    assert 0 < sum(unused) < len(unused)
+    own, theirs = ({float(state["step"]) for state in one.state_dict()["state"].values()} for one in (first, second))
+    assert own == theirs == {len(unused), len(unused) - sum(unused)}
+    return relative_difference(models[0].state_dict(), models[1].state_dict())
 
 
 class Stop(Callback):
@@ -119,6 +156,8 @@ def in_world(folder: str) -> dict[str, Any]:
         model, _, _ = train(KVStore(update=update), name, BATCH // accumulate, clip_norm=clip_norm, accumulate=accumulate)
         found[f"{name} {update}"] = relative_difference(model.state_dict(), by_hand(size, name, clip_norm))
 
+    found["unused"] = [routed(KVStore(update=update, find_unused_parameters=True), size) for update in ("store", "worker")]
+
     def resumed(first: Any, second: Any, where: str) -> tuple[Any, Any]:
         train(first, "sgd", logdir=f"{folder}/{where}", callbacks=[Stop()])
         model, optimizer, _ = train(second, "sgd", logdir=f"{folder}/{where}", callbacks=[Callback()], resume="auto")
@@ -167,6 +206,7 @@ def test_the_same_as_by_hand(workers: int, all_servers: tuple[int, ...], tmp_pat
         for name in ("sgd store", "adam store", "adamw store", "adamw worker", "adafactor worker"):
             assert found[name] < 2e-5, (name, found[name])
         assert all(torch.equal(value, seen[0]["weights"][name]) for name, value in found["weights"].items())
+        assert max(found["unused"]) < 2e-5
         assert found["resumed to the bit"]
         assert found["momentum to the bit"]
         for kind in LOSSY:
@@ -218,6 +258,7 @@ def test_workers_that_do_not_wait(tmp_path: Path) -> None:
         ({"servers": -1}, "whole number"),
         ({"update": "server"}, "'store' or 'worker'"),
         ({"mode": "async", "servers": 1, "update": "worker"}, "leave update out"),
+        ({"mode": "async", "servers": 1, "find_unused_parameters": True}, "set mode to 'sync'"),
         ({"compression": "fp16"}, "write a dict, such as compression={'type': 'fp16'}"),
         ({"compression": {"type": "3bit"}}, "there is no compression '3bit'"),
         ({"compression": {"type": "topk", "ratio": 2.0}}, "cannot have ratio=2.0"),

@@ -175,8 +175,11 @@ class HostStore(KVStore):
             raise UserError("update: the store has no optimizer; call set_optimizer first")
         rows = {name: grad for name, grad in grads.items() if name in self.tables}
         dense = {name: grad for name, grad in grads.items() if name not in self.tables}
-        if rows and clip_norm is not None:
-            raise UserError("clip_norm with keys of rows needs a store without servers; leave clip_norm out")
+        if rows and dense and clip_norm is not None:
+            raise UserError(
+                f"clip_norm over keys of rows and others in create('{self.type}'), where rows do not travel with the host's sum; "
+                "write create('dist_sync'), or leave clip_norm out"
+            )
         for name, grad in rows.items():
             check_rows(name, grad, self.tables[name])
         self._check_all(dense, "the gradient")
@@ -192,7 +195,7 @@ class HostStore(KVStore):
         if shared["rows"]:
             assert self._rows is not None
             mine = {name: rows.get(name, _no_rows(self.tables[name])) for name in shared["rows"]}
-            step = self._rows.update(mine, {}, Share(share.weight, shared["expected"]), shared["groups"])
+            step = self._rows.update(mine, {}, Share(share.weight, shared["expected"]), shared["groups"], shared["clip"])
         return step
 
     def _update(self, about: Any, weights: Sequence[float], grads: Mapping[str, torch.Tensor],

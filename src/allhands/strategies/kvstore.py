@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from allhands.comm import all_gather_rows, broadcast_tensors, sum_gradients
+from allhands.comm import all_gather_rows, all_reduce_sum, broadcast_tensors, sum_gradients
 from allhands.errors import UserError
 from allhands.kvstore import KVStore as Store
 from allhands.kvstore import create, servers_of_job
@@ -50,6 +50,9 @@ class KVStore(Strategy):
         damping: for "async" and "ssp": divide the learning rate of a stale step by 1 + its staleness.
         snapshot_every, snapshot_dir: every so many steps the servers save themselves there, from which
             ``allhands launch -s … --server-restarts`` lets them come back.
+        find_unused_parameters: with "sync", allow parameters that take no part in some step: on ranks that do not use one its
+            gradient is 0, and one that no rank uses is left out of the step, as it would be in one process. Costs a small
+            all-reduce each step.
         on_worker_loss: "stop", which names the lost worker. "continue" is for a store of your own: the workers of the runner also
             evaluate and save together.
 
@@ -62,7 +65,7 @@ class KVStore(Strategy):
     def __init__(self, mode: str = "sync", servers: int | None = None, staleness: int | None = None, update: str = "store",
                  check_weights_every: int = 1000, compression: Mapping[str, Any] | None = None, damping: bool = False,
                  snapshot_every: int = 0, snapshot_dir: str | os.PathLike[str] | None = None,
-                 on_worker_loss: str = "stop") -> None:  # fmt: skip
+                 on_worker_loss: str = "stop", find_unused_parameters: bool = False) -> None:  # fmt: skip
         if mode not in _MODES:
             raise UserError(f"KVStore(mode={mode!r}); it must be one of {', '.join(map(repr, _MODES))}")
         if servers is not None and (isinstance(servers, bool) or not isinstance(servers, int) or servers < 0):
@@ -82,6 +85,12 @@ class KVStore(Strategy):
             raise UserError(
                 f"KVStore(mode={mode!r}, update='worker'): such servers apply gradients when they come; leave update out"
             )
+        if self.alone and find_unused_parameters:
+            raise UserError(
+                f"KVStore(mode={mode!r}, find_unused_parameters=True): workers that do not wait cannot know what the others use; "
+                "leave it out, or set mode to 'sync'"
+            )
+        self.find_unused_parameters = find_unused_parameters
         self.check_weights_every = 0 if self.alone else check_weights_every
         self.compression, self._narrows_weights = self._checked_compression(compression)
         self.exact = not self.alone and self.compression is None
@@ -254,37 +263,47 @@ class KVStore(Strategy):
         assert self._store is not None
         self._check_unchanged()
         self._steps += 1
-        grads = self._gradients(own)
+        slots = self._used() if self.find_unused_parameters else self._slots
+        grads = self._gradients(slots, own)
         share = Share(own, total)
         if not self.takes_step:
-            self._store.reduce(grads, share)
+            if grads:
+                self._store.reduce(grads, share)
             for slot in self._slots:
-                slot.first.grad = grads[slot.name]
+                slot.first.grad = grads.get(slot.name)
             return False
         if self.before_step is not None:
             self._show(clip_norm)
-        outs = {slot.name: slot.first.detach() for slot in self._slots}
+        outs = {slot.name: slot.first.detach() for slot in slots}
         options = [hyper(group) for group in self._optimizer.param_groups]
         if self.alone and not own:
             # Nothing to push. With ssp the others count this worker's steps, so it pushes gradients that weigh nothing.
             grads, share = grads if self.mode == "ssp" else {}, Share(0, None)
-        step = self._store.update(grads, outs, share, options, clip_norm)
-        if self.alone and own:
-            self._stale.append(step.staleness)
+        if outs:
+            step = self._store.update(grads, outs, share, options, clip_norm)
+            if self.alone and own:
+                self._stale.append(step.staleness)
         self._remember()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether step was called
         return True
 
-    def _gradients(self, own: int) -> dict[str, torch.Tensor]:
-        """This rank's gradients by name; zeros when it has no sample."""
+    def _used(self) -> list[Slot]:
+        """The parameters that take part in this step on some rank."""
+        used = torch.tensor([slot.first.grad is not None for slot in self._slots], dtype=torch.int32, device=self.world.device)
+        all_reduce_sum([used], self.world)
+        return [slot for slot, ranks in zip(self._slots, used.tolist(), strict=True) if ranks]
+
+    def _gradients(self, slots: Sequence[Slot], own: int) -> dict[str, torch.Tensor]:
+        """This rank's gradients by name; zeros for those that it has not used."""
         found = {}
-        for slot in self._slots:
+        for slot in slots:
             grad = slot.first.grad
             if grad is None:
-                if own:
+                if own and not self.find_unused_parameters:
                     raise UserError(
                         f"on rank {self.world.rank} the parameter '{slot.name}' took no part in the loss, so there is no "
                         "gradient to push. Remove it from the model, or set requires_grad=False before train()"
+                        + ("" if self.alone else ", or write KVStore(find_unused_parameters=True)")
                     )
                 grad = torch.zeros_like(slot.first)
             elif grad.layout != torch.strided:
