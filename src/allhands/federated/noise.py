@@ -19,6 +19,19 @@ _SPREAD, _MIX, _LAST = (n - 2**32 for n in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
+def hashed(count: int, key: torch.Tensor) -> torch.Tensor:
+    """Random bits for the places 0 to `count` - 1, int32, the same on every device.
+
+    Args:
+        count: how many.
+        key: int32, shape ``[]``, for bits of shape ``[count]``; ``[clients, 1]`` for ``[clients, count]``.
+    """
+    places = torch.arange(count, dtype=torch.int32, device=key.device) * _SPREAD
+    places = places ^ (places >> 16)
+    bits = (places ^ key) * _MIX
+    return (bits ^ (bits >> 15)) * _LAST
+
+
 class KeyedDropout(nn.Module):
     """Stands in for a dropout layer while its model is trained by an executor.
 
@@ -57,11 +70,7 @@ class KeyedDropout(nn.Module):
         shape = x.shape if self.features is None else x.shape[: self.features]
         if self.p == 1.0:
             return x.new_zeros(()).expand(x.shape)
-        places = torch.arange(shape.numel(), dtype=torch.int32, device=x.device) * _SPREAD
-        places = places ^ (places >> 16)
-        key = self.key + call * _SPREAD if call else self.key
-        bits = (places ^ key) * _MIX
-        bits = (bits ^ (bits >> 15)) * _LAST
+        bits = hashed(shape.numel(), self.key + call * _SPREAD if call else self.key)
         kept = (bits >= min(round(self.p * 2**32) - 2**31, 2**31 - 1)).to(x.dtype).mul_(1.0 / (1.0 - self.p))
         return kept.view(*shape, *(1 for _ in x.shape[len(shape) :]))
 
