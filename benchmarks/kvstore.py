@@ -4,10 +4,11 @@
 
 PYTHON is that of an environment with MXNet 1.9.1 (pip install mxnet==1.9.1 numpy==1.23.5), whose own store is then timed beside.
 
-Two workers push and pull one key of so many bytes, without an optimizer, through one server: over shared memory and over TCP.
-The same two workers all-reduce as many bytes with gloo; all take turns in one run. Then ResNet-18 on images of 32x32 with SGD
-and momentum, 16 images a worker and step: through one server over shared memory, and with DistributedDataParallel on gloo. One
-thread a process. Last, the CPU time of a server that has nothing to do.
+Two workers push and pull one key of so many bytes, without an optimizer, through one server: over shared memory and over TCP;
+"shared, buffer" is `pushpull` of the key's `KVStore.buffer` in place, as the all-reduce is in place. The same two workers all-
+reduce as many bytes with gloo; all take turns in one run. Then ResNet-18 on images of 32x32 with SGD and momentum, 16 images a
+worker and step: through one server over shared memory, and with DistributedDataParallel on gloo. One thread a process. Last,
+the CPU time of a server that has nothing to do.
 """
 
 from __future__ import annotations
@@ -44,14 +45,17 @@ def exchange(megabytes: int, runs: int, transports: list[str]) -> dict[str, list
         stores[name] = ServedStore.connect(mode_named("dist"), {})
         stores[name].init("key", torch.zeros(count))
     value, out = torch.full((count,), 1.0 + world.rank), torch.empty(count)
-    samples: dict[str, list[float]] = {"gloo all_reduce": [], **{name: [] for name in transports}}
+    buffer = stores["shared"].buffer("key")
+    samples: dict[str, list[float]] = {"gloo all_reduce": [], **{name: [] for name in transports}, "shared, buffer": []}
     for run in range(runs + 2):
         for name, times in samples.items():
-            summed = value.clone()
+            summed = buffer.copy_(value) if name == "shared, buffer" else value.clone()
             dist.barrier()
             began = time.perf_counter()
             if name == "gloo all_reduce":
                 dist.all_reduce(summed)
+            elif name == "shared, buffer":
+                stores["shared"].pushpull("key", summed)
             else:
                 stores[name].pushpull("key", summed, out)
                 summed = out

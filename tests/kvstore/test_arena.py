@@ -84,6 +84,26 @@ def test_a_buffer_is_not_copied_and_a_push_of_it_is() -> None:
         made.run(work)
 
 
+@pytest.mark.parametrize("options", [{"reduction": "mean"}, {"aggregate": "sum"}])
+def test_gradients_that_a_trainer_computes_lie_in_buffers(options: dict[str, Any]) -> None:
+    with job(2) as made:
+
+        def work(rank: int) -> None:
+            store, weight = made.store(rank, transport="shared"), torch.nn.Parameter(torch.zeros(3, 2))
+            trainer = kvstore.Trainer({"w": weight}, "sgd", {"learning_rate": 1.0, "momentum": 0.0}, kvstore=store, **options)
+            gradient = torch.full((2, 3), 2.0 + rank).t()  # 2 and 3, for 1 and 2 samples
+            weight.grad = gradient
+            trainer.step(1 + rank)
+            mean, sums = -(2.0 + 2 * 3.0) / 3, -(2.0 + 3.0 / 2)
+            assert torch.equal(weight.detach(), torch.full((3, 2), mean if "reduction" in options else sums))
+            assert gradient.unique().tolist() == [2.0 + rank]
+            # Worker 0's is where the server has made the sum, so that its buffer stays as it is.
+            assert store.buffer("w").unique().tolist() == [2.0 * (1 + rank * 2) if "reduction" in options else 2.0 - rank / 2]
+            assert rank == 0 or not any(region.count_nonzero() for region in store.links[0]._regions.values())
+
+        made.run(work)
+
+
 def test_every_store_has_buffers_for_dense_keys() -> None:
     store = kvstore.create("local")
     store.init(["w", "rows"], [torch.ones(2, 3, dtype=torch.float64), kvstore.RowSparse(10, 2)])

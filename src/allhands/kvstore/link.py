@@ -214,6 +214,7 @@ class Link:
                         part()
                     else:
                         self._up.sendall(raw(part) if isinstance(part, torch.Tensor) else part)
+                del part, parts  # while this waits, it must not keep the caller's memory
         except OSError:
             pass  # the reading thread sees the end too, and says so
         except AllhandsError as error:

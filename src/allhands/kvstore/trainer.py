@@ -162,9 +162,9 @@ class Trainer:
         if self._aggregate == "sum":
             share = Share()
             if batch and self._reduction == "sum":
-                grads = {name: grad / batch for name, grad in grads.items()}
+                grads = {name: torch.div(grad.detach(), batch, out=self._room(name, grad)) for name, grad in grads.items()}
         elif self._reduction == "mean":
-            grads = {name: grad * batch for name, grad in grads.items()}
+            grads = {name: torch.mul(grad.detach(), batch, out=self._room(name, grad)) for name, grad in grads.items()}
         self._next_update()
         if self._on_store:
             outs = {slot.name: slot.first.detach() for slot in self._slots if slot.name in grads}
@@ -251,6 +251,10 @@ class Trainer:
         if stale:
             raise _stale(stale)
         return grads
+
+    def _room(self, name: str, grad: torch.Tensor) -> torch.Tensor | None:
+        """Where a gradient that is computed here is to lie, so that servers of this host read it there; None: anywhere."""
+        return self._store._buffers.get(name) if grad.device.type == "cpu" else None
 
     def _next_update(self) -> None:
         if self._scheduler is not None:
