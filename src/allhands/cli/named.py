@@ -23,7 +23,7 @@ def make(run_file: RunFile, section: str, known: Mapping[str, Any], positional: 
     for key, value in options.items():
         if key not in parameters:
             raise run_file.error((section, key), f"{name} has no such option; {nearest(key, parameters)}")
-        problem = _mismatch(parameters[key].default, value)
+        problem = _mismatch(parameters[key], value)
         if problem:
             raise run_file.error((section, key), problem)
     options |= filled
@@ -52,8 +52,11 @@ def is_kind(value: Any, bases: Any) -> bool:
     return value not in (Optimizer, lr_scheduler.LRScheduler, getattr(lr_scheduler, "LambdaLR", None))
 
 
-def _mismatch(default: Any, value: Any) -> str | None:
+def _mismatch(option: inspect.Parameter, value: Any) -> str | None:
     """What a value must be, when it is not of the type of the option's default; None when it fits or none can be told."""
+    default = option.default
+    if isinstance(value, dict) and any(kind in str(option.annotation) for kind in ("dict", "Any")):
+        return None
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "it must be true or false"
     if isinstance(default, (int, float)):

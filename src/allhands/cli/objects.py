@@ -16,6 +16,7 @@ from allhands import models
 from allhands.cli.named import choose, is_kind, located, make
 from allhands.config import RunFile
 from allhands.data import catalogue, derive_seed, seed_everything
+from allhands.federated.strategy import Federated
 from allhands.runner import Callback, EarlyStopping, SupervisedRunner
 from allhands.runner.workers import plan
 from allhands.strategies import STRATEGIES, Strategy, strategy_named
@@ -49,6 +50,8 @@ def train(run_file: RunFile) -> dict[str, Any]:
         minimize = main_metric == "loss"
     strategy = _strategy(run_file)
     objects = _objects(run_file, lambda: _world_size(strategy, given.workers, given.device))
+    if isinstance(strategy, Federated) and "num_epochs" in given.model_fields_set:
+        raise run_file.error(("num_epochs",), "federated training goes by rounds; remove it, and write strategy.rounds: …")
     callbacks: list[Callback] = [StoreRunFile(run_file.to_yaml())]
     if given.early_stopping is not None:
         stopping = given.early_stopping
@@ -66,7 +69,7 @@ def train(run_file: RunFile) -> dict[str, Any]:
         metrics=given.metrics,
         callbacks=callbacks,
         logdir=given.logdir,
-        num_epochs=given.num_epochs,
+        num_epochs=1 if isinstance(strategy, Federated) else given.num_epochs,
         valid_loader=given.valid_loader,
         main_metric=main_metric,
         minimize_metric=minimize,
@@ -248,6 +251,9 @@ def _scheduler(run_file: RunFile, optimizer: Optimizer, entry: catalogue.Entry, 
 def _length(run_file: RunFile, period: str, entry: catalogue.Entry, workers: int) -> int:
     """How often a scheduler of that period steps in the whole training with so many workers."""
     given = run_file.config
+    if given.strategy.name.lower() == Federated.name:  # schedules step once a round
+        rounds: int = given.strategy.options.get("rounds", inspect.signature(Federated).parameters["rounds"].default)
+        return rounds
     epochs = 3 if given.check else given.num_epochs
     if period == "epoch":
         return epochs
@@ -260,5 +266,5 @@ def _length(run_file: RunFile, period: str, entry: catalogue.Entry, workers: int
 
 
 def _strategy(run_file: RunFile) -> Strategy:
-    made: Strategy = make(run_file, "strategy", dict(STRATEGIES), ())
+    made: Strategy = make(run_file, "strategy", STRATEGIES | {Federated.name: Federated}, ())
     return made
