@@ -49,8 +49,9 @@ def clients(sizes: tuple[int, ...] = SIZES) -> Clients:
 
 def rounds(algorithm: Algorithm | None = None, *, net: nn.Module | None = None, given: Any = None, who: Clients | None = None,
            optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD, options: dict[str, Any] | None = None,
-           criterion: Any = None, executor: Any = "serial", device: torch.device = CPU, per_round: int | None = None, number: int = 3, seed: int = 42,
-           kind: type[Rounds] = Rounds, world: World | None = None, **local: Any) -> Rounds:  # fmt: skip
+           criterion: Any = None, executor: Any = "serial", per_round: int | None = None, number: int = 3, seed: int = 42,
+           kind: type[Rounds] = Rounds, world: World | None = None, device: torch.device = CPU,
+           **local: Any) -> Rounds:  # fmt: skip
     """Rounds that are ready to run; `local` are the options of `LocalTraining` (by default full batches, one epoch)."""
     net, who = (net if net is not None else model()).to(device), who if who is not None else clients()
     given = given if given is not None else data()
