@@ -5,10 +5,10 @@
 PYTHON is that of an environment with MXNet 1.9.1 (pip install mxnet==1.9.1 numpy==1.23.5), whose own store is then timed beside.
 
 Two workers push and pull one key of so many bytes, without an optimizer, through one server: over shared memory and over TCP;
-"shared, buffer" is `pushpull` of the key's `KVStore.buffer` in place, as the all-reduce is in place. The same two workers all-
-reduce as many bytes with gloo; all take turns in one run. Then ResNet-18 on images of 32x32 with SGD and momentum, 16 images a
-worker and step: through one server over shared memory, and with DistributedDataParallel on gloo. One thread a process. Last,
-the CPU time of a server that has nothing to do.
+"shared, buffer" is `pushpull` of the key's `KVStore.buffer` in place, as the all-reduce is in place. The same two workers
+all-reduce as many bytes with gloo; all take turns in one run. Then ResNet-18 on images of 32x32 with SGD and momentum, 16
+images a worker and step: through one server over shared memory, and with DistributedDataParallel on gloo. One thread a process.
+Last, the CPU time of a server that has nothing to do.
 """
 
 from __future__ import annotations
