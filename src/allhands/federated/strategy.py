@@ -37,7 +37,8 @@ class Federated(Strategy):
         algorithm: a name, ``{"name": …, option: …}``, or an `Algorithm`.
         local_epochs: times that a client goes through its data in a round.
         local_steps: optimizer steps of a client in a round, instead of `local_epochs`.
-        executor: how a device trains its clients; "auto" tries which is fastest.
+        executor: how a device trains its clients: "serial", "graph", "stacked", ``{"name": "stacked", "chunk": 50}``; "auto" tries
+            which is fastest.
         evaluate_every: rounds between two evaluations; the last round is always evaluated.
         stages: a class derived from `Rounds` that overrides stages.
 
@@ -57,7 +58,7 @@ class Federated(Strategy):
         algorithm: str | dict[str, Any] | Algorithm = "fedavg",
         local_epochs: int = 1,
         local_steps: int | None = None,
-        executor: str = "auto",
+        executor: str | dict[str, Any] = "auto",
         evaluate_every: int = 1,
         stages: type[Rounds] = Rounds,
     ) -> None:

@@ -10,7 +10,8 @@ from allhands.data import build_feeds, preserved_generators
 from allhands.data.build import Source
 from allhands.errors import UserError
 from allhands.federated.algorithms import Server
-from allhands.federated.executors import EXECUTORS, Executor, Work
+from allhands.federated.executors import Executor, Work
+from allhands.federated.executors.choice import parse
 from allhands.federated.layout import Layout
 from allhands.federated.local import LocalOptimizer, LocalTraining
 from allhands.federated.partitions import partition_of
@@ -63,16 +64,13 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
     return {"history": history, "model": state}
 
 
-def make_executor(name: str, work: Work, server: Server) -> Executor:
-    """The executor of that name, or the one that suits. Raises `UserError` when it cannot train these clients."""
-    if name == "auto":
-        name = "serial"
-    if name not in EXECUTORS:
-        raise UserError(f"there is no executor {name!r}; known are: auto, {', '.join(EXECUTORS)}")
-    refusal = EXECUTORS[name].refuses(work, server)
+def make_executor(given: str | dict[str, Any], work: Work, server: Server) -> Executor:
+    """The executor of a name, or of ``{"name": …, option: …}``. Raises `UserError` when it cannot train these clients."""
+    kind, options = parse(given)
+    refusal = kind.refuses(work, server)
     if refusal is not None:
-        raise UserError(f"executor={name!r} cannot train these clients: {refusal}; write executor='auto'")
-    return EXECUTORS[name](work, server)
+        raise UserError(f"executor={kind.name!r} cannot train these clients: {refusal}; write executor='auto'")
+    return kind(work, server, **options)
 
 
 def _trained_source(sources: dict[str, Source]) -> Source:

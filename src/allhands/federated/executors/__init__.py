@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from allhands.federated.executors.base import ClientError, Executor, Job, Work
+from allhands.federated.executors.choice import EXECUTORS, Auto
+from allhands.federated.executors.graph import Graph
 from allhands.federated.executors.serial import Serial
+from allhands.federated.executors.stacked import Stacked
 
-EXECUTORS: dict[str, type[Executor]] = {cls.name: cls for cls in (Serial,)}
-
-__all__ = ["EXECUTORS", "ClientError", "Executor", "Job", "Serial", "Work"]
+__all__ = ["EXECUTORS", "Auto", "ClientError", "Executor", "Graph", "Job", "Serial", "Stacked", "Work"]

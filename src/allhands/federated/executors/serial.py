@@ -55,6 +55,8 @@ class Serial(Executor):
         numbers = server.layout.trained
         start, indices = server.weights, work.clients.samples(job.client)
         batches = list(local.batches(indices, work.seed, server.round, job.client))
+        if work.samples.tensors is not None:  # one copy to the device a client, not one a step
+            batches = list(torch.cat(batches).to(server.device, non_blocking=True).split([len(batch) for batch in batches]))
         self._prepare(batches)
         self.rows[0].copy_(start)
         server.layout.write_integers(server.integers, work.model)

@@ -1,0 +1,111 @@
+"""Which executor trains the clients of a device."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allhands.errors import UserError
+from allhands.federated.algorithms.base import Server, Trained
+from allhands.federated.executors.base import Executor, Job, Sink, States, Work
+from allhands.federated.executors.graph import Graph
+from allhands.federated.executors.serial import Serial
+from allhands.federated.executors.stacked import Stacked
+from allhands.world import current_world
+
+_CLIENTS = 64  # of the first cohort that a trial trains
+
+
+class Auto(Executor):
+    """On a processor `Serial`. On CUDA the fastest of those that do not refuse, by a trial on clients of the first cohort, whose
+    results are thrown away; every rank takes part and all choose the same, the one for which the slowest rank is fastest.
+
+    What is chosen and why is printed in one line. The choice changes results by rounding only; a run that shall repeat another
+    to the bit names the executor that was printed.
+    """
+
+    name = "auto"
+
+    def __init__(self, work: Work, server: Server) -> None:
+        super().__init__(work, server)
+        self.chosen: Executor | None = Serial(work, server) if server.device.type != "cuda" else None
+
+    def train(self, jobs: Sequence[Job], states: States, sink: Sink) -> None:
+        if self.chosen is None:
+            self.chosen = self._try(jobs, states)
+        self.chosen.train(jobs, states, sink)
+
+    def _try(self, jobs: Sequence[Job], states: States) -> Executor:
+        kinds: list[type[Executor]] = [Serial, Graph, Stacked]
+        seconds, said = [], []
+        for kind in kinds:
+            taken, refusal = self._time(kind, list(jobs[:_CLIENTS]), states)
+            seconds.append(taken)
+            said.append(f"{kind.name} {refusal}" if refusal else f"{kind.name} {1000 * taken:.1f} ms")
+            torch.cuda.empty_cache()
+        world = current_world()
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=self.server.device)
+        if world is not None and world.world_size > 1:
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        # Where all have failed, the serial one says why in the round itself.
+        chosen = kinds[int(slowest.argmin())] if bool(slowest.isfinite().any()) else Serial
+        if world is None or world.rank == 0:
+            print(f"executor: {chosen.name} ({min(len(jobs), _CLIENTS)} clients: {', '.join(said)})", flush=True)
+        return self._made(chosen)
+
+    def _made(self, kind: type[Executor]) -> Executor:
+        return kind(replace(self.work, model=copy.deepcopy(self.work.model)), self.server)
+
+    def _time(self, kind: type[Executor], jobs: list[Job], states: States) -> tuple[float, str]:
+        """Seconds to train the clients, the second time; infinite with the reason where it cannot."""
+
+        def forget(trained: Trained, seconds: float) -> None:
+            pass
+
+        refusal = kind.refuses(replace(self.work, model=copy.deepcopy(self.work.model)), self.server)
+        if refusal is not None:
+            return float("inf"), f"refuses: {refusal}"
+        try:
+            made = self._made(kind)
+            made.train(jobs, states, forget)
+            torch.cuda.synchronize(self.server.device)
+            began = time.perf_counter()
+            made.train(jobs, states, forget)
+            torch.cuda.synchronize(self.server.device)
+            return time.perf_counter() - began, ""
+        except Exception as error:
+            return float("inf"), f"failed: {error}"
+
+
+EXECUTORS: dict[str, type[Executor]] = {kind.name: kind for kind in (Auto, Serial, Graph, Stacked)}
+
+
+def parse(given: Any) -> tuple[type[Executor], dict[str, Any]]:
+    """The class and the options that ``"name"`` or ``{"name": …, option: …}`` stands for.
+
+    Raises:
+        UserError: no such executor or option; lists those that there are.
+    """
+    import difflib
+
+    options = dict(given) if isinstance(given, dict) else {"name": given}
+    name = options.pop("name", None)
+    if name not in EXECUTORS:
+        near = difflib.get_close_matches(str(name).lower(), EXECUTORS, n=1)
+        raise UserError(
+            f"there is no executor {name!r}{f'; did you mean {near[0]!r}?' if near else ''} Known are: {', '.join(EXECUTORS)}"
+        )
+    takes = list(inspect.signature(EXECUTORS[name]).parameters)[2:]
+    for option in options:
+        if option not in takes:
+            near = difflib.get_close_matches(option, takes, n=1)
+            raise UserError(f"the executor {name!r} has no option {option!r}{f'; did you mean {near[0]!r}?' if near else ''} "
+                            f"It takes: {', '.join(takes) or 'none'}")  # fmt: skip
+    return EXECUTORS[name], options

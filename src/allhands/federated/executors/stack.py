@@ -1,0 +1,170 @@
+"""The rows of clients that are trained at once, and one batched gradient of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call, vmap
+
+from allhands.errors import UserError
+from allhands.federated.algorithms.base import Server
+from allhands.federated.executors.base import Work
+from allhands.federated.executors.masked import MaskedLoss
+from allhands.federated.executors.recording import Recorder
+from allhands.federated.noise import Noise
+from allhands.step import LossRule
+
+
+class Losses(nn.Module):
+    """A client's loss as a function of its weights, for `torch.func.functional_call`.
+
+    Args:
+        work: its model is changed: dropout by keys.
+        server: says where weights lie.
+    """
+
+    def __init__(self, work: Work, server: Server) -> None:
+        super().__init__()
+        self.model = work.model
+        self.noise = Noise(work.model, server.device)
+        self.masked = MaskedLoss(work.local.criterion)
+        self.server, self.work = server, work
+        self._rule = LossRule(work.local.criterion)
+
+    def forward(self, batch: Any, mask: torch.Tensor | None) -> torch.Tensor:
+        output, target = self.work.local.forward(self.model, batch)
+        self._rule.check_shapes(output, target)
+        loss = self.masked(output, target, mask)
+        LossRule.check_value(loss)
+        return loss
+
+    def of(self, tensors: dict[str, torch.Tensor], batch: Any, mask: torch.Tensor | None) -> torch.Tensor:
+        """The loss with the model's weights, buffers and keys of dropout replaced."""
+        return functional_call(self, {f"model.{name}": tensor for name, tensor in tensors.items()}, (batch, mask))
+
+
+class Stack:
+    """Rows of so many clients with their gradients, buffers and optimizer.
+
+    Args:
+        losses: the loss of a client.
+        count: clients.
+        pads: batches are masked by the counts; else all samples count.
+        recorder: records the gradients; None: they are computed operation by operation.
+        compile: by `torch.compile`.
+
+    Attributes:
+        rows, gradients: shape ``[count, length]`` and ``[count, trained]``.
+        optimizer: of all rows.
+    """
+
+    def __init__(self, losses: Losses, count: int, pads: bool, recorder: Recorder | None, compile: bool) -> None:
+        server = losses.server
+        layout, device = server.layout, server.device
+        self.losses, self.pads, self.recorder, self.compiled = losses, pads, recorder, compile
+        self.rows = torch.zeros(count, layout.length, dtype=layout.dtype, device=device)
+        self.gradients = torch.zeros(count, layout.trained, dtype=layout.dtype, device=device)
+        self.optimizer = losses.work.local.optimizer.make(layout, self.rows, self.gradients)
+        views = layout.views(self.rows)
+        # `.data`, for a write to a buffer of the same row is none to a weight that the backward pass needs.
+        self._weights = {place.name: views[place.name].data.requires_grad_() for place in layout.parameters}
+        self._slots = [self.gradients[:, place.start : place.stop].view(count, *place.shape) for place in layout.parameters]
+        # BatchNorm under vmap writes its statistics to copies, unless each buffer's lie in one piece.
+        self._rows_of = [views[place.name] for place in layout.buffers]
+        self._buffers = {place.name: views[place.name].contiguous().clone() for place in layout.buffers}
+        named = dict(losses.model.named_buffers())
+        self._integers = {name: named[name].expand(count, *named[name].shape).clone() for name in layout.integers}
+        self._keys = torch.zeros(count, len(losses.noise.names), dtype=torch.int32, device=device)
+        self._counts = torch.ones(count, dtype=layout.dtype, device=device)
+        self._loss = torch.zeros(count, dtype=torch.float64, device=device)
+        self._steps: dict[int, tuple[torch.Tensor, Callable[[], None]]] = {}
+        call = vmap(losses.of, in_dims=(0, 0, 0 if pads else None), randomness="error")
+        self._plain = call
+        self._call = torch.compile(call, fullgraph=True, dynamic=False) if compile else call
+
+    def load(self, start: torch.Tensor, integers: torch.Tensor) -> None:
+        """Begin with these weights, shape ``[length]`` or ``[count, length]``, and integer buffers."""
+        self.rows.copy_(start)
+        for buffer, view in zip(self._buffers.values(), self._rows_of, strict=True):
+            buffer.copy_(view)
+        at = 0
+        for buffer in self._integers.values():
+            size = buffer[0].numel()
+            buffer.copy_(integers[at : at + size].view(buffer.shape[1:]))
+            at += size
+
+    def finish(self) -> None:
+        """Bring the buffers into the rows."""
+        for buffer, view in zip(self._buffers.values(), self._rows_of, strict=True):
+            view.copy_(buffer)
+
+    def integers(self) -> torch.Tensor:
+        """The integer buffers: int64, shape ``[count, numbers]``."""
+        parts = [buffer.flatten(1) if buffer.dim() > 1 else buffer[:, None] for buffer in self._integers.values()]
+        return torch.cat([part.to(torch.int64) for part in parts], 1) if parts else self._keys.new_zeros(len(self.rows), 0).long()
+
+    def prepare(self, width: int) -> None:
+        """Make ready for batches of `width` samples; recording one overwrites the rows."""
+        if width in self._steps:
+            return
+        device = self.rows.device
+        indices = (torch.arange(width, device=device) % len(self.losses.work.samples)).expand(len(self.rows), width).clone()
+
+        def gradient() -> None:
+            losses = self._evaluate(self._call, indices, self._counts)
+            gradients = torch.autograd.grad(losses.sum(), list(self._weights.values()), allow_unused=True)
+            for slot, value in zip(self._slots, gradients, strict=True):
+                slot.zero_() if value is None else slot.copy_(value)
+            self._loss.copy_(losses.detach())
+
+        self._counts.fill_(float(width))
+        try:
+            if self.recorder is not None:
+                self._steps[width] = indices, self.recorder.record(gradient)
+                return
+            if self.compiled:
+                gradient()
+            self._steps[width] = indices, gradient
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise UserError(
+                f"executor='stacked' cannot {'compile' if self.compiled else 'record'} a step of {len(self.rows)} clients: "
+                f"{error}; write {'compile' if self.compiled else 'record'}=False"
+            ) from error
+
+    def gradient(self, indices: torch.Tensor, counts: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Leave the gradients of the mean losses of batches in `gradients`; returns the losses, float64, shape ``[count]``,
+        which the next call overwrites.
+
+        Args:
+            indices: int64, shape ``[count, width]``.
+            counts: how many of each batch count, shape ``[count]``.
+            keys: int32, shape ``[count, layers]``.
+        """
+        self.prepare(indices.shape[1])
+        static, run = self._steps[indices.shape[1]]
+        static.copy_(indices)
+        self._counts.copy_(counts)
+        self._keys.copy_(keys)
+        run()
+        return self._loss
+
+    def evaluate(self, indices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The mean losses of batches as `gradient` takes them, shape ``[count]``; dropout as the model's mode has it."""
+        with torch.no_grad():
+            return self._evaluate(self._plain, indices, counts)
+
+    def _evaluate(self, call: Callable[..., torch.Tensor], indices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        losses, samples = self.losses, self.losses.work.samples
+        mask = None
+        if self.pads:
+            mask = (torch.arange(indices.shape[1], device=indices.device) < counts[:, None]).to(self.rows.dtype)
+        keys = {f"{name}.key": self._keys[:, place] for place, name in enumerate(losses.noise.names)}
+        losses.noise.begin()
+        made = call({**self._weights, **self._buffers, **self._integers, **keys}, samples.take(indices), mask)
+        losses.noise.end()
+        return made

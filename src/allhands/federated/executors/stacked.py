@@ -1,0 +1,334 @@
+"""Many clients in one batched step."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from allhands.errors import UserError
+from allhands.federated.algorithms.base import Server, Trained
+from allhands.federated.executors.base import ClientError, Executor, Job, Sink, States, Work
+from allhands.federated.executors.recording import Recorder
+from allhands.federated.executors.serial import clip_rows
+from allhands.federated.executors.stack import Losses, Stack
+from allhands.federated.executors.trial import look, some_samples, why_not_fixed
+from allhands.federated.local import LocalOptimizer, restart
+
+_MOST = 64  # clients of a chunk: more of them rarely go faster, and their activations need memory
+_GRAPHS = 12  # sizes of chunks that are recorded before a smaller chunk takes the recording of a larger one
+
+
+@dataclass
+class Plan:
+    """What the clients of a chunk do, step by step; made on the processor while the device is busy with the chunk before.
+
+    Attributes:
+        jobs, steps, samples: of the clients, those with the most steps first.
+        indices: for each step the samples of its batches, int64, shape ``[rows, width]``; rows beyond the clients repeat the
+            first client, and what is padded repeats a sample of its batch.
+        counts: samples that count, shape ``[steps, rows]``.
+        keys: of dropout layers, int32, shape ``[steps, rows, layers]``.
+    """
+
+    jobs: list[Job]
+    steps: list[int]
+    samples: list[int]
+    indices: list[torch.Tensor]
+    counts: torch.Tensor
+    keys: torch.Tensor
+
+
+class Stacked(Executor):
+    """One step of many clients is one batched step of `torch.func.vmap`, with one optimizer for all their rows.
+
+    Clients with the most steps begin a chunk together, and each is handed over after its last one. Short batches are padded and
+    masked sample by sample, which is exact, where the criterion is known to be a mean over samples and the model treats samples
+    apart; elsewhere (BatchNorm in training, a loss of the user's) only clients whose batches have the same sizes share a chunk.
+
+    Args:
+        chunk: clients at once; None: as many as fit the memory, at most 64. Halved when memory runs out.
+        compile: fuse the step by `torch.compile`; the first chunk of each size takes a minute or more.
+        record: record each step's gradient in a CUDA graph; None: on CUDA.
+    """
+
+    name = "stacked"
+
+    def __init__(self, work: Work, server: Server, chunk: int | None = None, compile: bool = False,
+                 record: bool | None = None) -> None:  # fmt: skip
+        super().__init__(work, server)
+        if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
+            raise UserError(f"executor: chunk={chunk!r}; it must be a whole number of at least 1, or None for what fits")
+        if record and server.device.type != "cuda":
+            raise UserError(f"executor: record=True needs CUDA, and the device is '{server.device.type}'; write record=None")
+        self.chunk, self.compile = chunk, compile
+        self.record = server.device.type == "cuda" if record is None else record
+        work.model.to(server.device)
+        self.losses = Losses(work, server)
+        self.pads = self.losses.masked.masks and not look(work, server).couples
+        self._recorder = Recorder(server.device) if self.record else None
+        self._stacks: dict[int, Stack] = {}
+
+    @classmethod
+    def refuses(cls, work: Work, server: Server) -> str | None:
+        if not work.local.optimizer.flat:
+            return (f"{work.local.optimizer.kind.__name__} updates a number by others' gradients too, and the rows of clients "
+                    f"are updated number by number; use one of {', '.join(LocalOptimizer.ELEMENTWISE)}")  # fmt: skip
+        refusal = why_not_fixed(work, server)
+        return refusal if refusal is not None else _differs(work, server)
+
+    def train(self, jobs: Sequence[Job], states: States, sink: Sink) -> None:
+        if not jobs:
+            return
+        self.work.model.train()
+        if self.chunk is None:
+            self.chunk = self._fitting()
+        waiting = deque(self._chunks(jobs))
+        plan: Plan | None = self._plan(waiting.popleft())
+        while plan is not None:
+            following, done, began = None, 0, time.perf_counter()
+            training: Iterator[Trained] | None = self._train(plan, states)
+            while training is not None and done < len(plan.jobs):
+                try:
+                    trained = next(training)
+                    if done + len(trained.clients) == len(plan.jobs) and waiting:  # while the device is busy
+                        following = self._plan(waiting.popleft())
+                    if self.server.device.type == "cuda":
+                        torch.cuda.synchronize(self.server.device)
+                except torch.cuda.OutOfMemoryError:
+                    if len(plan.jobs) == 1:
+                        raise
+                    training = None  # what it holds is only free after this block
+                    continue
+                except UserError:
+                    raise
+                except Exception:
+                    self._blame(plan.jobs[done:], states, sink)
+                    raise
+                sink(trained, (time.perf_counter() - began) / len(plan.jobs))
+                done += len(trained.clients)
+            if training is None:
+                self._shrink(-(-len(plan.jobs) // 2))
+                left = [*plan.jobs[done:], *(job for chunk in waiting for job in chunk), *(following.jobs if following else ())]
+                waiting = deque(self._chunks(left))
+                following = self._plan(waiting.popleft())
+            plan = following
+
+    def _blame(self, jobs: list[Job], states: States, sink: Sink) -> None:
+        """Train clients of a chunk that failed one by one, so that the one that fails is named."""
+        for job in jobs:
+            began = time.perf_counter()
+            try:
+                (trained,) = self._train(self._plan([job]), states)
+            except Exception as error:
+                raise ClientError(job, f"client {self.work.clients.name(job.client)}: {error}") from error
+            sink(trained, time.perf_counter() - began)
+
+    # ------------------------------------------------------------------ which clients, and what they do
+
+    def _chunks(self, jobs: Sequence[Job]) -> list[list[Job]]:
+        """Jobs that are trained together, those with the most steps first, in chunks of about the same size."""
+        assert self.chunk is not None
+        local, groups = self.work.local, dict[Any, list[Job]]()
+        size = {job: self.work.clients.size(job.client) for job in jobs}
+        for job in sorted(jobs, key=lambda job: (-local.num_steps(size[job]), -size[job], job.slot)):
+            groups.setdefault(None if self.pads else size[job], []).append(job)
+        chunks = []
+        for group in groups.values():
+            pieces = -(-len(group) // self.chunk)
+            bounds = [len(group) * piece // pieces for piece in range(pieces + 1)]
+            chunks += [group[a:b] for a, b in itertools.pairwise(bounds)]
+        return chunks
+
+    def _plan(self, jobs: list[Job]) -> Plan:
+        work, server = self.work, self.server
+        batches = [
+            [batch.numpy() for batch in work.local.batches(work.clients.samples(job.client), work.seed, server.round, job.client)]
+            for job in jobs
+        ]
+        steps, rows = len(batches[0]), self._rows(len(jobs))
+        widths = [max(len(own[step]) for own in batches if step < len(own)) for step in range(steps)]
+        if self.pads and self.record:
+            widths = [max(widths)] * steps  # one recording, not one for the last batch too
+        indices = [np.empty((rows, width), dtype=np.int64) for width in widths]
+        counts = np.ones((steps, rows))
+        keys = torch.zeros(steps, rows, len(self.losses.noise.names), dtype=torch.int32)
+        for row in range(rows):
+            own = batches[row if row < len(jobs) else 0]
+            job = jobs[row if row < len(jobs) else 0]
+            for step, table in enumerate(indices):
+                batch = own[min(step, len(own) - 1)][: table.shape[1]]
+                table[row, : len(batch)], table[row, len(batch) :] = batch, batch[0]
+                counts[step, row] = len(batch)
+            keys[: len(own), row] = self.losses.noise.keys(work.seed, server.round, job.client, len(own))
+        flat = torch.from_numpy(np.concatenate([table.reshape(-1) for table in indices])).to(server.device, non_blocking=True)
+        placed = [part.view(rows, -1) for part in flat.split([rows * width for width in widths])]
+        return Plan(
+            jobs, [len(own) for own in batches], [work.clients.size(job.client) for job in jobs], placed,
+            torch.from_numpy(counts).to(server.device, server.layout.dtype, non_blocking=True),
+            keys.to(server.device, non_blocking=True),
+        )  # fmt: skip
+
+    def _rows(self, jobs: int) -> int:
+        """Rows of the stack for so many clients: as many, unless a recording of a few more is there."""
+        if (self.record or self.compile) and jobs not in self._stacks and len(self._stacks) >= _GRAPHS:
+            return min((rows for rows in self._stacks if rows > jobs), default=jobs)
+        return jobs
+
+    # ------------------------------------------------------------------ the training
+
+    def _stack(self, rows: int) -> Stack:
+        if rows not in self._stacks:
+            if (self.record or self.compile) and len(self._stacks) > _GRAPHS:
+                self._stacks.clear()
+            self._stacks[rows] = Stack(self.losses, rows, self.pads, self._recorder, self.compile)
+        return self._stacks[rows]
+
+    def _train(self, plan: Plan, states: States) -> Iterator[Trained]:
+        """Train a chunk; yields clients after their last steps."""
+        work, server = self.work, self.server
+        algorithm, local, numbers = work.algorithm, work.local, server.layout.trained
+        rows, start = plan.counts.shape[1], server.weights
+        stack = self._stack(rows)
+        for indices in plan.indices:
+            stack.prepare(indices.shape[1])
+        clients = [job.client for job in plan.jobs]
+        own = states(clients + clients[:1] * (rows - len(clients)))
+        stack.load(start, server.integers)
+        local.optimizer.set_rates(stack.optimizer)
+        restart(stack.optimizer)
+        start_loss = self._start_loss(stack, plan) if algorithm.needs_start_loss else None
+        total = torch.zeros(rows, dtype=torch.float64, device=server.device)
+        seen = plan.counts.to(torch.float64).cumsum(0)
+        left = len(plan.jobs)
+        for step, indices in enumerate(plan.indices):
+            total += stack.gradient(indices, plan.counts[step], plan.keys[step]) * plan.counts[step]
+            if algorithm.corrects:
+                algorithm.correct(stack.gradients, stack.rows[:, :numbers], start[:numbers], own)
+            if local.clip_norm is not None:
+                clip_rows(stack.gradients, local.clip_norm)
+            stack.optimizer.step()
+            first = sum(steps > step + 1 for steps in plan.steps)
+            if first < left:
+                stack.finish()
+                yield Trained(
+                    clients=clients[first:left], slots=[job.slot for job in plan.jobs[first:left]], rows=stack.rows[first:left],
+                    start=start, samples=torch.tensor(plan.samples[first:left], dtype=torch.float64),
+                    steps=torch.tensor(plan.steps[first:left], dtype=torch.float64),
+                    loss=(total / seen[step])[first:left],
+                    start_loss=None if start_loss is None else start_loss[first:left],
+                    own={name: vectors[first:left] for name, vectors in own.items()},
+                )  # fmt: skip
+                left = first
+
+    def _start_loss(self, stack: Stack, plan: Plan) -> torch.Tensor:
+        """Mean losses over each client's data of the models as they lie in the rows: float64, shape ``[rows]``."""
+        held = [self.work.clients.samples(job.client) for job in plan.jobs]
+        held += held[:1] * (len(stack.rows) - len(held))
+        total = torch.zeros(len(held), dtype=torch.float64, device=self.server.device)
+        width = max(self.work.local.batch_size or 0, 256)
+        longest = max(map(len, held))
+        self.work.model.eval()
+        for begin in range(0, longest, width):
+            parts = [samples[begin : begin + width] for samples in held]
+            counts = torch.tensor([float(len(part)) for part in parts], dtype=self.server.layout.dtype)
+            size = min(width, longest - begin)
+            indices = torch.stack([torch.cat([part, samples[:1].expand(size - len(part))])
+                                   for part, samples in zip(parts, held, strict=True)])  # fmt: skip
+            counts = counts.to(self.server.device)
+            losses = stack.evaluate(indices.to(self.server.device), counts.clamp(min=1.0))
+            total += torch.where(counts > 0, losses * counts, 0.0)
+        self.work.model.train()
+        return total / torch.tensor([float(len(samples)) for samples in held], dtype=torch.float64, device=self.server.device)
+
+    # ------------------------------------------------------------------ memory
+
+    def _fitting(self) -> int:
+        """Clients of a chunk that fit the free memory, by what two of them need."""
+        layout, device = self.server.layout, self.server.device
+        numbers = layout.length * layout.dtype.itemsize
+        if device.type != "cuda":
+            return int(min(_MOST, max(1, 2**28 // numbers)))
+        stack = Stack(self.losses, 2, self.pads, None, False)
+        stack.load(self.server.weights, self.server.integers)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        largest = int(self.work.clients.sizes.max())
+        indices = some_samples(self.work)[:1].expand(2, min(self.work.local.batch_size or largest, largest)).to(device)
+        stack.gradient(indices, torch.full((2,), float(indices.shape[1]), dtype=layout.dtype, device=device),
+                       torch.zeros(2, len(self.losses.noise.names), dtype=torch.int32, device=device))  # fmt: skip
+        torch.cuda.synchronize(device)
+        step = (torch.cuda.max_memory_allocated(device) - before) / 2
+        # Weights, gradients, two vectors of the optimizer, the update, and the update in float64 three times while it is summed.
+        each = step + 5 * numbers + 3 * 8 * layout.length
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(min(_MOST, max(1, 0.7 * free // each)))
+
+    def _shrink(self, chunk: int) -> None:
+        self.chunk = chunk
+        self._stacks.clear()
+        if self._recorder is not None:
+            self._recorder = Recorder(self.server.device)
+        torch.cuda.empty_cache()
+        print(f"executor stacked: out of memory, going on with chunk={chunk}", flush=True)
+
+
+def _differs(work: Work, server: Server) -> str | None:
+    """Why a stacked step does not give the numbers of single ones, by a trial on a few samples; None when it does."""
+    work = replace(work, model=copy.deepcopy(work.model).to(server.device).train())
+    losses, layout = Losses(work, server), server.layout
+    pads = losses.masked.masks and not look(work, server).couples
+    indices = some_samples(work).to(server.device)
+    batches = torch.stack([indices, indices.flip(0)])
+    keys = torch.stack([losses.noise.keys(work.seed, 0, client, 1)[0] for client in (0, 1)]).to(server.device)
+    counts = torch.full((2,), float(len(indices)), dtype=layout.dtype, device=server.device)
+    try:
+        stack = Stack(losses, 2, pads, None, False)
+        stack.load(server.weights, server.integers)
+        given = torch.cat([batches, batches[:, :1]], 1) if pads else batches
+        found = stack.gradient(given, counts, keys).tolist()
+        stack.finish()
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, UserError) as error:
+        return f"its step cannot be batched over clients ({error})"
+    # Far above rounding (TF32 and other orders of summing included) and far below what a lost update or mask would do.
+    tolerance = 0.02 if layout.dtype.itemsize < 8 else 1e-6
+    made = torch.cat([stack.gradients, (stack.rows - server.weights)[:, layout.trained :]], 1).double()
+    for row in (0, 1):
+        loss, alone = _alone(losses, batches[row], keys[row])
+        whole = 0.01 * torch.linalg.vector_norm(alone[: layout.trained])
+        for place in layout.places:
+            one, other = alone[place.start : place.stop], made[row, place.start : place.stop]
+            allowed = tolerance * (torch.linalg.vector_norm(one) + (whole if place.start < layout.trained else 1e-9))
+            if not bool(torch.linalg.vector_norm(one - other) <= allowed):
+                return f"its step batched over clients by torch.func.vmap gives '{place.name}' another value than a single one"
+        if not abs(found[row] - loss) <= tolerance * (1 + abs(loss)):
+            return "its loss batched over clients by torch.func.vmap is another one than a single client's"
+    return None
+
+
+def _alone(losses: Losses, batch: torch.Tensor, keys: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """The loss of one client, and its gradient and the changes of its buffers as a row in float64."""
+    layout, start = losses.server.layout, losses.server.weights
+    views = {name: view[0].clone() for name, view in layout.views(start[None]).items()}
+    weights = [views[place.name].requires_grad_() for place in layout.parameters]
+    named = dict(losses.model.named_buffers())
+    rest = {name: named[name].clone() for name in layout.integers}
+    rest |= {f"{name}.key": key for name, key in zip(losses.noise.names, keys, strict=True)}
+    losses.noise.begin()
+    loss = losses.of({**views, **rest}, losses.work.samples.take(batch), None)
+    losses.noise.end()
+    row = torch.zeros(layout.length, dtype=torch.float64, device=start.device)
+    for place, gradient in zip(layout.parameters, torch.autograd.grad(loss, weights, allow_unused=True), strict=True):
+        if gradient is not None:
+            row[place.start : place.stop] = gradient.reshape(-1)
+    for place in layout.buffers:
+        row[place.start : place.stop] = (views[place.name] - layout.views(start[None])[place.name][0]).reshape(-1)
+    return float(loss.detach()), row
