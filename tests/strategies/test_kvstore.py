@@ -93,7 +93,7 @@ def routed(strategy: Any, size: int) -> float:
     unused = []
 
     def note() -> None:
-        unused.append(models[1].few[0].weight.grad is None)  # type: ignore[index, union-attr]
+        unused.append(models[1].few[0].weight.grad is None)  # type: ignore[index]
 
     batches = global_batches(SAMPLES, size, 42)
     train_by_hand(
@@ -269,6 +269,8 @@ def test_workers_that_do_not_wait(tmp_path: Path) -> None:
         ({"mode": "async", "damping": 0.5}, "must be True or False"),
         ({"snapshot_every": 5}, "snapshot_every=… and snapshot_dir=… belong together"),
         ({"snapshot_every": 5, "snapshot_dir": "s", "servers": 0}, "has no servers.*launch -s 1 --server-restarts 3"),
+        ({"mirror": True, "servers": 0}, "has no servers.*mirror out.*launch -s 2 --server-restarts 3"),
+        ({"mirror": True, "mode": "async"}, "synchronous stores only"),
         ({"on_worker_loss": "continue"}, "set on_worker_loss to 'stop', or train with allhands.kvstore.Trainer"),
         ({"on_worker_loss": "restart"}, "write 'stop' or 'continue'"),
     ],
