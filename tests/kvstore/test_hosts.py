@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import threading
 import time
@@ -57,6 +58,8 @@ class OnHosts:
         finally:
             for group in self.groups.values():
                 group.close()
+                for store in group.stores:  # at exit, one left open would wait for others, which are of this process
+                    atexit.unregister(store._leave)
 
 
 def trained_on_hosts(made: Job, layout: Hosts, name: str, number: int = 0, **options: Any) -> list[Weights]:
