@@ -73,6 +73,8 @@ class Stacked(Executor):
         work.model.to(server.device)
         self.losses = Losses(work, server)
         self.pads = self.losses.masked.masks and not look(work, server).couples
+        sizes = int(work.clients.sizes.max())
+        self.largest = min(work.local.batch_size or sizes, sizes)  # batch
         self._recorder = Recorder(server.device) if self.record else None
         self._stacks: dict[int, Stack] = {}
 
@@ -155,8 +157,9 @@ class Stacked(Executor):
         ]
         steps, rows = len(batches[0]), self._rows(len(jobs))
         widths = [max(len(own[step]) for own in batches if step < len(own)) for step in range(steps)]
-        if self.pads and self.record:
-            widths = [max(widths)] * steps  # one recording, not one for the last batch too
+        if self.pads and self.record:  # few recordings: one, or for full batches at most eight
+            grain = self.largest if work.local.batch_size is not None else -(-self.largest // 8)
+            widths = [min(-(-max(widths) // grain) * grain, self.largest)] * steps
         indices = [np.empty((rows, width), dtype=np.int64) for width in widths]
         counts = np.ones((steps, rows))
         keys = torch.zeros(steps, rows, len(self.losses.noise.names), dtype=torch.int32)
@@ -195,12 +198,13 @@ class Stacked(Executor):
         """Train a chunk; yields clients after their last steps."""
         work, server = self.work, self.server
         algorithm, local, numbers = work.algorithm, work.local, server.layout.trained
-        rows, start = plan.counts.shape[1], server.weights
+        rows = plan.counts.shape[1]
         stack = self._stack(rows)
         for indices in plan.indices:
             stack.prepare(indices.shape[1])
         clients = [job.client for job in plan.jobs]
         own = states(clients + clients[:1] * (rows - len(clients)))
+        start = server.start(own)
         stack.load(start, server.integers)
         local.optimizer.set_rates(stack.optimizer)
         restart(stack.optimizer)
@@ -211,7 +215,7 @@ class Stacked(Executor):
         for step, indices in enumerate(plan.indices):
             total += stack.gradient(indices, plan.counts[step], plan.keys[step]) * plan.counts[step]
             if algorithm.corrects:
-                algorithm.correct(stack.gradients, stack.rows[:, :numbers], start[:numbers], own)
+                algorithm.correct(stack.gradients, stack.rows[:, :numbers], start[..., :numbers], own)
             if local.clip_norm is not None:
                 clip_rows(stack.gradients, local.clip_norm)
             stack.optimizer.step()
@@ -220,11 +224,13 @@ class Stacked(Executor):
                 stack.finish()
                 yield Trained(
                     clients=clients[first:left], slots=[job.slot for job in plan.jobs[first:left]], rows=stack.rows[first:left],
-                    start=start, samples=torch.tensor(plan.samples[first:left], dtype=torch.float64),
+                    start=start if start.dim() == 1 else start[first:left],
+                    samples=torch.tensor(plan.samples[first:left], dtype=torch.float64),
                     steps=torch.tensor(plan.steps[first:left], dtype=torch.float64),
                     loss=(total / seen[step])[first:left],
                     start_loss=None if start_loss is None else start_loss[first:left],
                     own={name: vectors[first:left] for name, vectors in own.items()},
+                    integers=stack.integers()[first:left] if server.layout.integers else None,
                 )  # fmt: skip
                 left = first
 
@@ -261,8 +267,7 @@ class Stacked(Executor):
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        largest = int(self.work.clients.sizes.max())
-        indices = some_samples(self.work)[:1].expand(2, min(self.work.local.batch_size or largest, largest)).to(device)
+        indices = some_samples(self.work)[:1].expand(2, self.largest).to(device)
         stack.gradient(indices, torch.full((2,), float(indices.shape[1]), dtype=layout.dtype, device=device),
                        torch.zeros(2, len(self.losses.noise.names), dtype=torch.int32, device=device))  # fmt: skip
         torch.cuda.synchronize(device)

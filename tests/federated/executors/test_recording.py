@@ -1,0 +1,80 @@
+"""What executors with recorded steps do around the recording, on a processor: there a recording is the function itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import allhands
+from allhands.federated.executors import Graph, Stacked
+from tests.federated import simulating as sim
+from tests.federated.executors.comparing import SIZES, Pulled, images, network
+
+
+class Replayed:
+    """As `Recorder`: runs the function before it records, which overwrites what the executor has not yet loaded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.recorded = 0
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        self.recorded += 1
+        function()
+        return function
+
+
+@pytest.fixture(autouse=True)
+def _world(monkeypatch):
+    monkeypatch.setattr("allhands.federated.executors.graph.Recorder", Replayed)
+    monkeypatch.setattr("allhands.federated.executors.stacked.Recorder", Replayed)
+    yield allhands.init(device="cpu")
+    allhands.finalize()
+
+
+def rounds(norm: str, **options):
+    return sim.rounds(options.pop("algorithm", None), net=network(norm), given=images(), who=sim.clients(SIZES),
+                      criterion=nn.CrossEntropyLoss(), batch_size=4, drop_last=norm == "batch", **options)  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", ["group", "batch"])
+@pytest.mark.parametrize("algorithm", [None, Pulled()], ids=["fedavg", "pulled"])
+def test_steps_are_recorded_once_a_size_and_end_at_the_models_of_serial(norm, algorithm):
+    given = {"optimizer": torch.optim.Adam, "options": {"lr": 0.01}, "clip_norm": 1.0, "algorithm": algorithm}
+    expected = rounds(norm, **given)
+    expected.run()
+
+    made = rounds(norm, **given)
+    made.executor = Graph(replace(made.work, model=copy.deepcopy(made.work.model)), made.server)
+    made.run()
+    assert (made.server.weights - expected.server.weights).abs().max() < 1e-12
+    # 10, 25, 17, 3 and 8 samples in steps of 4; without short last ones 3 samples are still a step
+    assert sorted(made.executor._recorded) == ([3, 4] if norm == "batch" else [1, 2, 3, 4])
+    assert made.executor._recorder.recorded == len(made.executor._recorded)
+
+    made = rounds(norm, **given)
+    stacked = Stacked(replace(made.work, model=copy.deepcopy(made.work.model)), made.server, chunk=3)
+    stacked.record, stacked._recorder = True, Replayed(sim.CPU)
+    made.executor = stacked
+    made.run()
+    assert (made.server.weights - expected.server.weights).abs().max() < 1e-12
+    assert stacked._recorder.recorded == 2  # chunks of 2 and 3 clients; or of 1 client, with steps of 3 and of 4 samples
+
+
+def test_many_sizes_of_chunks_reuse_the_recordings_of_larger_ones(monkeypatch):
+    monkeypatch.setattr("allhands.federated.executors.stacked._GRAPHS", 1)
+    expected, made = rounds("group"), rounds("group")
+    stacked = Stacked(replace(made.work, model=copy.deepcopy(made.work.model)), made.server)
+    stacked.record, stacked._recorder = True, Replayed(sim.CPU)
+    made.executor = stacked
+    for cohort in ([0, 1, 2, 3], [0, 1, 2], [3], [1, 2]):
+        for one in (expected, made):
+            one.select = lambda round_, cohort=cohort: cohort
+            one.one_round()
+    assert list(stacked._stacks) == [4]
+    assert stacked._recorder.recorded == 1
+    assert (made.server.weights - expected.server.weights).abs().max() < 1e-12
