@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from allhands.data import derive_seed
-from allhands.federated.algorithms.base import FIGURES, Algorithm, Server, Trained
+from allhands.errors import AllhandsError, UserError
+from allhands.federated.algorithms.base import FIGURES, OWN_LAYERS, Algorithm, Server, Trained
 from allhands.federated.executors.base import Executor, Job, Work
+from allhands.federated.personal import keep_own, own_numbers
 from allhands.federated.schedule import longest_first
 from allhands.federated.states import ClientStates
 from allhands.federated.sums import Sums
@@ -20,6 +22,11 @@ from allhands.world import World
 #: Takes the row of the global model (in `Server`) to the values of each evaluated loader; called on every rank.
 Evaluate = Callable[[Server], dict[str, dict[str, float]]]
 History = dict[str, Any]
+_INTEGERS = "integers"  # the name of their sum
+
+
+class BadUpdateError(AllhandsError, RuntimeError):
+    """A client's model came out of its training with NaN or Inf."""
 
 
 class Rounds:
@@ -37,17 +44,52 @@ class Rounds:
         rounds: how many in all.
         evaluate: measures the global model; None never does.
         evaluate_every: rounds between two evaluations; the last round is always evaluated.
+        local_layers: names of modules, parameters or buffers that each client keeps as its own (``head.*``), beside those that
+            the algorithm keeps.
+        on_bad_update: what happens when a client's model comes out with NaN or Inf: "stop" ends the run, "skip" leaves the
+            client out of the round; both name it.
+
+    Raises:
+        UserError: the algorithm cannot train this model or cohort, or a name in `local_layers` is none of the model's.
     """
 
     def __init__(self, work: Work, server: Server, executor: Executor, world: World, *, per_round: int, rounds: int,
-                 evaluate: Evaluate | None = None, evaluate_every: int = 1) -> None:  # fmt: skip
+                 evaluate: Evaluate | None = None, evaluate_every: int = 1, local_layers: Sequence[str] = (),
+                 on_bad_update: str = "stop") -> None:  # fmt: skip
         self.work, self.server, self.executor, self.world = work, server, executor, world
         self.per_round, self.rounds = per_round, rounds
         self._evaluate, self.evaluate_every = evaluate, evaluate_every
         self.algorithm: Algorithm = work.algorithm
         self.clients = work.clients
-        self.states = ClientStates(self.algorithm.client_state(server), server.layout.dtype, server.device, world)
-        self.history: History = {"round": [], "seconds": [], "cohort": [], "train": {"loss": []}}
+        if on_bad_update not in ("stop", "skip"):
+            raise UserError(f"on_bad_update={on_bad_update!r}; it must be 'stop' or 'skip'")
+        self.on_bad_update = on_bad_update
+        server.local, server.world, server.num_samples = work.local, world, len(work.clients.indices)
+        server.own = self._own([*self.algorithm.keeps(work.model), *local_layers])
+        self.algorithm.check(server, per_round)
+        self.algorithm.begin(server)
+        lengths = self.algorithm.client_state(server)
+        if server.own is not None:
+            lengths = {**lengths, OWN_LAYERS: len(server.own) + 1}
+        self.states = ClientStates(lengths, server.layout.dtype, server.device, world)
+        self.history: History = {"round": [], "seconds": [], "cohort": [], "train": {"loss": []}, "skipped": [], "unchanged": []}
+
+    def _own(self, names: Sequence[str]) -> torch.Tensor | None:
+        """Places of the numbers that clients keep as their own; refuses a model whose buffers the algorithm cannot average."""
+        layout, algorithm = self.server.layout, self.algorithm
+        own = own_numbers(names, self.work.model, layout)
+        kept = set() if own is None else set(own.tolist())
+        if algorithm.shares and all(place.start in kept for place in layout.parameters):
+            raise UserError(
+                "local_layers name every weight that is trained, so that nothing is shared; write algorithm='local_only'"
+            )
+        shared = [place.name for place in layout.buffers if place.start not in kept]
+        if algorithm.shares and not algorithm.average_buffers and shared:
+            raise UserError(f"the model has buffers that training changes, such as '{shared[0]}' (BatchNorm's statistics?), and "
+                            f"algorithm={algorithm.name!r} says nothing about their mean; use GroupNorm, or keep these layers "
+                            "with the clients (algorithm='fedbn', local_layers=[…]), or set the algorithm's "
+                            "average_buffers=True for their mean by samples")  # fmt: skip
+        return None if own is None else own.to(self.server.device)
 
     # ------------------------------------------------------------------ the stages
 
@@ -68,6 +110,15 @@ class Rounds:
         """Train this rank's part of the cohort and add it to the sums."""
 
         def sink(trained: Trained, seconds: float) -> None:
+            finite = torch.isfinite(trained.rows.sum(1, dtype=torch.float64)).tolist()
+            if not all(finite):
+                sums.note([slot for slot, good in zip(trained.slots, finite, strict=True) if not good], bad=1.0)
+                trained = trained.only([row for row, good in enumerate(finite) if good])
+                if not trained.clients:
+                    return
+            keep_own(trained, self.server)
+            if trained.integers is not None and self.algorithm.shares:
+                sums.add(_INTEGERS, trained.integers - self.server.integers, trained.samples)
             self.algorithm.contribute(trained, self.server, sums)
             if self.states:
                 self.states.put(trained.clients, trained.own)
@@ -95,20 +146,43 @@ class Rounds:
     def one_round(self) -> None:
         """One round: the five stages, and a line in the history."""
         began, round_ = time.perf_counter(), self.server.round
+        self.server.learning_rate = float(self.work.local.optimizer.options[0].get("lr", 0.0))
         cohort = self.select(round_)
         jobs = self.distribute(cohort)
         # Weights that come to about 1 over the cohort, see `Sums`.
         scale = 1.0 / max(1.0, float(sum(self.clients.size(client) for client in cohort)))
-        sums = Sums(self.algorithm.vectors(self.server), len(cohort), (*FIGURES, *self.algorithm.figures()), scale,
+        lengths = self.algorithm.vectors(self.server)
+        if self.server.layout.integers and self.algorithm.shares:
+            lengths = {**lengths, _INTEGERS: len(self.server.integers)}
+        sums = Sums(lengths, len(cohort), (*FIGURES, *self.algorithm.figures()), scale,
                     self.server.device)  # fmt: skip
         self.train(jobs, sums)
         sums.exchange(self.world)
         figures = sums.figures()
-        if float((figures["ok"] * figures["samples"]).sum()) > 0:
+        skipped = [cohort[slot] for slot in figures["bad"].nonzero().flatten().tolist()]
+        if skipped:
+            self._say_bad(round_, skipped)
+        unchanged = float((figures["ok"] * figures["samples"]).sum()) <= 0
+        if not unchanged:
             self.aggregate(sums)
+            if _INTEGERS in lengths:  # the mean of what clients have counted, to the nearest whole number
+                self.server.integers += sums.mean(_INTEGERS).round().to(self.server.integers)
+        elif self.world.rank == 0:
+            print(f"round {round_}: no client of {len(cohort)} has brought an update; the model stays as it was", flush=True)
+        self.history["skipped"].append(skipped)
+        self.history["unchanged"].append(unchanged)
         self.server.round += 1
         values = self.evaluate() if self._due(round_) else {}
         self._note(round_, cohort, figures, values, time.perf_counter() - began)
+
+    def _say_bad(self, round_: int, clients: Sequence[int]) -> None:
+        names = ", ".join(self.clients.name(client) for client in clients[:10]) + (", …" if len(clients) > 10 else "")
+        what = f"round {round_}: the model of client{'s' if len(clients) > 1 else ''} {names} came out with NaN or Inf"
+        if self.on_bad_update == "stop":
+            raise BadUpdateError(f"{what}; lower the clients' learning rate or set clip_norm, or set on_bad_update='skip' to "
+                                 "leave such clients out of the round")  # fmt: skip
+        if self.world.rank == 0:
+            print(f"{what}, left out", flush=True)
 
     def _due(self, round_: int) -> bool:
         return (round_ + 1) % self.evaluate_every == 0 or round_ + 1 == self.rounds

@@ -34,6 +34,8 @@ class Sums:
     def __init__(self, lengths: dict[str, int], slots: int, figures: Sequence[str], scale: float, device: torch.device) -> None:
         self.names = list(figures)
         self.scale = scale
+        #: The weight of a client where all of the cohort count the same: times `scale`, it is 1 / slots.
+        self.share = 1.0 / (scale * slots)
         self._column = {name: i for i, name in enumerate(figures)}
         # One tensor, so that one all-reduce carries everything.
         self._all = torch.zeros(sum(lengths.values()) + len(lengths) + slots * len(figures), dtype=torch.float64, device=device)
@@ -41,7 +43,7 @@ class Sums:
         for name, length in lengths.items():
             self._vectors[name] = self._all[at : at + length]
             at += length
-        self._weights = dict(zip(lengths, self._all[at : at + len(lengths)].split(1), strict=True))
+        self._weights = {name: self._all[at + i : at + i + 1] for i, name in enumerate(lengths)}
         self._figures = self._all[at + len(lengths) :].view(slots, len(figures))
 
     def add(self, name: str, rows: torch.Tensor, weights: torch.Tensor) -> None:

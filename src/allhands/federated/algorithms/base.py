@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from allhands.errors import UserError
 from allhands.federated.layout import Layout
 from allhands.federated.sums import Sums
 
-#: Figures of a client that every algorithm's sums carry; `ok` is 1 for a client that has trained.
-FIGURES = ("ok", "samples", "steps", "loss", "seconds")
+if TYPE_CHECKING:
+    from allhands.federated.clients import Clients
+    from allhands.federated.local import LocalTraining
+    from allhands.world import World
+
+#: Figures of a client that every algorithm's sums carry; `ok` is 1 for a client that has trained, and
+#: `bad` for one whose model came out with NaN or Inf.
+FIGURES = ("ok", "samples", "steps", "loss", "seconds", "bad")
+#: The name of a client's own layers among what it keeps.
+OWN_LAYERS = "own layers"
 
 
 @dataclass
@@ -29,6 +39,10 @@ class Server:
         num_clients: all clients, not only the cohort.
         seed: the run's seed.
         learning_rate: of the clients' optimizer (first group) in this round.
+        num_samples: samples of all clients.
+        local: how clients train; set by `Rounds`, as are the following.
+        world: the ranks.
+        own: places in a row of the numbers that each client keeps as its own, int64; None: none.
     """
 
     layout: Layout
@@ -39,6 +53,20 @@ class Server:
     seed: int
     round: int = 0
     learning_rate: float = 0.0
+    num_samples: int = 0
+    local: LocalTraining | None = None
+    world: World | None = None
+    own: torch.Tensor | None = None
+
+    def start(self, state: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The model that clients begin with, given what `ClientStates.get` gave: shape ``[length]``, or ``[clients, length]``
+        where they keep layers of their own."""
+        if self.own is None:
+            return self.weights
+        kept = state[OWN_LAYERS]  # and a 1 once the client has trained
+        start = self.weights.expand(len(kept), -1).clone()
+        start[:, self.own] = torch.where(kept[:, -1:] > 0, kept[:, :-1], start[:, self.own])
+        return start
 
 
 @dataclass
@@ -53,6 +81,7 @@ class Trained:
         loss: mean training loss over the samples that they saw.
         start_loss: mean loss of the model that they began with on their data, where the algorithm `needs_start_loss`.
         own: the algorithm's state of each client by name, shape ``[clients, …]``; what `contribute` leaves here is kept.
+        integers: their integer buffers, int64, shape ``[clients, numbers]``; None where the model has none.
     """
 
     clients: list[int]
@@ -64,6 +93,18 @@ class Trained:
     loss: torch.Tensor
     start_loss: torch.Tensor | None = None
     own: dict[str, torch.Tensor] = field(default_factory=dict)
+    integers: torch.Tensor | None = None
+
+    def only(self, rows: Sequence[int]) -> Trained:
+        """Some of them; copies."""
+        wanted = list(rows)
+        pick = {name: None if value is None else value[wanted] for name, value in
+                (("start_loss", self.start_loss), ("integers", self.integers))}  # fmt: skip
+        return Trained(
+            [self.clients[row] for row in wanted], [self.slots[row] for row in wanted], self.rows[wanted],
+            self.start if self.start.dim() == 1 else self.start[wanted], self.samples[wanted], self.steps[wanted],
+            self.loss[wanted], own={name: value[wanted] for name, value in self.own.items()}, **pick,
+        )  # fmt: skip
 
     @property
     def updates(self) -> torch.Tensor:
@@ -88,6 +129,17 @@ class Algorithm(ABC):
     needs_updates: bool = False
     #: Whether a global model results at all; without one, each client keeps its own.
     shares: bool = True
+    #: Whether floating-point buffers (BatchNorm's statistics) are averaged; without, a model that has some is refused.
+    average_buffers: bool = True
+
+    def keeps(self, model: nn.Module) -> list[str]:
+        """Names of the modules, parameters and buffers that each client keeps as its own; the others are shared."""
+        return []
+
+    def prepare(self, clients: Clients, local: LocalTraining, per_round: int) -> tuple[Clients, LocalTraining, int]:
+        """The clients, their training and their number in a round, changed as the algorithm needs; called before anything else
+        is made."""
+        return clients, local, per_round
 
     def begin(self, server: Server) -> None:
         """Make the server's own state; called once, before the first round and before `load_state_dict`."""

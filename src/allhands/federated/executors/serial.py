@@ -53,12 +53,12 @@ class Serial(Executor):
     def _train(self, job: Job, own: dict[str, torch.Tensor]) -> Trained:
         work, server, local = self.work, self.server, self.work.local
         numbers = server.layout.trained
-        start, indices = server.weights, work.clients.samples(job.client)
+        start, indices = server.start(own), work.clients.samples(job.client)
         batches = list(local.batches(indices, work.seed, server.round, job.client))
         if work.samples.tensors is not None:  # one copy to the device a client, not one a step
             batches = list(torch.cat(batches).to(server.device, non_blocking=True).split([len(batch) for batch in batches]))
         self._prepare(batches)
-        self.rows[0].copy_(start)
+        self.rows.copy_(start)
         server.layout.write_integers(server.integers, work.model)
         restart(self.optimizer)
         torch.manual_seed(derive_seed(work.seed, "noise", server.round, job.client))
@@ -68,7 +68,7 @@ class Serial(Executor):
         for step, batch in enumerate(batches):
             total += self._gradient(job, step, batch, keys[step]) * len(batch)
             if work.algorithm.corrects:
-                work.algorithm.correct(self.gradients, self.rows[:, :numbers], start[:numbers], own)
+                work.algorithm.correct(self.gradients, self.rows[:, :numbers], start[..., :numbers], own)
             if local.clip_norm is not None:
                 clip_rows(self.gradients, local.clip_norm)
             self.optimizer.step()
@@ -77,6 +77,7 @@ class Serial(Executor):
             samples=torch.tensor([float(len(indices))], dtype=torch.float64),
             steps=torch.tensor([float(len(batches))], dtype=torch.float64),
             loss=(total / max(sum(map(len, batches)), 1)).reshape(1), start_loss=start_loss, own=own,
+            integers=server.layout.read_integers(work.model)[None] if server.layout.integers else None,
         )  # fmt: skip
 
     def _prepare(self, batches: list[torch.Tensor]) -> None:

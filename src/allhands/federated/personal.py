@@ -1,0 +1,122 @@
+"""Layers that each client keeps as its own, and the measuring of the models that result."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from allhands.errors import UserError
+from allhands.federated.algorithms.base import OWN_LAYERS, Server, Trained
+from allhands.federated.clients import Clients
+from allhands.federated.executors.base import Work
+from allhands.federated.layout import Layout
+from allhands.federated.states import ClientStates
+from allhands.world import World
+
+NORMALISATION = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
+
+
+def own_numbers(patterns: Sequence[str], model: nn.Module, layout: Layout) -> torch.Tensor | None:
+    """Places in a row of the weights and floating-point buffers that patterns name: int64; None for none.
+
+    Args:
+        patterns: names of modules, parameters or buffers, with ``*`` and ``?`` as in a shell; a module stands for all that is in
+            it.
+        model: the model.
+        layout: its places.
+
+    Raises:
+        UserError: a pattern that names nothing, or a BatchNorm whose statistics cannot be kept apart.
+    """
+    modules = [name for name, _ in model.named_modules() if name]
+    known = list(
+        dict.fromkeys([*modules, *(name for name, _ in model.named_parameters()), *(n for n, _ in model.named_buffers())])
+    )
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = {name for name in known if fnmatch.fnmatchcase(name, pattern)}
+        if not matched:
+            near = difflib.get_close_matches(pattern, known, n=1)
+            raise UserError(f"local_layers: the model has nothing called {pattern!r}"
+                            f"{f'; did you mean {near[0]!r}?' if near else ''} It has: {', '.join(modules)}")  # fmt: skip
+        found |= matched
+    for name, module in model.named_modules():
+        counts = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats and module.momentum is None
+        if counts and _within(f"{name}.running_mean", found):
+            raise UserError(f"'{name}' has momentum=None, for which its counter of batches must stay with the client too, and "
+                            "counters are shared; set its momentum, for example 0.1")  # fmt: skip
+    places = [torch.arange(place.start, place.stop) for place in layout.places if _within(place.name, found)]
+    return torch.cat(places) if places else None
+
+
+def normalisation(model: nn.Module) -> list[str]:
+    """Names of a model's layers of normalisation."""
+    return [name for name, module in model.named_modules() if isinstance(module, NORMALISATION)]
+
+
+def keep_own(trained: Trained, server: Server) -> None:
+    """Move clients' own layers out of what they have learnt into what they keep; for the rest of the round they have learnt
+    nothing there."""
+    if server.own is None:
+        return
+    kept, start = trained.own[OWN_LAYERS], trained.start.expand(len(trained.rows), -1)
+    kept[:, :-1] = trained.rows[:, server.own]
+    kept[:, -1] = 1.0
+    trained.rows[:, server.own] = start[:, server.own]
+
+
+def evaluate_clients(work: Work, server: Server, states: ClientStates, tests: Clients, world: World) -> dict[str, float]:
+    """The mean loss of every client's own model on its own test samples, weighted by samples; called on every rank.
+
+    A client's model is the global one with the client's own layers in it, once it has trained; each is measured on the rank that
+    keeps them. Where targets are classes, accuracy (0 to 1) too.
+
+    Args:
+        work: the model, which is overwritten, the criterion, and the samples into which `tests` points.
+        server: the global model.
+        states: what clients keep.
+        tests: each client's test samples; one without any counts for nothing.
+        world: the ranks.
+
+    Raises:
+        UserError: `tests` has another number of clients, or no sample at all.
+    """
+    if len(tests) != server.num_clients or len(tests.indices) == 0:
+        raise UserError(f"the test split has {len(tests)} clients and {len(tests.indices)} samples, and {server.num_clients} "
+                        "clients are trained; give each of them a test split, and at least one a sample")  # fmt: skip
+    model, local, totals = work.model, work.local, torch.zeros(4, dtype=torch.float64, device=server.device)
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        server.layout.write_integers(server.integers, model)
+        for client in range(len(tests)):
+            if states.owner.get(client, client % world.world_size) != world.rank or tests.size(client) == 0:
+                continue
+            server.layout.write(server.start(states.get([client])).view(-1), model)
+            for batch in tests.samples(client).split(max(local.batch_size or 0, 256)):
+                output, target = local.forward(model, work.samples.take(batch, work.seed, "test", client))
+                totals[0] += len(batch)
+                totals[1] += local.criterion(output, target).double() * len(batch)
+                if _classes(output, target):
+                    totals[2] += len(batch)
+                    totals[3] += (output.argmax(1) == target).sum()
+    model.train(training)
+    if world.world_size > 1:
+        torch.distributed.all_reduce(totals)
+    count, loss, classed, right = totals.tolist()
+    return {"loss": loss / count, **({"accuracy": right / classed} if classed == count else {})}
+
+
+def _classes(output: object, target: object) -> bool:
+    return (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor) and output.dim() == 2 and target.dim() == 1
+            and not target.is_floating_point())  # fmt: skip
+
+
+def _within(name: str, found: set[str]) -> bool:
+    """Whether a name, or that of a module around it, is among those found."""
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in found for end in range(1, len(parts) + 1))
