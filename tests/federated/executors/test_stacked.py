@@ -13,7 +13,7 @@ import allhands
 from allhands.errors import UserError
 from allhands.federated.executors import ClientError
 from tests.federated import simulating as sim
-from tests.federated.executors.comparing import Pulled, difference, images, network, trained
+from tests.federated.executors.comparing import SIZES, Pulled, difference, images, network, trained
 
 SGD, ADAM = torch.optim.SGD, torch.optim.Adam
 CHUNKS = [{"name": "stacked", "chunk": 1}, {"name": "stacked", "chunk": 3}, "stacked"]
@@ -66,6 +66,26 @@ def test_local_options_mean_the_same(norm, local):
 def test_an_algorithm_that_corrects_and_keeps_states_and_asks_for_the_loss_at_the_start(norm):
     given = {"norm": norm, "algorithm": Pulled(), "number": 3, "batch_size": 5, "drop_last": True, "epochs": 2}
     assert difference(["serial", *CHUNKS], **given) < 1e-12
+
+
+class Kept(Pulled):
+    """Leaves the normalisation with the clients."""
+
+    def keeps(self, model: nn.Module) -> list[str]:
+        return ["1"]
+
+
+def test_layers_that_clients_keep_and_integer_buffers():
+    given = {"net": network("batch"), "given": images(), "who": sim.clients(SIZES), "criterion": nn.CrossEntropyLoss(),
+             "batch_size": 4, "drop_last": True, "epochs": 2, "algorithm": Kept()}  # fmt: skip
+    made = [sim.rounds(executor=executor, **given) for executor in ("serial", *CHUNKS)]
+    for one in made:
+        one.run()
+        assert (one.server.weights - made[0].server.weights).abs().max() < 1e-12
+        assert torch.equal(one.server.integers, made[0].server.integers)
+        for client in range(len(SIZES)):
+            for name, vector in one.states.get([client]).items():
+                assert (vector - made[0].states.get([client])[name]).abs().max() < 1e-11
 
 
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
