@@ -17,8 +17,6 @@ from allhands.federated.layout import Layout
 from allhands.federated.states import ClientStates
 from allhands.world import World
 
-NORMALISATION = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
-
 
 def own_numbers(patterns: Sequence[str], model: nn.Module, layout: Layout) -> torch.Tensor | None:
     """Places in a row of the weights and floating-point buffers that patterns name: int64; None for none.
@@ -51,11 +49,6 @@ def own_numbers(patterns: Sequence[str], model: nn.Module, layout: Layout) -> to
                             "counters are shared; set its momentum, for example 0.1")  # fmt: skip
     places = [torch.arange(place.start, place.stop) for place in layout.places if _within(place.name, found)]
     return torch.cat(places) if places else None
-
-
-def normalisation(model: nn.Module) -> list[str]:
-    """Names of a model's layers of normalisation."""
-    return [name for name, module in model.named_modules() if isinstance(module, NORMALISATION)]
 
 
 def keep_own(trained: Trained, server: Server) -> None:

@@ -78,12 +78,13 @@ class Rounds:
         """Places of the numbers that clients keep as their own; refuses a model whose buffers the algorithm cannot average."""
         layout, algorithm = self.server.layout, self.algorithm
         own = own_numbers(names, self.work.model, layout)
-        kept = set() if own is None else set(own.tolist())
-        if algorithm.shares and all(place.start in kept for place in layout.parameters):
+        kept = torch.zeros(layout.length, dtype=torch.bool)
+        kept[own if own is not None else []] = True
+        if algorithm.shares and all(kept[place.start] for place in layout.parameters):
             raise UserError(
                 "local_layers name every weight that is trained, so that nothing is shared; write algorithm='local_only'"
             )
-        shared = [place.name for place in layout.buffers if place.start not in kept]
+        shared = [place.name for place in layout.buffers if not kept[place.start]]
         if algorithm.shares and not algorithm.average_buffers and shared:
             raise UserError(f"the model has buffers that training changes, such as '{shared[0]}' (BatchNorm's statistics?), and "
                             f"algorithm={algorithm.name!r} says nothing about their mean; use GroupNorm, or keep these layers "
