@@ -51,18 +51,22 @@ def rounds(algorithm: Algorithm | None = None, *, net: nn.Module | None = None, 
            optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD, options: dict[str, Any] | None = None,
            criterion: Any = None, executor: Any = "serial", per_round: int | None = None, number: int = 3, seed: int = 42,
            kind: type[Rounds] = Rounds, world: World | None = None, device: torch.device = CPU,
+           stages: dict[str, Any] | None = None,
            **local: Any) -> Rounds:  # fmt: skip
-    """Rounds that are ready to run; `local` are the options of `LocalTraining` (by default full batches, one epoch)."""
+    """Rounds that are ready to run; `local` are the options of `LocalTraining` (by default full batches, one epoch), `stages` those of
+    `Rounds`."""
     net, who = (net if net is not None else model()).to(device), who if who is not None else clients()
     given = given if given is not None else data()
     made = optimizer(net.parameters(), **(options or {"lr": 0.1}))
     local = {"batch_size": None, "epochs": 1, **local}
     training = LocalTraining(criterion or nn.MSELoss(), LocalOptimizer.like(made, net), **local)
+    algorithm = algorithm or FedAvg()
+    who, training, per_round = algorithm.prepare(who, training, per_round or len(who))
     layout = Layout(net, training.optimizer.groups)
     server = Server(layout, layout.read(net), layout.read_integers(net), device, len(who), seed)
-    work = Work(copy.deepcopy(net), training, algorithm or FedAvg(), Samples(given, device), who, seed)
+    work = Work(copy.deepcopy(net), training, algorithm, Samples(given, device), who, seed)
     world = world or current_world() or init(device="cpu")
-    return kind(work, server, make_executor(executor, work, server), world, per_round=per_round or len(who), rounds=number)
+    return kind(work, server, make_executor(executor, work, server), world, per_round=per_round, rounds=number, **(stages or {}))
 
 
 def loop(

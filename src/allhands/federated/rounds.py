@@ -12,8 +12,9 @@ import torch
 from allhands.data import derive_seed
 from allhands.errors import AllhandsError, UserError
 from allhands.federated.algorithms.base import FIGURES, OWN_LAYERS, Algorithm, Server, Trained
+from allhands.federated.clients import Clients
 from allhands.federated.executors.base import Executor, Job, Work
-from allhands.federated.personal import keep_own, own_numbers
+from allhands.federated.personal import evaluate_clients, keep_own, own_numbers
 from allhands.federated.schedule import longest_first
 from allhands.federated.states import ClientStates
 from allhands.federated.sums import Sums
@@ -48,6 +49,8 @@ class Rounds:
             the algorithm keeps.
         on_bad_update: what happens when a client's model comes out with NaN or Inf: "stop" ends the run, "skip" leaves the
             client out of the round; both name it.
+        tests: test samples of every client, on which its own model is measured whenever the global one is; the mean over all of
+            them is in the history as "clients".
 
     Raises:
         UserError: the algorithm cannot train this model or cohort, or a name in `local_layers` is none of the model's.
@@ -55,7 +58,7 @@ class Rounds:
 
     def __init__(self, work: Work, server: Server, executor: Executor, world: World, *, per_round: int, rounds: int,
                  evaluate: Evaluate | None = None, evaluate_every: int = 1, local_layers: Sequence[str] = (),
-                 on_bad_update: str = "stop") -> None:  # fmt: skip
+                 on_bad_update: str = "stop", tests: Clients | None = None) -> None:  # fmt: skip
         self.work, self.server, self.executor, self.world = work, server, executor, world
         self.per_round, self.rounds = per_round, rounds
         self._evaluate, self.evaluate_every = evaluate, evaluate_every
@@ -63,7 +66,9 @@ class Rounds:
         self.clients = work.clients
         if on_bad_update not in ("stop", "skip"):
             raise UserError(f"on_bad_update={on_bad_update!r}; it must be 'stop' or 'skip'")
-        self.on_bad_update = on_bad_update
+        if per_round > len(work.clients):
+            raise UserError(f"per_round={per_round} of {len(work.clients)} clients; write at most {len(work.clients)}")
+        self.on_bad_update, self.tests = on_bad_update, tests
         server.local, server.world, server.num_samples = work.local, world, len(work.clients.indices)
         server.own = self._own([*self.algorithm.keeps(work.model), *local_layers])
         self.algorithm.check(server, per_round)
@@ -133,8 +138,11 @@ class Rounds:
         self.algorithm.aggregate(self.server, sums)
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """The values of the global model, by loader."""
-        return {} if self._evaluate is None else self._evaluate(self.server)
+        """The values of the global model, by loader, and of clients' own models on their `tests`."""
+        values = {} if self._evaluate is None else self._evaluate(self.server)
+        if self.tests is not None:
+            values["clients"] = evaluate_clients(self.work, self.server, self.states, self.tests, self.world)
+        return values
 
     # ------------------------------------------------------------------ the loop
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -37,9 +37,13 @@ class Federated(Strategy):
         algorithm: a name, ``{"name": …, option: …}``, or an `Algorithm`.
         local_epochs: times that a client goes through its data in a round.
         local_steps: optimizer steps of a client in a round, instead of `local_epochs`.
-        executor: how a device trains its clients: "serial", "graph", "stacked", ``{"name": "stacked", "chunk": 50}``; "auto" tries
-            which is fastest.
+        executor: how a device trains its clients: "serial", "graph", "stacked", ``{"name": "stacked", "chunk": 50}``; "auto"
+            tries which is fastest.
         evaluate_every: rounds between two evaluations; the last round is always evaluated.
+        local_layers: names of modules, parameters or buffers, such as ``["head.*"]``, that each client keeps as its own, under
+            any algorithm.
+        on_bad_update: "stop" ends the run when a client's model comes out with NaN or Inf, "skip" leaves that client out of the
+            round; both name it.
         stages: a class derived from `Rounds` that overrides stages.
 
     Raises:
@@ -60,6 +64,8 @@ class Federated(Strategy):
         local_steps: int | None = None,
         executor: str | dict[str, Any] = "auto",
         evaluate_every: int = 1,
+        local_layers: Sequence[str] = (),
+        on_bad_update: str = "stop",
         stages: type[Rounds] = Rounds,
     ) -> None:
         for name, value in (("clients", clients), ("per_round", per_round), ("rounds", rounds), ("local_epochs", local_epochs),
@@ -75,6 +81,11 @@ class Federated(Strategy):
         self.algorithm = named(algorithm, ALGORITHMS, "algorithm")
         self.local_epochs, self.local_steps = local_epochs, local_steps
         self.executor, self.evaluate_every, self.stages = executor, evaluate_every, stages
+        if isinstance(local_layers, str):
+            raise UserError(f"local_layers={local_layers!r}; it must be a list of names: write [{local_layers!r}]")
+        if on_bad_update not in ("stop", "skip"):
+            raise UserError(f"on_bad_update={on_bad_update!r}; it must be 'stop' or 'skip'")
+        self.local_layers, self.on_bad_update = list(local_layers), on_bad_update
 
     def check(self, world: World) -> None:
         """Any world will do."""

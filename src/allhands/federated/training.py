@@ -42,6 +42,7 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
             epochs=strategy.local_epochs, steps=strategy.local_steps, clip_norm=settings.clip_norm,
             forward=runner.handle_batch, drop_last=source.drop_last,
         )  # fmt: skip
+        clients, local, per_round = strategy.algorithm.prepare(clients, local, strategy.per_round or len(clients))
         model.to(world.device)
         broadcast_tensors([*model.parameters(), *model.buffers()], world)
         layout = Layout(model, local.optimizer.groups)
@@ -51,8 +52,9 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
         executor = make_executor(strategy.executor, work, server)
         evaluate = _evaluation(runner, settings, sources, world, reporter)
         rounds = strategy.stages(
-            work, server, executor, world, per_round=strategy.per_round or len(clients), rounds=strategy.rounds,
+            work, server, executor, world, per_round=per_round, rounds=strategy.rounds,
             evaluate=evaluate, evaluate_every=strategy.evaluate_every,
+            local_layers=strategy.local_layers, on_bad_update=strategy.on_bad_update,
         )  # fmt: skip
         history = rounds.run()
         layout.write(server.weights, model)
