@@ -24,7 +24,7 @@ HEADER_BYTES = _HEADER.size
 LONGEST_MESSAGE = 32 << 20
 LONGEST_ROWS = 256 << 20
 LONGEST_STATE = 64 << 30
-_BLOCK = 4 << 20
+_FIRST, _BLOCK = 64 << 10, 4 << 20
 
 
 class Kind(IntEnum):
@@ -127,7 +127,7 @@ def read_bytes(link: socket.socket, count: int, longest: int) -> bytearray:
     data = bytearray()
     while len(data) < count:  # room for what has come, not for what a header promises
         start = len(data)
-        data.extend(bytes(min(_BLOCK, count - start)))
+        data.extend(bytes(min(max(_FIRST, start), _BLOCK, count - start)))
         read_into(link, memoryview(data)[start:])
     return data
 
