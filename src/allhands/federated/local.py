@@ -71,9 +71,8 @@ class LocalOptimizer:
             groups.append({"params": [flat], **options})
         return self.kind(groups)  # type: ignore[call-arg]  # of a class of its own, with defaults
 
-    def over(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer over a model's own parameters, for one that does not treat every number alike."""
-        named = dict(model.named_parameters())
+    def over(self, named: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
+        """The optimizer over tensors by the parameters' names, each for itself."""
         pairs = zip(self.groups, self.options, strict=True)
         made = [{"params": [named[name] for name in group], **options} for group, options in pairs]
         return self.kind(made)  # type: ignore[call-arg]

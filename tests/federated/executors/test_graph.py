@@ -81,6 +81,14 @@ def test_stacked_and_compiled():
     assert on_gpu(["serial", {"name": "stacked", "compile": True}], **given) < 1e-5
 
 
+def test_several_groups_of_parameters_and_momentum():
+    def optimizer(parameters, **options):
+        first, *rest = parameters
+        return torch.optim.SGD([{"params": rest}, {"params": [first], "lr": 0.01, "momentum": 0.5}], **options)
+
+    assert on_gpu(ALL, norm="group", optimizer=optimizer, batch_size=4, epochs=2) < 1e-10
+
+
 def test_recordings_are_made_once():
     made = sim.rounds(executor="graph", device=CUDA, batch_size=4, number=3)
     made.run()

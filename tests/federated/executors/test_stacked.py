@@ -196,8 +196,11 @@ def test_the_client_whose_data_fail_is_named():
     y[40] = 7  # of client 2, beyond the classes
     made = sim.rounds(executor="stacked", net=network(), given=(x, y), who=sim.clients((10, 25, 17, 3, 8)),
                       criterion=nn.CrossEntropyLoss(), batch_size=4)  # fmt: skip
+    done: list[int] = []
+    jobs = made.distribute(made.select(0))
     with pytest.raises(ClientError, match="client 2"):
-        made.one_round()
+        made.executor.train(jobs, made.states.get, lambda trained, seconds: done.extend(trained.clients))
+    assert done == [1]  # those with more steps than client 2
 
 
 def test_stacked_does_not_touch_global_generators_and_a_repeated_run_is_the_same_to_the_bit():

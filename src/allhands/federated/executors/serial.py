@@ -32,9 +32,11 @@ class Serial(Executor):
         self.noise = Noise(work.model, server.device)
         layout.bind(work.model, self.rows[0], self.gradients[0])
         self.rule = LossRule(work.local.criterion)
-        flat = work.local.optimizer.flat
+        optimizer = work.local.optimizer
         self.optimizer = (
-            work.local.optimizer.make(layout, self.rows, self.gradients) if flat else work.local.optimizer.over(work.model)
+            optimizer.make(layout, self.rows, self.gradients)
+            if optimizer.flat
+            else optimizer.over(dict(work.model.named_parameters()))
         )
 
     def train(self, jobs: Sequence[Job], states: States, sink: Sink) -> None:

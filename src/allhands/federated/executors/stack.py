@@ -55,23 +55,26 @@ class Stack:
         pads: batches are masked by the counts; else all samples count.
         recorder: records the gradients; None: they are computed operation by operation.
         compile: by `torch.compile`.
+        flat: gather the gradients in `gradients`, for what works on whole rows of them; else the optimizer reads them where the
+            backward pass has left them, which spares a pass over memory.
 
     Attributes:
-        rows, gradients: shape ``[count, length]`` and ``[count, trained]``.
+        rows: shape ``[count, length]``.
+        gradients: shape ``[count, trained]``, or without `flat` ``[count, 0]``.
         optimizer: of all rows.
     """
 
-    def __init__(self, losses: Losses, count: int, pads: bool, recorder: Recorder | None, compile: bool) -> None:
+    def __init__(self, losses: Losses, count: int, pads: bool, recorder: Recorder | None, compile: bool, flat: bool) -> None:
         server = losses.server
         layout, device = server.layout, server.device
-        self.losses, self.pads, self.recorder, self.compiled = losses, pads, recorder, compile
+        self.losses, self.pads, self.recorder, self.compiled, self.flat = losses, pads, recorder, compile, flat
         self.rows = torch.zeros(count, layout.length, dtype=layout.dtype, device=device)
-        self.gradients = torch.zeros(count, layout.trained, dtype=layout.dtype, device=device)
-        self.optimizer = losses.work.local.optimizer.make(layout, self.rows, self.gradients)
+        self.gradients = torch.zeros(count, layout.trained if flat else 0, dtype=layout.dtype, device=device)
         views = layout.views(self.rows)
         # `.data`, for a write to a buffer of the same row is none to a weight that the backward pass needs.
         self._weights = {place.name: views[place.name].data.requires_grad_() for place in layout.parameters}
-        self._slots = [self.gradients[:, place.start : place.stop].view(count, *place.shape) for place in layout.parameters]
+        optimizer = losses.work.local.optimizer
+        self.optimizer = optimizer.make(layout, self.rows, self.gradients) if flat else optimizer.over(self._weights)
         # BatchNorm under vmap writes its statistics to copies, unless each buffer's lie in one piece.
         self._rows_of = [views[place.name] for place in layout.buffers]
         self._buffers = {place.name: views[place.name].contiguous().clone() for place in layout.buffers}
@@ -81,6 +84,7 @@ class Stack:
         self._counts = torch.ones(count, dtype=layout.dtype, device=device)
         self._loss = torch.zeros(count, dtype=torch.float64, device=device)
         self._steps: dict[int, tuple[torch.Tensor, Callable[[], None]]] = {}
+        self._made: dict[int, list[torch.Tensor]] = {}
         call = vmap(losses.of, in_dims=(0, 0, 0 if pads else None), randomness="error")
         self._plain = call
         self._call = torch.compile(call, fullgraph=True, dynamic=False) if compile else call
@@ -116,8 +120,13 @@ class Stack:
         def gradient() -> None:
             losses = self._evaluate(self._call, indices, self._counts)
             gradients = torch.autograd.grad(losses.sum(), list(self._weights.values()), allow_unused=True)
-            for slot, value in zip(self._slots, gradients, strict=True):
-                slot.zero_() if value is None else slot.copy_(value)
+            made = [torch.zeros_like(weight) if value is None else value
+                    for weight, value in zip(self._weights.values(), gradients, strict=True)]  # fmt: skip
+            if self.flat:
+                for place, value in zip(self.losses.server.layout.parameters, made, strict=True):
+                    self.gradients[:, place.start : place.stop].view(value.shape).copy_(value)
+            else:
+                self._made[width] = made
             self._loss.copy_(losses.detach())
 
         self._counts.fill_(float(width))
@@ -137,8 +146,8 @@ class Stack:
             ) from error
 
     def gradient(self, indices: torch.Tensor, counts: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Leave the gradients of the mean losses of batches in `gradients`; returns the losses, float64, shape ``[count]``,
-        which the next call overwrites.
+        """Leave the gradients of the mean losses of batches for the optimizer, with `flat` in `gradients`; returns the losses,
+        float64, shape ``[count]``, which the next call overwrites.
 
         Args:
             indices: int64, shape ``[count, width]``.
@@ -151,6 +160,8 @@ class Stack:
         self._counts.copy_(counts)
         self._keys.copy_(keys)
         run()
+        for weight, value in zip(self._weights.values(), self._made.get(indices.shape[1], ()), strict=False):
+            weight.grad = value
         return self._loss
 
     def evaluate(self, indices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,7 @@ class Stacked(Executor):
     """
 
     name = "stacked"
+    together = True
 
     def __init__(self, work: Work, server: Server, chunk: int | None = None, compile: bool = False,
                  record: bool | None = None) -> None:  # fmt: skip
@@ -69,6 +70,7 @@ class Stacked(Executor):
         if record and server.device.type != "cuda":
             raise UserError(f"executor: record=True needs CUDA, and the device is '{server.device.type}'; write record=None")
         self.chunk, self.compile = chunk, compile
+        self.flat = work.algorithm.corrects or work.local.clip_norm is not None
         self.record = server.device.type == "cuda" if record is None else record
         work.model.to(server.device)
         self.losses = Losses(work, server)
@@ -191,7 +193,7 @@ class Stacked(Executor):
         if rows not in self._stacks:
             if (self.record or self.compile) and len(self._stacks) > _GRAPHS:
                 self._stacks.clear()
-            self._stacks[rows] = Stack(self.losses, rows, self.pads, self._recorder, self.compile)
+            self._stacks[rows] = Stack(self.losses, rows, self.pads, self._recorder, self.compile, self.flat)
         return self._stacks[rows]
 
     def _train(self, plan: Plan, states: States) -> Iterator[Trained]:
@@ -262,7 +264,7 @@ class Stacked(Executor):
         numbers = layout.length * layout.dtype.itemsize
         if device.type != "cuda":
             return int(min(_MOST, max(1, 2**28 // numbers)))
-        stack = Stack(self.losses, 2, self.pads, None, False)
+        stack = Stack(self.losses, 2, self.pads, None, False, self.flat)
         stack.load(self.server.weights, self.server.integers)
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -296,7 +298,7 @@ def _differs(work: Work, server: Server) -> str | None:
     keys = torch.stack([losses.noise.keys(work.seed, 0, client, 1)[0] for client in (0, 1)]).to(server.device)
     counts = torch.full((2,), float(len(indices)), dtype=layout.dtype, device=server.device)
     try:
-        stack = Stack(losses, 2, pads, None, False)
+        stack = Stack(losses, 2, pads, None, False, True)
         stack.load(server.weights, server.integers)
         given = torch.cat([batches, batches[:, :1]], 1) if pads else batches
         found = stack.gradient(given, counts, keys).tolist()
