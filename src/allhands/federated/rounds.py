@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
+from allhands.comm import calls
 from allhands.data import derive_seed
 from allhands.errors import AllhandsError, UserError
 from allhands.federated.algorithms.base import FIGURES, OWN_LAYERS, Algorithm, Server, Trained
 from allhands.federated.clients import Clients
 from allhands.federated.executors.base import Executor, Job, Work
+from allhands.federated.failures import Failures
 from allhands.federated.personal import evaluate_clients, keep_own, own_numbers
-from allhands.federated.schedule import longest_first
+from allhands.federated.schedule import Costs, Queue, deal, longest_first
 from allhands.federated.states import ClientStates
 from allhands.federated.sums import Sums
 from allhands.world import World
@@ -49,6 +51,9 @@ class Rounds:
             the algorithm keeps.
         on_bad_update: what happens when a client's model comes out with NaN or Inf: "stop" ends the run, "skip" leaves the
             client out of the round; both name it.
+        on_client_failure: what happens when a client's training raises: "stop" ends the run on all ranks, "retry" trains it
+            again, "skip" leaves it out of the round; all name it with its traceback.
+        client_retries: how often "retry" tries again before it stops.
         tests: test samples of every client, on which its own model is measured whenever the global one is; the mean over all of
             them is in the history as "clients".
 
@@ -58,7 +63,8 @@ class Rounds:
 
     def __init__(self, work: Work, server: Server, executor: Executor, world: World, *, per_round: int, rounds: int,
                  evaluate: Evaluate | None = None, evaluate_every: int = 1, local_layers: Sequence[str] = (),
-                 on_bad_update: str = "stop", tests: Clients | None = None) -> None:  # fmt: skip
+                 on_bad_update: str = "stop", on_client_failure: str = "stop", client_retries: int = 2,
+                 tests: Clients | None = None) -> None:  # fmt: skip
         self.work, self.server, self.executor, self.world = work, server, executor, world
         self.per_round, self.rounds = per_round, rounds
         self._evaluate, self.evaluate_every = evaluate, evaluate_every
@@ -69,6 +75,8 @@ class Rounds:
         if per_round > len(work.clients):
             raise UserError(f"per_round={per_round} of {len(work.clients)} clients; write at most {len(work.clients)}")
         self.on_bad_update, self.tests = on_bad_update, tests
+        self.failures = Failures(world, on_client_failure, client_retries)
+        self.costs, self.queue = Costs(), Queue(world)
         server.local, server.world, server.num_samples = work.local, world, len(work.clients.indices)
         server.own = self._own([*self.algorithm.keeps(work.model), *local_layers])
         self.algorithm.check(server, per_round)
@@ -77,7 +85,8 @@ class Rounds:
         if server.own is not None:
             lengths = {**lengths, OWN_LAYERS: len(server.own) + 1}
         self.states = ClientStates(lengths, server.layout.dtype, server.device, world)
-        self.history: History = {"round": [], "seconds": [], "cohort": [], "train": {"loss": []}, "skipped": [], "unchanged": []}
+        self.history: History = {"round": [], "seconds": [], "cohort": [], "train": {"loss": []}, "skipped": [], "failed": [],
+                                 "retried": [], "unchanged": []}  # fmt: skip
 
     def _own(self, names: Sequence[str]) -> torch.Tensor | None:
         """Places of the numbers that clients keep as their own; refuses a model whose buffers the algorithm cannot average."""
@@ -105,9 +114,17 @@ class Rounds:
         return sorted(drawn.sample(range(len(self.clients)), self.per_round))
 
     def distribute(self, cohort: Sequence[int]) -> list[Job]:
-        """The part of the cohort that this rank trains."""
-        costs = [self.work.local.num_steps(self.clients.size(client)) for client in cohort]
-        dealt = longest_first(costs, self.world.world_size)
+        """The part of the cohort that this rank trains; what is in no rank's part lies in `queue`."""
+        steps = [self.work.local.num_steps(self.clients.size(client)) for client in cohort]
+        costs, devices = self.costs.predict(cohort, steps), self.world.world_size
+        # Clients' own vectors move in advance; clients that are trained together gain less from evenness than they lose by being
+        # few; and before any time is known, nobody can tell what a pull is worth.
+        self.queue.begin(self.server.round, [])
+        if self.states or self.executor.together or not self.queue or self.costs.each is None:
+            dealt = longest_first(costs, devices)
+        else:
+            dealt, groups = deal(costs, devices)
+            self.queue.begin(self.server.round, [[Job(cohort[slot], slot) for slot in group] for group in groups])
         if self.states:
             self.states.move({cohort[slot]: rank for rank, slots in enumerate(dealt) for slot in slots})
         return [Job(cohort[slot], slot) for slot in dealt[self.world.rank]]
@@ -131,7 +148,7 @@ class Rounds:
             sums.note(trained.slots, ok=1.0, samples=trained.samples, steps=trained.steps, loss=trained.loss,
                       seconds=seconds)  # fmt: skip
 
-        self.executor.train(jobs, self.states.get, sink)
+        self.failures.train(self.executor, jobs, self.states.get, sink, self.clients.name)
 
     def aggregate(self, sums: Sums) -> None:
         """Change the global model by the sums over the whole cohort."""
@@ -152,8 +169,19 @@ class Rounds:
             self.one_round()
         return self.history
 
-    def one_round(self) -> None:
-        """One round: the five stages, and a line in the history."""
+    def state_dict(self) -> dict[str, Any]:
+        """What all ranks hold alike beside the model, for a checkpoint between two rounds."""
+        return {"round": self.server.round, "history": self.history, "costs": self.costs.state_dict(),
+                "algorithm": self.algorithm.state_dict()}  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.server.round, self.history = state["round"], state["history"]
+        self.costs.load_state_dict(state["costs"])
+        self.algorithm.load_state_dict(state["algorithm"])
+
+    def one_round(self) -> dict[str, dict[str, float]]:
+        """One round: the five stages, and a line in the history. Returns what `evaluate` gave, when it was due."""
         began, round_ = time.perf_counter(), self.server.round
         self.server.learning_rate = float(self.work.local.optimizer.options[0].get("lr", 0.0))
         cohort = self.select(round_)
@@ -165,9 +193,12 @@ class Rounds:
             lengths = {**lengths, _INTEGERS: len(self.server.integers)}
         sums = Sums(lengths, len(cohort), (*FIGURES, *self.algorithm.figures()), scale,
                     self.server.device)  # fmt: skip
-        self.train(jobs, sums)
+        self._train_all(jobs, sums)
+        calls.note(("round", round_ + 1))
         sums.exchange(self.world)
         figures = sums.figures()
+        self.failures.settle(figures, cohort, self.clients, round_)
+        self.costs.learn(cohort, *((figures[name] * figures["ok"]).tolist() for name in ("steps", "seconds")))
         skipped = [cohort[slot] for slot in figures["bad"].nonzero().flatten().tolist()]
         if skipped:
             self._say_bad(round_, skipped)
@@ -179,10 +210,27 @@ class Rounds:
         elif self.world.rank == 0:
             print(f"round {round_}: no client of {len(cohort)} has brought an update; the model stays as it was", flush=True)
         self.history["skipped"].append(skipped)
+        for name in ("failed", "retried"):
+            self.history[name].append([cohort[slot] for slot in figures[name].nonzero().flatten().tolist()])
         self.history["unchanged"].append(unchanged)
         self.server.round += 1
         values = self.evaluate() if self._due(round_) else {}
         self._note(round_, cohort, figures, values, time.perf_counter() - began)
+        return values
+
+    def _train_all(self, jobs: Sequence[Job], sums: Sums) -> None:
+        """Train this rank's part, and then what is left in the queue. Whatever fails, the rank goes on to the round's sum, where
+        the others wait for it."""
+        self.failures.begin()
+        part: Sequence[Job] | None = jobs
+        try:
+            while part is not None and not self.failures.fatal:
+                jobs = part
+                self.train(jobs, sums)
+                part = self.queue.pull()
+        except Exception as error:
+            self.failures.broke(error, jobs)
+        self.failures.note(sums)
 
     def _say_bad(self, round_: int, clients: Sequence[int]) -> None:
         names = ", ".join(self.clients.name(client) for client in clients[:10]) + (", …" if len(clients) > 10 else "")

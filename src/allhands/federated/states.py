@@ -58,11 +58,11 @@ class ClientStates:
             source = self.owner.get(client)
             if source is not None and source != target and rank in (source, target):
                 if rank == source:
-                    kept = self.kept.pop(client)
+                    # A client that was brought here and then failed has none; zeros are what it would begin with.
+                    kept = self.kept.pop(client, None) or {name: rows[0] for name, rows in self.get([client]).items()}
                     sends += [dist.P2POp(dist.isend, kept[name], target) for name in self.lengths]
                 else:
-                    kept = self.get([client])
-                    self.kept[client] = {name: vectors[0] for name, vectors in kept.items()}
+                    self.kept[client] = {name: vectors[0] for name, vectors in self.get([client]).items()}
                     receives += [dist.P2POp(dist.irecv, self.kept[client][name], source) for name in self.lengths]
             self.owner[client] = target
         if sends or receives:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from allhands.federated.local import LocalTraining
     from allhands.world import World
 
-#: Figures of a client that every algorithm's sums carry; `ok` is 1 for a client that has trained, and
-#: `bad` for one whose model came out with NaN or Inf.
-FIGURES = ("ok", "samples", "steps", "loss", "seconds", "bad")
+#: Figures of a client that every algorithm's sums carry; `ok` is 1 for a client that has trained,
+#: `bad` for one whose model came out with NaN or Inf; `failed` and `retried` are those of `Failures`.
+FIGURES = ("ok", "samples", "steps", "loss", "seconds", "bad", "failed", "retried")
 #: The name of a client's own layers among what it keeps.
 OWN_LAYERS = "own layers"
 

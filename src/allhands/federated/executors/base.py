@@ -49,6 +49,8 @@ class Executor(ABC):
 
     #: The name by which it is chosen.
     name: str
+    #: Whether many clients at once are faster than one after another, so that a few large parts of a cohort are better than many.
+    together: bool = False
 
     def __init__(self, work: Work, server: Server) -> None:
         self.work = work

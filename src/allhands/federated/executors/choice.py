@@ -40,6 +40,7 @@ class Auto(Executor):
     def train(self, jobs: Sequence[Job], states: States, sink: Sink) -> None:
         if self.chosen is None:
             self.chosen = self._try(jobs, states)
+            self.together = self.chosen.together
         self.chosen.train(jobs, states, sink)
 
     def _try(self, jobs: Sequence[Job], states: States) -> Executor:
