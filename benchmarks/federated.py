@@ -15,7 +15,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -129,12 +130,27 @@ class ByHand:
         return self.plan.server.layout.read(self.model)
 
 
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Products in float32 and not in TF32."""
+    flags = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [flag.allow_tf32 for flag in flags]
+    for flag in flags:
+        flag.allow_tf32 = False
+    try:
+        yield
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            flag.allow_tf32 = value
+
+
 def error(name: str, executor: Any, given: Data, cohort: int, world: Any) -> float:
-    """Largest difference from the loop by hand after one round without dropout, relative to the largest weight."""
-    hand, made = ByHand(name, given, cohort, world, False), ours(name, executor, given, cohort, world, False)
-    hand.one_round()
-    made.one_round()
-    return float((hand.row() - made.server.weights).abs().max() / made.server.weights.abs().max())
+    """The norm of the difference from the loop by hand after one round without dropout and TF32, relative to the weights'."""
+    with exact_products():
+        hand, made = ByHand(name, given, cohort, world, False), ours(name, executor, given, cohort, world, False)
+        hand.one_round()
+        made.one_round()
+    return float((hand.row() - made.server.weights).norm() / made.server.weights.norm())
 
 
 def measure(contenders: dict[str, Callable[[], Any]], runs: int) -> dict[str, dict[str, float]]:
