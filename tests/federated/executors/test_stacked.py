@@ -12,6 +12,7 @@ from torch import nn
 import allhands
 from allhands.errors import UserError
 from allhands.federated.executors import ClientError
+from allhands.federated.executors.stack import Stack
 from tests.federated import simulating as sim
 from tests.federated.executors.comparing import SIZES, Pulled, difference, images, network, trained
 
@@ -200,7 +201,26 @@ def test_the_client_whose_data_fail_is_named():
     jobs = made.distribute(made.select(0))
     with pytest.raises(ClientError, match="client 2"):
         made.executor.train(jobs, made.states.get, lambda trained, seconds: done.extend(trained.clients))
-    assert done == [1]  # those with more steps than client 2
+    assert done == [3, 1]  # one that had finished, and one with more steps than client 2
+
+
+def test_a_chunk_for_which_memory_runs_out_is_halved_and_nobody_is_trained_twice(monkeypatch, capsys):
+    whole, calls = Stack.gradient, []
+
+    def gradient(self, *given):
+        calls.append(len(self.rows))
+        if len(self.rows) > 2 and calls.count(len(self.rows)) == 3:  # when clients of one and of two steps have finished
+            raise torch.cuda.OutOfMemoryError("out of memory")
+        return whole(self, *given)
+
+    expected = trained("serial", batch_size=4, algorithm=Pulled())[0]
+    monkeypatch.setattr(Stack, "gradient", gradient)
+    made = sim.rounds(Pulled(), net=network(), given=images(), who=sim.clients(SIZES), criterion=nn.CrossEntropyLoss(), number=2,
+                      executor={"name": "stacked", "chunk": 5}, batch_size=4)  # fmt: skip
+    made.run()
+    assert made.executor.chunk < 5
+    assert "going on with chunk=" in capsys.readouterr().out
+    assert (made.server.weights - expected).abs().max() < 1e-12
 
 
 def test_stacked_does_not_touch_global_generators_and_a_repeated_run_is_the_same_to_the_bit():

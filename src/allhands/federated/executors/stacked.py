@@ -114,13 +114,17 @@ class Stacked(Executor):
                 except UserError:
                     raise
                 except Exception:
-                    self._blame(plan.jobs[done:], states, sink)
+                    self._blame(plan.jobs[: len(plan.jobs) - done], states, sink)
                     raise
                 sink(trained, (time.perf_counter() - began) / len(plan.jobs))
                 done += len(trained.clients)
             if training is None:
                 self._shrink(-(-len(plan.jobs) // 2))
-                left = [*plan.jobs[done:], *(job for chunk in waiting for job in chunk), *(following.jobs if following else ())]
+                left = [
+                    *plan.jobs[: len(plan.jobs) - done],
+                    *(job for chunk in waiting for job in chunk),
+                    *(following.jobs if following else ()),
+                ]
                 waiting = deque(self._chunks(left))
                 following = self._plan(waiting.popleft())
             plan = following
