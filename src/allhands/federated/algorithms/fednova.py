@@ -53,7 +53,7 @@ class FedNova(Algorithm):
         applied = torch.tensor([gradient_weight(int(steps), sgd_options(self.name, server)[0], self.mu)
                                 for steps in trained.steps.tolist()], dtype=torch.float64)  # fmt: skip
         updates = trained.updates.to(torch.float64, copy=True)
-        updates[:, : server.layout.trained] /= applied[:, None].to(updates.device)
+        updates[:, : server.layout.trained] *= (self._usual(server) / applied)[:, None].to(updates.device)
         sums.add("update", updates, trained.samples)
         sums.note(trained.slots, applied=applied)
 
@@ -61,8 +61,14 @@ class FedNova(Algorithm):
         figures = sums.figures()
         shares = figures["ok"] * figures["samples"]
         update = sums.mean("update")
-        update[: server.layout.trained] *= float((shares * figures["applied"]).sum() / shares.sum())
+        update[: server.layout.trained] *= float((shares * figures["applied"]).sum() / shares.sum()) / self._usual(server)
         server.weights.add_(update)
+
+    def _usual(self, server: Server) -> float:
+        """The gradient in the update of a client of average size: keeps what is summed at the size of an update."""
+        assert server.local is not None
+        steps = server.local.num_steps(max(1, server.num_samples // server.num_clients))
+        return gradient_weight(steps, sgd_options(self.name, server)[0], self.mu)
 
 
 def sgd_options(name: str, server: Server) -> list[dict[str, float]]:
