@@ -1,0 +1,1 @@
+"""COALA's names on this engine: ``import allhands.federated as coala``."""
