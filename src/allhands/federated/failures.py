@@ -31,6 +31,14 @@ class ClientFailedError(AllhandsError, RuntimeError):
     """A client failed, on this rank or on another one; names it, with its traceback."""
 
 
+def check_action(action: str, retries: int) -> None:
+    """Raise `UserError` unless `Failures` takes both."""
+    if action not in ACTIONS:
+        raise UserError(f"on_client_failure={action!r}; it must be one of {', '.join(map(repr, ACTIONS))}")
+    if not isinstance(retries, int) or isinstance(retries, bool) or retries < 1:
+        raise UserError(f"client_retries={retries!r}; it must be a whole number of at least 1")
+
+
 class Failures:
     """What becomes of clients that fail.
 
@@ -48,10 +56,7 @@ class Failures:
     """
 
     def __init__(self, world: World, action: str = "stop", retries: int = 2) -> None:
-        if action not in ACTIONS:
-            raise UserError(f"on_client_failure={action!r}; it must be one of {', '.join(map(repr, ACTIONS))}")
-        if not isinstance(retries, int) or isinstance(retries, bool) or retries < 1:
-            raise UserError(f"client_retries={retries!r}; it must be a whole number of at least 1")
+        check_action(action, retries)
         self.world, self.action, self.retries = world, action, retries
         self._store, self._looked = common_store(world, "failures"), time.monotonic()
         self.begin()

@@ -78,9 +78,9 @@ class LocalOptimizer:
         return self.kind(made)  # type: ignore[call-arg]
 
     def set_rates(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give an optimizer that `make` or `over` made the learning rates of `options`, which a schedule may have changed."""
+        """Give an optimizer that `make` or `over` made the `options`, of which a schedule may have changed some."""
         for group, options in zip(optimizer.param_groups, self.options, strict=True):
-            group["lr"] = options.get("lr", group["lr"])
+            group.update(options)
 
 
 def restart(optimizer: torch.optim.Optimizer) -> None:

@@ -214,7 +214,7 @@ class Rounds:
             self.history[name].append([cohort[slot] for slot in figures[name].nonzero().flatten().tolist()])
         self.history["unchanged"].append(unchanged)
         self.server.round += 1
-        values = self.evaluate() if self._due(round_) else {}
+        values = self.evaluate() if self.due(round_) else {}
         self._note(round_, cohort, figures, values, time.perf_counter() - began)
         return values
 
@@ -241,7 +241,8 @@ class Rounds:
         if self.world.rank == 0:
             print(f"{what}, left out", flush=True)
 
-    def _due(self, round_: int) -> bool:
+    def due(self, round_: int) -> bool:
+        """Whether the model is measured after this round."""
         return (round_ + 1) % self.evaluate_every == 0 or round_ + 1 == self.rounds
 
     def _note(self, round_: int, cohort: list[int], figures: dict[str, torch.Tensor], values: dict[str, dict[str, float]],

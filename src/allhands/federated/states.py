@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from allhands.errors import UserError
 from allhands.world import World
 
 
@@ -70,15 +71,32 @@ class ClientStates:
                 request.wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's vectors, by client."""
-        return {str(client): dict(vectors) for client, vectors in self.kept.items()}
+        """This rank's vectors, stacked: the clients, int64, and by name shape ``[clients, length]``; empty without any."""
+        if not self.kept:
+            return {}
+        stacked = {f"vector/{name}": torch.stack([kept[name] for kept in self.kept.values()]) for name in self.lengths}
+        return {"clients": torch.tensor(list(self.kept), dtype=torch.int64), **stacked}
 
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take this rank's share of the vectors that all ranks of an earlier run kept; clients are dealt out by number."""
+    def load_state_dict(self, states: Iterable[Mapping[str, torch.Tensor]]) -> None:
+        """Take this rank's share of the vectors that all ranks of an earlier run kept; clients are dealt out by number.
+
+        Raises:
+            UserError: they are other vectors than those that clients keep now.
+        """
         self.kept, self.owner = {}, {}
         for state in states:
-            for key, vectors in state.items():
-                client = int(key)
+            found = {key.removeprefix("vector/"): rows for key, rows in state.items() if key != "clients"}
+            lengths = {name: rows.shape[1] for name, rows in found.items()}
+            if state and lengths != self.lengths:
+                raise UserError(
+                    f"the clients of the checkpoint keep {_described(lengths)}, and this run's {_described(self.lengths)}; "
+                    "resume with the algorithm, the options and the model of that run"
+                )
+            for row, client in enumerate(state["clients"].tolist() if state else ()):
                 self.owner[client] = client % self.world.world_size
                 if self.owner[client] == self.world.rank:
-                    self.kept[client] = {name: vector.to(self.device, self.dtype) for name, vector in vectors.items()}
+                    self.kept[client] = {name: rows[row].to(self.device, self.dtype, copy=True) for name, rows in found.items()}
+
+
+def _described(lengths: Mapping[str, int]) -> str:
+    return ", ".join(f"'{name}' of {length} numbers" for name, length in lengths.items()) or "nothing"

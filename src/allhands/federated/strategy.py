@@ -10,7 +10,9 @@ from torch import nn
 
 from allhands.errors import UserError
 from allhands.federated.algorithms import ALGORITHMS, Algorithm
+from allhands.federated.failures import check_action
 from allhands.federated.rounds import Rounds
+from allhands.runner.callbacks import Callback
 from allhands.strategies import Strategy
 from allhands.world import World
 
@@ -45,6 +47,14 @@ class Federated(Strategy):
         on_bad_update: "stop" ends the run when a client's model comes out with NaN or Inf, "skip" leaves that client out of the
             round; both name it.
         stages: a class derived from `Rounds` that overrides stages.
+        on_client_failure: what happens when a client's training raises: "stop" ends the run, "retry" trains the client again,
+            "skip" leaves it out of the round; each names it with its traceback.
+        client_retries: how often "retry" tries before it stops.
+
+    Of the other arguments of `SupervisedRunner.train`, these mean something of their own here: a `scheduler` steps once a round,
+    on the clients' learning rate; callbacks take rounds for epochs, and their `on_epoch_end` comes after rounds that are
+    evaluated; `save_every` counts rounds (None: after each that is evaluated); `check` is 3 rounds of 3 steps a client. With a
+    logdir, the run is resumed to the bit, on any number of workers.
 
     Raises:
         UserError: an option cannot be honoured; says what to write instead.
@@ -66,6 +76,8 @@ class Federated(Strategy):
         evaluate_every: int = 1,
         local_layers: Sequence[str] = (),
         on_bad_update: str = "stop",
+        on_client_failure: str = "stop",
+        client_retries: int = 2,
         stages: type[Rounds] = Rounds,
     ) -> None:
         for name, value in (("clients", clients), ("per_round", per_round), ("rounds", rounds), ("local_epochs", local_epochs),
@@ -85,7 +97,29 @@ class Federated(Strategy):
             raise UserError(f"local_layers={local_layers!r}; it must be a list of names: write [{local_layers!r}]")
         if on_bad_update not in ("stop", "skip"):
             raise UserError(f"on_bad_update={on_bad_update!r}; it must be 'stop' or 'skip'")
+        check_action(on_client_failure, client_retries)
+        self.on_client_failure, self.client_retries = on_client_failure, client_retries
         self.local_layers, self.on_bad_update = list(local_layers), on_bad_update
+
+    def check_settings(self, settings: Any) -> None:
+        for name, kept, instead in (
+            ("num_epochs", 1, f"training goes by rounds: leave it out, and write Federated(rounds={settings.num_epochs})"),
+            ("accumulate", 1, f"clients step after each batch: leave it out and make batches {settings.accumulate} times larger"),
+            ("precision", "fp32", "clients' weights are averaged in the precision in which they train: write precision='fp32'"),
+            ("overfit", False, "each client draws its own batches: write overfit=False, and Federated(local_steps=1)"),
+            ("log_every", 50, "every round is logged: leave it out"),
+        ):  # fmt: skip
+            value = getattr(settings, name)
+            if value != kept:
+                raise UserError(f"{name}={value!r} with distributed=Federated(…): {instead}")
+        if isinstance(settings.scheduler, tuple) and settings.scheduler[1] == "step":
+            raise UserError("scheduler=(…, 'step') with distributed=Federated(…): it steps once a round; write (…, 'epoch')")
+        for callback in settings.callbacks:
+            if type(callback).on_step_end is not Callback.on_step_end:
+                raise UserError(
+                    f"{type(callback).__name__}.on_step_end is never called in federated training, where clients take the steps; "
+                    "remove it, or use on_epoch_end, which follows a round"
+                )
 
     def check(self, world: World) -> None:
         """Any world will do."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+from itertools import islice
 from typing import Any
+
+from torch import nn
 
 from allhands.comm import broadcast_tensors
 from allhands.data import build_feeds, preserved_generators
@@ -17,6 +20,7 @@ from allhands.federated.local import LocalOptimizer, LocalTraining
 from allhands.federated.partitions import partition_of
 from allhands.federated.rounds import Evaluate
 from allhands.federated.samples import Samples
+from allhands.federated.session import Session
 from allhands.federated.strategy import Federated
 from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule
 from allhands.runner.metrics import LoaderMetrics
@@ -37,13 +41,18 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
         source = _trained_source(sources)
         samples = Samples(source.dataset, world.device)
         clients = partition_of(strategy.partition, samples, strategy.clients, settings.seed)
+        steps, number = strategy.local_steps, strategy.rounds
+        if settings.check:
+            steps, number = min(3, steps or 3), min(3, number)
         local = LocalTraining(
             criterion=settings.criterion, optimizer=LocalOptimizer.like(settings.optimizer, model), batch_size=source.batch_size,
-            epochs=strategy.local_epochs, steps=strategy.local_steps, clip_norm=settings.clip_norm,
+            epochs=strategy.local_epochs, steps=steps, clip_norm=settings.clip_norm,
             forward=runner.handle_batch, drop_last=source.drop_last,
         )  # fmt: skip
         clients, local, per_round = strategy.algorithm.prepare(clients, local, strategy.per_round or len(clients))
         model.to(world.device)
+        if isinstance(settings.criterion, nn.Module):
+            settings.criterion.to(world.device)
         broadcast_tensors([*model.parameters(), *model.buffers()], world)
         layout = Layout(model, local.optimizer.groups)
         server = Server(layout, layout.read(model), layout.read_integers(model), world.device, len(clients), settings.seed)
@@ -52,18 +61,22 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
         executor = make_executor(strategy.executor, work, server)
         evaluate = _evaluation(runner, settings, sources, world, reporter)
         rounds = strategy.stages(
-            work, server, executor, world, per_round=per_round, rounds=strategy.rounds,
+            work, server, executor, world, per_round=per_round, rounds=number,
             evaluate=evaluate, evaluate_every=strategy.evaluate_every,
             local_layers=strategy.local_layers, on_bad_update=strategy.on_bad_update,
+            on_client_failure=strategy.on_client_failure, client_retries=strategy.client_retries,
         )  # fmt: skip
-        history = rounds.run()
-        layout.write(server.weights, model)
-        layout.write_integers(server.integers, model)
+        evaluated = [name for name, source in sources.items() if not source.trains]
+        session = Session(settings, world, reporter, rounds, evaluated)
+        history = session.run()
     model.to(home)
+    if isinstance(settings.criterion, nn.Module):
+        settings.criterion.to(home)
     if not shipped:
         return {"history": history}
     state = {key: value.cpu() for key, value in model.state_dict().items()}
-    return {"history": history, "model": state}
+    kept = session.memory.state()
+    return {key: kept[key] for key in ("optimizer", "scheduler", "callbacks")} | {"history": history, "model": state}
 
 
 def make_executor(given: str | dict[str, Any], work: Work, server: Server) -> Executor:
@@ -101,10 +114,12 @@ def _evaluation(
     prepared = {name: (feed, loss_rule(settings.criterion, feed, runner), LoaderMetrics(settings.metrics, world, trains=False))
                 for name, feed in feeds.items()}  # fmt: skip
 
+    limit = 3 if settings.check else None
+
     def evaluate(server: Server) -> dict[str, dict[str, float]]:
         server.layout.write(server.weights, model)
         server.layout.write_integers(server.integers, model)
-        return {name: evaluate_feed(feed, feed.epoch(0), model, forward, rule, metrics, precision, reporter, name)
+        return {name: evaluate_feed(feed, islice(feed.epoch(0), limit), model, forward, rule, metrics, precision, reporter, name)
                 for name, (feed, rule, metrics) in prepared.items()}  # fmt: skip
 
     return evaluate

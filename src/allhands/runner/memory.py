@@ -216,6 +216,8 @@ class Memory:
 
     def _load(self, path: Path, state: dict[str, Any]) -> None:
         training, settings = self.training, self.training.settings
+        if "rounds" in state:
+            raise UserError(f"resume: {path} is of a federated training; go on with it by distributed=Federated(…)")
         if state.get("format") != FORMAT:
             raise UserError(f"resume: {path} was written by another version of allhands (format {state.get('format')})")
         if len(state["callbacks"]) != len(settings.callbacks):

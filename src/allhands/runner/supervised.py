@@ -178,6 +178,7 @@ class SupervisedRunner:
             )
         plan = self._plan(distributed, workers)
         settings.strategy = plan.strategy
+        settings.strategy.check_settings(settings)
         # It takes half a second to import, so once for all workers.
         preload = ["torch.distributed.checkpoint"] if settings.logdir is not None or settings.resume is not None else []
         state: dict[str, Any] = plan.run(_train, self, settings, verbose=verbose, preload=preload)

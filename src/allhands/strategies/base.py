@@ -66,6 +66,10 @@ class Strategy(ABC):
         trained state; None where epochs of optimizer steps over one data set are what the strategy distributes."""
         return None
 
+    def check_settings(self, settings: Any) -> None:
+        """Raise `UserError` for a setting of the training (`TrainSettings`) that `train_instead` does not honour, before any
+        worker is started."""
+
     def servers_to_start(self) -> int:
         """How many parameter servers to start beside the workers."""
         return 0

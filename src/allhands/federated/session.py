@@ -1,0 +1,244 @@
+"""What a runner does around the rounds of a federated training: checkpoints, signals, schedules, callbacks, logs."""
+
+from __future__ import annotations
+
+import math
+import signal
+
+import torch
+
+from allhands.comm import calls
+from allhands.errors import UserError
+from allhands.federated.checkpoint import RoundMemory
+from allhands.federated.rounds import History, Rounds
+from allhands.runner import checkpoint
+from allhands.runner.agreement import SIGNALS, Agreement, requeue_if_asked
+from allhands.runner.callbacks import overridden
+from allhands.runner.loggers import Loggers
+from allhands.runner.reporter import Pace, Reporter
+from allhands.runner.schedule import Schedule, learning_rates
+from allhands.runner.settings import TrainSettings
+from allhands.world import World
+
+Values = dict[str, dict[str, float]]
+
+
+class Session:
+    """One federated training on one rank; what callbacks know as `training`, with rounds for epochs and for steps.
+
+    Attributes:
+        rounds: the stages.
+        model: holds the global model after every round.
+        history: that of the rounds, and the clients' learning rate, ``"lr"``.
+        valid_loader: whose `main_metric` decides what is best; "train" where nothing is evaluated.
+        best, best_round: the best value so far, and after how many rounds.
+    """
+
+    def __init__(self, settings: TrainSettings, world: World, reporter: Reporter, rounds: Rounds, evaluated: list[str]) -> None:
+        self.settings, self.world, self.reporter, self.rounds = settings, world, reporter, rounds
+        self.model, self.optimizer, self.criterion = settings.model, settings.optimizer, settings.criterion
+        self.num_epochs = rounds.rounds
+        self.valid_loader = self._choose_valid_loader(evaluated)
+        self.schedule = Schedule(settings.scheduler)
+        self.best: float | None = None
+        self.best_round = 0
+        self._best_state: dict[str, torch.Tensor] | None = None
+        self._stop_reason: str | None = None
+        self._signal = 0
+        self._pace = Pace()
+        self.memory = RoundMemory(self)
+        minutes = settings.save_minutes
+        self.agreement = Agreement(
+            world, minutes * 60 if minutes is not None else None, SIGNALS if settings.logdir is not None else ()
+        )
+
+    @property
+    def epoch(self) -> int:
+        """Finished rounds."""
+        return self.rounds.server.round
+
+    @property
+    def step(self) -> int:
+        """Finished rounds: steps of the server."""
+        return self.rounds.server.round
+
+    @property
+    def history(self) -> History:
+        """What `SupervisedRunner.train` returns."""
+        return self.rounds.history
+
+    def stop(self, reason: str, now: bool = False) -> None:
+        """End the training after the current round; to be called on every rank, or on none. `reason` is printed."""
+        self._stop_reason = reason
+
+    def read_model(self) -> None:
+        """Let the global model be what `model` holds."""
+        server = self.rounds.server
+        server.weights.copy_(server.layout.read(self.model))
+        server.integers.copy_(server.layout.read_integers(self.model))
+
+    def write_model(self) -> None:
+        """Copy the global model into `model`."""
+        server = self.rounds.server
+        server.layout.write(server.weights, self.model)
+        server.layout.write_integers(server.integers, self.model)
+
+    def run(self) -> History:
+        """All rounds that are left.
+
+        Raises:
+            SystemExit: SIGTERM or SIGUSR1 came; all ranks have saved a checkpoint after the same round. The code is 128 plus the
+                signal's number.
+        """
+        settings = self.settings
+        with self.agreement:
+            self.memory.restore()
+            self._set_options()
+            self.memory.open()
+            loggers = Loggers(settings.logdir if self.world.rank == 0 else None, len(self.history["round"]), self.epoch or None)
+            self._announce()
+            self.agreement.begin(self.epoch)
+            try:
+                self._train(loggers)
+            except BaseException:
+                self.memory.close(failed=True)
+                raise
+            finally:
+                loggers.close()
+                self.reporter.close()
+            if self._signal:
+                self._leave_for_signal()
+            if settings.load_best_on_end:
+                self._load_best()
+            self.memory.close()
+        return self.history
+
+    def _train(self, loggers: Loggers) -> None:
+        self._hook("on_train_start")
+        while self.epoch < self.num_epochs and self._stop_reason is None and not self._signal:
+            self._round(loggers)
+        if self._signal:
+            return
+        self._hook("on_train_end")
+        if self._stop_reason is not None:
+            self.reporter.line(f"stopped after round {self.epoch}: {self._stop_reason}")
+
+    def _round(self, loggers: Loggers) -> None:
+        self._hook("on_epoch_start")
+        rates = learning_rates(self.optimizer)
+        measured = self.rounds.due(self.epoch)
+        values = {"train": {"loss": math.nan}, **self.rounds.one_round()}
+        self.write_model()
+        history = self.history
+        values["train"]["loss"] = history["train"]["loss"][-1]
+        history.setdefault("lr", []).append(rates[0])
+        improved = measured and self._update_best(values)
+        if measured:
+            self._hook("on_epoch_end")
+        if self.schedule.scheduler is not None and (measured or not self.schedule.needs_metric):
+            self.schedule.step(self._main(values))
+            self._set_options()
+        self._remember(measured, improved, values)
+        loggers.epoch(self.epoch, self.step, values, rates, history["seconds"][-1])
+        if self._pace.due(self.epoch):
+            self.reporter.progress("rounds", self.epoch, self.num_epochs, values["train"]["loss"])
+        if measured:
+            self._report(values, rates, improved)
+
+    def _remember(self, measured: bool, improved: bool, values: Values) -> None:
+        """Save when that is due, and learn whether a signal came."""
+        settings, number = self.settings, self.epoch
+        if settings.logdir is None:
+            if improved and settings.load_best_on_end:
+                self._best_state = {key: value.detach().cpu().clone() for key, value in self.model.state_dict().items()}
+            return
+        every = settings.save_every
+        due = improved or (measured if every is None else number % every == 0)
+        due = due or number == self.num_epochs or self._stop_reason is not None
+        if number >= self.agreement.next:
+            decision = self.agreement.ask(number)
+            self._signal = decision.signal
+            due = due or decision.save or bool(decision.signal)
+        if due:
+            self.memory.save_round(improved, values)
+            self.agreement.saved()
+
+    def _leave_for_signal(self) -> None:
+        self.memory.close()
+        name = signal.Signals(self._signal).name
+        self.reporter.line(
+            f"stopped by {name} after round {self.epoch}: saved in {self.settings.logdir}; go on with resume='auto'"
+        )
+        requeue_if_asked(self.world, self.reporter.line)
+        self.reporter.close()
+        raise SystemExit(128 + self._signal)
+
+    # ------------------------------------------------------------------ what is best
+
+    def _choose_valid_loader(self, evaluated: list[str]) -> str:
+        chosen, metric = self.settings.valid_loader, self.settings.main_metric
+        if chosen is None:
+            chosen = "valid" if "valid" in evaluated else evaluated[0] if evaluated else "train"
+        if chosen not in (*evaluated, "train"):
+            raise UserError(f"valid_loader={chosen!r} is not among the loaders; given are: {', '.join([*evaluated, 'train'])}")
+        if chosen == "train" and metric != "loss":
+            raise UserError(
+                f"main_metric={metric!r}: of the clients' training only the loss is known; write main_metric='loss', or pass a "
+                "loader 'valid' that is evaluated"
+            )
+        return chosen
+
+    def _main(self, values: Values) -> float:
+        return values.get(self.valid_loader, {}).get(self.settings.main_metric, math.nan)
+
+    def _update_best(self, values: Values) -> bool:
+        value, smaller = self._main(values), self.settings.minimize_metric
+        better = not math.isnan(value) and (self.best is None or (value < self.best if smaller else value > self.best))
+        if better:
+            self.best, self.best_round = value, self.epoch
+        return better
+
+    def _load_best(self) -> None:
+        if self.best is None:
+            return
+        if self.memory.folder is not None:
+            self.memory.wait()
+            self._best_state = checkpoint.load(self.memory.folder / "best")["model"]
+        if self._best_state is not None:
+            self.model.load_state_dict(self._best_state)
+            self.reporter.line(f"loaded the weights of the best round, {self.best_round}")
+
+    # ------------------------------------------------------------------ small things
+
+    def _set_options(self) -> None:
+        """Let the clients' optimizers have what the schedule has made of the optimizer's options."""
+        if self.schedule.scheduler is None:
+            return
+        for options, group in zip(self.rounds.work.local.optimizer.options, self.optimizer.param_groups, strict=True):
+            options.update({key: group[key] for key in options if key in group})
+
+    def _hook(self, name: str) -> None:
+        for callback in overridden(self.settings.callbacks, name):
+            calls.position(("in", type(callback).__name__, name))
+            getattr(callback, name)(self)
+        calls.position("")
+
+    def _announce(self) -> None:
+        rounds, world = self.rounds, self.world
+        where = f"{world.world_size} worker{'s' if world.world_size > 1 else ''} on {world.device.type}"
+        self.reporter.line(
+            f"allhands: federated, {rounds.algorithm.name}, {where}; {rounds.per_round:,} of {len(rounds.clients):,} clients a "
+            f"round, {rounds.rounds} rounds; {len(rounds.clients.indices):,} samples"
+        )
+        if self.schedule.scheduler is not None:
+            self.reporter.line(f"{type(self.schedule.scheduler).__name__} steps once a round")
+
+    def _report(self, values: Values, rates: list[float], improved: bool) -> None:
+        header, cells = ["round"], [f"{self.epoch}/{self.num_epochs}"]
+        for loader, metrics in values.items():
+            for name, value in metrics.items():
+                header.append(f"{loader} {name}")
+                cells.append(f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.2e}")
+        header += ["lr", "seconds", "best"]
+        cells += [f"{rates[0]:.3g}", f"{self.history['seconds'][-1]:.2f}", "*" if improved else ""]
+        self.reporter.row(header, cells)
