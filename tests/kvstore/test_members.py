@@ -13,7 +13,11 @@ import torch
 
 from allhands.errors import WorldError
 from allhands.kvstore.bucket import clip_factor
+from allhands.kvstore.chunks import Chunk
+from allhands.kvstore.connected import first_rounds
 from allhands.kvstore.frames import Kind, pack
+from allhands.kvstore.key_rounds import KeyRounds
+from allhands.kvstore.members import Members
 from allhands.kvstore.served import ServedStore
 from allhands.kvstore.store import Share, Step
 from tests.kvstore.serving import Job, job
@@ -21,7 +25,7 @@ from tests.kvstore.serving import Job, job
 pytestmark = pytest.mark.timeout(60)
 
 LEASE = 2.5  # a worker gives a sign of life every second
-SIZES = {"a": 1000, "b": 40_000}  # on two servers, in several chunks
+SIZES = {"a": 1000, "b": 80_000}  # on two servers, in several chunks
 WEIGHTS = (1.0, 5.0, 3.0)
 LOST_AT = 2
 STEPS = 5
@@ -80,13 +84,17 @@ def _crash(store: ServedStore) -> None:
 def _lost(store: ServedStore, how: str, clip: float | None) -> None:
     """Be lost in the middle of step LOST_AT."""
     grads, share = _grads(store.rank, LOST_AT), Share(WEIGHTS[store.rank], 1.0)
-    if how == "mid-chunk":
+    if how in ("mid-chunk", "between chunks"):
         _, meta, involved = store._begin(list(grads), share, None, clip)
         store._settle()
         for link in involved:
-            piece = next(piece for piece in store._pieces["b"] if piece.server == link.number)
-            nbytes = 4 * (piece.stop - piece.start)
-            link._up.sendall(pack(Kind.PUSH, 0, piece.number, meta, LOST_AT + 1, nbytes) + bytes(nbytes // 2))
+            here = [piece for piece in store._pieces["b"] if piece.server == link.number]
+            assert len(here) > 1
+            values = grads["b"][here[0].start : here[0].stop].numpy().tobytes()
+            sent = values if how == "between chunks" else values[: len(values) // 2]
+            link._up.sendall(pack(Kind.PUSH, 0, here[0].number, meta, LOST_AT + 1, len(values)) + sent)
+        if how == "between chunks":
+            store._settle()
     elif how == "after push":
         store._send(grads, None, share, None, clip)
         store._settle()
@@ -116,7 +124,7 @@ def _no_beats(store: ServedStore) -> None:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shared"])
-@pytest.mark.parametrize("how", ["before push", "mid-chunk", "after push", "clipped", "hung", "two at once"])
+@pytest.mark.parametrize("how", ["before push", "mid-chunk", "between chunks", "after push", "clipped", "hung", "two at once"])
 def test_the_others_finish_the_step_without_the_lost_worker(how: str, transport: str) -> None:
     clip = 0.25 if how in ("clipped", "before push") else None
     lost = {1, 2} if how == "two at once" else {1}
@@ -216,7 +224,7 @@ def test_a_worker_that_was_started_again_joins_from_a_round_on(rank_lost: int, t
             while step < end:
                 if step == LOST_AT and rank == rank_lost and store in made.stores[:3]:
                     _crash(store)
-                    while made.servers[0].shards[0].chunks[0].version < wait_at - 1:
+                    while min(chunk.version for chunk in made.servers[0].shards[0].chunks.values()) < wait_at - 1:
                         time.sleep(0.01)
                     store = _joined(made, rank, life="two", transport=transport)
                     back.set()
@@ -280,3 +288,103 @@ def test_a_worker_that_closes_in_mid_training_is_no_loss(rule: str) -> None:
         for rank in (0, 2):
             for name, value in expected.items():
                 assert torch.equal(results[rank][name], value)
+
+
+def test_keys_that_are_declared_one_by_one_are_joined_one_by_one() -> None:
+    """The rounds of a key do not wait for a worker that came again and has not come to this key yet."""
+    with job(2, 2, LEASE) as made:
+
+        def pushed(store: ServedStore, name: str) -> float:
+            out = torch.empty(2)
+            store.pushpull(name, torch.full((2,), 1.0 + store.rank), out)
+            return float(out[0])
+
+        def begun(life: str, rank: int) -> ServedStore:
+            store = made.store(rank, on_worker_loss="continue", life=life)
+            store.init("a", torch.zeros(2))
+            return store
+
+        ready, alone, back = threading.Barrier(2), threading.Event(), threading.Event()
+
+        def work(rank: int) -> list[float]:
+            store = begun("one", rank)
+            store.init("b", torch.zeros(2))
+            found = [pushed(store, name) for name in "ab"]
+            ready.wait(20.0)
+            if rank == 0:
+                while made.servers[0].shards[0].members.everyone() != {0}:
+                    time.sleep(0.01)
+                found += [pushed(store, "a") for _ in range(3)]
+                back.set()
+                assert alone.wait(20.0)
+                found.append(pushed(store, "b"))  # worker 1 has joined "a", and not "b"
+                ready.wait(20.0)
+                return found + [pushed(store, name) for name in "ab"]
+            _crash(store)
+            assert back.wait(20.0)
+            store = begun("two", 1)
+            alone.set()
+            ready.wait(20.0)
+            store.init("b", torch.zeros(2))
+            store.pull("a")
+            found.append(pushed(store, "a"))
+            store.pull("b")
+            return [*found, pushed(store, "b")]
+
+        zero, one = made.run(work)
+    assert zero == [3.0, 3.0, 1.0, 1.0, 1.0, 1.0, 3.0, 3.0]
+    assert one == [3.0, 3.0, 3.0, 3.0]
+
+
+def test_first_values_that_nobody_will_give_any_more_are_an_error() -> None:
+    with job(2, 1, LEASE) as made:
+        here = threading.Event()
+
+        def work(rank: int) -> str:
+            store = made.store(rank, on_worker_loss="continue")
+            if rank == 0:
+                assert here.wait(20.0)
+                store.close()
+                return ""
+            here.set()
+            with pytest.raises(WorldError) as raised:
+                store.init("a", torch.zeros(2))
+            return str(raised.value)
+
+        assert made.run(work)[1] == "worker 0 has left and has not given the first values of 'a'; start again"
+
+
+class _Worker:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+def test_who_is_in_a_round_is_settled_once_for_all_chunks_of_a_key() -> None:
+    members = Members(3)
+    chunks = {number: Chunk(number, "w", 0, 2, 0, torch.zeros(2)) for number in range(2)}
+    rounds = KeyRounds(chunks, members, by_key=True)
+    workers: list[Any] = [_Worker(rank) for rank in range(3)]
+    for worker in workers:
+        members.connect(worker)
+    assert [rounds.arrive(chunks[number], 1, workers[rank]) for rank, number in [(0, 0), (1, 0), (0, 1), (2, 1)]] == [
+        False, False, True, False,
+    ]  # fmt: skip
+    assert rounds.state(chunks[0]) == ({0, 1, 2}, {0}, False)
+    members.remove(workers[1])
+    rounds.look_again(1)
+    assert rounds.arrive(chunks[1], 1, workers[1]) is None  # what was still under way
+    assert rounds.state(chunks[0]) == ({0, 2}, {0}, False)
+    assert rounds.arrive(chunks[0], 1, workers[2]) is True
+    assert rounds.state(chunks[0]) == rounds.state(chunks[1]) == ({0, 2}, {0, 2}, True)
+    members.remove(workers[2])  # after its part is whole: it counts
+    rounds.look_again(2)
+    chunks[0].version = 1
+    assert rounds.state(chunks[0]) == ((), (), False)
+    assert rounds.state(chunks[1]) == ({0, 2}, {0, 2}, True)
+
+
+def test_from_which_rounds_a_worker_that_came_again_counts() -> None:
+    assert first_rounds({"a": 7, "b": 6, "c": 7}) == {"a": 8, "b": 8, "c": 8}
+    assert first_rounds({"a": 7, "b": 6, "seldom": 2}, {"b"}) == {"a": 9, "b": 9, "seldom": 3}
+    assert first_rounds({"a": 0}) == {"a": 1}
+    assert first_rounds({"a": 0}, {"a"}) == {"a": 2}

@@ -239,3 +239,55 @@ def test_a_step_without_samples_anywhere_is_told_to_all() -> None:
     with job(2) as made:
         for text in made.run(work):
             assert text.startswith("the key 'table': no worker has a sample in this step")
+
+
+def test_a_worker_that_came_again_is_told_the_rounds_of_rows() -> None:
+    """Two tables, one pushed seldom; the other's rows lie on both servers and on one alone."""
+    table, lost_at, end = RowSparse(100, 1), 3, 12
+    asked = torch.tensor([2, 3])
+
+    def begun(rank: int, life: str) -> ServedStore:
+        store = made.store(rank, on_worker_loss="continue", life=life)
+        store.set_optimizer("sgd", lr=1.0)
+        store.init(["often", "seldom"], [table, table])
+        return store
+
+    def push(store: ServedStore, name: str) -> None:
+        store.push(name, sparse(table, [2, 3, 3], torch.full((3, 1), 1.0 + store.rank)))
+
+    def work(rank: int) -> list[list[float]]:
+        store, again = begun(rank, "one"), False
+        push(store, "seldom")
+        store.row_sparse_pull("seldom", row_ids=asked)
+        step = 0
+        while step < end:
+            if rank == 1 and step == lost_at and not again:
+                again = True
+                for link in store.links:
+                    link._closing = True
+                    link._shut_down()
+                store._closed = True
+                assert gone.wait(20.0)
+                store = begun(1, "two")
+                back.set()
+                store.row_sparse_pull("often", row_ids=asked[:1])  # of one server only
+                step = store._table_versions["often"]
+            if rank == 0 and step == lost_at + 3:
+                gone.set()
+                assert back.wait(20.0)
+            push(store, "often")
+            rows = store.row_sparse_pull("often", row_ids=asked)
+            seen[rank].append((step, rows.view(-1).tolist()))
+            step += 1
+        return [store.row_sparse_pull(name, row_ids=asked).view(-1).tolist() for name in ("often", "seldom")]
+
+    seen: list[list[Any]] = [[], []]
+    gone, back = threading.Event(), threading.Event()
+    with job(2, servers=2) as made:
+        zero, one = made.run(work)
+    both = len(seen[1])
+    assert [step for step, _ in seen[0]] == list(range(end))
+    assert lost_at < both <= end - 3
+    assert set(map(str, seen[1])) <= set(map(str, seen[0]))
+    total = float(3 * both + (end - both))
+    assert zero == one == [[-total, -2 * total], [-3.0, -6.0]]

@@ -127,27 +127,37 @@ class Chunk:
         self.down = Compressor(codec, len(self.weights))
         self.sent = self.weights.clone()
 
-    def take(self, rank: int, values: torch.Tensor, meta: Meta, release: Callable[[], None], counted: set[int],
-             room: torch.Tensor | None = None) -> bool:  # fmt: skip
-        """Add a push of the open round; True when the round is complete. The lock is held."""
+    def take(self, rank: int, values: torch.Tensor, meta: Meta, release: Callable[[], None],
+             room: torch.Tensor | None = None) -> None:  # fmt: skip
+        """Keep a push of the open round until it is to be added. The lock is held."""
         if rank in self.arrived or any(other.worker.rank == rank for other in self.added):
             release()
             raise UserError(f"the key '{self.key}' was pushed twice in one round by worker {rank}; pull it before the next push")
         self.arrived[rank] = (values, meta, release, room)
-        return self.add_up(counted)
 
-    def add_up(self, counted: set[int]) -> bool:
-        """Add what is its turn, in the order of the ranks; True when all of `counted` are in. The lock is held."""
+    def forget(self, rank: int) -> None:
+        """Drop a worker's push that is not to be added. The lock is held."""
+        if rank in self.arrived:
+            self.arrived.pop(rank)[2]()
+
+    def add_up(self, awaited: Collection[int], ready: Collection[int], settled: bool) -> bool:
+        """Add what is its turn, in the order of the ranks; True when all are in. The lock is held.
+
+        Args:
+            awaited: the ranks that are waited for.
+            ready: those that may be added.
+            settled: nobody but them comes into the round.
+        """
         while not self.clipped:
             done = {meta.worker.rank for meta in self.added}
-            due = min((counted | self.arrived.keys()) - done, default=None)
-            if due is None or due not in self.arrived:
+            due = min({*awaited, *ready} - done, default=None)
+            if due is None or due not in ready or due not in self.arrived:
                 break
             values, meta, release, room = self.arrived.pop(due)
             if self.total is None:
                 self.total, self.room = values, room
                 self.held.append(release)
-            elif self.optimizer is None and counted <= done | {due} and self.down is None:
+            elif self.optimizer is None and settled and done | {due} == set(ready) and self.down is None:
                 # The sum is the new value: no worker reads the old one any more, as all have pushed.
                 self.total, self.room = torch.add(self.total, values, out=self.weights), None
                 release()
@@ -155,7 +165,7 @@ class Chunk:
                 self.total = torch.add(self.total, values, out=self._writable())
                 release()
             self.added.append(meta)
-        return bool(self.added) and not self.clipped and counted <= {meta.worker.rank for meta in self.added}
+        return settled and not self.clipped and {meta.worker.rank for meta in self.added} == set(ready)
 
     def _writable(self) -> torch.Tensor:
         """Where the sum, changed, is to be written."""
@@ -204,6 +214,10 @@ class Chunk:
             self.optimizer.step(self.total, options)
         elif self.total is not self.weights:
             self.weights.copy_(self.total)
+
+    def has_begun(self, number: int) -> bool:
+        """Whether it is too late to be counted from this round on. The lock is held."""
+        return self.version + 1 > number or (self.version + 1 == number and bool(self.added))
 
     def clear(self) -> None:
         """Forget the open round."""

@@ -10,7 +10,7 @@ import secrets
 import socket
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
@@ -176,7 +176,7 @@ class Connected(KVStore):
             numbers = [one.number for name in dense for one in self._pieces[name] if one.server == link.number]
             link.answer(link.begin("ready", chunks=numbers), "init: the first values, which worker 0 gives")
         if self._again:
-            self._join(list(dense))
+            self._join(list(named))
 
     def _share(self, links: Sequence[Link], pieces: Sequence[tuple[str, Piece]], buffers: bool = False) -> None:
         """Map memory with servers of this host; with `buffers`, also for `buffer` of these keys, across all servers."""
@@ -201,23 +201,26 @@ class Connected(KVStore):
             self._buffers[name] = arena.view(start, shape.numel(), dtype).view(shape)
 
     def _join(self, names: Sequence[str]) -> None:
-        """Take part again, from a round on that no server has closed."""
+        """Take part again, in these keys, from rounds on that have begun nowhere."""
+        late: set[str] = set()
         while True:
-            versions: dict[int, int] = {}
+            newest: dict[int, int] = {}
             for link in self.links:
-                versions |= {int(number): version for number, version in link.ask("versions")["versions"].items()}
-            highest = max((versions[one.number] for name in names for one in self._pieces[name]), default=0)
-            begins = dict.fromkeys(names, highest + 2)
-            try:
-                for link in self.links:
-                    link.ask("join", begins=begins)
+                told = link.ask("versions")
+                for number, version in (*told["versions"].items(), *told["tables"].items()):
+                    newest[int(number)] = max(version, newest.get(int(number), 0))  # a table has one number on all servers
+            pieces = {name: self._pieces[name] if name in self._pieces else self._tables[name] for name in names}
+            begins = first_rounds({name: max(newest[one.number] for one in pieces[name]) for name in names}, late)
+            found = {name for link in self.links for name in link.ask("join", begins=begins)["late"]}
+            if not found:
                 break
-            except UserError as error:
-                if str(error) != "late":
-                    raise
+            late |= found
         for name in names:
-            for piece in self._pieces[name]:
-                self.links[piece.server].versions[piece.number] = highest + 1 if self._sync else versions[piece.number]
+            if name in self._tables:
+                self._table_versions[name] = begins[name] - 1 if self._sync else max(newest[one.number] for one in pieces[name])
+                continue
+            for piece in pieces[name]:
+                self.links[piece.server].versions[piece.number] = begins[name] - 1 if self._sync else newest[piece.number]
 
     # ------------------------------------------------------------------ settings, meeting, state
 
@@ -325,3 +328,24 @@ class Connected(KVStore):
         """At the normal end of a script; after an error the servers see the connection end without a goodbye."""
         if getattr(sys, "last_type", None) is None and not worker.exit_code:
             self.close()
+
+
+def first_rounds(newest: Mapping[str, int], late: Collection[str] = ()) -> dict[str, int]:
+    """From which rounds on a worker that came again counts, by key.
+
+    It is the next one, at which a key stays that is not pushed any more; or the one after that where the next one has begun, as
+    it may be over on one server before the worker has asked another. Keys whose rounds are at most one apart are stepped
+    together, and begin together.
+
+    Args:
+        newest: the newest round of each key.
+        late: keys whose next round had begun on some server when the worker asked to be counted.
+    """
+    begins: dict[str, int] = {}
+    together: list[str] = []
+    for name in sorted(newest, key=lambda name: newest[name]):
+        if together and newest[name] > newest[together[-1]] + 1:
+            together = []
+        together.append(name)
+        begins |= dict.fromkeys(together, newest[name] + (1 if set(late).isdisjoint(together) else 2))
+    return begins

@@ -177,6 +177,8 @@ class Link:
         found = pending.answer
         if isinstance(found, dict) and found.get("error"):
             raise UserError(found["error"])
+        if isinstance(found, dict) and found.get("lost"):
+            raise WorldError(found["lost"])
         return found
 
     def push(self, chunk: int, number: int, meta: int, values: torch.Tensor, wanted: bool, priority: int,

@@ -57,6 +57,7 @@ class Recovery:
                     self._trouble = str(error)
             session.occasion = occasion
             self._asked[session.rank] = (session, request)
+            shard.members.count_all(session.rank)
             self.look_again(shard)
 
     def look_again(self, shard: Any) -> None:

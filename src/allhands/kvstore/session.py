@@ -302,10 +302,9 @@ class Session:
                 case "barrier":
                     shard.barrier(self, request)
                 case "versions":
-                    self.reply(request, versions={str(number): chunk.version for number, chunk in shard.chunks.items()})
+                    self.reply(request, **shard.versions())
                 case "join":
-                    shard.join(self, said["begins"])
-                    self.reply(request)
+                    self.reply(request, late=shard.join(self, said["begins"]))
                 case "state":
                     data = save(state_of(shard, said["weights"]))
                     self._out.put([pack(Kind.STATE, meta=request, nbytes=len(data)) + data])
@@ -319,6 +318,7 @@ class Session:
                 case "bye":
                     self._left = True
                     shard.gone(self, "it has left", polite=True)
+                    shard.has_left(self.rank)
                 case other:
                     raise FrameError(f"there is no operation {other!r}")
         except UserError as error:

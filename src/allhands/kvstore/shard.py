@@ -11,6 +11,7 @@ import torch
 
 from allhands.errors import AllhandsError, UserError
 from allhands.kvstore.chunks import Chunk, Meta, within
+from allhands.kvstore.key_rounds import KeyRounds
 from allhands.kvstore.members import Members
 from allhands.kvstore.recovery import Recovery
 from allhands.kvstore.shard_keys import ShardKeys
@@ -33,6 +34,7 @@ class Shard(ShardKeys):
         self.synchronous = rules["wait"] == "sync"
         self.failure: str | None = None
         self.recovery: Recovery | None = None  # where there are snapshots
+        self.rounds = KeyRounds(self.chunks, self.members, rules["on_worker_loss"] == "continue")
         self._clips: dict[int, dict[int, float]] = {}  # by step: square sums by chunk
         self._clip_metas: dict[int, list[Meta]] = {}
         self._forms: dict[int, tuple[str, int]] = {}  # by step: groups and clip of whoever came first
@@ -94,10 +96,20 @@ class Shard(ShardKeys):
             if number != chunk.version + 1:
                 release()
                 raise UserError(f"the key '{chunk.key}' is at version {chunk.version}; a push for {number} cannot be placed")
-            complete = chunk.take(worker.rank, values, meta, release, self.members.counted(chunk.key, number), room)
-            if wanted:
+            chunk.take(worker.rank, values, meta, release, room)
+            whole = self.rounds.arrive(chunk, number, worker)
+            if whole is None:
+                chunk.forget(worker.rank)
+            elif wanted:
                 chunk.waiting.append((worker, number))
-            self._after(chunk, complete)
+        if whole:
+            self._go_on(chunk)
+
+    def _go_on(self, chunk: Chunk) -> None:
+        """Add up what can be, of a chunk and of those whose rounds have the same members. None of their locks is held."""
+        for one in self.rounds.parts(chunk):
+            with one.lock:
+                self._after(one, one.add_up(*self.rounds.state(one)))
 
     def _after(self, chunk: Chunk, complete: bool) -> None:
         """Go on with a round whose pushes have been added up. The chunk's lock is held."""
@@ -248,7 +260,7 @@ class Shard(ShardKeys):
 
     def gone(self, session: Any, reason: str, polite: bool) -> None:
         """A worker has left, or is lost; the others go on without it, or all are told that they cannot."""
-        if not self.members.remove(session, reason):
+        if not self.members.remove(session):
             return
         with self._lock:
             self._barrier.pop(session.rank, None)
@@ -256,13 +268,27 @@ class Shard(ShardKeys):
         if not polite and self.rules["on_worker_loss"] == "stop":
             self.fail(reason)
             return
+        self._go_on_without(session.rank)
+
+    def has_left(self, rank: int) -> None:
+        """A worker that is gone has said goodbye: those who wait for what only it could give are told."""
+        with self._lock:
+            self.members.final.add(rank)
+            self._tell_initialised()
+
+    def _go_on_without(self, rank: int | None) -> None:
+        """Close what waited only for a worker that is not counted any more; with None, for one that counts from later on."""
+        self.rounds.look_again(rank)
         for chunk in list(self.chunks.values()):
             with chunk.lock:
-                chunk.waiting = [one for one in chunk.waiting if one[0] is not session]
-                if chunk.added or chunk.arrived:
-                    self._after(chunk, chunk.add_up(self.members.counted(chunk.key, chunk.version + 1)))
+                chunk.waiting = [one for one in chunk.waiting if one[0].rank != rank]
                 if not self.synchronous:
                     self._serve(chunk)
+                    continue
+                state = self.rounds.state(chunk)
+                if rank is not None and rank not in state[1]:  # of a part of the key only
+                    chunk.forget(rank)
+                self._after(chunk, chunk.add_up(*state))
         for table in list(self.tables.values()):
             self._rows_done(table, partial(table.look_again, self.members))
         if self.recovery is not None:
@@ -286,24 +312,35 @@ class Shard(ShardKeys):
         for chunk in list(self.chunks.values()):
             with chunk.lock:
                 chunk.drop()
+        for table in list(self.tables.values()):
+            table.drop()
+        self.rounds.clear()  # last: while a chunk is not dropped, pushes of the time before come into it
 
-    def join(self, session: Any, begins: dict[str, int]) -> None:
-        """Count a worker again, from these rounds on.
-
-        Raises:
-            UserError: the others are beyond one of them.
+    def join(self, session: Any, begins: dict[str, int]) -> list[str]:
+        """Count a worker again, from these rounds on; the keys for which it is too late, as the others are in that round already.
+        The worker names later ones for them then, at all servers.
         """
         with self._lock:
-            if self.number == 0:
-                for chunk in self.chunks.values():
-                    if begins.get(chunk.key, 0) <= chunk.version + 1 and chunk.key in begins:
-                        raise UserError("late")
             self.members.count_from(session.rank, begins)
             others = self.members.everyone() - {session.rank}
         parts: list[Chunk | TableRounds] = [*self.chunks.values(), *self.tables.values()]
+        late = set()
         for part in parts:
-            with part.lock:  # it begins beside the slowest
-                part.clocks[session.rank] = min((part.clocks.get(rank, 0) for rank in others), default=0)
+            if part.key in begins:
+                with part.lock:  # it begins beside the slowest
+                    part.clocks[session.rank] = min((part.clocks.get(rank, 0) for rank in others), default=0)
+                    if self.synchronous and part.has_begun(begins[part.key]):
+                        late.add(part.key)
+        # It may have been late before, and rounds may wait for it.
+        self._go_on_without(None)
+        return sorted(late)
+
+    def versions(self) -> dict[str, dict[str, int]]:
+        """The newest round of each chunk and of each table, by number."""
+        return {
+            "versions": {str(number): chunk.version for number, chunk in list(self.chunks.items())},
+            "tables": {str(number): table.newest(self.synchronous) for number, table in list(self.tables.items())},
+        }
 
     def fail(self, text: str) -> None:
         """Nothing can go on; every worker that waits, or asks later, is told why."""

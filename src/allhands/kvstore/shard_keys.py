@@ -141,7 +141,10 @@ class ShardKeys:
         left = []
         for session, request, chunks in self._initial:
             missing = {number for number in chunks if not self.chunks[number].ready}
-            if missing:
+            if missing and 0 in self.members.final:
+                names = ", ".join(sorted({f"'{self.chunks[number].key}'" for number in missing}))
+                session.reply(request, lost=f"worker 0 has left and has not given the first values of {names}; start again")
+            elif missing:
                 left.append((session, request, missing))
             else:
                 session.reply(request)
@@ -195,6 +198,7 @@ class ShardKeys:
     def rebuild(self, fields: dict[str, Any]) -> None:
         """Make what a snapshot says there was; its numbers are loaded afterwards."""
         with self._lock:
+            fresh = not self.keys and not self.chunks and not self.tables
             self.keys, self.sets = fields["keys"], fields["sets"]
             if fields["optimizer"] is not None and self.spec is None:
                 self.set_optimizer(fields["optimizer"]["name"], fields["optimizer"]["groups"])
@@ -209,8 +213,8 @@ class ShardKeys:
                 chunk.seen.clear()
             for number, version in fields["table_versions"].items():
                 self.tables[int(number)].version = version
-            with self.members.lock:
-                self.members.live = set(fields["live"])
+            if fresh:  # a server that lives knows better who is there
+                self.members.restore(fields["live"])
 
 
 def _told(form: dict[str, Any]) -> str:

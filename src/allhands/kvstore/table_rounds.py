@@ -68,6 +68,7 @@ class TableRounds:
         # Combined, and waiting for the norm of all keys; and whether it was told.
         self._held: tuple[torch.Tensor, torch.Tensor, list[Meta]] | None = None
         self._told = False
+        self._early: dict[int, tuple[int, torch.Tensor, torch.Tensor, Meta]] = {}  # of the round after the open one
         self._waiting: list[tuple[Any, int, torch.Tensor, int]] = []
 
     def form(self) -> list[Any]:
@@ -84,8 +85,10 @@ class TableRounds:
     def push(self, number: int, meta: Meta, ids: torch.Tensor, rows: torch.Tensor, members: Any, synchronous: bool) -> list[Meta]:
         """A worker's rows for a round; the workers whose part is done with it.
 
+        A worker that came again counts from a round on that may not be open yet here, while it is on another server.
+
         Raises:
-            UserError: a second push in one round.
+            UserError: a second push in one round, or one of a later round than the next.
         """
         rank = meta.worker.rank
         with self.lock:
@@ -97,12 +100,39 @@ class TableRounds:
                 if meta.weight:  # else it had no samples, and there is nothing to apply
                     self._apply([(ids, rows, meta)])
                 return [meta]
+            if number > self.version + 2:
+                raise UserError(
+                    f"the key '{self.key}' is at version {self.version}; a push for {number} cannot be placed; pull rows first"
+                )
+            if number == self.version + 2:
+                self._early[rank] = (number, ids, rows, meta)
+                return []
             if rank in self._arrived:
                 raise UserError(
                     f"the key '{self.key}' was pushed twice in one round by worker {rank}; pull rows before the next push"
                 )
             self._arrived[rank] = (ids, rows, meta)
             return self._close(members)
+
+    def newest(self, synchronous: bool) -> int:
+        """The highest number that a push has had here."""
+        with self.lock:
+            return self.version if synchronous else max(self.version, *self.last.values(), 0)
+
+    def has_begun(self, number: int) -> bool:
+        """Whether it is too late to be counted from this round on."""
+        with self.lock:
+            return self.version + 1 > number or (self.version + 1 == number and bool(self._arrived or self._held))
+
+    def drop(self) -> None:
+        """Forget the open round, and who waits for rows."""
+        with self.lock:
+            self._held = None
+            self._arrived.clear()
+            self._early.clear()
+            self._waiting.clear()
+            self.last.clear()
+            self.clocks.clear()
 
     def look_again(self, members: Any) -> list[Meta]:
         """Close the round if it waited only for workers that are gone; who was in it."""
@@ -157,6 +187,9 @@ class TableRounds:
     def _step(self, ids: torch.Tensor, rows: torch.Tensor, metas: list[Meta]) -> None:
         self.rows.push(ids, rows, lead_of(metas).options(self.group))
         self.version += 1
+        for rank in [rank for rank, (number, *_) in self._early.items() if number == self.version + 1]:
+            _, early_ids, early_rows, meta = self._early.pop(rank)
+            self._arrived[rank] = (early_ids, early_rows, meta)
         self.serve()
 
     def serve(self, may: Collection[int] | None = None) -> None:
