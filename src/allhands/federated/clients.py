@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from allhands.data import derive_seed
 from allhands.errors import UserError
 
 
@@ -67,6 +68,37 @@ class Clients:
     def name(self, client: int) -> str:
         """What to call a client in a message."""
         return str(client) if self.names is None else self.names[client]
+
+    def split(self, test_fraction: float, seed: int = 0) -> tuple[Clients, Clients]:
+        """Each client's samples as two parts, drawn by the seed: to train on, and to test its model on.
+
+        Args:
+            test_fraction: how much of each client's samples is for tests, rounded down, above 0 and below 1; a client keeps at
+                least one sample to train on.
+            seed: decides which.
+
+        Returns:
+            The same clients with their training samples, and with their test samples, of which small clients may have none.
+
+        Raises:
+            UserError: `test_fraction` is out of bounds, or no client is large enough to have a test sample.
+        """
+        if not isinstance(test_fraction, (int, float)) or not 0 < test_fraction < 1:
+            raise UserError(f"test_fraction={test_fraction!r}; it must be above 0 and below 1, such as 0.2")
+        tests = np.minimum((self.sizes * test_fraction).astype(np.int64), np.maximum(self.sizes - 1, 0))
+        if not tests.any():
+            raise UserError(
+                f"test_fraction={test_fraction} of clients with at most {self.sizes.max()} samples gives none a test sample; write "
+                "a larger fraction"
+            )
+        owner = np.repeat(np.arange(len(self)), self.sizes)
+        mixed = np.random.default_rng(derive_seed(seed, "client tests")).permutation(len(owner))
+        order = mixed[np.argsort(owner[mixed], kind="stable")]  # each client's own samples, shuffled
+        place = np.arange(len(owner)) - np.repeat(self.offsets[:-1], self.sizes)
+        for_tests = place < np.repeat(tests, self.sizes)
+        samples = self.indices.numpy()[order]
+        train = Clients.from_arrays(samples[~for_tests], np.concatenate([[0], np.cumsum(self.sizes - tests)]), self.names)
+        return train, Clients.from_arrays(samples[for_tests], np.concatenate([[0], np.cumsum(tests)]), self.names)
 
     def check_exact(self, num_samples: int) -> None:
         """Raise `UserError` unless every one of `num_samples` samples belongs to exactly one client."""
