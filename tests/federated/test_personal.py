@@ -42,7 +42,7 @@ def test_own_layers_equal_the_loop_by_hand(executor):
             nn.functional.mse_loss(model(x[part]), y[part]).backward()
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.grad
+                    parameter.sub_(0.1 * parameter.grad)
         states = [model.state_dict() for model in models]
         for name in ("0.weight", "0.bias"):
             shared = sum(len(part) * state[name] for part, state in zip(parts, states, strict=True)) / 55

@@ -30,7 +30,7 @@ def test_alone_every_client_trains_its_own_model_whenever_it_is_chosen(executor)
 
 def test_centralised_with_all_clients_is_training_on_all_data():
     made = sim.rounds(Centralised(), number=2, **LOCAL)
-    assert len(made.clients) == 1 and made.per_round == 1
+    assert (len(made.clients), made.per_round) == (1, 1)
     weights = weights_of(made)
     for round_ in range(2):
         steps = batches(made, round_, 0)

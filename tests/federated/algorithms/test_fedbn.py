@@ -31,7 +31,7 @@ def test_it_equals_the_loop_by_hand(executor):
             nn.functional.mse_loss(model(x[part]), y[part]).backward()
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.grad
+                    parameter.sub_(0.1 * parameter.grad)
         states = [model.state_dict() for model in models]
         for name in states[0]:
             if not name.startswith("1."):

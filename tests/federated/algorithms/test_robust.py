@@ -80,7 +80,8 @@ def test_two_wrong_clients_of_seven_spoil_nothing_and_spoil_fedavg(algorithm):
         start = made.server.weights.clone()
         made.run()
         moved.append(float((made.server.weights - start).abs().max()))
-    assert moved[0] < 1.0 < 1e3 < moved[1]
+    assert moved[0] < 1.0
+    assert moved[1] > 1e3
 
 
 def test_trimming_nothing_is_the_plain_mean():

@@ -112,9 +112,12 @@ def test_with_momentum_a_control_is_still_a_mean_of_gradients(nesterov):
         def forward(self, slopes: torch.Tensor) -> torch.Tensor:
             return slopes * self.x
 
-    made = [sim.rounds(Scaffold(momentum=how), net=Line(), given=(samples, torch.zeros(2)), who=Clients([[0], [1]]), number=1,
-                       epochs=6, criterion=lambda output, _: output.mean(), options={"lr": 0.1, "momentum": 0.9, "nesterov": nesterov})
-            for how in ("counted", "ignored")]  # fmt: skip
+    data, options = (samples, torch.zeros(2)), {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
+    made = [
+        sim.rounds(Scaffold(momentum=how), net=Line(), given=data, who=Clients([[0], [1]]), number=1, epochs=6,
+                   criterion=lambda output, _: output.mean(), options=options)
+        for how in ("counted", "ignored")
+    ]  # fmt: skip
     for one in made:
         one.run()
     assert made[0].states.get([0, 1])["control"][:, 0].tolist() == pytest.approx([2.0, 5.0], abs=1e-12)
