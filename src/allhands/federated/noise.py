@@ -50,6 +50,7 @@ class KeyedDropout(nn.Module):
         self.p, self.features, self.inplace = p, features, inplace
         self.register_buffer("key", torch.zeros((), dtype=torch.int32), persistent=False)
         self.calls, self.over = 0, False
+        self._places: dict[int, torch.Tensor] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0.0:
@@ -73,6 +74,15 @@ class KeyedDropout(nn.Module):
         bits = hashed(shape.numel(), self.key + call * _SPREAD if call else self.key)
         kept = (bits >= min(round(self.p * 2**32) - 2**31, 2**31 - 1)).to(x.dtype).mul_(1.0 / (1.0 - self.p))
         return kept.view(*shape, *(1 for _ in x.shape[len(shape) :]))
+
+
+def _signed(value: int) -> int:
+    return (value + 2**31) % 2**32 - 2**31
+
+
+def _hashed_places(count: int, device: torch.device) -> torch.Tensor:
+    places = torch.arange(count, dtype=torch.int32, device=device) * _SPREAD
+    return places ^ (places >> 16)
 
 
 # Layers with masks of their own kind (AlphaDropout) keep the global generator.

@@ -66,9 +66,10 @@ class Sums:
 
     def note(self, slots: Sequence[int], **figures: torch.Tensor | float) -> None:
         """Set figures of the clients at `slots` of the cohort, each of shape ``[len(slots)]`` or one number for all."""
-        places = torch.tensor(slots, device=self._figures.device)
+        device = self._figures.device
+        places = torch.tensor(slots).to(device, non_blocking=True)  # a copy that is waited for would wait for the training too
         for name, value in figures.items():
-            column = torch.as_tensor(value, dtype=torch.float64).to(self._figures.device)
+            column = torch.as_tensor(value, dtype=torch.float64).to(device, non_blocking=True)
             self._figures[places, self._column[name]] = column.expand(len(slots))
 
     def exchange(self, world: World) -> None:

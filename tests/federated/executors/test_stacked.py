@@ -13,6 +13,7 @@ import allhands
 from allhands.errors import UserError
 from allhands.federated.executors import ClientError
 from allhands.federated.executors.stack import Stack
+from allhands.federated.executors.unfolded import UnfoldedConv2d, unfold_convolutions
 from tests.federated import simulating as sim
 from tests.federated.executors.comparing import SIZES, Pulled, difference, images, network, trained
 
@@ -67,6 +68,29 @@ def test_local_options_mean_the_same(norm, local):
 def test_an_algorithm_that_corrects_and_keeps_states_and_asks_for_the_loss_at_the_start(norm):
     given = {"norm": norm, "algorithm": Pulled(), "number": 3, "batch_size": 5, "drop_last": True, "epochs": 2}
     assert difference(["serial", *CHUNKS], **given) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"stride": 2, "padding": 1}, {"dilation": 2, "bias": False}, {"stride": (1, 3), "padding": (0, 2)}], ids=str
+)
+def test_a_convolution_as_a_product_of_patches(options):
+    layer = nn.Conv2d(3, 5, (3, 2), **options).double()
+    x = torch.randn(4, 3, 9, 8, dtype=torch.float64, requires_grad=True)
+    expected = layer(x)
+    unfold_convolutions(layer)
+    assert type(layer) is UnfoldedConv2d
+    made = layer(x)
+    assert (made - expected).abs().max() < 1e-12
+    probe = torch.randn_like(made)
+    ours, theirs = (torch.autograd.grad((y * probe).sum(), [x, *layer.parameters()]) for y in (made, expected))
+    assert all((a - b).abs().max() < 1e-11 for a, b in zip(ours, theirs, strict=True))
+
+
+def test_stacked_with_convolutions_as_products(monkeypatch):
+    monkeypatch.setattr("allhands.federated.executors.unfolded.DEVICES", {"cpu"})
+    made = sim.rounds(executor="stacked", net=network(), given=images(), who=sim.clients(SIZES), criterion=nn.CrossEntropyLoss())
+    assert type(made.work.model[0]) is UnfoldedConv2d
+    assert difference(["serial", *CHUNKS], norm="group", batch_size=4) < 1e-12
 
 
 class Kept(Pulled):

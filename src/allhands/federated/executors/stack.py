@@ -11,6 +11,7 @@ from torch.func import functional_call, vmap
 
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import Server
+from allhands.federated.executors import unfolded
 from allhands.federated.executors.base import Work
 from allhands.federated.executors.masked import MaskedLoss
 from allhands.federated.executors.recording import Recorder
@@ -22,7 +23,7 @@ class Losses(nn.Module):
     """A client's loss as a function of its weights, for `torch.func.functional_call`.
 
     Args:
-        work: its model is changed: dropout by keys.
+        work: its model is changed: dropout by keys, and on CUDA convolutions of few channels.
         server: says where weights lie.
     """
 
@@ -30,6 +31,8 @@ class Losses(nn.Module):
         super().__init__()
         self.model = work.model
         self.noise = Noise(work.model, server.device)
+        if server.device.type in unfolded.DEVICES:
+            unfolded.unfold_convolutions(work.model)
         self.masked = MaskedLoss(work.local.criterion)
         self.server, self.work = server, work
         self._rule = LossRule(work.local.criterion)
@@ -131,6 +134,8 @@ class Stack:
 
         self._counts.fill_(float(width))
         try:
+            if self.compiled:
+                self.evaluate(indices, self._counts)  # layers of dropout make what they keep, which the compiler must not
             if self.recorder is not None:
                 self._steps[width] = indices, self.recorder.record(gradient)
                 return
