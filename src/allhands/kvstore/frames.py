@@ -7,11 +7,10 @@ JSON with fixed fields (`op`, …) of known types; values are raw numbers of the
 from __future__ import annotations
 
 import json
-import socket
 import struct
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -50,6 +49,13 @@ class Flag(IntFlag):
     WANTED = 2  # a push whose new value is to be sent back
     COMPRESSED = 4
     OWN = 8  # with SHARED, in the memory of this worker and not in that of all
+
+
+class Readable(Protocol):
+    """What frames are read from: a socket, or what stands for one."""
+
+    def recv_into(self, buffer: memoryview, /) -> int:
+        """Read some bytes into `buffer`; how many, 0 at the end."""
 
 
 class FrameError(AllhandsError, RuntimeError):
@@ -96,7 +102,7 @@ def raw(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def read_into(link: socket.socket, view: memoryview) -> None:
+def read_into(link: Readable, view: memoryview) -> None:
     """Fill `view`.
 
     Raises:
@@ -110,13 +116,13 @@ def read_into(link: socket.socket, view: memoryview) -> None:
         view = view[count:]
 
 
-def read_header(link: socket.socket, buffer: bytearray) -> Frame:
+def read_header(link: Readable, buffer: bytearray) -> Frame:
     """The next frame's header, read through `buffer` of HEADER_BYTES."""
     read_into(link, memoryview(buffer))
     return unpack(buffer)
 
 
-def read_bytes(link: socket.socket, count: int, longest: int) -> bytearray:
+def read_bytes(link: Readable, count: int, longest: int) -> bytearray:
     """A payload of `count` bytes.
 
     Raises:
@@ -132,7 +138,7 @@ def read_bytes(link: socket.socket, count: int, longest: int) -> bytearray:
     return data
 
 
-def read_message(link: socket.socket, count: int) -> dict[str, Any]:
+def read_message(link: Readable, count: int) -> dict[str, Any]:
     """A control message's fields.
 
     Raises:

@@ -229,10 +229,10 @@ class Server:
             suspended, looked = now - looked > every + 1.0, now
             for shard, session in [(part, one) for part in list(self.shards.values()) for one in part.members.sessions_now()]:
                 if suspended:  # this process itself stood still
-                    session.heard = now
-                elif now - session.heard > self.lease:
+                    session.ear.forgive(now)
+                elif (silent := session.ear.silent(now)) > self.lease:
                     why = (
-                        f"worker {session.rank} ({session.about}) is lost: no sign of life for {now - session.heard:.0f} s (it "
+                        f"worker {session.rank} ({session.about}) is lost: no sign of life for {silent:.0f} s (it "
                         f"is stopped or hangs, or its host or network is down; {LEASE} sets how long is waited)"
                     )
                     session.tell({"op": "failed", "error": f"the servers go on without this worker: {why}"})

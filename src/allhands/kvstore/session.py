@@ -6,7 +6,6 @@ import contextlib
 import queue
 import socket
 import threading
-import time
 from collections import defaultdict
 from typing import Any
 
@@ -17,6 +16,7 @@ from allhands.errors import UserError
 from allhands.kvstore.arena import Arena, receive_file, send_file
 from allhands.kvstore.chunks import Chunk, Meta
 from allhands.kvstore.compression import Compressor
+from allhands.kvstore.ear import Ear
 from allhands.kvstore.frames import (
     HEADER_BYTES,
     LONGEST_ROWS,
@@ -55,7 +55,7 @@ class Session:
 
     def __init__(self, shard: Shard, rank: int, up: socket.socket, down: socket.socket, about: str, local: bool) -> None:
         self.shard, self.rank, self.about, self.local = shard, rank, about, local
-        self.heard = time.monotonic()
+        self.ear = Ear(up)
         self.again = False
         self.occasion = ""  # the last time that this worker went back to a snapshot with the servers
         self.life = ""  # of the worker process; another one after it was started again
@@ -179,8 +179,7 @@ class Session:
         header = bytearray(HEADER_BYTES)
         try:
             while True:
-                frame = read_header(self._up, header)
-                self.heard = time.monotonic()
+                frame = read_header(self.ear, header)
                 try:
                     self._handle(frame)
                 except UserError as error:
@@ -200,9 +199,9 @@ class Session:
         if frame.kind == Kind.BEAT:
             return
         if frame.kind == Kind.MESSAGE:
-            self._message(read_message(self._up, frame.nbytes))
+            self._message(read_message(self.ear, frame.nbytes))
         elif self._is_behind():
-            read_bytes(self._up, frame.nbytes, LONGEST_ROWS)
+            read_bytes(self.ear, frame.nbytes, LONGEST_ROWS)
         elif frame.kind == Kind.PUSH:
             chunk = shard.chunks[frame.chunk]
             meta = self._metas[frame.meta]
@@ -220,15 +219,15 @@ class Session:
             shard.initialise(chunk, self._values(frame, chunk)[0])
         elif frame.kind == Kind.PUSH_ROWS:
             table, meta = shard.tables[frame.chunk], self._metas[frame.meta]
-            ids, rows = unpack_rows(read_bytes(self._up, frame.nbytes, LONGEST_ROWS), table.table, True)
+            ids, rows = unpack_rows(read_bytes(self.ear, frame.nbytes, LONGEST_ROWS), table.table, True)
             if meta is not None:
                 shard.push_rows(table, frame.round, meta, ids, rows)
         elif frame.kind == Kind.PULL_ROWS:
             table = shard.tables[frame.chunk]
-            ids, _ = unpack_rows(read_bytes(self._up, frame.nbytes, LONGEST_ROWS), table.table, False)
+            ids, _ = unpack_rows(read_bytes(self.ear, frame.nbytes, LONGEST_ROWS), table.table, False)
             table.pull(self, frame.meta, ids, frame.round, shard.rules, shard.members)
         elif frame.kind == Kind.STATE:
-            load_state(shard, load(bytes(read_bytes(self._up, frame.nbytes, LONGEST_STATE))))
+            load_state(shard, load(bytes(read_bytes(self.ear, frame.nbytes, LONGEST_STATE))))
             self.reply(frame.meta)
         else:
             raise FrameError(f"a worker does not send {frame.kind.name}")
@@ -252,14 +251,14 @@ class Session:
             raise FrameError(f"a push of {frame.nbytes} bytes for a chunk of {expected}")
         if codec is not None:
             data = torch.empty(expected, dtype=torch.uint8)
-            read_into(self._up, raw(data))
+            read_into(self.ear, raw(data))
             values = torch.empty(len(chunk.weights))
             codec.decode(data, values)
             return values.to(chunk.weights.dtype), None
         free = self._pool[expected]
         buffer = free.pop() if free else torch.empty(expected, dtype=torch.uint8)
         values = buffer.view(chunk.weights.dtype)
-        read_into(self._up, raw(values))
+        read_into(self.ear, raw(values))
         return values, buffer
 
     def _message(self, said: dict[str, Any]) -> None:
