@@ -88,8 +88,8 @@ class Clients:
         tests = np.minimum((self.sizes * test_fraction).astype(np.int64), np.maximum(self.sizes - 1, 0))
         if not tests.any():
             raise UserError(
-                f"test_fraction={test_fraction} of clients with at most {self.sizes.max()} samples gives none a test sample; write "
-                "a larger fraction"
+                f"test_fraction={test_fraction} of clients with at most {self.sizes.max()} samples gives none a test sample; "
+                "write a larger fraction"
             )
         owner = np.repeat(np.arange(len(self)), self.sizes)
         mixed = np.random.default_rng(derive_seed(seed, "client tests")).permutation(len(owner))

@@ -46,6 +46,8 @@ class Federated(Strategy):
             any algorithm.
         on_bad_update: "stop" ends the run when a client's model comes out with NaN or Inf, "skip" leaves that client out of the
             round; both name it.
+        test_fraction: how much of each client's own samples is kept from training; the model of each client (its own layers
+            included) is measured on them, and the mean over all of them is in the history as "clients". None: nothing.
         stages: a class derived from `Rounds` that overrides stages.
         on_client_failure: what happens when a client's training raises: "stop" ends the run, "retry" trains the client again,
             "skip" leaves it out of the round; each names it with its traceback.
@@ -78,6 +80,7 @@ class Federated(Strategy):
         on_bad_update: str = "stop",
         on_client_failure: str = "stop",
         client_retries: int = 2,
+        test_fraction: float | None = None,
         stages: type[Rounds] = Rounds,
     ) -> None:
         for name, value in (("clients", clients), ("per_round", per_round), ("rounds", rounds), ("local_epochs", local_epochs),
@@ -99,7 +102,7 @@ class Federated(Strategy):
             raise UserError(f"on_bad_update={on_bad_update!r}; it must be 'stop' or 'skip'")
         check_action(on_client_failure, client_retries)
         self.on_client_failure, self.client_retries = on_client_failure, client_retries
-        self.local_layers, self.on_bad_update = list(local_layers), on_bad_update
+        self.local_layers, self.on_bad_update, self.test_fraction = list(local_layers), on_bad_update, test_fraction
 
     def check_settings(self, settings: Any) -> None:
         for name, kept, instead in (

@@ -41,6 +41,9 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
         source = _trained_source(sources)
         samples = Samples(source.dataset, world.device)
         clients = partition_of(strategy.partition, samples, strategy.clients, settings.seed)
+        tests = None
+        if strategy.test_fraction is not None:
+            clients, tests = clients.split(strategy.test_fraction, settings.seed)
         steps, number = strategy.local_steps, strategy.rounds
         if settings.check:
             steps, number = min(3, steps or 3), min(3, number)
@@ -64,7 +67,7 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
             work, server, executor, world, per_round=per_round, rounds=number,
             evaluate=evaluate, evaluate_every=strategy.evaluate_every,
             local_layers=strategy.local_layers, on_bad_update=strategy.on_bad_update,
-            on_client_failure=strategy.on_client_failure, client_retries=strategy.client_retries,
+            on_client_failure=strategy.on_client_failure, client_retries=strategy.client_retries, tests=tests,
         )  # fmt: skip
         evaluated = [name for name, source in sources.items() if not source.trains]
         session = Session(settings, world, reporter, rounds, evaluated)
