@@ -186,3 +186,29 @@ def test_a_models_weights_are_left_alone_while_clients_train():
     before = copy.deepcopy(net.state_dict())
     sim.rounds(net=net, number=1, stages={"local_layers": ["2"]}).run()
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+
+
+def runner_trained(**options):
+    """A training by `SupervisedRunner` in this process; its history and model."""
+    net, (x, y) = sim.model(), sim.data()
+    history = allhands.SupervisedRunner().train(
+        model=net, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(net.parameters(), lr=0.1), verbose=False,
+        datasets={"batch_size": 4, "train": torch.utils.data.TensorDataset(x, y)},
+        workers=1, distributed=allhands.federated.Federated(clients=4, rounds=2, **options),
+    )  # fmt: skip
+    return history, net
+
+
+@pytest.mark.serial
+@pytest.mark.timeout(60)
+def test_the_runner_passes_everything_on():
+    history, _ = runner_trained(algorithm="centralised", per_round=2)
+    assert history["cohort"] == [[0], [0]]
+    _, net = runner_trained(local_layers=["2"])
+    start = sim.model().state_dict()
+    same = {name: torch.equal(value, start[name]) for name, value in net.state_dict().items()}
+    assert same == {"0.weight": False, "0.bias": False, "2.weight": True, "2.bias": True}
+    with pytest.raises(UserError, match="nothing called 'head'"):
+        runner_trained(local_layers=["head"])
+    with pytest.raises(UserError, match="takes: mu, weighted"):
+        runner_trained(algorithm={"name": "fedprox", "nu": 1})
