@@ -26,10 +26,21 @@ def hashed(count: int, key: torch.Tensor) -> torch.Tensor:
         count: how many.
         key: int32, shape ``[]``, for bits of shape ``[count]``; ``[clients, 1]`` for ``[clients, count]``.
     """
-    places = torch.arange(count, dtype=torch.int32, device=key.device) * _SPREAD
-    places = places ^ (places >> 16)
+    return _mixed(_spread(count, key.device), key)
+
+
+def _spread(count: int, device: torch.device) -> torch.Tensor:
+    places = torch.arange(count, dtype=torch.int32, device=device) * _SPREAD
+    return places ^ (places >> 16)
+
+
+def _mixed(places: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     bits = (places ^ key) * _MIX
     return (bits ^ (bits >> 15)) * _LAST
+
+
+def _signed(value: int) -> int:
+    return (value + 2**31) % 2**32 - 2**31
 
 
 class KeyedDropout(nn.Module):
@@ -71,18 +82,13 @@ class KeyedDropout(nn.Module):
         shape = x.shape if self.features is None else x.shape[: self.features]
         if self.p == 1.0:
             return x.new_zeros(()).expand(x.shape)
-        bits = hashed(shape.numel(), self.key + call * _SPREAD if call else self.key)
+        # Kept, never replaced: a recorded step reads them where they lie.
+        places = self._places.get(shape.numel())
+        if places is None or places.device != x.device:
+            places = self._places[shape.numel()] = _spread(shape.numel(), x.device)
+        bits = _mixed(places, self.key + _signed(call * _SPREAD) if call else self.key)
         kept = (bits >= min(round(self.p * 2**32) - 2**31, 2**31 - 1)).to(x.dtype).mul_(1.0 / (1.0 - self.p))
         return kept.view(*shape, *(1 for _ in x.shape[len(shape) :]))
-
-
-def _signed(value: int) -> int:
-    return (value + 2**31) % 2**32 - 2**31
-
-
-def _hashed_places(count: int, device: torch.device) -> torch.Tensor:
-    places = torch.arange(count, dtype=torch.int32, device=device) * _SPREAD
-    return places ^ (places >> 16)
 
 
 # Layers with masks of their own kind (AlphaDropout) keep the global generator.
@@ -129,14 +135,14 @@ class Noise:
     def set(self, keys: torch.Tensor) -> None:
         """Use these keys, shape ``[layers]``, from now on; they may change in place."""
         for place, layer in enumerate(self.layers.values()):
-            layer.key = keys[place]
+            layer._buffers["key"] = keys[place]  # past `Module.__setattr__`, which takes longer than a small operation
 
     def begin(self) -> None:
         """A forward pass begins."""
         for layer in self.layers.values():
-            layer.calls, layer.over = 0, False
+            layer.__dict__.update(calls=0, over=False)
 
     def end(self) -> None:
         """The forward pass is over; what runs now belongs to the backward pass."""
         for layer in self.layers.values():
-            layer.over = True
+            layer.__dict__["over"] = True

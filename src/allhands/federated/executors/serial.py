@@ -63,7 +63,10 @@ class Serial(Executor):
         self.rows.copy_(start)
         server.layout.write_integers(server.integers, work.model)
         restart(self.optimizer)
-        torch.manual_seed(derive_seed(work.seed, "noise", server.round, job.client))
+        seed = derive_seed(work.seed, "noise", server.round, job.client)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also ask all kinds of devices that are not there
+        if server.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
         keys = self.noise.keys(work.seed, server.round, job.client, len(batches)).to(server.device, non_blocking=True)
         total = torch.zeros((), dtype=torch.float64, device=server.device)
         start_loss = self._start_loss(indices, job) if work.algorithm.needs_start_loss else None
