@@ -86,8 +86,8 @@ def test_clients_own_models_are_measured_on_their_own_test_samples():
             total += float(nn.functional.mse_loss(net(x[tests.samples(client)]), y[tests.samples(client)])) * tests.size(client)
     assert history["clients"]["loss"][-1] == pytest.approx(total / 8, abs=1e-12)
     assert "accuracy" not in history["clients"]
-    with pytest.raises(UserError, match="2 clients"):
-        sim.rounds(stages={"tests": Clients([[0], [1]])}, number=1).run()
+    with pytest.raises(UserError, match="2 samples of 2 clients, and 4 clients are trained"):
+        sim.rounds(stages={"tests": Clients([[0], [1]])})
 
 
 def test_accuracy_where_targets_are_classes():
@@ -202,8 +202,9 @@ def runner_trained(**options):
 @pytest.mark.serial
 @pytest.mark.timeout(60)
 def test_the_runner_passes_everything_on():
-    history, _ = runner_trained(algorithm="centralised", per_round=2)
+    history, _ = runner_trained(algorithm="centralised", per_round=2, test_fraction=0.2)
     assert history["cohort"] == [[0], [0]]
+    assert len(history["clients"]["loss"]) == 2
     _, net = runner_trained(local_layers=["2"])
     start = sim.model().state_dict()
     same = {name: torch.equal(value, start[name]) for name, value in net.state_dict().items()}

@@ -14,6 +14,7 @@ from allhands.data import derive_seed
 from allhands.errors import AllhandsError, UserError
 from allhands.federated.algorithms.base import FIGURES, OWN_LAYERS, Algorithm, Server, Trained
 from allhands.federated.clients import Clients
+from allhands.federated.compression import RESIDUAL, Compression, Traffic
 from allhands.federated.executors.base import Executor, Job, Work
 from allhands.federated.failures import Failures
 from allhands.federated.personal import evaluate_clients, keep_own, own_numbers
@@ -56,6 +57,7 @@ class Rounds:
         client_retries: how often "retry" tries again before it stops.
         tests: test samples of every client, on which its own model is measured whenever the global one is; the mean over all of
             them is in the history as "clients".
+        compression: narrows what clients send; None: they send all.
 
     Raises:
         UserError: the algorithm cannot train this model or cohort, or a name in `local_layers` is none of the model's.
@@ -64,7 +66,7 @@ class Rounds:
     def __init__(self, work: Work, server: Server, executor: Executor, world: World, *, per_round: int, rounds: int,
                  evaluate: Evaluate | None = None, evaluate_every: int = 1, local_layers: Sequence[str] = (),
                  on_bad_update: str = "stop", on_client_failure: str = "stop", client_retries: int = 2,
-                 tests: Clients | None = None) -> None:  # fmt: skip
+                 tests: Clients | None = None, compression: Compression | None = None) -> None:  # fmt: skip
         self.work, self.server, self.executor, self.world = work, server, executor, world
         self.per_round, self.rounds = per_round, rounds
         self._evaluate, self.evaluate_every = evaluate, evaluate_every
@@ -74,6 +76,9 @@ class Rounds:
             raise UserError(f"on_bad_update={on_bad_update!r}; it must be 'stop' or 'skip'")
         if per_round > len(work.clients):
             raise UserError(f"per_round={per_round} of {len(work.clients)} clients; write at most {len(work.clients)}")
+        if tests is not None and (len(tests) != len(work.clients) or len(tests.indices) == 0):
+            raise UserError(f"tests={len(tests.indices)} samples of {len(tests)} clients, and {len(work.clients)} clients are "
+                            "trained; give each of them a test split, and at least one a sample")  # fmt: skip
         self.on_bad_update, self.tests = on_bad_update, tests
         self.failures = Failures(world, on_client_failure, client_retries)
         self.costs, self.queue = Costs(), Queue(world)
@@ -81,12 +86,15 @@ class Rounds:
         server.own = self._own([*self.algorithm.keeps(work.model), *local_layers])
         self.algorithm.check(server, per_round)
         self.algorithm.begin(server)
+        self.traffic = Traffic(self.algorithm, server, compression)
         lengths = self.algorithm.client_state(server)
         if server.own is not None:
             lengths = {**lengths, OWN_LAYERS: len(server.own) + 1}
+        if compression is not None and compression.feedback:
+            lengths = {**lengths, RESIDUAL: server.layout.length}
         self.states = ClientStates(lengths, server.layout.dtype, server.device, world)
         self.history: History = {"round": [], "seconds": [], "cohort": [], "train": {"loss": []}, "skipped": [], "failed": [],
-                                 "retried": [], "unchanged": []}  # fmt: skip
+                                 "retried": [], "unchanged": [], "bytes_up": [], "bytes_down": []}  # fmt: skip
 
     def _own(self, names: Sequence[str]) -> torch.Tensor | None:
         """Places of the numbers that clients keep as their own; refuses a model whose buffers the algorithm cannot average."""
@@ -142,6 +150,7 @@ class Rounds:
             keep_own(trained, self.server)
             if trained.integers is not None and self.algorithm.shares:
                 sums.add(_INTEGERS, trained.integers - self.server.integers, trained.samples)
+            self.traffic.narrow(trained, self.server)
             self.algorithm.contribute(trained, self.server, sums)
             if self.states:
                 self.states.put(trained.clients, trained.own)
@@ -253,6 +262,8 @@ class Rounds:
         self.history["seconds"].append(seconds)
         self.history["cohort"].append(cohort)
         self.history["train"]["loss"].append(loss)
+        self.history["bytes_up"].append(self.traffic.up * float((figures["ok"] + figures["bad"]).sum()))
+        self.history["bytes_down"].append(self.traffic.down * len(cohort))
         for loader, measured in values.items():
             known = self.history.setdefault(loader, {"round": []})
             known["round"].append(round_)

@@ -13,6 +13,7 @@ from allhands.data import build_feeds, preserved_generators
 from allhands.data.build import Source
 from allhands.errors import UserError
 from allhands.federated.algorithms import Server
+from allhands.federated.clients import Clients
 from allhands.federated.executors import Executor, Work
 from allhands.federated.executors.choice import parse
 from allhands.federated.layout import Layout
@@ -53,6 +54,8 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
             forward=runner.handle_batch, drop_last=source.drop_last,
         )  # fmt: skip
         clients, local, per_round = strategy.algorithm.prepare(clients, local, strategy.per_round or len(clients))
+        if tests is not None and len(clients) != len(tests):  # the algorithm has put all samples together
+            tests = Clients([tests.indices])
         model.to(world.device)
         if isinstance(settings.criterion, nn.Module):
             settings.criterion.to(world.device)
@@ -68,6 +71,7 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
             evaluate=evaluate, evaluate_every=strategy.evaluate_every,
             local_layers=strategy.local_layers, on_bad_update=strategy.on_bad_update,
             on_client_failure=strategy.on_client_failure, client_retries=strategy.client_retries, tests=tests,
+            compression=strategy.compression,
         )  # fmt: skip
         evaluated = [name for name, source in sources.items() if not source.trains]
         session = Session(settings, world, reporter, rounds, evaluated)
