@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import allhands
-from allhands.federated.executors import Graph, Stacked
+from allhands.federated.executors import ClientError, Graph, Job, Stacked
 from tests.federated import simulating as sim
 from tests.federated.executors.comparing import SIZES, Pulled, images, network
 
@@ -34,6 +34,11 @@ def _world(monkeypatch):
     monkeypatch.setattr("allhands.federated.executors.stacked.Recorder", Replayed)
     yield allhands.init(device="cpu")
     allhands.finalize()
+
+
+class Keeping(Pulled):
+    def keeps(self, model: nn.Module) -> list[str]:
+        return ["1"]
 
 
 def rounds(norm: str, **options):
@@ -63,6 +68,33 @@ def test_steps_are_recorded_once_a_size_and_end_at_the_models_of_serial(norm, al
     made.run()
     assert (made.server.weights - expected.server.weights).abs().max() < 1e-12
     assert stacked._recorder.recorded == 2  # chunks of 2 and 3 clients; or of 1 client, with steps of 3 and of 4 samples
+
+
+@pytest.mark.parametrize("algorithm", [None, Pulled(), Keeping()], ids=["fedavg", "pulled", "keeping"])
+def test_clients_that_are_handed_over_several_at_once(algorithm, monkeypatch):
+    expected = rounds("batch", algorithm=algorithm)
+    expected.run()
+    monkeypatch.setattr("allhands.federated.executors.gathering.AT_ONCE", {"cpu": 3})
+    made, sizes = rounds("batch", algorithm=algorithm), []
+    whole = made.algorithm.contribute
+    monkeypatch.setattr(
+        made.algorithm, "contribute", lambda trained, *rest: (sizes.append(len(trained.clients)), whole(trained, *rest))
+    )
+    made.run()
+    assert sizes == [3, 2] * 3
+    assert torch.equal(made.server.weights, expected.server.weights)
+    assert torch.equal(made.server.integers, expected.server.integers)
+    assert made.history["train"] == expected.history["train"]
+
+
+def test_clients_before_one_that_fails_are_handed_over_too(monkeypatch):
+    monkeypatch.setattr("allhands.federated.executors.gathering.AT_ONCE", {"cpu": 16})
+    made, done = rounds("group"), []
+    made.work.samples.tensors[1][40] = 7  # of client 2, beyond the classes
+    with pytest.raises(ClientError, match="client 2"):
+        made.executor.train([Job(client, client) for client in range(5)], made.states.get,
+                            lambda trained, seconds: done.extend(trained.clients))  # fmt: skip
+    assert done == [0, 1]
 
 
 def test_many_sizes_of_chunks_reuse_the_recordings_of_larger_ones(monkeypatch):

@@ -10,6 +10,7 @@ import torch
 from allhands.data import derive_seed, preserved_generators
 from allhands.federated.algorithms.base import Server, Trained
 from allhands.federated.executors.base import ClientError, Executor, Job, Sink, States, Work
+from allhands.federated.executors.gathering import Gathered
 from allhands.federated.local import restart
 from allhands.federated.noise import Noise
 from allhands.step import LossRule
@@ -32,6 +33,7 @@ class Serial(Executor):
         self.noise = Noise(work.model, server.device)
         layout.bind(work.model, self.rows[0], self.gradients[0])
         self.rule = LossRule(work.local.criterion)
+        self._room: torch.Tensor | None = None
         optimizer = work.local.optimizer
         self.optimizer = (
             optimizer.make(layout, self.rows, self.gradients)
@@ -42,15 +44,20 @@ class Serial(Executor):
     def train(self, jobs: Sequence[Job], states: States, sink: Sink) -> None:
         self.work.local.optimizer.set_rates(self.optimizer)
         self.work.model.train()
+        gathered = Gathered(self.rows, self._room)
+        self._room = gathered.rows
         with preserved_generators():
-            for job in jobs:
-                began = time.perf_counter()
-                own = states([job.client])
-                try:
-                    trained = self._train(job, own)
-                except Exception as error:
-                    raise ClientError(job, f"client {self.work.clients.name(job.client)}: {error}") from error
-                sink(trained, time.perf_counter() - began)
+            try:
+                for job in jobs:
+                    began = time.perf_counter()
+                    own = states([job.client])
+                    try:
+                        trained = self._train(job, own)
+                    except Exception as error:
+                        raise ClientError(job, f"client {self.work.clients.name(job.client)}: {error}") from error
+                    gathered.take(trained, time.perf_counter() - began, sink)
+            finally:
+                gathered.give(sink)
 
     def _train(self, job: Job, own: dict[str, torch.Tensor]) -> Trained:
         work, server, local = self.work, self.server, self.work.local
