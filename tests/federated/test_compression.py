@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import allhands
 from allhands.errors import UserError
-from allhands.federated.algorithms import Server
+from allhands.federated.algorithms import Scaffold, Server
 from allhands.federated.compression import EightBit, OneBit, TopK, numbers, plain_bytes
 from allhands.federated.layout import Layout
 from tests.federated import simulating as sim
@@ -32,9 +33,9 @@ def test_all_of_topk_loses_nothing_and_less_keeps_the_largest(server):
     TopK(1.0).narrow(whole, None, [0, 1, 2], server)
     assert torch.equal(whole, given)
     few = given.clone()
-    sent = TopK(0.1).narrow(few, None, [0, 1, 2], server)
-    count = round(0.1 * numbers(server.layout))
-    assert sent == count * (8 + 4)
+    TopK(0.1).narrow(few, None, [0, 1, 2], server)
+    count = round(0.1 * numbers(server))
+    assert TopK(0.1).sent(server) == count * (8 + 4)
     for row, full in zip(few, given, strict=True):
         assert int((row != 0).sum()) == count
         assert row[row != 0].abs().min() >= full[row == 0].abs().max()
@@ -44,9 +45,10 @@ def test_all_of_topk_loses_nothing_and_less_keeps_the_largest(server):
 def test_eight_bits_are_within_a_step_and_right_on_average(server):
     given = updates(server, 1)
     total, rounds = torch.zeros_like(given), 400
+    assert EightBit().sent(server) == numbers(server) + 4 * 4
     for server.round in range(rounds):
         sent = given.clone()
-        assert EightBit().narrow(sent, None, [7], server) == numbers(server.layout) + 4 * 4
+        EightBit().narrow(sent, None, [7], server)
         total += sent
         for place in server.layout.places:
             part = slice(place.start, place.stop)
@@ -62,7 +64,8 @@ def test_eight_bits_are_within_a_step_and_right_on_average(server):
 def test_one_bit_sends_signs_and_one_size_a_tensor(server):
     given = updates(server)
     sent = given.clone()
-    assert OneBit().narrow(sent, None, [0, 1, 2], server) == -(-numbers(server.layout) // 8) + 4 * 4
+    OneBit().narrow(sent, None, [0, 1, 2], server)
+    assert OneBit().sent(server) == -(-numbers(server) // 8) + 4 * 4
     for place in server.layout.places:
         part = slice(place.start, place.stop)
         assert torch.allclose(sent[:, part].abs(), given[:, part].abs().mean(1, keepdim=True).expand_as(sent[:, part]))
@@ -80,10 +83,73 @@ def test_what_is_lost_is_sent_later(server, way):
 
 
 def test_bytes_of_a_whole_model(server):
-    assert plain_bytes(server) == 8 * numbers(server.layout) == 8 * sum(p.numel() for p in sim.model().parameters())
+    assert plain_bytes(server) == 8 * numbers(server) == 8 * sum(p.numel() for p in sim.model().parameters())
 
 
 @pytest.mark.parametrize("fraction", [0, 1.5, -1, "half"])
 def test_a_fraction_that_is_none_is_refused(fraction):
     with pytest.raises(UserError, match="fraction=.*above 0 and at most 1"):
         TopK(fraction)
+
+
+@pytest.fixture
+def world():
+    yield allhands.init(device="cpu")
+    allhands.finalize()
+
+
+def test_rounds_send_what_was_lost_in_later_rounds(world):
+    way = TopK(0.2, feedback=True)
+    made = sim.rounds(number=4, stages={"compression": way})
+    server, sizes = made.server, made.clients.sizes
+    # By hand: the update of each client, of which the server gets the largest numbers, and the client keeps the rest.
+    residuals = torch.zeros(len(sizes), server.layout.length, dtype=torch.float64)
+    for _ in range(4):
+        before = server.weights.clone()
+        received = torch.zeros_like(before)
+        for client, size in enumerate(sizes.tolist()):
+            part = made.clients.samples(client)
+            net = sim.model()
+            server.layout.write(before, net)
+            x, y = (tensor[part] for tensor in sim.data())
+            torch.nn.functional.mse_loss(net(x), y).backward()
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.sub_(0.1 * parameter.grad)
+            update = server.layout.read(net) - before + residuals[client]
+            sent = torch.zeros_like(update)
+            largest = update.abs().topk(round(0.2 * numbers(server))).indices
+            sent[largest] = update[largest]
+            residuals[client] = update - sent
+            received += sent * size / sizes.sum()
+        made.one_round()
+        assert (server.weights - before - received).abs().max() < 1e-12
+    assert made.history["bytes_up"] == [4 * way.sent(server)] * 4
+    assert made.history["bytes_down"] == [4 * plain_bytes(server)] * 4
+
+
+@pytest.mark.parametrize("way", ["topk", "8bit", "1bit"])
+def test_executors_agree_on_what_is_sent(world, way):
+    kind = {"topk": TopK, "8bit": EightBit, "1bit": OneBit}[way]
+    serial, stacked = (sim.rounds(executor=name, per_round=3, batch_size=4, stages={"compression": kind(feedback=True)})
+                       for name in ("serial", "stacked"))  # fmt: skip
+    serial.run()
+    stacked.run()
+    assert (serial.server.weights - stacked.server.weights).abs().max() < 1e-9
+
+
+def test_bytes_of_algorithms_that_send_more(world):
+    plain, more = sim.rounds(number=1, per_round=2), sim.rounds(Scaffold(), number=1, per_round=2)
+    plain.run()
+    more.run()
+    whole = plain_bytes(plain.server)
+    assert plain.history["bytes_up"] == plain.history["bytes_down"] == [2 * whole]
+    assert more.history["bytes_up"] == more.history["bytes_down"] == [2 * (whole + 8 * more.server.layout.trained)]
+    with pytest.raises(UserError, match="compression='8bit'.*'scaffold' sends other vectors too"):
+        sim.rounds(Scaffold(), stages={"compression": EightBit()})
+
+
+def test_layers_that_clients_keep_do_not_travel(world):
+    made = sim.rounds(number=1, stages={"local_layers": ["2"]})
+    made.run()
+    assert made.history["bytes_up"] == [4 * 8 * (5 * 7 + 7)]

@@ -14,9 +14,11 @@ import torch
 
 from allhands.data import derive_seed
 from allhands.errors import UserError
-from allhands.federated.algorithms.base import Server
-from allhands.federated.layout import Layout
+from allhands.federated.algorithms.base import Algorithm, Server, Trained
 from allhands.federated.noise import hashed
+
+#: The name of what was lost, among what a client keeps.
+RESIDUAL = "residual"
 
 
 class Compression(ABC):
@@ -34,8 +36,8 @@ class Compression(ABC):
             raise UserError(f"feedback={feedback!r}; it must be true or false")
         self.feedback = feedback
 
-    def narrow(self, updates: torch.Tensor, residuals: torch.Tensor | None, clients: Sequence[int], server: Server) -> float:
-        """Replace updates, shape ``[clients, length]``, in place by what the server receives; returns the bytes of each.
+    def narrow(self, updates: torch.Tensor, residuals: torch.Tensor | None, clients: Sequence[int], server: Server) -> None:
+        """Replace updates, shape ``[clients, length]``, in place by what the server receives.
 
         Args:
             updates: what clients have learnt.
@@ -44,16 +46,20 @@ class Compression(ABC):
             server: the round and the layout.
         """
         if residuals is None:
-            return self._narrow(updates, clients, server)
+            self._narrow(updates, clients, server)
+            return
         updates += residuals
         residuals.copy_(updates)
-        sent = self._narrow(updates, clients, server)
+        self._narrow(updates, clients, server)
         residuals -= updates
-        return sent
 
     @abstractmethod
-    def _narrow(self, updates: torch.Tensor, clients: Sequence[int], server: Server) -> float:
+    def _narrow(self, updates: torch.Tensor, clients: Sequence[int], server: Server) -> None:
         """The narrowing alone."""
+
+    @abstractmethod
+    def sent(self, server: Server) -> float:
+        """Bytes of one client's update."""
 
 
 class TopK(Compression):
@@ -73,12 +79,16 @@ class TopK(Compression):
             raise UserError(f"fraction={fraction!r}; it must be above 0 and at most 1, such as 0.01 for one number in a hundred")
         self.fraction = float(fraction)
 
-    def _narrow(self, updates: torch.Tensor, clients: Sequence[int], server: Server) -> float:
-        count = max(1, round(self.fraction * numbers(server.layout)))
-        largest = updates.abs().topk(min(count, updates.shape[1]), dim=1).indices
+    def _narrow(self, updates: torch.Tensor, clients: Sequence[int], server: Server) -> None:
+        largest = updates.abs().topk(self._count(server), dim=1).indices
         kept = torch.zeros_like(updates).scatter_(1, largest, updates.gather(1, largest))
         updates.copy_(kept)
-        return float(count * (updates.element_size() + 4))
+
+    def _count(self, server: Server) -> int:
+        return max(1, round(self.fraction * numbers(server)))
+
+    def sent(self, server: Server) -> float:
+        return float(self._count(server) * (server.weights.element_size() + 4))
 
 
 class EightBit(Compression):
@@ -96,7 +106,7 @@ class EightBit(Compression):
         super().__init__(feedback)
         self.stochastic = stochastic
 
-    def _narrow(self, updates: torch.Tensor, clients: Sequence[int], server: Server) -> float:
+    def _narrow(self, updates: torch.Tensor, clients: Sequence[int], server: Server) -> None:
         if self.stochastic:
             keys = [derive_seed(server.seed, "rounding", server.round, client) & 0x7FFFFFFF for client in clients]
             bits = hashed(updates.shape[1], torch.tensor(keys, dtype=torch.int32, device=updates.device)[:, None])
@@ -107,7 +117,9 @@ class EightBit(Compression):
             steps = part / torch.where(scale > 0, scale, 1.0)
             steps = (steps + chance[:, place.start : place.stop]).floor_() if self.stochastic else steps.round_()
             part.copy_(steps.clamp_(-127, 127).mul_(scale))
-        return float(numbers(server.layout) + 4 * len(server.layout.places))
+
+    def sent(self, server: Server) -> float:
+        return float(numbers(server) + 4 * _tensors(server))
 
 
 class OneBit(Compression):
@@ -123,22 +135,64 @@ class OneBit(Compression):
     def __init__(self, feedback: bool = True) -> None:
         super().__init__(feedback)
 
-    def _narrow(self, updates: torch.Tensor, clients: Sequence[int], server: Server) -> float:
+    def _narrow(self, updates: torch.Tensor, clients: Sequence[int], server: Server) -> None:
         for place in server.layout.places:
             part = updates[:, place.start : place.stop]
             scale = part.abs().mean(1, keepdim=True)
             part.copy_(torch.where(part >= 0, scale, -scale))
-        return float(-(-numbers(server.layout) // 8) + 4 * len(server.layout.places))
+
+    def sent(self, server: Server) -> float:
+        return float(-(-numbers(server) // 8) + 4 * _tensors(server))
 
 
 COMPRESSIONS: dict[str, type[Compression]] = {cls.name: cls for cls in (TopK, EightBit, OneBit)}
 
 
-def numbers(layout: Layout) -> int:
-    """Numbers of a model that travel, without the gaps of a row."""
-    return sum(place.stop - place.start for place in layout.places)
+def numbers(server: Server) -> int:
+    """Numbers of a model that travel, without the gaps of a row and the layers that clients keep as their own."""
+    kept = 0 if server.own is None else len(server.own)
+    return sum(place.stop - place.start for place in server.layout.places) - kept
 
 
 def plain_bytes(server: Server) -> float:
     """Bytes of a whole model: its numbers as they are, and 8 for each number of integer buffers."""
-    return float(numbers(server.layout) * server.weights.element_size() + 8 * len(server.integers))
+    return float(numbers(server) * server.weights.element_size() + 8 * len(server.integers))
+
+
+def _tensors(server: Server) -> int:
+    own = set() if server.own is None else set(server.own.tolist())
+    return sum(place.start not in own for place in server.layout.places)
+
+
+class Traffic:
+    """What clients send, and how many bytes go each way.
+
+    Args:
+        algorithm: may send more than the update.
+        server: the model.
+        compression: narrows updates; None leaves them as they are.
+
+    Attributes:
+        up, down: bytes that one client sends and gets in a round.
+
+    Raises:
+        UserError: the algorithm sends more than the update, or nothing, so that it cannot be narrowed.
+    """
+
+    def __init__(self, algorithm: Algorithm, server: Server, compression: Compression | None) -> None:
+        self.compression = compression
+        gets, sends = algorithm.beside_model(server)
+        if compression is not None and (sends or not algorithm.shares):
+            raise UserError(f"compression={compression.name!r} narrows updates, and algorithm={algorithm.name!r} sends "
+                            f"{'other vectors too' if algorithm.shares else 'none'}; write compression=None")  # fmt: skip
+        width = server.weights.element_size()
+        shared = 1.0 if algorithm.shares else 0.0
+        update = plain_bytes(server) if compression is None else compression.sent(server) + 8 * len(server.integers)
+        self.up, self.down = shared * update + width * sends, shared * plain_bytes(server) + width * gets
+
+    def narrow(self, trained: Trained, server: Server) -> None:
+        """Let the updates of clients be what the server receives of them."""
+        if self.compression is not None:
+            updates = trained.updates
+            self.compression.narrow(updates, trained.own.get(RESIDUAL), trained.clients, server)
+            trained.received = updates

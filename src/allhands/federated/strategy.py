@@ -10,6 +10,7 @@ from torch import nn
 
 from allhands.errors import UserError
 from allhands.federated.algorithms import ALGORITHMS, Algorithm
+from allhands.federated.compression import COMPRESSIONS, Compression
 from allhands.federated.failures import check_action
 from allhands.federated.rounds import Rounds
 from allhands.runner.callbacks import Callback
@@ -52,6 +53,8 @@ class Federated(Strategy):
         on_client_failure: what happens when a client's training raises: "stop" ends the run, "retry" trains the client again,
             "skip" leaves it out of the round; each names it with its traceback.
         client_retries: how often "retry" tries before it stops.
+        compression: what clients send is narrowed: "topk", "8bit", "1bit", ``{"name": "topk", "fraction": 0.01}``, or a
+            `Compression`; None: they send all.
 
     Of the other arguments of `SupervisedRunner.train`, these mean something of their own here: a `scheduler` steps once a round,
     on the clients' learning rate; callbacks take rounds for epochs, and their `on_epoch_end` comes after rounds that are
@@ -80,6 +83,7 @@ class Federated(Strategy):
         on_bad_update: str = "stop",
         on_client_failure: str = "stop",
         client_retries: int = 2,
+        compression: str | dict[str, Any] | Compression | None = None,
         test_fraction: float | None = None,
         stages: type[Rounds] = Rounds,
     ) -> None:
@@ -95,12 +99,15 @@ class Federated(Strategy):
         self.clients, self.partition, self.per_round, self.rounds = clients, partition, per_round, rounds
         self.algorithm = named(algorithm, ALGORITHMS, "algorithm")
         self.local_epochs, self.local_steps = local_epochs, local_steps
+        if not (isinstance(stages, type) and issubclass(stages, Rounds)):
+            raise UserError(f"stages={stages!r}; it must be a class derived from allhands.federated.Rounds")
         self.executor, self.evaluate_every, self.stages = executor, evaluate_every, stages
         if isinstance(local_layers, str):
             raise UserError(f"local_layers={local_layers!r}; it must be a list of names: write [{local_layers!r}]")
         if on_bad_update not in ("stop", "skip"):
             raise UserError(f"on_bad_update={on_bad_update!r}; it must be 'stop' or 'skip'")
         check_action(on_client_failure, client_retries)
+        self.compression = None if compression is None else named(compression, COMPRESSIONS, "compression")
         self.on_client_failure, self.client_retries = on_client_failure, client_retries
         self.local_layers, self.on_bad_update, self.test_fraction = list(local_layers), on_bad_update, test_fraction
 

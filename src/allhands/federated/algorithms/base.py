@@ -82,6 +82,7 @@ class Trained:
         start_loss: mean loss of the model that they began with on their data, where the algorithm `needs_start_loss`.
         own: the algorithm's state of each client by name, shape ``[clients, …]``; what `contribute` leaves here is kept.
         integers: their integer buffers, int64, shape ``[clients, numbers]``; None where the model has none.
+        received: what the server gets of their updates where that is not all, shape ``[clients, length]``.
     """
 
     clients: list[int]
@@ -94,6 +95,7 @@ class Trained:
     start_loss: torch.Tensor | None = None
     own: dict[str, torch.Tensor] = field(default_factory=dict)
     integers: torch.Tensor | None = None
+    received: torch.Tensor | None = None
 
     def only(self, rows: Sequence[int]) -> Trained:
         """Some of them; copies."""
@@ -108,8 +110,8 @@ class Trained:
 
     @property
     def updates(self) -> torch.Tensor:
-        """What training has changed, shape ``[clients, length]``; a new tensor."""
-        return self.rows - self.start
+        """What training has changed, as the server receives it: shape ``[clients, length]``; a new tensor."""
+        return self.rows - self.start if self.received is None else self.received.clone()
 
 
 class Algorithm(ABC):
@@ -161,6 +163,10 @@ class Algorithm(ABC):
     def vectors(self, server: Server) -> dict[str, int]:
         """The sums over the cohort that `aggregate` needs: name to length."""
         return {"update": server.layout.length}
+
+    def beside_model(self, server: Server) -> tuple[int, int]:
+        """Numbers that a client gets beside the model, and that it sends beside its update."""
+        return 0, 0
 
     def figures(self) -> tuple[str, ...]:
         """Further figures of a client that `aggregate` needs, beside `FIGURES`."""

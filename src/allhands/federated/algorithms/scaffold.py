@@ -57,6 +57,9 @@ class Scaffold(Algorithm):
     def vectors(self, server: Server) -> dict[str, int]:
         return {"update": server.layout.length, "control": server.layout.trained}
 
+    def beside_model(self, server: Server) -> tuple[int, int]:
+        return server.layout.trained, server.layout.trained
+
     def correct(self, gradients: torch.Tensor, weights: torch.Tensor, start: torch.Tensor, own: dict[str, torch.Tensor]) -> None:
         gradients.add_(self._used).sub_(own["control"])
 
