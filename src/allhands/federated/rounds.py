@@ -141,7 +141,10 @@ class Rounds:
         """Train this rank's part of the cohort and add it to the sums."""
 
         def sink(trained: Trained, seconds: float) -> None:
-            finite = torch.isfinite(trained.rows.sum(1, dtype=torch.float64)).tolist()
+            sums_of_rows = trained.rows.sum(1, dtype=torch.float64)  # NaN or Inf where one number is
+            if trained.start_loss is not None:
+                sums_of_rows += trained.start_loss
+            finite = torch.isfinite(sums_of_rows).tolist()
             if not all(finite):
                 sums.note([slot for slot, good in zip(trained.slots, finite, strict=True) if not good], bad=1.0)
                 trained = trained.only([row for row, good in enumerate(finite) if good])

@@ -56,6 +56,16 @@ def test_a_larger_q_makes_losses_more_even():
     assert spread[1] < spread[0]
 
 
+def test_a_loss_that_is_no_number_leaves_the_client_out_though_its_model_is_fine():
+    def criterion(output, target):
+        return (output - target).square().mean() if torch.is_grad_enabled() else target.mean() * target.amax().mul(1e308 * 10)
+
+    made = sim.rounds(QFedAvg(1), criterion=criterion, number=1, stages={"on_bad_update": "skip"})
+    start = made.server.weights.clone()
+    assert made.run()["skipped"] == [[0, 1, 2, 3]]
+    assert torch.equal(made.server.weights, start)
+
+
 def test_losses_below_0_are_refused():
     made = sim.rounds(QFedAvg(1), criterion=lambda output, target: (output - target).mean() - 100)
     with pytest.raises(UserError, match="negative"):
