@@ -27,7 +27,8 @@ class UnfoldedConv2d(nn.Conv2d):
         tall, long = down * (high - 1) + 1, right * (wide - 1) + 1
         begins = [(i * apart, j * beside) for i in range(rows) for j in range(columns)]
         patches = torch.stack([x[:, :, i : i + tall : down, j : j + long : right] for i, j in begins], 2)
-        made = weight.flatten(1) @ patches.reshape(len(x), -1, high * wide)
+        # Not `@`, which would turn the patches and the result to fold the batch into one product.
+        made = torch.bmm(weight.flatten(1).expand(len(x), -1, -1), patches.reshape(len(x), -1, high * wide))
         if bias is not None:
             made = made + bias[:, None]
         return made.view(len(x), -1, high, wide)
@@ -36,6 +37,7 @@ class UnfoldedConv2d(nn.Conv2d):
 def unfold_convolutions(model: nn.Module) -> None:
     """Let the convolutions of `model` that have few input channels compute as `UnfoldedConv2d`; names and weights stay."""
     for module in model.modules():
-        plain = type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str)
-        if plain and module.groups == 1 and module.in_channels <= _FEW:
+        if type(module) is not nn.Conv2d or module.padding_mode != "zeros" or isinstance(module.padding, str):
+            continue
+        if module.groups == 1 and module.in_channels <= _FEW:
             module.__class__ = UnfoldedConv2d
