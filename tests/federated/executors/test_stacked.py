@@ -259,3 +259,18 @@ def test_stacked_does_not_touch_global_generators_and_a_repeated_run_is_the_same
 def test_on_a_processor_auto_is_serial():
     assert type(sim.rounds(executor="auto").executor.chosen).name == "serial"
     assert difference(["serial", "auto"], batch_size=4) == 0.0
+
+
+def test_auto_tries_what_does_not_refuse_and_says_what_it_has_measured(capsys):
+    made = sim.rounds(Pulled(), executor="auto", batch_size=4)
+    made.executor.chosen = None  # as on a GPU
+    made.run()
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith(f"executor: {made.executor.chosen.name} (a step of a client: serial ")
+    assert "graph refuses: it records CUDA graphs, and the device is 'cpu'" in said[0]
+    assert said[0].count(" ms") == 2
+    expected = sim.rounds(Pulled(), batch_size=4)
+    expected.run()
+    assert (made.server.weights - expected.server.weights).abs().max() < 1e-12
+    assert made.history["cohort"] == expected.history["cohort"]

@@ -76,3 +76,9 @@ class ClientError(RuntimeError):
     def __init__(self, job: Job, message: str) -> None:
         super().__init__(message)
         self.job = job
+
+
+def wait_for(device: torch.device) -> None:
+    """Until a GPU has done what it was asked to; a processor already has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import Server, Trained
-from allhands.federated.executors.base import Executor, Job, Sink, States, Work
+from allhands.federated.executors.base import Executor, Job, Sink, States, Work, wait_for
 from allhands.federated.executors.graph import Graph
 from allhands.federated.executors.serial import Serial
 from allhands.federated.executors.stacked import Stacked
 from allhands.world import current_world
 
-_CLIENTS = 64  # of the first cohort that a trial trains
+_ALONE, _TOGETHER = 8, 64  # clients of the first cohort on which executors are tried that train them one by one, or at once
 
 
 class Auto(Executor):
@@ -47,9 +47,10 @@ class Auto(Executor):
         kinds: list[type[Executor]] = [Serial, Graph, Stacked]
         seconds, said = [], []
         for kind in kinds:
-            taken, refusal = self._time(kind, list(jobs[:_CLIENTS]), states)
+            most = _TOGETHER if kind.together else _ALONE
+            taken, refusal = self._time(kind, list(jobs[:: -(-len(jobs) // most) or 1]), states)
             seconds.append(taken)
-            said.append(f"{kind.name} {refusal}" if refusal else f"{kind.name} {1000 * taken:.1f} ms")
+            said.append(f"{kind.name} {refusal}" if refusal else f"{kind.name} {1000 * taken:.3f} ms")
             torch.cuda.empty_cache()
         world = current_world()
         slowest = torch.tensor(seconds, dtype=torch.float64, device=self.server.device)
@@ -58,14 +59,14 @@ class Auto(Executor):
         # Where all have failed, the serial one says why in the round itself.
         chosen = kinds[int(slowest.argmin())] if bool(slowest.isfinite().any()) else Serial
         if world is None or world.rank == 0:
-            print(f"executor: {chosen.name} ({min(len(jobs), _CLIENTS)} clients: {', '.join(said)})", flush=True)
+            print(f"executor: {chosen.name} (a step of a client: {', '.join(said)})", flush=True)
         return self._made(chosen)
 
     def _made(self, kind: type[Executor]) -> Executor:
         return kind(replace(self.work, model=copy.deepcopy(self.work.model)), self.server)
 
     def _time(self, kind: type[Executor], jobs: list[Job], states: States) -> tuple[float, str]:
-        """Seconds to train the clients, the second time; infinite with the reason where it cannot."""
+        """Seconds a step of a client, when they are trained for the second time; infinite with the reason where it cannot."""
 
         def forget(trained: Trained, seconds: float) -> None:
             pass
@@ -76,11 +77,12 @@ class Auto(Executor):
         try:
             made = self._made(kind)
             made.train(jobs, states, forget)
-            torch.cuda.synchronize(self.server.device)
+            wait_for(self.server.device)
             began = time.perf_counter()
             made.train(jobs, states, forget)
-            torch.cuda.synchronize(self.server.device)
-            return time.perf_counter() - began, ""
+            wait_for(self.server.device)
+            steps = sum(self.work.local.num_steps(self.work.clients.size(job.client)) for job in jobs)
+            return (time.perf_counter() - began) / max(steps, 1), ""
         except Exception as error:
             return float("inf"), f"failed: {error}"
 

@@ -7,7 +7,7 @@ import time
 import torch
 
 from allhands.federated.algorithms.base import Trained
-from allhands.federated.executors.base import Sink
+from allhands.federated.executors.base import Sink, wait_for
 
 #: Clients that are handed over at once, by kind of device. What is done with clients that have trained waits for the device, and
 #: a GPU that is waited for after every small client is idle for a part of the time.
@@ -54,8 +54,7 @@ class Gathered:
             torch.cat([one.loss for one in kept]), _joined([one.start_loss for one in kept]), own,
             _joined([one.integers for one in kept]),
         )  # fmt: skip
-        if self.rows.device.type == "cuda":
-            torch.cuda.synchronize(self.rows.device)
+        wait_for(self.rows.device)
         sink(whole, (time.perf_counter() - self._began) / len(kept))
         self._began = time.perf_counter()
 

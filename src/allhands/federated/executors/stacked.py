@@ -15,7 +15,7 @@ import torch
 
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import Server, Trained
-from allhands.federated.executors.base import ClientError, Executor, Job, Sink, States, Work
+from allhands.federated.executors.base import ClientError, Executor, Job, Sink, States, Work, wait_for
 from allhands.federated.executors.recording import Recorder
 from allhands.federated.executors.serial import clip_rows
 from allhands.federated.executors.stack import Losses, Stack
@@ -104,8 +104,7 @@ class Stacked(Executor):
                     trained = next(training)
                     if done + len(trained.clients) == len(plan.jobs) and waiting:  # while the device is busy
                         following = self._plan(waiting.popleft())
-                    if self.server.device.type == "cuda":
-                        torch.cuda.synchronize(self.server.device)
+                    wait_for(self.server.device)
                 except torch.cuda.OutOfMemoryError:
                     if len(plan.jobs) == 1:
                         raise
