@@ -156,3 +156,45 @@ def test_data_options():
     made = objects.load_datasets("digits", {"limit": 5})
     assert [len(made[split]) for split in ("train", "valid")] == [5, 5]
     assert len(catalogue.load("digits", "train")) == 1437
+
+
+FEDERATED = ("strategy=federated", "strategy.clients=20", "strategy.per_round=5")
+
+
+def test_federated_with_options_that_have_options():
+    made = built(
+        objects._strategy, *FEDERATED, "strategy.algorithm.name=fedprox", "strategy.algorithm.mu=0.5", "strategy.local_epochs=5",
+        "strategy.partition.name=dirichlet", "strategy.partition.alpha=0.5", "strategy.rounds=50",
+    )  # fmt: skip
+    assert (made.clients, made.per_round, made.rounds, made.local_epochs) == (20, 5, 50, 5)
+    assert (made.algorithm.name, made.algorithm.mu) == ("fedprox", 0.5)
+    assert made.partition == {"name": "dirichlet", "alpha": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (("strategy.per_roud=5",), "did you mean 'per_round'"),
+        (("strategy.algorithm.name=fedprox", "strategy.algorithm.mue=1"), "did you mean 'mu'"),
+        (("strategy.algorithm=fedpro",), "did you mean 'fedprox'"),
+        (("strategy.per_round=30",), "write per_round=20"),
+        (("strategy.rounds=many",), "strategy.rounds = 'many': it must be a number"),
+        (("strategy.on_client_failure=ignore",), "'stop', 'retry', 'skip'"),
+        (("strategy.stages=Mine",), "class derived from allhands.federated.Rounds"),
+    ],
+)
+def test_a_federated_option_that_is_wrong(override, said):
+    assert said in refused(objects._strategy, *FEDERATED, *override)
+
+
+def test_federated_training_goes_by_rounds():
+    said = refused(objects.train, *FEDERATED, "num_epochs=3")
+    assert "command line, num_epochs=3" in said
+    assert "strategy.rounds" in said
+    made, period = built(scheduler_of, *FEDERATED, "strategy.rounds=7", "scheduler=OneCycleLR", "scheduler.max_lr=1")
+    assert (period, made.total_steps) == ("epoch", 7)
+
+
+def test_a_federated_run_file_is_not_compared_step_by_step():
+    with pytest.raises(UserError, match=r"strategy.name = .federated.*train once with workers=1"):
+        objects.verify(run_file(*FEDERATED), None, [1, 2], 3)

@@ -20,6 +20,7 @@ from allhands.federated.strategy import Federated
 from allhands.runner import Callback, EarlyStopping, SupervisedRunner
 from allhands.runner.workers import plan
 from allhands.strategies import STRATEGIES, Strategy, strategy_named
+from allhands.verify.compare import NOT_STEPS
 from allhands.verify.compare import verify as compare
 from allhands.verify.report import Report
 
@@ -50,7 +51,8 @@ def train(run_file: RunFile) -> dict[str, Any]:
         minimize = main_metric == "loss"
     strategy = _strategy(run_file)
     objects = _objects(run_file, lambda: _world_size(strategy, given.workers, given.device))
-    if isinstance(strategy, Federated) and "num_epochs" in given.model_fields_set:
+    # The stored run.yml has every default, and is read back.
+    if isinstance(strategy, Federated) and given.num_epochs != type(given).model_fields["num_epochs"].default:
         raise run_file.error(("num_epochs",), "federated training goes by rounds; remove it, and write strategy.rounds: …")
     callbacks: list[Callback] = [StoreRunFile(run_file.to_yaml())]
     if given.early_stopping is not None:
@@ -113,6 +115,8 @@ def verify(run_file: RunFile, strategies: Sequence[str] | None, workers: Sequenc
     """
     given = run_file.config
     own = _strategy(run_file)
+    if isinstance(own, Federated):
+        raise run_file.error(("strategy", "name"), NOT_STEPS)
     names = strategies if strategies is not None else [own.name if own.name not in ("single", "dp") else "ddp"]
     fewest = min(workers)
     found: Report = compare(
@@ -237,7 +241,8 @@ def _scheduler(run_file: RunFile, optimizer: Optimizer, entry: catalogue.Entry, 
     bases = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
     known = {name: kind for name, kind in vars(lr_scheduler).items() if is_kind(kind, bases)}
     kind = choose(run_file, "scheduler", known)[1]
-    period = section.period or ("step" if kind in (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR) else "epoch")
+    by_step = kind in (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR) and not _is_federated(run_file)
+    period = section.period or ("step" if by_step else "epoch")
     filled = {}
     takes = inspect.signature(kind).parameters
     if "epochs" not in section.options:  # OneCycleLR's other way of saying how long the training is
@@ -251,7 +256,7 @@ def _scheduler(run_file: RunFile, optimizer: Optimizer, entry: catalogue.Entry, 
 def _length(run_file: RunFile, period: str, entry: catalogue.Entry, workers: int) -> int:
     """How often a scheduler of that period steps in the whole training with so many workers."""
     given = run_file.config
-    if given.strategy.name.lower() == Federated.name:  # schedules step once a round
+    if _is_federated(run_file):  # schedules step once a round
         rounds: int = given.strategy.options.get("rounds", inspect.signature(Federated).parameters["rounds"].default)
         return rounds
     epochs = 3 if given.check else given.num_epochs
@@ -263,6 +268,10 @@ def _length(run_file: RunFile, period: str, entry: catalogue.Entry, workers: int
     steps = max(1, samples // batch if given.data.drop_last else -(-samples // batch))
     limit = 1 if given.overfit else 3 if given.check else steps
     return epochs * min(steps, limit)
+
+
+def _is_federated(run_file: RunFile) -> bool:
+    return run_file.config.strategy.name.lower() == Federated.name
 
 
 def _strategy(run_file: RunFile) -> Strategy:

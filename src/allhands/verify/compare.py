@@ -265,6 +265,12 @@ def _implausible(trace: Trace, limit: float) -> Finding | None:
 
 # ---------------------------------------------------------------------- arguments
 
+NOT_STEPS = (
+    "federated training is compared by its rounds and not by optimizer steps: train once with workers=1 and once with more, each "
+    "with a logdir, and compare their metrics.csv, which must be equal but for the seconds; or verify the model and the data "
+    "with the strategy ddp"
+)
+
 
 def _strategies(given: Any) -> list[Strategy]:
     items = [given] if isinstance(given, (str, Strategy, type)) else list(given)
@@ -275,6 +281,8 @@ def _strategies(given: Any) -> list[Strategy]:
         if isinstance(item, str):
             chosen.append(strategy_named(item))
         elif isinstance(item, Strategy):
+            if item.train_instead() is not None:
+                raise UserError(f"strategies holds {type(item).__name__}: {NOT_STEPS}")
             chosen.append(item)
         elif isinstance(item, type) and issubclass(item, Strategy):
             raise UserError(f"strategies holds the class {item.__name__}; write {item.__name__}()")
