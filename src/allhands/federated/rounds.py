@@ -18,6 +18,7 @@ from allhands.federated.compression import RESIDUAL, Compression, Traffic
 from allhands.federated.executors.base import Executor, Job, Work
 from allhands.federated.failures import Failures
 from allhands.federated.personal import evaluate_clients, keep_own, own_numbers
+from allhands.federated.privacy import Privacy
 from allhands.federated.schedule import Costs, Queue, deal, longest_first
 from allhands.federated.states import ClientStates
 from allhands.federated.sums import Sums
@@ -58,6 +59,7 @@ class Rounds:
         tests: test samples of every client, on which its own model is measured whenever the global one is; the mean over all of
             them is in the history as "clients".
         compression: narrows what clients send; None: they send all.
+        privacy: bounds and hides what a client contributes.
 
     Raises:
         UserError: the algorithm cannot train this model or cohort, or a name in `local_layers` is none of the model's.
@@ -66,7 +68,8 @@ class Rounds:
     def __init__(self, work: Work, server: Server, executor: Executor, world: World, *, per_round: int, rounds: int,
                  evaluate: Evaluate | None = None, evaluate_every: int = 1, local_layers: Sequence[str] = (),
                  on_bad_update: str = "stop", on_client_failure: str = "stop", client_retries: int = 2,
-                 tests: Clients | None = None, compression: Compression | None = None) -> None:  # fmt: skip
+                 tests: Clients | None = None, compression: Compression | None = None,
+                 privacy: Privacy | None = None) -> None:  # fmt: skip
         self.work, self.server, self.executor, self.world = work, server, executor, world
         self.per_round, self.rounds = per_round, rounds
         self._evaluate, self.evaluate_every = evaluate, evaluate_every
@@ -86,6 +89,12 @@ class Rounds:
         server.own = self._own([*self.algorithm.keeps(work.model), *local_layers])
         self.algorithm.check(server, per_round)
         self.algorithm.begin(server)
+        self.privacy = privacy
+        if privacy is not None:
+            if compression is not None:
+                raise UserError("compression= with privacy=: what is narrowed after it was clipped may exceed the bound; leave one of "
+                                "them out")  # fmt: skip
+            privacy.check(self.algorithm, server, per_round)
         self.traffic = Traffic(self.algorithm, server, compression)
         lengths = self.algorithm.client_state(server)
         if server.own is not None:
@@ -94,7 +103,8 @@ class Rounds:
             lengths = {**lengths, RESIDUAL: server.layout.length}
         self.states = ClientStates(lengths, server.layout.dtype, server.device, world)
         self.history: History = {"round": [], "seconds": [], "cohort": [], "train": {"loss": []}, "skipped": [], "failed": [],
-                                 "retried": [], "unchanged": [], "bytes_up": [], "bytes_down": []}  # fmt: skip
+                                 "retried": [], "unchanged": [], "bytes_up": [], "bytes_down": [],
+                                 **({"epsilon": []} if privacy is not None else {})}  # fmt: skip
 
     def _own(self, names: Sequence[str]) -> torch.Tensor | None:
         """Places of the numbers that clients keep as their own; refuses a model whose buffers the algorithm cannot average."""
@@ -118,6 +128,8 @@ class Rounds:
 
     def select(self, round_: int) -> list[int]:
         """The cohort: clients drawn without repetition, a function of the seed and the round only."""
+        if self.privacy is not None and self.privacy.sampling == "poisson":
+            return self.privacy.select(self.server, self.per_round, round_)
         drawn = random.Random(derive_seed(self.work.seed, "cohort", round_))
         return sorted(drawn.sample(range(len(self.clients)), self.per_round))
 
@@ -153,6 +165,8 @@ class Rounds:
             keep_own(trained, self.server)
             if trained.integers is not None and self.algorithm.shares:
                 sums.add(_INTEGERS, trained.integers - self.server.integers, trained.samples)
+            if self.privacy is not None:
+                self.privacy.bound(trained)
             self.traffic.narrow(trained, self.server)
             self.algorithm.contribute(trained, self.server, sums)
             if self.states:
@@ -164,6 +178,8 @@ class Rounds:
 
     def aggregate(self, sums: Sums) -> None:
         """Change the global model by the sums over the whole cohort."""
+        if self.privacy is not None:
+            self.privacy.release(self.server, sums, self.per_round)
         self.algorithm.aggregate(self.server, sums)
 
     def evaluate(self) -> dict[str, dict[str, float]]:
@@ -203,18 +219,20 @@ class Rounds:
         lengths = self.algorithm.vectors(self.server)
         if self.server.layout.integers and self.algorithm.shares:
             lengths = {**lengths, _INTEGERS: len(self.server.integers)}
-        sums = Sums(lengths, len(cohort), (*FIGURES, *self.algorithm.figures()), scale,
+        sums = Sums(lengths, max(1, len(cohort)), (*FIGURES, *self.algorithm.figures()), scale,
                     self.server.device)  # fmt: skip
         self._train_all(jobs, sums)
         calls.note(("round", round_ + 1))
         sums.exchange(self.world)
         figures = sums.figures()
         self.failures.settle(figures, cohort, self.clients, round_)
+        figures = {name: column[: len(cohort)] for name, column in figures.items()}  # of an empty cohort, none
         self.costs.learn(cohort, *((figures[name] * figures["ok"]).tolist() for name in ("steps", "seconds")))
         skipped = [cohort[slot] for slot in figures["bad"].nonzero().flatten().tolist()]
         if skipped:
             self._say_bad(round_, skipped)
-        unchanged = float((figures["ok"] * figures["samples"]).sum()) <= 0
+        # Noise comes also when nobody does: that nobody came is not to be seen.
+        unchanged = self.privacy is None and float((figures["ok"] * figures["samples"]).sum()) <= 0
         if not unchanged:
             self.aggregate(sums)
             if _INTEGERS in lengths:  # the mean of what clients have counted, to the nearest whole number
@@ -267,6 +285,8 @@ class Rounds:
         self.history["train"]["loss"].append(loss)
         self.history["bytes_up"].append(self.traffic.up * float((figures["ok"] + figures["bad"]).sum()))
         self.history["bytes_down"].append(self.traffic.down * len(cohort))
+        if self.privacy is not None:
+            self.history["epsilon"].append(self.privacy.epsilon(round_ + 1))
         for loader, measured in values.items():
             known = self.history.setdefault(loader, {"round": []})
             known["round"].append(round_)

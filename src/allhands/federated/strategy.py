@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import difflib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from allhands.errors import UserError
 from allhands.federated.algorithms import ALGORITHMS, Algorithm
 from allhands.federated.compression import COMPRESSIONS, Compression
 from allhands.federated.failures import check_action
+from allhands.federated.privacy import Privacy
 from allhands.federated.rounds import Rounds
 from allhands.runner.callbacks import Callback
 from allhands.strategies import Strategy
@@ -55,6 +58,8 @@ class Federated(Strategy):
         client_retries: how often "retry" tries before it stops.
         compression: what clients send is narrowed: "topk", "8bit", "1bit", ``{"name": "topk", "fraction": 0.01}``, or a
             `Compression`; None: they send all.
+        privacy: clip clients' updates and add noise to their mean: ``{"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}``, or a
+            `Privacy`. The history has epsilon.
 
     Of the other arguments of `SupervisedRunner.train`, these mean something of their own here: a `scheduler` steps once a round,
     on the clients' learning rate; callbacks take rounds for epochs, and their `on_epoch_end` comes after rounds that are
@@ -84,6 +89,7 @@ class Federated(Strategy):
         on_client_failure: str = "stop",
         client_retries: int = 2,
         compression: str | dict[str, Any] | Compression | None = None,
+        privacy: dict[str, Any] | Privacy | None = None,
         test_fraction: float | None = None,
         stages: type[Rounds] = Rounds,
     ) -> None:
@@ -108,6 +114,7 @@ class Federated(Strategy):
             raise UserError(f"on_bad_update={on_bad_update!r}; it must be 'stop' or 'skip'")
         check_action(on_client_failure, client_retries)
         self.compression = None if compression is None else named(compression, COMPRESSIONS, "compression")
+        self.privacy = _made(privacy, Privacy, "privacy")
         self.on_client_failure, self.client_retries = on_client_failure, client_retries
         self.local_layers, self.on_bad_update, self.test_fraction = list(local_layers), on_bad_update, test_fraction
 
@@ -149,9 +156,6 @@ def named(given: Any, known: dict[str, Any], what: str) -> Any:
     Raises:
         UserError: no such name, or no such option; lists those that there are.
     """
-    import difflib
-    import inspect
-
     if isinstance(given, str):
         given = {"name": given}
     if not isinstance(given, dict):
@@ -170,3 +174,21 @@ def named(given: Any, known: dict[str, Any], what: str) -> Any:
             raise UserError(f"the {what} {name!r} has no option {option!r}{f'; did you mean {near[0]!r}?' if near else ''} "
                             f"It takes: {', '.join(takes) or 'none'}")  # fmt: skip
     return known[name](**options)
+
+
+def _made(given: Any, kind: Any, what: str) -> Any:
+    """An object of `kind` from its options in a dict; None and such an object as they are.
+
+    Raises:
+        UserError: it is something else, or an option is unknown or missing; says what there is.
+    """
+    if given is None or isinstance(given, kind):
+        return copy.deepcopy(given)
+    takes = inspect.signature(kind).parameters
+    needs = [name for name, option in takes.items() if option.default is option.empty]
+    if not isinstance(given, dict):
+        raise UserError(f"{what}={given!r}; write options, {what}={{…}}, of: {', '.join(takes)}")
+    for option in [*(name for name in given if name not in takes), *(name for name in needs if name not in given)]:
+        raise UserError(f"{what}={given!r}: {'there is no option' if option in given else 'it needs'} {option!r}; it takes: "
+                        f"{', '.join(takes)}")  # fmt: skip
+    return kind(**given)

@@ -89,6 +89,11 @@ class Sums:
         """The weighted mean, float64, shape ``[length]``."""
         return self._vectors[name] / self.weight(name)
 
+    def set_mean(self, name: str, value: torch.Tensor) -> None:
+        """Let `mean` give `value`, float64, shape ``[length]``; after `exchange`, on every rank alike."""
+        self._vectors[name].copy_(value)
+        self._weights[name].fill_(1.0)
+
     def figures(self) -> dict[str, torch.Tensor]:
         """The figures of all clients, in the order of the cohort: float64 on the processor, shape ``[slots]`` each."""
         table = self._figures.cpu()
