@@ -31,9 +31,14 @@ class Job:
         self.workers = workers
         self.servers = [Server(number, servers, workers, TOKEN.encode(), lease=lease) for number in range(servers)]
         for server in self.servers:
+            server.find = self.announced
             server.start()
         self.where = [server.where() for server in self.servers]
         self.stores: list[ServedStore] = []
+
+    def announced(self, number: int) -> dict[str, Any]:
+        """Where a server is now."""
+        return self.where[number]
 
     def store(self, rank: int, kind: str = "dist", number: int = 0, life: str = "one", transport: str = "auto",
               **options: Any) -> ServedStore:  # fmt: skip

@@ -33,8 +33,9 @@ class Board:
             self.failure = self.failure or error
             self.changed.notify_all()
 
-    def wait(self, ready: Callable[[], Any], what: Callable[[], str], timeout: float | None = None) -> None:
-        """Wait until `ready`, which is asked with the lock held.
+    def wait(self, ready: Callable[[], Any], what: Callable[[], str], timeout: float | None = None,
+             server: int | None = None) -> None:  # fmt: skip
+        """Wait until `ready`, which is asked with the lock held. With `server`, only the loss of that one ends it.
 
         Raises:
             AllhandsError: the failure, or nothing came within `timeout` seconds.
@@ -44,7 +45,7 @@ class Board:
             while not ready():
                 if self.failure is not None:  # first: nothing comes back for a worker that was expelled
                     raise type(self.failure)(*self.failure.args) from self.failure
-                if self.broken:
+                if self.broken and (server is None or server in self.broken):
                     raise ServerLostError(f"servers {sorted(self.broken)}")
                 self.changed.wait(1.0)
                 waited = time.monotonic() - began

@@ -88,6 +88,8 @@ class Chunk:
         seen: the version that each worker got last, and its own pushes since.
         clocks: how often each worker has pushed, where nobody waits for all.
         outside: how often the value was set by no round.
+        square: of the round that is open or was closed last, where it is clipped: the sum of squares.
+        workers: how many were in the round that was closed last.
     """
 
     number: int
@@ -113,6 +115,8 @@ class Chunk:
     seen: dict[int, int] = field(default_factory=dict)
     clocks: dict[int, int] = field(default_factory=dict)
     outside: int = 0
+    square: float | None = None
+    workers: int = 0
     down: Compressor | None = None
     sent: torch.Tensor | None = None  # what the workers have, where values are compressed on their way down
     encoded: torch.Tensor | None = None
@@ -183,18 +187,20 @@ class Chunk:
         factor = weight_factor([meta.weight for meta in self.added], lead.expected)
         if factor != 1.0:
             self.total = torch.mul(self.total, factor, out=self._writable())
-        return square_of(self.total) if lead.clip is not None else 0.0
+        self.square = square_of(self.total) if lead.clip is not None else None
+        return self.square or 0.0
 
     def lead(self) -> Meta:
         """Whose options count."""
         return lead_of(self.added)
 
-    def close(self, scale: float = 1.0) -> list[Meta]:
-        """Apply the sum and open the next round; who was in it. The lock is held."""
+    def close(self, scale: float = 1.0, mirror: Any = None) -> list[Meta]:
+        """Apply the sum and open the next round; who was in it. Nobody hears of it before `mirror` has it. The lock is held."""
         assert self.total is not None
         if scale != 1.0:
             self.total = torch.mul(self.total, scale, out=self._writable())
         metas, options = self.added, self.lead().options(self.group)
+        ticket = None if mirror is None else mirror.begin(self, options, len(metas))
         try:
             self.apply(options)
         finally:
@@ -202,8 +208,23 @@ class Chunk:
         self.version += 1
         for meta in metas:
             self.last[meta.worker.rank] = self.version
-        self.changed()
+        self.workers = len(metas)
+        self._encode()
+        if mirror is not None:
+            mirror.settle(self, ticket)
+        self.serve()
         return metas
+
+    def repeat(self, total: torch.Tensor, options: dict[str, Any] | None, workers: int, square: float | None) -> None:
+        """Apply a round that was closed elsewhere."""
+        self.total = total
+        try:
+            self.apply(options)
+        finally:
+            self.clear()
+        self.version += 1
+        self.workers, self.square = workers, square
+        self._encode()
 
     def apply(self, options: dict[str, Any] | None) -> None:
         """Take a step with the sum, or the sum itself where there is no optimizer. The lock is held."""
@@ -234,8 +255,8 @@ class Chunk:
         self.waiting.clear()
         self.clocks.clear()
 
-    def changed(self) -> None:
-        """Give the new value to those who wait for it. The lock is held."""
+    def _encode(self) -> None:
+        """Say in few bits what has changed, where workers get it so. The lock is held."""
         if self.down is not None:
             assert self.sent is not None
             self.encoded = self.down.compress(self.weights - self.sent if self.optimizer is not None else self.weights, self.key)
@@ -247,7 +268,6 @@ class Chunk:
                 self.sent.add_(moved)
             else:
                 self.sent = moved
-        self.serve()
 
     def changed_outside(self) -> None:
         """The value was set, and not by a round: workers that get compressed changes get it whole next time."""

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 RETURN_TIMEOUT = 60.0
 
 
-def come_back(store: Connected) -> int:
-    """Go back to the newest step of which all servers have a snapshot; that step.
+def come_back(store: Connected) -> int | None:
+    """Go back to the newest step of which all servers have a snapshot; that step. None where no server has lost anything, because
+    those that died have fetched it from their mirrors.
 
     Raises:
         WorldError: a server did not come back, or there is no such step.
@@ -29,7 +30,7 @@ def come_back(store: Connected) -> int:
             continue  # another one was lost meanwhile
 
 
-def _once(store: Connected) -> int:
+def _once(store: Connected) -> int | None:
     board = store._board
     with board.changed:
         broken = sorted(board.broken)
@@ -45,35 +46,62 @@ def _once(store: Connected) -> int:
         link.forget()
     # With few small keys, a server may hold none of them, and has nothing to go back to.
     holding = {piece.server for pieces in (*store._pieces.values(), *store._tables.values()) for piece in pieces}
-    known = [set(link.ask("snapshots")["steps"]) for link in store.links if link.number in holding]
-    common = set.intersection(*known) if known else {0}
-    if not common:
-        raise WorldError(
-            f"server {', '.join(map(str, broken))} was lost before there was a snapshot that all servers have; train again from "
-            "the last checkpoint, and save snapshots more often (snapshot_every=…)"
-        )
-    step = max(common)
     # The same on all workers: the servers' lives.
     occasion = ":".join(str(link.where["life"]) for link in store.links)
+    step: int | None = None
+    if not store.rules["mirror"] or not all(link.ask("mirrored", occasion=occasion)["whole"] for link in store.links):
+        step = _common_step(store, broken, holding)
     asked = [
-        link.begin("back", step=step, occasion=occasion, empty=link.number not in holding or not known) for link in store.links
+        link.begin("back", step=step, occasion=occasion, empty=not step or link.number not in holding, seen=_seen(store, link))
+        for link in store.links
     ]
     for link, pending in zip(store.links, asked, strict=True):
         try:
             told: dict[str, Any] = link.answer(pending, "going back to a snapshot")
         except UserError as error:
             raise WorldError(str(error)) from error
+        if step is None:
+            continue
         link.versions = {int(one): version for one, version in told["versions"].items()}
         for name, pieces in store._tables.items():
             version = told["tables"].get(str(pieces[link.number].number))
             if version is not None:
                 store._table_versions[name] = version
-    for number in broken:
-        link = store.links[number]
-        here = [(name, one) for name, own in store._pieces.items() for one in own if one.server == number]
-        store._share([link], here)
-    store._unread.clear()
+    for link in store.links:
+        if not link.shares:  # it is new
+            here = [(name, one) for name, own in store._pieces.items() for one in own if one.server == link.number]
+            store._share([link], here)
+    if step is not None:
+        store._unread.clear()
     return step
+
+
+def _common_step(store: Connected, broken: list[int], holding: set[int]) -> int:
+    """The newest step of which all servers have a snapshot."""
+    lost = f"server {', '.join(map(str, broken))} was lost"
+    if not store.rules["snapshot_every"]:
+        raise WorldError(
+            f"{lost}, and so was the copy of it that the next server kept; train again from the last checkpoint, and save "
+            "snapshots too (snapshot_every=…, snapshot_dir=…) where several servers may be lost at once"
+        )
+    known = [set(link.ask("snapshots")["steps"]) for link in store.links if link.number in holding]
+    common = set.intersection(*known) if known else {0}
+    if not common:
+        raise WorldError(
+            f"{lost} before there was a snapshot that all servers have; train again from the last checkpoint, and save snapshots "
+            "more often (snapshot_every=…)"
+        )
+    return max(common)
+
+
+def _seen(store: Connected, link: Link) -> dict[str, int]:
+    """The newest versions that this worker knows that a server had, by chunk and table."""
+    found = {
+        str(one.number): link.versions[one.number] - (name in store._kept)
+        for name, own in store._pieces.items() for one in own if one.server == link.number
+    }  # fmt: skip
+    # A round of rows is counted when they are pushed.
+    return found | {str(own[link.number].number): store._table_versions[name] - 1 for name, own in store._tables.items()}
 
 
 def _new_place(store: Connected, gone: Link) -> dict[str, Any]:
@@ -92,4 +120,4 @@ def _new_place(store: Connected, gone: Link) -> dict[str, Any]:
 
 
 def _carry_over(gone: Link, new: Link) -> None:
-    new.down_codec, new.adds = gone.down_codec, gone.adds
+    new.down_codec, new.adds, new.versions = gone.down_codec, gone.adds, gone.versions

@@ -29,7 +29,7 @@ from allhands.kvstore.link import LAST, TRANSPORT, TRANSPORTS, Link
 from allhands.kvstore.modes import Mode
 from allhands.kvstore.optimizers import OptimizerSpec
 from allhands.kvstore.placement import Piece, dtype_name
-from allhands.kvstore.rules import rules_of
+from allhands.kvstore.rules import check_servers, rules_of
 from allhands.kvstore.server_states import put_together, taken_apart
 from allhands.kvstore.staging import Staging
 from allhands.kvstore.states import StoreState
@@ -62,6 +62,7 @@ class Connected(KVStore):
                  number: int, life: str = _LIFE, transport: str = "auto",
                  find: Callable[[int], dict[str, Any]] | None = None) -> None:  # fmt: skip
         super().__init__(mode, rank, num_workers)
+        check_servers(mode, rules, len(where))
         self.rules = rules
         self._sync = rules["wait"] == "sync"
         self._board = Board()
@@ -74,6 +75,9 @@ class Connected(KVStore):
         self._codec: Codec | None = None
         self._compressors: dict[int, Compressor] = {}
         self._closed = False
+        self._barriers = 0
+        self._kept: dict[str, Any] = {}  # with mirrors: what was pushed and not read
+        self._sent: dict[int, torch.Tensor] | None = None  # what is sent in fewer bits, the same when it is sent again
         self._steps_before = 0  # those of the state that was loaded
         self._staging = Staging()
         self._find, self._transport = find, transport
@@ -87,7 +91,7 @@ class Connected(KVStore):
         }
         self.links = [Link(index, one, self._board, said, transport) for index, one in enumerate(where)]
         for link in self.links:
-            link.comes_back = find is not None and rules["snapshot_every"] > 0
+            link.comes_back = find is not None and (rules["snapshot_every"] > 0 or rules["mirror"])
         self._again = any(link.again for link in self.links)
         atexit.register(self._leave)
 
@@ -242,7 +246,9 @@ class Connected(KVStore):
     def barrier(self) -> None:
         self._usable()
         self._again_if_lost(self._settle)
-        self._again_if_lost(lambda: self.links[0].ask("barrier"))
+        self._barriers += 1
+        number = 0 if self._again else self._barriers  # one that came again has not counted with the others
+        self._again_if_lost(lambda: self.links[0].ask("barrier", number=number))
 
     def _settle(self) -> None:
         """Wait until the servers have taken all that this worker has sent."""
@@ -291,15 +297,25 @@ class Connected(KVStore):
     def _version(self) -> int:
         return max((version for link in self.links for version in link.versions.values()), default=0)
 
-    def _come_back(self) -> int:
+    def _come_back(self) -> int | None:
+        """Wait for a server that was lost; the step that all went back to, or None where nothing is lost."""
         before = self._version()
         step = come_back(self)
+        if step is None:
+            if self.rank == 0:
+                print("allhands: a server was lost and has come back with all that it had; no step is lost", flush=True)
+            self._send_unread()
+            return None
+        self._kept.clear()
         if self.rank == 0:
             print(
                 f"allhands: a server was lost and has come back; all go on from step {step}, of which there is a snapshot: "
                 f"{before - step} finished steps are lost", flush=True,
             )  # fmt: skip
         return step
+
+    def _send_unread(self) -> None:
+        """Send again what was pushed and not read."""
 
     def _again_if_lost(self, work: Callable[[], Any]) -> Any:
         while True:

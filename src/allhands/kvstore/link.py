@@ -82,6 +82,11 @@ class Link:
         self._connect(said)
 
     @property
+    def shares(self) -> bool:
+        """Whether memory is shared with the server."""
+        return bool(self._regions)
+
+    @property
     def name(self) -> str:
         """`server 1 (host d2, process 7)`."""
         return f"server {self.number} (host {self.where['host']}, process {self.where['pid']})"
@@ -109,7 +114,7 @@ class Link:
         ]
         for thread in self._threads:
             thread.start()
-        self.board.wait(lambda: self._welcome.left == 0, lambda: f"{self.name} has not answered", 30.0)
+        self.board.wait(lambda: self._welcome.left == 0, lambda: f"{self.name} has not answered", 30.0, self.number)
         answer = self._welcome.answer
         if answer["refused"] or answer["failed"]:
             self.abandon()

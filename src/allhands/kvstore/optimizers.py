@@ -225,6 +225,15 @@ class ChunkOptimizer:
         if self._master is not None:
             self.weights.copy_(self._master)
 
+    def options(self) -> dict[str, Any]:
+        """The numbers of the group as they are now, under torch's names."""
+        return self._options
+
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        """Go on with numbers that `options` gave, before `load_state`."""
+        self._options, self._last = dict(options), {}
+        self._begin()
+
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         """The state by name: tensors of the weights' shape (not copies), and numbers such as "step".
 

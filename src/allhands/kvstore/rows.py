@@ -120,6 +120,14 @@ class RowTable:
         for name, kept in self._states.items():
             kept[slots] = states[name]
 
+    def options(self) -> dict[str, Any]:
+        """The numbers of the optimizer's group as they are now; empty without an optimizer."""
+        return self._options
+
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        """Go on with numbers that `options` gave."""
+        self._options, self._last = dict(options), dict[str, Any]()
+
     def state(self) -> dict[str, torch.Tensor]:
         """All that was pushed, in the order of ids, as copies.
 

@@ -19,7 +19,7 @@ def rules_of(mode: Mode, options: Mapping[str, Any]) -> dict[str, Any]:
     chosen = os.environ.get("ALLHANDS_ON_WORKER_FAILURE", "stop")
     rules: dict[str, Any] = {
         "staleness": 0, "damping": False, "on_worker_loss": "stop" if chosen == "stop" else "continue",
-        "snapshot_every": 0, "snapshot_dir": "",
+        "snapshot_every": 0, "snapshot_dir": "", "mirror": False,
     }  # fmt: skip
     for name, value in options.items():
         if name not in rules:
@@ -44,4 +44,20 @@ def rules_of(mode: Mode, options: Mapping[str, Any]) -> dict[str, Any]:
     if rules["on_worker_loss"] not in ("stop", "continue"):
         raise UserError(f"on_worker_loss={rules['on_worker_loss']!r}; write 'stop' or 'continue'")
     wait = "sync" if mode.wait == "ssp" and rules["staleness"] == 0 else mode.wait  # nobody ahead of anyone is sync
+    if not isinstance(rules["mirror"], bool):
+        raise UserError(f"mirror={rules['mirror']!r}; write True or False")
+    if rules["mirror"] and wait != "sync":
+        raise UserError(
+            f"create('{mode.name}', mirror=True): servers mirror one another in synchronous stores only; write create('dist', "
+            "mirror=True), or save snapshots instead (snapshot_every=…, snapshot_dir=…)"
+        )
     return {"wait": wait, **rules}
+
+
+def check_servers(mode: Mode, rules: Mapping[str, Any], servers: int) -> None:
+    """Raise `UserError` where so many servers cannot do what the rules ask for."""
+    if rules["mirror"] and servers < 2:
+        raise UserError(
+            f"create('{mode.name}', mirror=True) needs a second server, which keeps the copy, and there is {servers}: write "
+            "`allhands launch -s 2 …`, or leave mirror out"
+        )

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +22,19 @@ from allhands.kvstore.link import FIRST, Link
 from allhands.kvstore.placement import Piece
 from allhands.kvstore.store import Key, Share, Step, check_rows
 from allhands.kvstore.table_rounds import pack_rows
+
+_Counted = tuple[dict[int, int], dict[str, int]]
+
+
+@dataclass
+class _Pushed:
+    """A push that was not read yet, and is sent again when a server is lost whose mirror has not got it."""
+
+    value: torch.Tensor
+    priority: int
+    share: Share
+    counted: _Counted
+    sent: dict[int, torch.Tensor] | None
 
 
 class ServedStore(Connected):
@@ -59,7 +73,9 @@ class ServedStore(Connected):
         """Push all values, and `rows`; with `outs`, ask for the new values, which go there."""
         names = list(values)
         flat = self._staging.values(values)
-        encoded = self._all_encoded(flat) if self._codec else {}
+        if self._codec and self._sent is None:
+            self._sent = self._all_encoded(flat)
+        encoded = self._sent or {}
         step, meta, involved = self._begin(names, share, groups, clip, list(rows), wait=outs is not None)
         pending = Pending(sum(len(self._pieces[name]) for name in names) if outs is not None else 0)
         for order, name in enumerate(names):
@@ -132,11 +148,16 @@ class ServedStore(Connected):
         if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
             raise UserError(f"clip_norm={clip_norm}; it must be a bound above 0, or None")
         self._usable()
-        before = self._version()
-        try:
-            return self._update(grads, outs, share, groups, clip_norm)
-        except ServerLostError:
-            step = self._come_back()
+        before, counted, self._sent = self._version(), self._counted(), None
+        while True:
+            try:
+                return self._update(grads, outs, share, groups, clip_norm)
+            except ServerLostError:
+                step = self._come_back()
+            if step is None:
+                self._count_from(counted)
+                continue
+            self._sent = None
             if step == before and self._codec is None:  # the weights are those of the gradients
                 return self.update(grads, outs, share, groups, clip_norm)
             # The gradients belong to weights that are gone; the caller goes on from those of the snapshot.
@@ -148,6 +169,8 @@ class ServedStore(Connected):
                 groups: Sequence[Mapping[str, Any]] | None, clip_norm: float | None) -> Step:  # fmt: skip
         rows = {name: grad for name, grad in grads.items() if name in self.tables}
         dense = {name: grad for name, grad in grads.items() if name not in self.tables}
+        if rows and clip_norm is not None and self.rules["mirror"]:
+            raise UserError("clip_norm with keys of rows needs a store without mirror=True; leave one of the two out")
         for name, grad in dense.items():
             self._check_like(name, grad, "the gradient")
         for name, grad in rows.items():
@@ -204,12 +227,42 @@ class ServedStore(Connected):
     def _push(self, name: str, value: torch.Tensor, priority: int, share: Share) -> None:
         self._usable()
         self._check_read([name])
+        counted, self._sent = self._counted(), None
         self._unread[name] = priority
+        self._push_once(name, value, priority, share)
+        if self.rules["mirror"]:
+            self._kept[name] = _Pushed(value.clone(), priority, share, counted, self._sent)
+
+    def _push_once(self, name: str, value: torch.Tensor, priority: int, share: Share) -> None:
         if name in self.tables:
             self._push_rows(name, value, share, None, wait=False)
         else:
             # The caller may change the value at once.
             self._send({name: value}, None, share, priority=priority, copies=True)
+
+    def _send_unread(self) -> None:
+        sent = self._sent
+        for name, one in self._kept.items():
+            self._count_from(one.counted, name)
+            self._sent = one.sent
+            self._push_once(name, one.value, one.priority, one.share)
+        self._sent = sent
+
+    def _counted(self) -> _Counted:
+        """The versions of all chunks and tables, as this worker knows them, where pushes may be sent again."""
+        if not self.rules["mirror"]:
+            return {}, {}
+        return {number: version for link in self.links for number, version in link.versions.items()}, dict(self._table_versions)
+
+    def _count_from(self, counted: _Counted, only: str | None = None) -> None:
+        """Go back to what `_counted` gave; of one key, or of all."""
+        for name, pieces in self._pieces.items():
+            if only in (None, name):
+                for one in pieces:
+                    self.links[one.server].versions[one.number] = counted[0][one.number]
+        for name in self._tables:
+            if only in (None, name):
+                self._table_versions[name] = counted[1].get(name, 0)
 
     def _exchange(self, values: Mapping[str, torch.Tensor], staged: Mapping[str, torch.Tensor], share: Share,
                   priority: int | None = None) -> Step:  # fmt: skip
@@ -217,11 +270,15 @@ class ServedStore(Connected):
         if any(link.comes_back for link in self.links):
             # Answers may overwrite what must be sent again after a server was lost.
             values = {name: value.clone() for name, value in values.items()}
+        counted, self._sent = self._counted(), None
         while True:
             try:
                 return self._finish(*self._send(values, staged, share, priority=priority))
             except ServerLostError:
-                self._come_back()
+                if self._come_back() is None:
+                    self._count_from(counted)
+                else:
+                    self._sent = None
 
     def pushpull(self, key: Key | Sequence[Key], value: Any, out: Any = None, priority: int = 0,
                  weight: float | None = None) -> None:  # fmt: skip
@@ -246,6 +303,7 @@ class ServedStore(Connected):
         self._usable()
         priority = min(priority, self._unread.pop(name, priority))  # never before this worker's own push
         self._again_if_lost(lambda: self._pull_once(name, out, priority))
+        self._kept.pop(name, None)
 
     def _pull_once(self, name: str, out: torch.Tensor, priority: int) -> None:
         staged = self._staging.room({name: out})
@@ -287,7 +345,10 @@ class ServedStore(Connected):
     def _pull_rows(self, name: str, ids: torch.Tensor, out: torch.Tensor) -> None:
         self._usable()
         self._unread.pop(name, None)
-        ids = ids.cpu()
+        self._again_if_lost(lambda: self._pull_rows_once(name, ids.cpu(), out))
+        self._kept.pop(name, None)
+
+    def _pull_rows_once(self, name: str, ids: torch.Tensor, out: torch.Tensor) -> None:
         owners, table, asked = self._owners(ids), self.tables[name], []
         for link in self.links:
             mine = (owners == link.number).nonzero().view(-1)

@@ -22,6 +22,8 @@ import torch
 
 from allhands.errors import AllhandsError
 from allhands.kvstore.handshake import PATIENCE, RefusedError, greet, key, tls_contexts, token_from, tuned
+from allhands.kvstore.mirror import Find, Mirror
+from allhands.kvstore.mirror_copy import Copy
 from allhands.kvstore.recovery import Recovery
 from allhands.kvstore.session import Session
 from allhands.kvstore.shard import Shard
@@ -45,14 +47,21 @@ class Server:
         token: the job's.
         address: where to listen.
         lease: seconds of silence after which a worker is lost.
-        restarted: the one before died; nothing is answered before the workers have chosen a snapshot.
+        restarted: the one before died; nothing is answered before the workers have chosen what all go on from.
+        find: gives a server's present announcement, where servers mirror one another.
+
+    Attributes:
+        shards: this server's part of each store, by the number of the store.
+        copies: copies of the part of the server before this one.
     """
 
     def __init__(self, number: int, servers: int, workers: int, token: bytes, address: str = "127.0.0.1",
-                 lease: float = DEFAULT_LEASE, restarted: bool = False) -> None:  # fmt: skip
+                 lease: float = DEFAULT_LEASE, restarted: bool = False, find: Find | None = None) -> None:  # fmt: skip
         self.number, self.servers, self.workers, self.lease = number, servers, workers, lease
         self.restarted = restarted
         self.shards: dict[int, Shard] = {}
+        self.copies: dict[int, Copy] = {}
+        self.find = find
         self._token = token
         self._tls = tls_contexts(os.environ)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -103,6 +112,12 @@ class Server:
             session.mute()  # none of them is to hear that others are gone
         for session in sessions:
             session.end()
+        # Only now: what is not copied any more must not be answered.
+        for shard in list(self.shards.values()):
+            if shard.mirror is not None:
+                shard.mirror.close()
+        for copy in list(self.copies.values()):
+            copy.end()
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._stopped:
@@ -157,7 +172,13 @@ class Server:
             if {side, other_side} != {"up", "down"}:
                 raise RefusedError("two connections of one direction")
             up, down = (link, other) if side == "up" else (other, link)
-            shard = self._shard(said)
+            copy = self._copy(said) if "mirror" in said else None
+            shard = self._shard(said) if copy is None else None
+        if copy is not None:
+            number = int(said["store"])
+            threading.Thread(target=copy.hold, args=(up, down, lambda: self._live(number)), name="copy", daemon=True).start()
+            return
+        assert shard is not None
         session = Session(
             shard, int(said["rank"]), up, down, f"host {said['host']}, process {said['pid']}", local and said["maps"]
         )
@@ -198,15 +219,36 @@ class Server:
                 "damping": bool(rules["damping"]),
                 "on_worker_loss": {"stop": "stop", "continue": "continue"}[rules["on_worker_loss"]],
                 "snapshot_every": int(rules["snapshot_every"]), "snapshot_dir": str(rules["snapshot_dir"]),
+                "mirror": bool(rules["mirror"]),
             }  # fmt: skip
             shard = Shard(self.number, self.servers, self.workers, checked)
+            snapshots = None
             if checked["snapshot_every"]:
                 job = os.environ.get("TORCHELASTIC_RUN_ID", "local")
-                shard.recovery = Recovery(
-                    Snapshots(checked["snapshot_dir"], job, number, self.number, checked["snapshot_every"]), self.restarted
-                )  # fmt: skip
+                snapshots = Snapshots(checked["snapshot_dir"], job, number, self.number, checked["snapshot_every"])
+            if snapshots is not None or checked["mirror"]:
+                shard.recovery = Recovery(snapshots, self.restarted)
+            if checked["mirror"]:
+                assert self.find is not None
+                shard.mirror = Mirror(shard, number, self._token, self.find, self.lease / 3)
+                if not self.restarted:  # else what the other server has is wanted first
+                    shard.mirror.start()
             self.shards[number] = shard
         return self.shards[number]
+
+    def _copy(self, said: dict[str, Any]) -> Copy:
+        """The copy of another server's part of the n-th store. `_lock` is held."""
+        number, server = int(said["store"]), int(said["mirror"])
+        if server != (self.number - 1) % self.servers:
+            raise RefusedError(f"server {self.number} keeps no copy of server {server}")
+        if number not in self.copies or self.copies[number].finished:
+            self.copies[number] = Copy(server, self.servers, self.workers, said["rules"])
+        return self.copies[number]
+
+    def _live(self, store: int) -> list[int]:
+        """The workers that are counted on in a store."""
+        shard = self.shards.get(store)
+        return list(range(self.workers)) if shard is None else sorted(shard.members.everyone())
 
     def forget_finished(self) -> None:
         """Remove the snapshots of stores that all workers have left as they should."""
@@ -216,8 +258,10 @@ class Server:
 
     def _forget(self, number: int) -> None:
         shard = self.shards.pop(number)
-        if shard.recovery is not None:
+        if shard.recovery is not None and shard.recovery.snapshots is not None:
             shard.recovery.snapshots.remove()
+        if shard.mirror is not None:
+            shard.mirror.close(finished=True)
 
     def _watch(self) -> None:
         """Find workers that are silent for longer than the lease."""
@@ -261,6 +305,8 @@ def main() -> None:
         )  # fmt: skip
     except (AllhandsError, ValueError) as error:
         sys.exit(f"allhands: server {number}: {error}")
+    store = TCPStore(meeting, port, is_master=False, timeout=timedelta(minutes=5), wait_for_workers=False)
+    server.find = lambda one: json.loads(store.get(key(one)))
     server.start()
 
     def leave(*_: Any) -> None:
@@ -272,7 +318,6 @@ def main() -> None:
         os._exit(0)
 
     signal.signal(signal.SIGTERM, leave)
-    store = TCPStore(meeting, port, is_master=False, timeout=timedelta(minutes=5), wait_for_workers=False)
     store.set(key(number), json.dumps(server.where()))
     while True:
         signal.pause()

@@ -34,11 +34,11 @@ from allhands.kvstore.frames import (
     read_message,
 )
 from allhands.kvstore.shard import Shard
-from allhands.kvstore.shard_state import load_state, state_of
+from allhands.kvstore.shard_state import state_of
 from allhands.kvstore.table_rounds import unpack_rows
 
 # What a worker may say before it knows that the servers have gone back to a snapshot.
-_ANY_TIME = ("snapshots", "back", "bye")
+_ANY_TIME = ("mirrored", "snapshots", "back", "bye")
 
 
 class Session:
@@ -227,7 +227,7 @@ class Session:
             ids, _ = unpack_rows(read_bytes(self.ear, frame.nbytes, LONGEST_ROWS), table.table, False)
             table.pull(self, frame.meta, ids, frame.round, shard.rules, shard.members)
         elif frame.kind == Kind.STATE:
-            load_state(shard, load(bytes(read_bytes(self.ear, frame.nbytes, LONGEST_STATE))))
+            shard.load(load(bytes(read_bytes(self.ear, frame.nbytes, LONGEST_STATE))))
             self.reply(frame.meta)
         else:
             raise FrameError(f"a worker does not send {frame.kind.name}")
@@ -268,11 +268,16 @@ class Session:
         try:
             match said["op"]:
                 case "declare":
-                    self.reply(request, placed=shard.declare(said["keys"], self.rank, said["complete"]))
+                    placed = shard.declare(said["keys"], self.rank, said["complete"])
+                    shard.copied()
+                    self.reply(request, placed=placed)
                 case "create":
-                    self.reply(request, versions=shard.create(said["chunks"]))
+                    versions = shard.create(said["chunks"])
+                    shard.copied()
+                    self.reply(request, versions=versions)
                 case "tables":
                     shard.create_tables(said["tables"])
+                    shard.copied()
                     self.reply(request)
                 case "ready":
                     shard.wait_initialised(self, request, set(said["chunks"]))
@@ -284,9 +289,11 @@ class Session:
                     self._out.put([message({"op": "reply", "id": request, "chunks": chunks}), arena.fd])
                 case "optimizer":
                     shard.set_optimizer(said["name"], said["groups"])
+                    shard.copied()
                     self.reply(request)
                 case "compression":
                     shard.set_compression(said["push"], said["pull"])
+                    shard.copied()
                     self.reply(request)
                 case "step":
                     meta = Meta(self, said["step"], float(said["weight"]), said["expected"], said["groups"], said["clip"],
@@ -299,7 +306,7 @@ class Session:
                 case "settled":  # all that came before it has been taken
                     self.reply(request)
                 case "barrier":
-                    shard.barrier(self, request)
+                    shard.barrier(self, request, int(said.get("number", 0)))
                 case "versions":
                     self.reply(request, **shard.versions())
                 case "join":
@@ -308,12 +315,14 @@ class Session:
                     data = save(state_of(shard, said["weights"]))
                     self._out.put([pack(Kind.STATE, meta=request, nbytes=len(data)) + data])
                 case "snapshots":
-                    steps = [] if shard.recovery is None else shard.recovery.snapshots.steps()
-                    self.reply(request, steps=steps)
+                    self.reply(request, steps=[] if shard.recovery is None else shard.recovery.steps())
+                case "mirrored":
+                    # Beside this thread, which hears meanwhile that the worker lives.
+                    threading.Thread(target=self._fetch, args=(request, str(said["occasion"])), name="fetch", daemon=True).start()
                 case "back":
                     if shard.recovery is None:
-                        raise UserError("this store makes no snapshots")
-                    shard.recovery.go_back(shard, self, request, int(said["step"]), str(said["occasion"]), bool(said["empty"]))
+                        raise UserError("the servers of this store cannot come back")
+                    shard.recovery.go_back(shard, self, request, said)
                 case "bye":
                     self._left = True
                     shard.gone(self, "it has left", polite=True)
@@ -324,6 +333,9 @@ class Session:
             if "id" not in said:
                 raise
             self.reply(request, error=str(error))
+
+    def _fetch(self, request: int, occasion: str) -> None:
+        self.reply(request, whole=self.shard.recovery is not None and self.shard.recovery.from_copy(self.shard, occasion))
 
     def _region(self, said: dict[str, Any]) -> None:
         """Memory of the worker's, in which its pushes lie."""

@@ -15,6 +15,7 @@ from allhands.kvstore.key_rounds import KeyRounds
 from allhands.kvstore.members import Members
 from allhands.kvstore.recovery import Recovery
 from allhands.kvstore.shard_keys import ShardKeys
+from allhands.kvstore.shard_state import load_state
 from allhands.kvstore.table_rounds import RoundError, TableRounds
 
 
@@ -26,6 +27,10 @@ class Shard(ShardKeys):
         servers: how many there are.
         workers: how many workers are counted on.
         rules: what the workers have agreed on: `wait` ("sync", "async" or "ssp"), `staleness`, `damping`, `on_worker_loss`.
+
+    Attributes:
+        recovery: where the servers can come back.
+        passed: how many barriers all workers have passed.
     """
 
     def __init__(self, number: int, servers: int, workers: int, rules: dict[str, Any]) -> None:
@@ -33,12 +38,13 @@ class Shard(ShardKeys):
         self.workers, self.rules = workers, rules
         self.synchronous = rules["wait"] == "sync"
         self.failure: str | None = None
-        self.recovery: Recovery | None = None  # where there are snapshots
+        self.recovery: Recovery | None = None
+        self.passed = 0
         self.rounds = KeyRounds(self.chunks, self.members, rules["on_worker_loss"] == "continue")
         self._clips: dict[int, dict[int, float]] = {}  # by step: square sums by chunk
         self._clip_metas: dict[int, list[Meta]] = {}
         self._forms: dict[int, tuple[str, int]] = {}  # by step: groups and clip of whoever came first
-        self._barrier: dict[int, tuple[Any, int]] = {}
+        self._barrier: dict[int, tuple[Any, int, int]] = {}
 
     # ------------------------------------------------------------------ steps
 
@@ -91,7 +97,12 @@ class Shard(ShardKeys):
                 if wanted:
                     chunk.waiting.append((worker, 0))
                     chunk.serve()
-                self._part_done(meta, len(chunk.added) or 1)
+                if self.mirror is None:
+                    self._part_done(meta, len(chunk.added) or 1)
+                    return
+                if meta.clip is not None and chunk.square is not None:  # another server may have to close this step yet
+                    self._add_square(meta.step, chunk.number, chunk.square)
+                self._part_done(meta, chunk.workers or 1)
                 return
             if number != chunk.version + 1:
                 release()
@@ -152,7 +163,7 @@ class Shard(ShardKeys):
 
     def _closed(self, chunk: Chunk, scale: float) -> None:
         try:
-            metas = chunk.close(scale)
+            metas = chunk.close(scale, self.mirror)
         except AllhandsError as error:
             self.fail(f"the key '{chunk.key}': {error}")
             return
@@ -244,17 +255,38 @@ class Shard(ShardKeys):
             chunk.waiting.append((worker, version if self.synchronous else 0))
             self._serve(chunk)
 
-    def barrier(self, session: Any, request: int) -> None:
-        """Answer once all workers that are counted on have asked."""
+    def barrier(self, session: Any, request: int, number: int = 0) -> None:
+        """Answer once all workers that are counted on have asked; with a number, also when they had, before a server was lost."""
         with self._lock:
-            self._barrier[session.rank] = (session, request)
-            self._open_barrier()
+            if number and number <= self.passed:
+                session.reply(request)
+                return
+            self._barrier[session.rank] = (session, request, number)
+        self._open_barrier()
 
     def _open_barrier(self) -> None:
-        if self._barrier and self.members.everyone() <= self._barrier.keys():
+        """No lock is held."""
+        with self._lock:
+            if not self._barrier or not self.members.everyone() <= self._barrier.keys():
+                return
             waiting, self._barrier = self._barrier, {}
-            for session, request in waiting.values():
-                session.reply(request)
+            self.passed = max([self.passed, *(number for _, _, number in waiting.values())])
+        if self.mirror is not None:
+            self.mirror.settings()
+        for session, request, _ in waiting.values():
+            session.reply(request)
+
+    # ------------------------------------------------------------------ what a copy must know before the answer
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Continue from a state that a worker gave."""
+        load_state(self, tensors)
+        self.copied()
+
+    def copied(self) -> None:
+        """Wait until the copy has what was set by no round. No lock is held."""
+        if self.mirror is not None:
+            self.mirror.refresh()
 
     # ------------------------------------------------------------------ who is there
 
@@ -293,8 +325,8 @@ class Shard(ShardKeys):
             self._rows_done(table, partial(table.look_again, self.members))
         if self.recovery is not None:
             self.recovery.look_again(self)
+        self._open_barrier()
         with self._lock:
-            self._open_barrier()
             clips = [(step, dict(squares), list(self._clip_metas.get(step, ()))) for step, squares in self._clips.items()]
         for clip in clips:  # the one that was lost may have been about to commit
             _tell_squares(*clip)

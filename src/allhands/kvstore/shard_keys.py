@@ -30,6 +30,7 @@ class ShardKeys:
         spec: the optimizer.
         compression: of pushes and pulls.
         push_codec: that of the pushes.
+        mirror: what keeps a copy of all of it on another server.
     """
 
     def __init__(self, number: int, servers: int, members: Members) -> None:
@@ -41,6 +42,7 @@ class ShardKeys:
         self.spec: OptimizerSpec | None = None
         self.compression: dict[str, Any] | None = None
         self.push_codec: Codec | None = None
+        self.mirror: Any = None
         # Taken before a chunk's lock, and `_lock` after it.
         self._settings = threading.Lock()
         self._lock = threading.RLock()
@@ -113,6 +115,7 @@ class ShardKeys:
                 if number not in self.tables:
                     table = RowSparse(rows, columns, std, seed, DTYPES[dtype])
                     self.tables[number] = TableRounds(number, key, table, group, self.spec)
+                    self.tables[number].mirror = self.mirror
 
     def block(self, number: int) -> tuple[Arena, list[list[int]]]:
         """Memory with the values of chunks, and where in it each begins."""
@@ -128,6 +131,8 @@ class ShardKeys:
                 if self.spec is not None:
                     chunk.set_optimizer(self.spec)
                 self._compress_down(chunk)
+                if self.mirror is not None:
+                    self.mirror.settle(chunk, None)
         with self._lock:
             self._tell_initialised()
 
@@ -205,6 +210,9 @@ class ShardKeys:
             if fields["compression"] is not None and self.compression is None:
                 self.set_compression(**fields["compression"])
             self.create(fields["chunks"])
+            for chunk in self.chunks.values():
+                if chunk.down is None:
+                    self._compress_down(chunk)
             self.create_tables(fields["tables"])
             for number, version in fields["versions"].items():
                 chunk = self.chunks[int(number)]

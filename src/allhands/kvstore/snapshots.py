@@ -134,10 +134,10 @@ def about(shard: Any, step: int) -> dict[str, Any]:
         "optimizer": None if spec is None else {"name": spec.name, "groups": list(spec.groups)},
         "chunks": [
             [one.number, one.key, one.start, one.stop, str(one.weights.dtype).removeprefix("torch."), one.group, one.trained]
-            for one in shard.chunks.values()
+            for one in list(shard.chunks.values())
         ],
-        "versions": {str(one.number): step if one.number in trained else one.version for one in shard.chunks.values()},
-        "tables": [one.form() for one in shard.tables.values()],
-        "table_versions": {str(one.number): one.version for one in shard.tables.values()},
+        "versions": {str(one.number): step if one.number in trained else one.version for one in list(shard.chunks.values())},
+        "tables": [one.form() for one in list(shard.tables.values())],
+        "table_versions": {str(one.number): one.version for one in list(shard.tables.values())},
         "live": sorted(shard.members.everyone()),
     }  # fmt: skip

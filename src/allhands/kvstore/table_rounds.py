@@ -62,6 +62,7 @@ class TableRounds:
         self.rows = RowTable(table, spec, group)
         self.lock = threading.RLock()
         self.version = 0
+        self.mirror: Any = None  # what keeps a copy of the table
         self.last: dict[int, int] = {}
         self.clocks: dict[int, int] = {}
         self._arrived: dict[int, tuple[torch.Tensor, torch.Tensor, Meta]] = {}
@@ -185,12 +186,32 @@ class TableRounds:
         return ids, rows.mul_(factor) if factor != 1.0 else rows, metas
 
     def _step(self, ids: torch.Tensor, rows: torch.Tensor, metas: list[Meta]) -> None:
-        self.rows.push(ids, rows, lead_of(metas).options(self.group))
+        options = lead_of(metas).options(self.group)
+        if self.mirror is not None:  # before anybody hears of it
+            self.mirror.rows(self, ids, rows, options)
+        self.rows.push(ids, rows, options)
         self.version += 1
         for rank in [rank for rank, (number, *_) in self._early.items() if number == self.version + 1]:
             _, early_ids, early_rows, meta = self._early.pop(rank)
             self._arrived[rank] = (early_ids, early_rows, meta)
         self.serve()
+
+    def repeat(self, ids: torch.Tensor, rows: torch.Tensor, options: dict[str, Any] | None) -> None:
+        """Apply a round that was closed elsewhere."""
+        self.rows.push(ids, rows, options)
+        self.version += 1
+
+    def about(self) -> dict[str, Any]:
+        """What belongs to the state of the rows and is no tensor."""
+        return {"table": self.number, "version": self.version, "options": self.rows.options()}
+
+    def restore(self, fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Continue from what `about` and `state_of_table` gave; tensors of other tables are left."""
+        prefix = f"table\t{self.number}\t"
+        with self.lock:
+            self.rows.load({name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)})
+            self.rows.set_options(fields["options"])
+            self.version = fields["version"]
 
     def serve(self, may: Collection[int] | None = None) -> None:
         """Answer those whose version is reached; and, where that is bounded, those of `may` only."""

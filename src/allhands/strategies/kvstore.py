@@ -50,6 +50,8 @@ class KVStore(Strategy):
         damping: for "async" and "ssp": divide the learning rate of a stale step by 1 + its staleness.
         snapshot_every, snapshot_dir: every so many steps the servers save themselves there, from which
             ``allhands launch -s … --server-restarts`` lets them come back.
+        mirror: with "sync", each server keeps a copy of the one before it, so that nothing is lost when one of them dies and
+            ``allhands launch -s 2 --server-restarts 3`` starts it again.
         find_unused_parameters: with "sync", allow parameters that take no part in some step: on ranks that do not use one its
             gradient is 0, and one that no rank uses is left out of the step, as it would be in one process. Costs a small
             all-reduce each step.
@@ -65,7 +67,7 @@ class KVStore(Strategy):
     def __init__(self, mode: str = "sync", servers: int | None = None, staleness: int | None = None, update: str = "store",
                  check_weights_every: int = 1000, compression: Mapping[str, Any] | None = None, damping: bool = False,
                  snapshot_every: int = 0, snapshot_dir: str | os.PathLike[str] | None = None,
-                 on_worker_loss: str = "stop", find_unused_parameters: bool = False) -> None:  # fmt: skip
+                 on_worker_loss: str = "stop", find_unused_parameters: bool = False, mirror: bool = False) -> None:  # fmt: skip
         if mode not in _MODES:
             raise UserError(f"KVStore(mode={mode!r}); it must be one of {', '.join(map(repr, _MODES))}")
         if servers is not None and (isinstance(servers, bool) or not isinstance(servers, int) or servers < 0):
@@ -94,7 +96,7 @@ class KVStore(Strategy):
         self.check_weights_every = 0 if self.alone else check_weights_every
         self.compression, self._narrows_weights = self._checked_compression(compression)
         self.exact = not self.alone and self.compression is None
-        self.options = self._checked_options(damping, snapshot_every, snapshot_dir, on_worker_loss)
+        self.options = self._checked_options(damping, snapshot_every, snapshot_dir, on_worker_loss, mirror)
         #: Called before each step with the exchanged gradients in the parameters; for looking only, and slow.
         self.before_step: Callable[[], None] | None = None
 
@@ -117,7 +119,7 @@ class KVStore(Strategy):
         return (None, False) if push["type"] == pull["type"] == "none" else ({**push, "pull": pull}, narrows)
 
     def _checked_options(self, damping: bool, snapshot_every: int, snapshot_dir: str | os.PathLike[str] | None,
-                         on_worker_loss: str) -> dict[str, Any]:  # fmt: skip
+                         on_worker_loss: str, mirror: bool) -> dict[str, Any]:  # fmt: skip
         """Those of `create`."""
         if not isinstance(damping, bool):
             raise UserError(f"KVStore(damping={damping!r}); it must be True or False")
@@ -138,11 +140,20 @@ class KVStore(Strategy):
         if snapshot_every or snapshot_dir is not None:
             options |= {"snapshot_every": snapshot_every, "snapshot_dir": snapshot_dir}
             if self.servers == 0:
-                raise self._needs_restarts("has no servers")
+                raise self._needs_restarts("has no servers", options)
+        if mirror is not False:
+            options["mirror"] = mirror
+            if self.servers == 0:
+                raise self._needs_restarts("has no servers", options)
         rules_of(mode_named(f"dist_{self.mode}"), options)
         return options
 
-    def _needs_restarts(self, why: str) -> UserError:
+    def _needs_restarts(self, why: str, options: Mapping[str, Any]) -> UserError:
+        if "snapshot_every" not in options:
+            return UserError(
+                f"KVStore(mirror=True): this training {why}, so that none would come back with what its mirror keeps; leave "
+                "mirror out, or start the job with `allhands launch -s 2 --server-restarts 3 …`"
+            )
         return UserError(
             f"KVStore(snapshot_every=…): this training {why}, so that none would come back from a snapshot; "
             "leave snapshot_every and snapshot_dir out, or start the job with `allhands launch -s 1 --server-restarts 3 …`"
@@ -157,8 +168,8 @@ class KVStore(Strategy):
     def servers_to_start(self) -> int:
         if self.alone and not self.servers:
             raise self._needs_servers()
-        if "snapshot_every" in self.options:
-            raise self._needs_restarts("starts its own servers once, if any")
+        if self.options.keys() & {"snapshot_every", "mirror"}:
+            raise self._needs_restarts("starts its own servers once, if any", self.options)
         return self.servers or 0
 
     def check(self, world: World) -> None:
@@ -170,8 +181,8 @@ class KVStore(Strategy):
             )
         if self.alone and not there:
             raise self._needs_servers()
-        if "snapshot_every" in self.options and not there:
-            raise self._needs_restarts("has no servers")
+        if self.options.keys() & {"snapshot_every", "mirror"} and not there:
+            raise self._needs_restarts("has no servers", self.options)
         if there and os.environ.get("ALLHANDS_ON_WORKER_FAILURE", "stop") != "stop":
             raise UserError(
                 f"the job was started with --on-worker-failure {os.environ['ALLHANDS_ON_WORKER_FAILURE']}, but the workers of "

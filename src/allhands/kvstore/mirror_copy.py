@@ -1,0 +1,143 @@
+"""The copy that a server keeps of the one before it, as `mirror` sends it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+
+from allhands.errors import UserError
+from allhands.kvstore.frames import (
+    HEADER_BYTES,
+    LONGEST_STATE,
+    FrameError,
+    Kind,
+    message,
+    pack,
+    raw,
+    read_bytes,
+    read_header,
+    read_into,
+    read_message,
+)
+from allhands.kvstore.shard import Shard
+from allhands.kvstore.shard_state import load_whole, state_of_table, whole_of
+from allhands.kvstore.snapshots import about
+from allhands.kvstore.table_rounds import unpack_rows
+
+
+class Copy:
+    """A copy of one shard of another server.
+
+    Args:
+        number, servers, workers, rules: as of the `Shard` that is copied.
+
+    Attributes:
+        whole: all of it has come once, and each change since.
+        finished: the store is not needed any more.
+    """
+
+    def __init__(self, number: int, servers: int, workers: int, rules: dict[str, Any]) -> None:
+        self._made = number, servers, workers, rules
+        self.shard = Shard(*self._made)
+        self.whole = self.finished = False
+        self._lock = threading.Lock()
+        self._present: tuple[socket.socket, socket.socket] | None = None
+        self._passed: dict[str, Any] = {}
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+    def hold(self, up: socket.socket, down: socket.socket, live: Any) -> None:
+        """Take what comes on a connection until it ends; `live` says who is counted on now. An older connection ends."""
+        with self._lock:
+            before, self._present = self._present, (up, down)
+        _end(before)
+        header = bytearray(HEADER_BYTES)
+        try:
+            while not self.finished:
+                frame = read_header(up, header)
+                if frame.kind != Kind.MESSAGE:
+                    raise FrameError(f"a server does not send {frame.kind.name}")
+                said = read_message(up, frame.nbytes)
+                body = self._payload(up, read_header(up, header).nbytes, said["op"] == "step")
+                with self._lock:
+                    if self._present != (up, down):
+                        return  # the server was started again, and has another connection
+                    if said["op"] == "fetch":
+                        self._give(down, live())
+                        continue
+                    down.sendall(pack(Kind.BEAT))
+                    self._apply(said, body)
+        except (OSError, EOFError):
+            pass  # the server is gone, and may come back for its copy
+        except (UserError, FrameError, KeyError, ValueError, TypeError, RuntimeError) as error:
+            self.whole = False
+            print(
+                f"allhands: the copy of server {self._made[0]} was lost, because what came cannot be applied: "
+                f"{type(error).__name__}: {error}", flush=True,
+            )  # fmt: skip
+        finally:
+            _end((up, down))
+
+    def end(self) -> None:
+        """End the connection."""
+        _end(self._present)
+
+    def _payload(self, up: socket.socket, count: int, again: bool) -> Any:
+        """What belongs to a message; that of a step lies in memory that the next one overwrites."""
+        if not again:
+            return bytes(read_bytes(up, count, LONGEST_STATE))
+        if len(self._room) < count:
+            self._room = torch.empty(count, dtype=torch.uint8)
+        read_into(up, raw(self._room[:count]))
+        return self._room[:count]
+
+    def _apply(self, said: dict[str, Any], body: Any) -> None:
+        shard = self.shard
+        match said["op"]:
+            case "step":
+                chunk = shard.chunks[said["chunk"]]
+                chunk.repeat(body.view(chunk.weights.dtype), said["options"], said["workers"], said["square"])
+            case "rows":
+                table = shard.tables[said["table"]]
+                table.repeat(*unpack_rows(bytearray(body), table.table, True), said["options"])
+            case "settings":
+                shard.rebuild(said)
+                shard.passed = said["passed"]
+            case "chunk":
+                load_whole(shard.chunks[said["chunk"]], said, load(body))
+            case "table":
+                shard.tables[said["table"]].restore(said, load(body))
+            case "fill" | "end":
+                self.shard, self.whole, self.finished = Shard(*self._made), False, said["op"] == "end"
+            case "whole":
+                self.whole = True
+            case other:
+                raise FrameError(f"there is no operation {other!r}")
+
+    def _give(self, down: socket.socket, live: list[int]) -> None:
+        shard = self.shard
+        chunks = [whole_of(chunk) for chunk in shard.chunks.values()] if self.whole else []
+        tables = list(shard.tables.values()) if self.whole else []
+        tensors: dict[str, torch.Tensor] = {}
+        for _, states in chunks:
+            tensors |= states
+        for table in tables:
+            tensors |= state_of_table(table)
+        settings = {**about(shard, 0), "versions": {}, "table_versions": {}, "passed": shard.passed, "live": live}
+        body = save(tensors)
+        down.sendall(message({
+            "whole": self.whole, "settings": settings, "chunks": [fields for fields, _ in chunks],
+            "tables": [table.about() for table in tables],
+        }) + pack(Kind.PUSH, nbytes=len(body)))  # fmt: skip
+        down.sendall(body)
+
+
+def _end(links: tuple[socket.socket, socket.socket] | None) -> None:
+    for link in links or ():
+        with contextlib.suppress(OSError):
+            link.shutdown(socket.SHUT_RDWR)
+        link.close()

@@ -1,0 +1,268 @@
+"""A server that dies has lost nothing, because the next one keeps a copy; the training is the one that would have been."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allhands.errors import UserError, WorldError
+from allhands.kvstore.modes import mode_named
+from allhands.kvstore.rules import check_servers, rules_of
+from allhands.kvstore.served import ServedStore
+from allhands.kvstore.server import Server
+from allhands.kvstore.store import RowSparse, Share
+from tests.kvstore.serving import TOKEN, Job, job
+
+STEPS = 9
+SHAPES = {f"k{number}": (50 + number * 1000, 3) for number in range(4)}
+Weights = dict[str, torch.Tensor]
+
+
+def _restart(made: Job, *numbers: int) -> None:
+    """As if the processes had died and the launcher had started them again."""
+    for number in numbers:
+        made.servers[number].close()
+    for number in numbers:
+        again = Server(number, len(made.servers), made.workers, TOKEN.encode(), restarted=True, find=lambda one: made.where[one])
+        again.start()
+        made.servers[number] = again
+        made.where[number] = again.where()
+
+
+def _whole(made: Job, number: int) -> None:
+    """Wait until there is a whole copy of a server."""
+    keeper, deadline = made.servers[(number + 1) % len(made.servers)], time.monotonic() + 10
+    while not (0 in keeper.copies and keeper.copies[0].whole) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert keeper.copies[0].whole
+
+
+def _store(made: Job, rank: int, transport: str = "auto", **options: Any) -> ServedStore:
+    mode = mode_named("dist")
+    rules = rules_of(mode, {"mirror": True, **options})
+    made.stores.append(
+        ServedStore(mode, rank, made.workers, list(made.where), rules, 0, "one", transport, lambda one: made.where[one])
+    )
+    return made.stores[-1]
+
+
+def _train(kills: dict[int, Callable[[Job], None]], servers: int = 2, transport: str = "shared", clip: float | None = 0.5,
+           compression: dict[str, Any] | None = None, optimizer: tuple[str, dict[str, Any]] = ("adam", {"lr": 0.01}),
+           rules: dict[str, Any] | None = None) -> tuple[Weights, list[int]]:  # fmt: skip
+    """Two workers; before some steps, worker 0 kills servers. The weights, and the numbers of worker 0's steps."""
+    draw = torch.Generator().manual_seed(5)
+    first = {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
+    grads = [
+        [{name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()} for _ in range(2)] for _ in range(STEPS)
+    ]
+    rates = [{"lr": 0.01 / (1 + step)} for step in range(STEPS)]
+    kills = dict(kills)
+    with job(2, servers) as made:
+
+        def work(rank: int) -> tuple[Weights, list[int]]:
+            store = _store(made, rank, transport, **(rules or {}))
+            store.set_optimizer(*optimizer)
+            if compression is not None:
+                store.set_gradient_compression(compression)
+            store.declare(first, complete=True)
+            outs = {name: torch.empty_like(value) for name, value in first.items()}
+            taken, step = [], 0
+            while step < STEPS:
+                if rank == 0 and step in kills:
+                    kills.pop(step)(made)
+                # Every second step leaves the learning rate as it was, which is a state of the servers, too.
+                groups = [rates[step]] if step % 2 else None
+                step = store.update(grads[step][rank], outs, Share(3 + rank, 1.0), groups, clip_norm=clip).number
+                taken.append(step)
+            store.close()
+            return outs, taken
+
+        (weights, taken), (others, _) = made.run(work)
+        for name, value in weights.items():
+            assert torch.equal(value, others[name])
+        return weights, taken
+
+
+def _same(ours: Weights, theirs: Weights) -> None:
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+@pytest.mark.parametrize(
+    ("servers", "options"),
+    [
+        (2, {"transport": "shared"}),
+        (2, {"transport": "tcp", "clip": None}),
+        (3, {"optimizer": ("sgd", {"lr": 0.1, "momentum": 0.9})}),
+        (2, {"compression": {"type": "topk", "ratio": 0.1}, "clip": None}),
+        (2, {"compression": {"type": "fp16"}}),
+    ],
+)
+def test_no_step_is_lost_whichever_server_dies(servers: int, options: dict[str, Any]) -> None:
+    expected, taken = _train({}, servers, **options)
+    assert taken == list(range(1, STEPS + 1))
+
+    def second(made: Job) -> None:
+        _whole(made, 0)
+        _restart(made, 0)
+
+    ours, taken = _train({2: lambda made: _restart(made, 1), 5: second}, servers, **options)
+    assert taken == list(range(1, STEPS + 1))
+    _same(expected, ours)
+
+
+def test_a_server_dies_in_the_midst_of_rounds() -> None:
+    expected, _ = _train({}, clip=0.5)
+    for delay in (0.0, 0.002, 0.01, 0.03):
+
+        def later(made: Job, delay: float = delay) -> None:
+            def kill() -> None:
+                time.sleep(delay)
+                _restart(made, 1)
+
+            made.extra = threading.Thread(target=kill, daemon=True)  # type: ignore[attr-defined]
+            made.extra.start()  # type: ignore[attr-defined]
+
+        ours, taken = _train({3: later}, clip=0.5)
+        assert taken == list(range(1, STEPS + 1))
+        _same(expected, ours)
+
+
+def test_the_keeper_of_a_copy_dies_and_the_next_copy_is_whole(capfd: pytest.CaptureFixture[str]) -> None:
+    expected, _ = _train({})
+    told = []
+
+    def second(made: Job) -> None:
+        _whole(made, 1)
+        told.append(capfd.readouterr().out)
+        _restart(made, 1)
+
+    capfd.readouterr()
+    ours, taken = _train({2: lambda made: _restart(made, 0), 6: second})
+    assert taken == list(range(1, STEPS + 1))
+    _same(expected, ours)
+    assert told[0].count("server 1 goes on without a copy, because server 0, which keeps it, is lost") == 1
+
+
+def test_without_any_copy_a_snapshot_is_next(tmp_path: Path) -> None:
+    expected, _ = _train({})
+
+    def both(made: Job) -> None:
+        deadline = time.monotonic() + 10
+        while not all(server.shards[0].recovery.steps() for server in made.servers) and time.monotonic() < deadline:  # type: ignore[union-attr]
+            time.sleep(0.01)
+        _restart(made, 0, 1)
+
+    ours, taken = _train({5: both}, rules={"snapshot_every": 3, "snapshot_dir": tmp_path})
+    assert taken[5] in (3, 4)  # 4: its snapshot was of the very step
+    _same(expected, ours)
+
+
+def test_without_copy_and_snapshots_the_reason_is_told() -> None:
+    with pytest.raises(WorldError, match=r"server .+ was lost, and so was the copy .*snapshot_every"):
+        _train({5: lambda made: _restart(made, 0, 1)})
+
+
+def test_a_copy_that_is_too_old_is_never_taken_for_the_present() -> None:
+    def cut(made: Job) -> None:
+        """The connection to the mirror was lost some steps ago."""
+        mirror = made.servers[1].shards[0].mirror
+        mirror.close()
+
+    with pytest.raises(WorldError, match="older than what workers have got"):
+        _train({2: cut, 5: lambda made: _restart(made, 1)})
+
+
+def test_values_and_rows_that_were_pushed_and_not_read_are_pushed_again() -> None:
+    table = RowSparse(rows=100, columns=2)
+    found = []
+    for kill in (False, True):
+        with job(1, 2) as made:
+            store = _store(made, 0)
+            store.set_optimizer("adagrad", {"lr": 0.5})
+            store.init("a", torch.zeros(700_000))
+            store.init("t", table)
+            ids, rows = torch.tensor([[7, 4, 99]]), torch.arange(6.0).view(3, 2)
+            out = torch.empty(700_000)
+            for step in range(4):
+                store.push("a", torch.full((700_000,), 1.0 + step))
+                store.push("t", torch.sparse_coo_tensor(ids, rows + step, (100, 2), check_invariants=True))
+                if kill and step in (1, 2):
+                    _whole(made, step - 1)
+                    _restart(made, step - 1)
+                store.pull("a", out)
+                got = store.row_sparse_pull("t", row_ids=torch.tensor([4, 99, 7, 1]))
+            store.barrier()
+            store.close()
+            found.append({"a": out.clone(), "t": got})
+    _same(*found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("dist_async", {"mirror": True}, r"synchronous stores only; write create\('dist', mirror=True\)"),
+        ("dist_ssp", {"mirror": True, "staleness": 2}, "synchronous stores only"),
+        ("dist", {"mirror": 3}, "mirror=3; write True or False"),
+    ],
+)
+def test_options_that_cannot_be(kind: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        rules_of(mode_named(kind), options)
+
+
+def test_one_server_has_no_mirror() -> None:
+    mode = mode_named("dist")
+    with pytest.raises(UserError, match=r"needs a second server.* `allhands launch -s 2 …`, or leave mirror out"):
+        check_servers(mode, rules_of(mode, {"mirror": True}), 1)
+    with job(1) as made, pytest.raises(UserError, match="needs a second server"):
+        _store(made, 0)
+
+
+SCRIPT = """
+import os, signal, sys
+import torch
+from allhands import kvstore
+store = kvstore.create("dist", mirror=True)
+store.set_optimizer("sgd", lr=0.1, momentum=0.9)
+weights = {"w": torch.ones(50_000), "b": torch.zeros(7)}
+store.declare(weights, complete=True)
+outs = {name: torch.empty_like(value) for name, value in weights.items()}
+taken = []
+for step in range(9):
+    if step == 5 and sys.argv[1] == "1" and store.rank == 0:
+        os.kill(store.links[1].where["pid"], signal.SIGKILL)
+    grads = {name: torch.full_like(value, 1.0 + step + store.rank) for name, value in weights.items()}
+    taken.append(store.update(grads, outs, kvstore.Share(1.0, 1.0)).number)
+assert taken == list(range(1, 10)), taken
+print("sum", float(outs["w"].double().sum()).hex(), float(outs["b"].double().sum()).hex())
+"""
+
+
+@pytest.mark.serial
+def test_the_launcher_starts_a_killed_server_again_and_no_step_is_lost(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    told = []
+    for kill in ("0", "1"):
+        command = [sys.executable, "-c", "from allhands.cli.main import main; main()", "launch", "-n", "2", "-s", "2",
+                   "--server-restarts", "1", str(script), kill]  # fmt: skip
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=90, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = sorted(line.split("] ", 1)[1] for line in done.stdout.splitlines() if "sum" in line)
+        assert len(lines) == 2
+        assert lines[0] == lines[1]
+        told.append(lines[0])
+        assert ("no step is lost" in done.stdout) == (kill == "1")
+    assert told[0] == told[1]
