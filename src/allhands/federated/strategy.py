@@ -13,6 +13,7 @@ from torch import nn
 from allhands.errors import UserError
 from allhands.federated.algorithms import ALGORITHMS, Algorithm
 from allhands.federated.compression import COMPRESSIONS, Compression
+from allhands.federated.executors.choice import parse
 from allhands.federated.failures import check_action
 from allhands.federated.privacy import Privacy
 from allhands.federated.rounds import Rounds
@@ -107,6 +108,7 @@ class Federated(Strategy):
         self.local_epochs, self.local_steps = local_epochs, local_steps
         if not (isinstance(stages, type) and issubclass(stages, Rounds)):
             raise UserError(f"stages={stages!r}; it must be a class derived from allhands.federated.Rounds")
+        parse(executor)  # raises for a name or an option that there is not
         self.executor, self.evaluate_every, self.stages = executor, evaluate_every, stages
         if isinstance(local_layers, str):
             raise UserError(f"local_layers={local_layers!r}; it must be a list of names: write [{local_layers!r}]")

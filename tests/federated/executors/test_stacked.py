@@ -14,6 +14,8 @@ from allhands.errors import UserError
 from allhands.federated.executors import ClientError
 from allhands.federated.executors.stack import Stack
 from allhands.federated.executors.unfolded import UnfoldedConv2d, unfold_convolutions
+from allhands.federated.local import LocalOptimizer
+from allhands.federated.strategy import Federated
 from tests.federated import simulating as sim
 from tests.federated.executors.comparing import SIZES, Pulled, difference, images, network, trained
 
@@ -46,6 +48,14 @@ def test_every_chunk_gives_the_models_of_serial_with_dropout_and_clients_of_uneq
         given["drop_last"] = True
     assert difference(["serial", *CHUNKS], **given) < 1e-12
     assert difference(["serial", CHUNKS[1]], **given, dtype=torch.float32) < 1e-5
+
+
+@pytest.mark.parametrize("name", LocalOptimizer.ELEMENTWISE)
+def test_every_optimizer_that_treats_numbers_alike(name):
+    optimizer = getattr(torch.optim, name)
+    for local in ({}, {"clip_norm": 0.5}):  # per tensor, and on whole rows
+        given = {"optimizer": optimizer, "options": {"lr": 0.01}, "batch_size": 8, "number": 1, **local}
+        assert difference(["serial", CHUNKS[1]], **given) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -213,6 +223,8 @@ def test_options_of_executors_are_checked_by_name():
                        ({"name": "stacked", "record": True}, "needs CUDA"), ("graph", "executor='serial'")):  # fmt: skip
         with pytest.raises(UserError, match=why):
             sim.rounds(executor=given)
+    with pytest.raises(UserError, match="did you mean 'stacked'"):
+        Federated(executor="stackd")
 
 
 def test_the_client_whose_data_fail_is_named():
