@@ -341,9 +341,12 @@ class Connected(KVStore):
                 link.close()
 
     def _leave(self) -> None:
-        """At the normal end of a script; after an error the servers see the connection end without a goodbye."""
+        """At the end of a script; after an error without a goodbye, and not only when Python has taken down all that it holds."""
         if getattr(sys, "last_type", None) is None and not worker.exit_code:
             self.close()
+        else:
+            for link in self.links:
+                link.abandon()
 
 
 def first_rounds(newest: Mapping[str, int], late: Collection[str] = ()) -> dict[str, int]:
