@@ -36,7 +36,8 @@ def trained(name: str, device: torch.device, executor: str, batchnorm: bool = Fa
     made = sim.rounds(algorithm, net=net, who=sim.clients(SIZES), number=3, epochs=2, executor=executor, device=device, **local)
     made.run()
     own = made.states.get(list(range(len(made.clients))))
-    return torch.cat([made.server.weights, made.server.integers.double(), *(rows.flatten() for rows in own.values())]).cpu()
+    parts = [made.server.weights, made.server.integers.double(), *(rows.flatten() for rows in own.values())]
+    return torch.cat([part.cpu() for part in parts])
 
 
 def _asks(name: str) -> bool:
