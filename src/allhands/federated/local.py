@@ -141,6 +141,12 @@ class LocalTraining:
         """Optimizer steps of a client with so many samples."""
         return self.steps if self.steps is not None else self.epochs * len(self.sizes(samples))
 
+    def num_seen(self, samples: int) -> int:
+        """Samples that a client of so many samples sees in a round."""
+        sizes = self.sizes(samples)
+        passes, rest = divmod(self.num_steps(samples), len(sizes))
+        return passes * sum(sizes) + sum(sizes[:rest])
+
     def batches(self, indices: torch.Tensor, seed: int, round_: int, client: int) -> Iterator[torch.Tensor]:
         """The samples of each step: an order of the client's `indices` that depends on (seed, round, client, pass) only."""
         sizes, left, epoch = self.sizes(len(indices)), self.num_steps(len(indices)), 0

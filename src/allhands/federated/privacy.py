@@ -19,8 +19,8 @@ SAMPLINGS = ("fixed", "poisson")
 
 
 class Privacy:
-    """Clipping, noise, and what they guarantee: (epsilon, delta)-differential privacy of each client's whole data, towards someone
-    who sees the global models.
+    """Clipping, noise, and what they guarantee: (epsilon, delta)-differential privacy of each client's whole data, towards
+    someone who sees the global models.
 
     The mean is the sum of the clipped updates over the expected number of clients, however many there are (the paper's estimator
     with a fixed denominator), plus noise of the standard deviation ``noise_multiplier * clip / per_round``.
@@ -63,13 +63,14 @@ class Privacy:
         )
         if not uniform:
             raise UserError(f"privacy= needs an algorithm whose clients send one update and all count the same, and algorithm="
-                            f"{algorithm.name!r} is none, as it is set; write algorithm={{'name': 'fedavg', 'weighted': False}}")  # fmt: skip
+                            f"{algorithm.name!r} is none, as it is set; write "
+                            "algorithm={'name': 'fedavg', 'weighted': False}")  # fmt: skip
         if server.layout.integers:
             raise UserError(f"privacy= with the integer buffer '{server.layout.integers[0]}', whose mean gets no noise; use "
                             "GroupNorm, or track_running_stats=False")  # fmt: skip
         if self.delta >= 1 / server.num_clients and server.num_clients > 1 and self.noise_multiplier:
-            raise UserError(f"delta={self.delta:g} of {server.num_clients} clients allows that a whole client is given away; write "
-                            f"less than 1 / clients, such as delta={0.1 / server.num_clients:.0e}")  # fmt: skip
+            raise UserError(f"delta={self.delta:g} of {server.num_clients} clients allows that a whole client is given away; "
+                            f"write less than 1 / clients, such as delta={0.1 / server.num_clients:.0e}")  # fmt: skip
         if self.noise_multiplier:
             self._accountant = _accountant(self.noise_multiplier, server.num_clients, per_round, self.sampling)
 

@@ -22,6 +22,7 @@ from allhands.federated.privacy import Privacy
 from allhands.federated.schedule import Costs, Queue, deal, longest_first
 from allhands.federated.states import ClientStates
 from allhands.federated.sums import Sums
+from allhands.federated.systems import NOTED, Systems
 from allhands.world import World
 
 #: Takes the row of the global model (in `Server`) to the values of each evaluated loader; called on every rank.
@@ -60,6 +61,7 @@ class Rounds:
             them is in the history as "clients".
         compression: narrows what clients send; None: they send all.
         privacy: bounds and hides what a client contributes.
+        systems: devices in virtual time, which decide who takes part and how long a round takes.
 
     Raises:
         UserError: the algorithm cannot train this model or cohort, or a name in `local_layers` is none of the model's.
@@ -69,7 +71,7 @@ class Rounds:
                  evaluate: Evaluate | None = None, evaluate_every: int = 1, local_layers: Sequence[str] = (),
                  on_bad_update: str = "stop", on_client_failure: str = "stop", client_retries: int = 2,
                  tests: Clients | None = None, compression: Compression | None = None,
-                 privacy: Privacy | None = None) -> None:  # fmt: skip
+                 privacy: Privacy | None = None, systems: Systems | None = None) -> None:  # fmt: skip
         self.work, self.server, self.executor, self.world = work, server, executor, world
         self.per_round, self.rounds = per_round, rounds
         self._evaluate, self.evaluate_every = evaluate, evaluate_every
@@ -92,10 +94,16 @@ class Rounds:
         self.privacy = privacy
         if privacy is not None:
             if compression is not None:
-                raise UserError("compression= with privacy=: what is narrowed after it was clipped may exceed the bound; leave one of "
-                                "them out")  # fmt: skip
+                raise UserError("compression= with privacy=: what is narrowed after it was clipped may exceed the bound; leave "
+                                "one of them out")  # fmt: skip
             privacy.check(self.algorithm, server, per_round)
         self.traffic = Traffic(self.algorithm, server, compression)
+        self.systems = systems
+        if systems is not None:
+            if privacy is not None and systems.selects:
+                raise UserError("privacy= with systems= that decide who takes part: epsilon holds for cohorts drawn from all "
+                                "clients alike; leave out availability, dropout, deadline and over_selection")  # fmt: skip
+            systems.begin(work.clients, work.local, self.traffic, work.seed, per_round)
         lengths = self.algorithm.client_state(server)
         if server.own is not None:
             lengths = {**lengths, OWN_LAYERS: len(server.own) + 1}
@@ -104,7 +112,8 @@ class Rounds:
         self.states = ClientStates(lengths, server.layout.dtype, server.device, world)
         self.history: History = {"round": [], "seconds": [], "cohort": [], "train": {"loss": []}, "skipped": [], "failed": [],
                                  "retried": [], "unchanged": [], "bytes_up": [], "bytes_down": [],
-                                 **({"epsilon": []} if privacy is not None else {})}  # fmt: skip
+                                 **({"epsilon": []} if privacy is not None else {}),
+                                 **({name: [] for name in NOTED} if systems is not None else {})}  # fmt: skip
 
     def _own(self, names: Sequence[str]) -> torch.Tensor | None:
         """Places of the numbers that clients keep as their own; refuses a model whose buffers the algorithm cannot average."""
@@ -130,6 +139,8 @@ class Rounds:
         """The cohort: clients drawn without repetition, a function of the seed and the round only."""
         if self.privacy is not None and self.privacy.sampling == "poisson":
             return self.privacy.select(self.server, self.per_round, round_)
+        if self.systems is not None and self.systems.draws:
+            return self.systems.select(self.per_round, round_)
         drawn = random.Random(derive_seed(self.work.seed, "cohort", round_))
         return sorted(drawn.sample(range(len(self.clients)), self.per_round))
 
@@ -206,13 +217,17 @@ class Rounds:
         """Go on from what `state_dict` gave."""
         self.server.round, self.history = state["round"], state["history"]
         self.costs.load_state_dict(state["costs"])
+        if self.systems is not None and self.history["virtual_time"]:
+            self.systems.now = self.history["virtual_time"][-1]
         self.algorithm.load_state_dict(state["algorithm"])
 
     def one_round(self) -> dict[str, dict[str, float]]:
         """One round: the five stages, and a line in the history. Returns what `evaluate` gave, when it was due."""
         began, round_ = time.perf_counter(), self.server.round
         self.server.learning_rate = float(self.work.local.optimizer.options[0].get("lr", 0.0))
-        cohort = self.select(round_)
+        selected = cohort = self.select(round_)
+        if self.systems is not None:
+            cohort = self.systems.run(selected, round_, self.per_round)
         jobs = self.distribute(cohort)
         # Weights that come to about 1 over the cohort, see `Sums`.
         scale = 1.0 / max(1.0, float(sum(self.clients.size(client) for client in cohort)))
@@ -245,7 +260,7 @@ class Rounds:
         self.history["unchanged"].append(unchanged)
         self.server.round += 1
         values = self.evaluate() if self.due(round_) else {}
-        self._note(round_, cohort, figures, values, time.perf_counter() - began)
+        self._note(round_, selected, figures, values, time.perf_counter() - began)
         return values
 
     def _train_all(self, jobs: Sequence[Job], sums: Sums) -> None:
@@ -287,6 +302,8 @@ class Rounds:
         self.history["bytes_down"].append(self.traffic.down * len(cohort))
         if self.privacy is not None:
             self.history["epsilon"].append(self.privacy.epsilon(round_ + 1))
+        if self.systems is not None:
+            self.systems.note(self.history)
         for loader, measured in values.items():
             known = self.history.setdefault(loader, {"round": []})
             known["round"].append(round_)

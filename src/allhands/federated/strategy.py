@@ -17,6 +17,7 @@ from allhands.federated.executors.choice import parse
 from allhands.federated.failures import check_action
 from allhands.federated.privacy import Privacy
 from allhands.federated.rounds import Rounds
+from allhands.federated.systems import Systems
 from allhands.runner.callbacks import Callback
 from allhands.strategies import Strategy
 from allhands.world import World
@@ -59,8 +60,10 @@ class Federated(Strategy):
         client_retries: how often "retry" tries before it stops.
         compression: what clients send is narrowed: "topk", "8bit", "1bit", ``{"name": "topk", "fraction": 0.01}``, or a
             `Compression`; None: they send all.
-        privacy: clip clients' updates and add noise to their mean: ``{"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}``, or a
-            `Privacy`. The history has epsilon.
+        privacy: clip clients' updates and add noise to their mean: ``{"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}``, or
+            a `Privacy`. The history has epsilon.
+        systems: clients' devices in virtual time: ``{"speed": 50.0, "upload": 1e6, "deadline": 600.0}``, or a `Systems`. The
+            history has seconds of virtual time, and who came late or not at all.
 
     Of the other arguments of `SupervisedRunner.train`, these mean something of their own here: a `scheduler` steps once a round,
     on the clients' learning rate; callbacks take rounds for epochs, and their `on_epoch_end` comes after rounds that are
@@ -91,6 +94,7 @@ class Federated(Strategy):
         client_retries: int = 2,
         compression: str | dict[str, Any] | Compression | None = None,
         privacy: dict[str, Any] | Privacy | None = None,
+        systems: dict[str, Any] | Systems | None = None,
         test_fraction: float | None = None,
         stages: type[Rounds] = Rounds,
     ) -> None:
@@ -116,7 +120,7 @@ class Federated(Strategy):
             raise UserError(f"on_bad_update={on_bad_update!r}; it must be 'stop' or 'skip'")
         check_action(on_client_failure, client_retries)
         self.compression = None if compression is None else named(compression, COMPRESSIONS, "compression")
-        self.privacy = _made(privacy, Privacy, "privacy")
+        self.privacy, self.systems = _made(privacy, Privacy, "privacy"), _made(systems, Systems, "systems")
         self.on_client_failure, self.client_retries = on_client_failure, client_retries
         self.local_layers, self.on_bad_update, self.test_fraction = list(local_layers), on_bad_update, test_fraction
 

@@ -71,7 +71,7 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
             evaluate=evaluate, evaluate_every=strategy.evaluate_every,
             local_layers=strategy.local_layers, on_bad_update=strategy.on_bad_update,
             on_client_failure=strategy.on_client_failure, client_retries=strategy.client_retries, tests=tests,
-            compression=strategy.compression, privacy=strategy.privacy,
+            compression=strategy.compression, privacy=strategy.privacy, systems=strategy.systems,
         )  # fmt: skip
         evaluated = [name for name, source in sources.items() if not source.trains]
         session = Session(settings, world, reporter, rounds, evaluated)

@@ -58,12 +58,5 @@ class Centralised(FedAvg):
         if share == 1 and local.steps is None:
             return pooled, local, 1
         sizes, counts = np.unique(clients.sizes, return_counts=True)
-        seen = sum(int(count) * _seen(local, int(size)) for size, count in zip(sizes, counts, strict=True))
+        seen = sum(int(count) * local.num_seen(int(size)) for size, count in zip(sizes, counts, strict=True))
         return pooled, replace(local, steps=max(1, round(share * seen / min(local.batch_size, samples)))), 1
-
-
-def _seen(local: LocalTraining, size: int) -> int:
-    """Samples that a client of `size` samples sees in a round."""
-    sizes = local.sizes(size)
-    passes, rest = divmod(local.num_steps(size), len(sizes))
-    return passes * sum(sizes) + sum(sizes[:rest])
