@@ -9,12 +9,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEMO := $(VENV)/installed-demo
 DEV := $(VENV)/installed-dev
 
-.PHONY: help demo test test-cluster lint fix bench docs clean
+.PHONY: help demo test test-cluster lint fix bench soak docs clean
 
 help:
 	@echo "make demo   install, train on real digit images with two workers, say where to look"
 	@echo "make test   install, run all tests; make test-cluster: those on real ssh hosts, Slurm and MPI"
 	@echo "make lint   style, types, layers, documentation; make fix mends the style"
+	@echo "make soak   attack a parameter server for a minute while a worker trains through it (SECONDS=60)"
 	@echo "make bench  measure against peers; docs: serve the documentation; clean: remove what was made"
 
 demo: $(DEMO)
@@ -54,6 +55,10 @@ bench: $(DEV)
 	$(BIN)/python benchmarks/step_overhead.py --workers 2
 	$(BIN)/python benchmarks/launch.py
 	$(BIN)/python benchmarks/kvstore.py
+
+SECONDS := 60
+soak: $(DEV)
+	$(BIN)/python benchmarks/soak_wire.py $(SECONDS)
 
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

@@ -33,7 +33,7 @@ def test_only_waiting_is_silence() -> None:
         assert 0.9 < ear.silent(began + 5.0) < 1.1
         theirs.send(b"x")
         reader.join()
-        assert (got, ear.silent(time.monotonic() + 99.0)) == (b"x", 0.0)
+        assert (bytes(got), ear.silent(time.monotonic() + 99.0)) == (b"x", 0.0)
 
 
 def test_a_server_that_is_busy_takes_no_worker_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
