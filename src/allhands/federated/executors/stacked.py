@@ -23,7 +23,7 @@ from allhands.federated.executors.trial import look, some_samples, why_not_fixed
 from allhands.federated.local import LocalOptimizer, restart
 
 _MOST = 64  # clients of a chunk: more of them rarely go faster, and their activations need memory
-_GRAPHS = 12  # sizes of chunks that are recorded before a smaller chunk takes the recording of a larger one
+_GRAPHS = 4  # sizes of chunks that are recorded before a smaller chunk takes the recording of a larger one
 
 
 @dataclass
@@ -283,12 +283,14 @@ class Stacked(Executor):
         return int(min(_MOST, max(1, 0.7 * free // each)))
 
     def _shrink(self, chunk: int) -> None:
-        self.chunk = chunk
+        """Make room: let stacks of other sizes go, or where there is none, go on with so many clients at once."""
+        if len(self._stacks) <= 1:
+            self.chunk = chunk
+            print(f"executor stacked: out of memory, going on with chunk={chunk}", flush=True)
         self._stacks.clear()
         if self._recorder is not None:
             self._recorder = Recorder(self.server.device)
         torch.cuda.empty_cache()
-        print(f"executor stacked: out of memory, going on with chunk={chunk}", flush=True)
 
 
 def _differs(work: Work, server: Server) -> str | None:

@@ -1,43 +1,80 @@
-"""Convolutions of images with few channels, as matrix products."""
+"""Convolutions of stacked clients as matrix products.
+
+Stacked clients make a convolution one of as many groups as clients. cuDNN runs the forward pass of such a one group by group in
+kernels that leave most of the device idle, and has no good kernels at all for few channels a group; in networks for colour images
+that was more than half of a step. A product of the weights with the image's patches is one batched matrix product.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-_FEW = 4  # channels; a fixed rule and no trial, so that runs repeat to the bit
+_FEW = 4  # input channels up to which the backward pass is a product too; fixed and not tried, so that runs repeat to the bit
 #: Kinds of device on which it is faster.
 DEVICES = {"cuda"}
 
 
 class UnfoldedConv2d(nn.Conv2d):
-    """`nn.Conv2d` as one product of the weights with the image's patches.
-
-    Stacked clients make a convolution one of as many groups as clients, and for few input channels a group cuDNN has only a slow
-    kernel: in a network for colour images it took 43 % of a step.
-    """
+    """`nn.Conv2d` as one product of the weights with the image's patches."""
 
     def _conv_forward(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        (rows, columns), (down, right), (apart, beside) = self.kernel_size, self.stride, self.dilation
-        x = F.pad(input, (self.padding[1], self.padding[1], self.padding[0], self.padding[0])) if any(self.padding) else input  # type: ignore[arg-type]
-        high = (x.shape[2] - apart * (rows - 1) - 1) // down + 1
-        wide = (x.shape[3] - beside * (columns - 1) - 1) // right + 1
-        # Slices and not `F.unfold`, which launches a kernel for each image.
-        tall, long = down * (high - 1) + 1, right * (wide - 1) + 1
-        begins = [(i * apart, j * beside) for i in range(rows) for j in range(columns)]
-        patches = torch.stack([x[:, :, i : i + tall : down, j : j + long : right] for i, j in begins], 2)
-        # Not `@`, which would turn the patches and the result to fold the batch into one product.
-        made = torch.bmm(weight.flatten(1).expand(len(x), -1, -1), patches.reshape(len(x), -1, high * wide))
-        if bias is not None:
-            made = made + bias[:, None]
-        return made.view(len(x), -1, high, wide)
+        stride, padding, dilation = self.stride, self.padding, self.dilation
+        if self.in_channels <= _FEW:
+            made = product(input, weight, stride, padding, dilation)  # type: ignore[arg-type]
+        else:
+            made = _Product.apply(input, weight, stride, padding, dilation)
+        return made if bias is None else made + bias[:, None, None]
+
+
+class _Product(torch.autograd.Function):
+    """Forward as a product, which is fast; backward as the convolution's own, which needs no patches and has kernels for groups."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(input: torch.Tensor, weight: torch.Tensor, stride: Any, padding: Any, dilation: Any) -> torch.Tensor:
+        return product(input, weight, stride, padding, dilation)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        input, weight, ctx.stride, ctx.padding, ctx.dilation = inputs
+        ctx.save_for_backward(input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        input, weight = ctx.saved_tensors
+        by_input, by_weight, _ = torch.ops.aten.convolution_backward(
+            gradient, input, weight, None, ctx.stride, ctx.padding, ctx.dilation, False, (0, 0), 1,
+            (ctx.needs_input_grad[0], ctx.needs_input_grad[1], False),
+        )  # fmt: skip
+        return by_input, by_weight, None, None, None
+
+
+def product(
+    input: torch.Tensor, weight: torch.Tensor, stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int]
+) -> torch.Tensor:
+    """The convolution of images, N x channels_in x H x W, with a weight, channels_out x channels_in x rows x columns."""
+    (rows, columns), (down, right), (apart, beside) = weight.shape[2:], stride, dilation
+    x = F.pad(input, (padding[1], padding[1], padding[0], padding[0])) if any(padding) else input
+    high = (x.shape[2] - apart * (rows - 1) - 1) // down + 1
+    wide = (x.shape[3] - beside * (columns - 1) - 1) // right + 1
+    # Slices and not `F.unfold`, which launches a kernel for each image.
+    tall, long = down * (high - 1) + 1, right * (wide - 1) + 1
+    begins = [(i * apart, j * beside) for i in range(rows) for j in range(columns)]
+    patches = torch.stack([x[:, :, i : i + tall : down, j : j + long : right] for i, j in begins], 2)
+    # Not `@`, which would turn the patches and the result to fold the batch into one product.
+    made = torch.bmm(weight.flatten(1).expand(len(x), -1, -1), patches.reshape(len(x), -1, high * wide))
+    return made.view(len(x), -1, high, wide)
 
 
 def unfold_convolutions(model: nn.Module) -> None:
-    """Let the convolutions of `model` that have few input channels compute as `UnfoldedConv2d`; names and weights stay."""
+    """Let the convolutions of `model` compute as `UnfoldedConv2d`; names and weights stay."""
     for module in model.modules():
         if type(module) is not nn.Conv2d or module.padding_mode != "zeros" or isinstance(module.padding, str):
             continue
-        if module.groups == 1 and module.in_channels <= _FEW:
+        if module.groups == 1:
             module.__class__ = UnfoldedConv2d
