@@ -83,9 +83,10 @@ def test_an_algorithm_that_corrects_and_keeps_states_and_asks_for_the_loss_at_th
 @pytest.mark.parametrize(
     "options", [{}, {"stride": 2, "padding": 1}, {"dilation": 2, "bias": False}, {"stride": (1, 3), "padding": (0, 2)}], ids=str
 )
-def test_a_convolution_as_a_product_of_patches(options):
-    layer = nn.Conv2d(3, 5, (3, 2), **options).double()
-    x = torch.randn(4, 3, 9, 8, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("channels", [3, 6])
+def test_a_convolution_as_a_product_of_patches(options, channels):
+    layer = nn.Conv2d(channels, 5, (3, 2), **options).double()
+    x = torch.randn(4, channels, 9, 8, dtype=torch.float64, requires_grad=True)
     expected = layer(x)
     unfold_convolutions(layer)
     assert type(layer) is UnfoldedConv2d
@@ -101,6 +102,10 @@ def test_stacked_with_convolutions_as_products(monkeypatch):
     made = sim.rounds(executor="stacked", net=network(), given=images(), who=sim.clients(SIZES), criterion=nn.CrossEntropyLoss())
     assert type(made.work.model[0]) is UnfoldedConv2d
     assert difference(["serial", *CHUNKS], norm="group", batch_size=4) < 1e-12
+    torch.manual_seed(2)
+    deep = nn.Sequential(nn.Conv2d(2, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 3, padding=1), nn.Flatten(), nn.Linear(64, 3)).double()
+    given = {"given": images(), "who": sim.clients(SIZES), "criterion": nn.CrossEntropyLoss(), "batch_size": 4}
+    assert difference(["serial", *CHUNKS], net=deep, **given) < 1e-12
 
 
 class Kept(Pulled):
