@@ -18,7 +18,9 @@ from torch.utils.data import TensorDataset
 import allhands
 from allhands import SupervisedRunner, WorkerError
 from allhands.federated import Federated
+from allhands.federated.executors.shared import Shared
 from allhands.federated.failures import ClientFailedError
+from allhands.federated.team import Team
 from allhands.launch import spawn
 from allhands.runner import workers
 from tests.federated import simulating as sim
@@ -148,6 +150,69 @@ def test_late_devices_pull_and_a_failure_on_one_rank_ends_all_with_the_same_word
     for found in (first, second):
         assert found["weights"] == alone["weights"]
         assert found["loss"] == alone["loss"]
+
+
+def as_teams() -> dict[str, Any]:
+    """What each of four ranks in teams of two ends with, and what becomes of a client that fails on one rank of its team."""
+    world = allhands.init(device="cpu")
+    found: dict[str, Any] = {}
+    try:
+        for name in ("scaffold", "fedavg"):
+            net = sim.model()
+            samples = TensorDataset(*sim.data())
+            strategy = Federated(clients=9, per_round=5, rounds=3, local_epochs=2, algorithm=name, devices_per_client=2)
+            history = SupervisedRunner(device="cpu").train(
+                model=net, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+                datasets={"batch_size": 4, "train": samples}, clip_norm=1.0,
+                distributed=strategy if world.world_size > 1 else Federated(**SAME, algorithm=name), workers=None,
+            )  # fmt: skip
+            found[name] = torch.cat([p.detach().reshape(-1) for p in net.parameters()]).tolist(), history["train"]["loss"]
+        if world.world_size > 1:
+            found["errors"] = failing_in_a_team(world)
+    finally:
+        if world.world_size > 1:
+            torch.distributed.barrier()
+        allhands.finalize()
+    return found
+
+
+SAME = {"clients": 9, "per_round": 5, "rounds": 3, "local_epochs": 2, "executor": "serial"}
+
+
+def failing_in_a_team(world: Any) -> list[Any]:
+    team = Team.of(world, 2)
+    found: list[Any] = []
+    bad = sim.data()[1][40]  # of client 2
+
+    def criterion(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if made.server.round == 1 and bool((target == bad).any()):  # on one rank of the team
+            raise OSError("a bad disk")
+        return nn.functional.mse_loss(output, target)
+
+    for action in ("skip", "stop"):
+        made = sim.rounds(batch_size=4, criterion=criterion, stages={"on_client_failure": action, "team": team})
+        made.executor = Shared(made.work, made.server, team)
+        try:
+            history = made.run()
+            found.append(history["failed"])
+        except ClientFailedError as error:
+            found.append(str(error))
+    return found
+
+
+def test_teams_train_clients_as_one_device_does(in_this_process):
+    ranks = spawn(as_teams, workers=4)
+    in_this_process()
+    alone = as_teams()
+    for found in ranks:
+        for name in ("scaffold", "fedavg"):
+            assert found[name][0] == pytest.approx(alone[name][0], rel=1e-9, abs=1e-12)
+            assert found[name][1] == pytest.approx(alone[name][1], rel=1e-9)
+        skipped, stopped = found["errors"]
+        assert skipped == [[], [2], []]
+        assert "round 1: client 2 failed" in stopped
+        assert "a bad disk" in stopped
+        assert found["errors"] == ranks[0]["errors"]
 
 
 SCRIPT = """

@@ -99,7 +99,7 @@ def _packed(history: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lists_clients(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(row, list) for row in value)
+    return isinstance(value, list) and all(isinstance(row, list) and all(type(c) is int for c in row) for row in value)
 
 
 def _as_tensors(rows: list[list[int]]) -> dict[str, torch.Tensor]:

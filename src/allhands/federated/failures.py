@@ -16,6 +16,7 @@ from allhands.federated.clients import Clients
 from allhands.federated.executors.base import ClientError, Executor, Job, Sink, States
 from allhands.federated.schedule import common_store
 from allhands.federated.sums import Sums
+from allhands.federated.team import Team, TeammateError
 from allhands.world import World
 
 ACTIONS = ("stop", "retry", "skip")
@@ -50,15 +51,19 @@ class Failures:
         action: "stop" ends the run on all ranks; "retry" trains the client again, with the same draws, and stops when that
             fails `retries` times; "skip" leaves it out, and the others' weights make up the whole.
         retries: how often "retry" tries again.
+        team: the ranks that train a client together, and fail together; their leader puts it into the figures.
 
     Raises:
         UserError: neither action nor number is known.
     """
 
-    def __init__(self, world: World, action: str = "stop", retries: int = 2) -> None:
+    def __init__(self, world: World, action: str = "stop", retries: int = 2, team: Team | None = None) -> None:
         check_action(action, retries)
         self.world, self.action, self.retries = world, action, retries
-        self._store, self._looked = common_store(world, "failures"), time.monotonic()
+        self._leads = team is None or team.leads
+        # Ranks of a team wait for one another in every step, so none of them may end before the others do.
+        alone = team is None or team.size == 1
+        self._store, self._looked = common_store(world, "failures") if alone else None, time.monotonic()
         self.begin()
 
     def begin(self) -> None:
@@ -103,13 +108,16 @@ class Failures:
         if isinstance(cause, UserError):
             self._told[slot] = _FATAL, str(error), True
         else:
-            text = f"client {name} failed:\n{''.join(traceback.format_exception(cause)).rstrip()}"
+            trace = "".join(traceback.format_exception(cause)).rstrip()
+            # The rank at which it failed says why.
+            text = "" if isinstance(cause, TeammateError) else f"client {name} failed:\n{trace}"
             tries = self._tries[slot] = self._tries.get(slot, 0) + 1
             if self.action == "skip":
                 self._told[slot] = _LEFT_OUT, text, False
                 return
             if self.action == "retry" and tries <= self.retries:
-                print(f"{text}\nclient {name} is trained again, {tries} of {self.retries}", flush=True)
+                if text:
+                    print(f"{text}\nclient {name} is trained again, {tries} of {self.retries}", flush=True)
                 return
             again = f" ({tries} times)" if self.action == "retry" else ""
             self._told[slot] = _FATAL, text.replace(" failed:", f" failed{again}:", 1), False
@@ -141,6 +149,8 @@ class Failures:
 
     def note(self, sums: Sums) -> None:
         """Put this rank's failures into the round's figures."""
+        if not self._leads:
+            return
         for slot, (figure, _, _) in self._told.items():
             sums.note([slot], ok=0.0, failed=figure)
         for slot, tries in self._tries.items():
@@ -153,13 +163,13 @@ class Failures:
             ClientFailedError: a client failed and that is fatal; on every rank, with the same words.
             UserError: the same, where what failed is a mistake in what was asked for.
         """
-        worst = float(figures["failed"].max())
+        worst = float(figures["failed"].max()) if len(cohort) else 0.0
         if not worst:
             return
         told: list[tuple[int, float, str, bool]] = []
         for text in all_gather_text(json.dumps([[slot, *said] for slot, said in self._told.items()]), self.world):
             told += json.loads(text)
-        told.sort()
+        told = sorted(entry for entry in told if entry[2])
         if worst >= _FATAL:
             _, _, text, mistake = next(entry for entry in told if entry[1] >= _FATAL)
             if mistake:

@@ -23,6 +23,7 @@ from allhands.federated.schedule import Costs, Queue, deal, longest_first
 from allhands.federated.states import ClientStates
 from allhands.federated.sums import Sums
 from allhands.federated.systems import NOTED, Systems
+from allhands.federated.team import Team
 from allhands.world import World
 
 #: Takes the row of the global model (in `Server`) to the values of each evaluated loader; called on every rank.
@@ -62,6 +63,7 @@ class Rounds:
         compression: narrows what clients send; None: they send all.
         privacy: bounds and hides what a client contributes.
         systems: devices in virtual time, which decide who takes part and how long a round takes.
+        team: ranks that train a client together, for an executor that does so; None: each rank trains clients of its own.
 
     Raises:
         UserError: the algorithm cannot train this model or cohort, or a name in `local_layers` is none of the model's.
@@ -71,7 +73,8 @@ class Rounds:
                  evaluate: Evaluate | None = None, evaluate_every: int = 1, local_layers: Sequence[str] = (),
                  on_bad_update: str = "stop", on_client_failure: str = "stop", client_retries: int = 2,
                  tests: Clients | None = None, compression: Compression | None = None,
-                 privacy: Privacy | None = None, systems: Systems | None = None) -> None:  # fmt: skip
+                 privacy: Privacy | None = None, systems: Systems | None = None,
+                 team: Team | None = None) -> None:  # fmt: skip
         self.work, self.server, self.executor, self.world = work, server, executor, world
         self.per_round, self.rounds = per_round, rounds
         self._evaluate, self.evaluate_every = evaluate, evaluate_every
@@ -85,7 +88,8 @@ class Rounds:
             raise UserError(f"tests={len(tests.indices)} samples of {len(tests)} clients, and {len(work.clients)} clients are "
                             "trained; give each of them a test split, and at least one a sample")  # fmt: skip
         self.on_bad_update, self.tests = on_bad_update, tests
-        self.failures = Failures(world, on_client_failure, client_retries)
+        self.team = team if team is not None else Team.of(world, 1)
+        self.failures = Failures(world, on_client_failure, client_retries, self.team)
         self.costs, self.queue = Costs(), Queue(world)
         server.local, server.world, server.num_samples = work.local, world, len(work.clients.indices)
         server.own = self._own([*self.algorithm.keeps(work.model), *local_layers])
@@ -144,26 +148,37 @@ class Rounds:
         drawn = random.Random(derive_seed(self.work.seed, "cohort", round_))
         return sorted(drawn.sample(range(len(self.clients)), self.per_round))
 
+    def arrive(self, selected: list[int], round_: int) -> list[int]:
+        """Those of a cohort whose updates will come in time, in virtual time; the others are not trained."""
+        return selected if self.systems is None else self.systems.run(selected, round_, self.per_round)
+
     def distribute(self, cohort: Sequence[int]) -> list[Job]:
         """The part of the cohort that this rank trains; what is in no rank's part lies in `queue`."""
         steps = [self.work.local.num_steps(self.clients.size(client)) for client in cohort]
-        costs, devices = self.costs.predict(cohort, steps), self.world.world_size
+        costs, devices = self.costs.predict(cohort, steps), self.team.teams
         # Clients' own vectors move in advance; clients that are trained together gain less from evenness than they lose by being
         # few; and before any time is known, nobody can tell what a pull is worth.
         self.queue.begin(self.server.round, [])
-        if self.states or self.executor.together or not self.queue or self.costs.each is None:
+        alone = self.team.size == 1
+        if self.states or self.executor.together or not self.queue or not alone or self.costs.each is None:
             dealt = longest_first(costs, devices)
         else:
             dealt, groups = deal(costs, devices)
             self.queue.begin(self.server.round, [[Job(cohort[slot], slot) for slot in group] for group in groups])
         if self.states:
-            self.states.move({cohort[slot]: rank for rank, slots in enumerate(dealt) for slot in slots})
-        return [Job(cohort[slot], slot) for slot in dealt[self.world.rank]]
+            leader = self.team.leader
+            self.states.move({cohort[slot]: leader(team) for team, slots in enumerate(dealt) for slot in slots})
+        return [Job(cohort[slot], slot) for slot in dealt[self.team.number]]
 
     def train(self, jobs: Sequence[Job], sums: Sums) -> None:
         """Train this rank's part of the cohort and add it to the sums."""
 
+        def states(clients: Sequence[int]) -> dict[str, torch.Tensor]:
+            return self.team.share(self.states.get(clients))
+
         def sink(trained: Trained, seconds: float) -> None:
+            if not self.team.leads:
+                return
             sums_of_rows = trained.rows.sum(1, dtype=torch.float64)  # NaN or Inf where one number is
             if trained.start_loss is not None:
                 sums_of_rows += trained.start_loss
@@ -185,7 +200,7 @@ class Rounds:
             sums.note(trained.slots, ok=1.0, samples=trained.samples, steps=trained.steps, loss=trained.loss,
                       seconds=seconds)  # fmt: skip
 
-        self.failures.train(self.executor, jobs, self.states.get, sink, self.clients.name)
+        self.failures.train(self.executor, jobs, states, sink, self.clients.name)
 
     def aggregate(self, sums: Sums) -> None:
         """Change the global model by the sums over the whole cohort."""
@@ -225,9 +240,8 @@ class Rounds:
         """One round: the five stages, and a line in the history. Returns what `evaluate` gave, when it was due."""
         began, round_ = time.perf_counter(), self.server.round
         self.server.learning_rate = float(self.work.local.optimizer.options[0].get("lr", 0.0))
-        selected = cohort = self.select(round_)
-        if self.systems is not None:
-            cohort = self.systems.run(selected, round_, self.per_round)
+        selected = self.select(round_)
+        cohort = self.arrive(selected, round_)
         jobs = self.distribute(cohort)
         # Weights that come to about 1 over the cohort, see `Sums`.
         scale = 1.0 / max(1.0, float(sum(self.clients.size(client) for client in cohort)))

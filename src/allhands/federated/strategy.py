@@ -12,12 +12,15 @@ from torch import nn
 
 from allhands.errors import UserError
 from allhands.federated.algorithms import ALGORITHMS, Algorithm
+from allhands.federated.algorithms.fedbuff import FedBuff
+from allhands.federated.buffered import BufferedRounds
 from allhands.federated.compression import COMPRESSIONS, Compression
 from allhands.federated.executors.choice import parse
 from allhands.federated.failures import check_action
 from allhands.federated.privacy import Privacy
 from allhands.federated.rounds import Rounds
 from allhands.federated.systems import Systems
+from allhands.federated.team import check_size
 from allhands.runner.callbacks import Callback
 from allhands.strategies import Strategy
 from allhands.world import World
@@ -55,6 +58,8 @@ class Federated(Strategy):
         test_fraction: how much of each client's own samples is kept from training; the model of each client (its own layers
             included) is measured on them, and the mean over all of them is in the history as "clients". None: nothing.
         stages: a class derived from `Rounds` that overrides stages.
+        devices_per_client: workers that train a client together, each with a part of every batch; their number divides that of
+            the workers.
         on_client_failure: what happens when a client's training raises: "stop" ends the run, "retry" trains the client again,
             "skip" leaves it out of the round; each names it with its traceback.
         client_retries: how often "retry" tries before it stops.
@@ -92,6 +97,7 @@ class Federated(Strategy):
         on_bad_update: str = "stop",
         on_client_failure: str = "stop",
         client_retries: int = 2,
+        devices_per_client: int = 1,
         compression: str | dict[str, Any] | Compression | None = None,
         privacy: dict[str, Any] | Privacy | None = None,
         systems: dict[str, Any] | Systems | None = None,
@@ -99,7 +105,8 @@ class Federated(Strategy):
         stages: type[Rounds] = Rounds,
     ) -> None:
         for name, value in (("clients", clients), ("per_round", per_round), ("rounds", rounds), ("local_epochs", local_epochs),
-                            ("local_steps", local_steps), ("evaluate_every", evaluate_every)):  # fmt: skip
+                            ("local_steps", local_steps), ("evaluate_every", evaluate_every),
+                            ("devices_per_client", devices_per_client)):  # fmt: skip
             optional = name in ("clients", "per_round", "local_steps")
             if (value is None and optional) or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
                 continue
@@ -113,11 +120,19 @@ class Federated(Strategy):
         if not (isinstance(stages, type) and issubclass(stages, Rounds)):
             raise UserError(f"stages={stages!r}; it must be a class derived from allhands.federated.Rounds")
         parse(executor)  # raises for a name or an option that there is not
+        if isinstance(self.algorithm, FedBuff) and stages is Rounds:
+            stages = BufferedRounds
         self.executor, self.evaluate_every, self.stages = executor, evaluate_every, stages
         if isinstance(local_layers, str):
             raise UserError(f"local_layers={local_layers!r}; it must be a list of names: write [{local_layers!r}]")
         if on_bad_update not in ("stop", "skip"):
             raise UserError(f"on_bad_update={on_bad_update!r}; it must be 'stop' or 'skip'")
+        name = executor.get("name") if isinstance(executor, dict) else executor
+        if devices_per_client > 1 and name not in ("auto", "serial"):
+            raise UserError(
+                f"devices_per_client={devices_per_client} trains one client after another; leave executor={name!r} out"
+            )
+        self.devices_per_client = devices_per_client
         check_action(on_client_failure, client_retries)
         self.compression = None if compression is None else named(compression, COMPRESSIONS, "compression")
         self.privacy, self.systems = _made(privacy, Privacy, "privacy"), _made(systems, Systems, "systems")
@@ -145,7 +160,7 @@ class Federated(Strategy):
                 )
 
     def check(self, world: World) -> None:
-        """Any world will do."""
+        check_size(self.devices_per_client, world.world_size)
 
     def prepare(self, model: nn.Module, world: World) -> nn.Module:
         return model

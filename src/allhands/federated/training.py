@@ -16,6 +16,7 @@ from allhands.federated.algorithms import Server
 from allhands.federated.clients import Clients
 from allhands.federated.executors import Executor, Work
 from allhands.federated.executors.choice import parse
+from allhands.federated.executors.shared import Shared
 from allhands.federated.layout import Layout
 from allhands.federated.local import LocalOptimizer, LocalTraining
 from allhands.federated.partitions import partition_of
@@ -23,6 +24,7 @@ from allhands.federated.rounds import Evaluate
 from allhands.federated.samples import Samples
 from allhands.federated.session import Session
 from allhands.federated.strategy import Federated
+from allhands.federated.team import Team
 from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule
 from allhands.runner.metrics import LoaderMetrics
 from allhands.runner.reporter import Reporter
@@ -64,16 +66,17 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
         server = Server(layout, layout.read(model), layout.read_integers(model), world.device, len(clients), settings.seed)
         # The executor's own: it binds the weights into rows and replaces layers of dropout.
         work = Work(copy.deepcopy(model), local, strategy.algorithm, samples, clients, settings.seed)
-        executor = make_executor(strategy.executor, work, server)
+        team = Team.of(world, strategy.devices_per_client)
+        executor = make_executor(strategy.executor, work, server) if team.size == 1 else Shared(work, server, team)
         evaluate = _evaluation(runner, settings, sources, world, reporter)
         rounds = strategy.stages(
             work, server, executor, world, per_round=per_round, rounds=number,
             evaluate=evaluate, evaluate_every=strategy.evaluate_every,
             local_layers=strategy.local_layers, on_bad_update=strategy.on_bad_update,
-            on_client_failure=strategy.on_client_failure, client_retries=strategy.client_retries, tests=tests,
+            on_client_failure=strategy.on_client_failure, client_retries=strategy.client_retries, tests=tests, team=team,
             compression=strategy.compression, privacy=strategy.privacy, systems=strategy.systems,
         )  # fmt: skip
-        evaluated = [name for name, source in sources.items() if not source.trains]
+        evaluated = [name for name, source in sources.items() if not source.trains] + (["clients"] if tests is not None else [])
         session = Session(settings, world, reporter, rounds, evaluated)
         history = session.run()
     model.to(home)
