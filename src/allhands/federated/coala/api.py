@@ -182,7 +182,7 @@ def run() -> Result:
 
     Raises:
         UserError: `init` was not called, or the training cannot be done as configured.
-        ClientError: a client failed; it is named.
+        ClientFailedError: a client's training raised; it is named with its traceback.
     """
     federation = _now("run")
     if federation.ran:
@@ -190,7 +190,8 @@ def run() -> Result:
     server, rounds, pool = _build(federation)
     rounds.say(_described(federation, rounds))
     server.start(rounds.model(), pool)
-    federation.ran = True
+    # What was trained is let go, with its share of the world's store, which must not outlive the world.
+    federation.ran, federation.built, federation.train, federation.test, federation.model = True, None, None, None, None
     return Result(rounds.history, rounds.model().cpu())
 
 

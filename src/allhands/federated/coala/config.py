@@ -193,7 +193,7 @@ class Tracking(Section):
 
     database: Any = _only("", "the history is in what run() returns")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = Field(
-        "INFO", description="from WARNING on nothing is printed"
+        default="INFO", description="from WARNING on nothing is printed"
     )
     log_file: Any = _only("", "COALA never reads it; redirect the output")
     metric_file: Any = _only("", "COALA never reads it; the history is in what run() returns")
@@ -243,6 +243,9 @@ class Config(Section):
     )
     checkpoint_path: Any = _only("", "it belongs to COALA's application splitFL")
     executor: str = Field(default="auto", description="not in COALA: auto, serial, graph or stacked")
+    on_client_failure: Literal["stop", "retry", "skip"] = Field(
+        default="stop", description="not in COALA: what happens when a client's training raises; all name it with its traceback"
+    )
 
     @model_validator(mode="after")
     def _together(self) -> Config:
