@@ -66,8 +66,10 @@ class Graph(Serial):
             loss = work.local.criterion(output, target)
             LossRule.check_value(loss)
             self.noise.end()
-            for slot, gradient in zip(self._slots, torch.autograd.grad(loss, self._weights, allow_unused=True), strict=True):
-                slot.zero_() if gradient is None else slot.copy_(gradient)
+            made = torch.autograd.grad(loss, self._weights, allow_unused=True)
+            torch._foreach_copy_(
+                self._slots, [torch.zeros_like(slot) if one is None else one for slot, one in zip(self._slots, made, strict=True)]
+            )
             self._loss.copy_(loss.detach())
 
         try:
