@@ -104,8 +104,7 @@ def test_stacked_with_convolutions_as_products(monkeypatch):
     assert difference(["serial", *CHUNKS], norm="group", batch_size=4) < 1e-12
     torch.manual_seed(2)
     deep = nn.Sequential(nn.Conv2d(2, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 3, padding=1), nn.Flatten(), nn.Linear(64, 3)).double()
-    given = {"given": images(), "who": sim.clients(SIZES), "criterion": nn.CrossEntropyLoss(), "batch_size": 4}
-    assert difference(["serial", *CHUNKS], net=deep, **given) < 1e-12
+    assert difference(["serial", *CHUNKS], net=lambda: deep, batch_size=4) < 1e-12
 
 
 class Kept(Pulled):
