@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import allhands
 from allhands.errors import UserError
@@ -85,6 +86,22 @@ def test_a_loss_that_no_client_can_be_trained_with_is_no_failure_of_a_client():
     found = sim.rounds(criterion=lambda output, target: (output - target).squeeze(1), stages={"on_client_failure": "skip"})
     with pytest.raises(UserError, match="client 0"):
         found.run()
+
+
+def test_one_client_of_a_stack_is_left_out_and_the_others_are_trained():
+    x, _ = sim.data(dtype=torch.float64)
+    labels = torch.arange(len(x)) % 3
+    labels[40] = 7  # of client 2, beyond the classes
+    found = {}
+    for executor in ("serial", "stacked"):
+        net = nn.Sequential(nn.Linear(5, 3)).double()
+        nn.init.constant_(net[0].weight, 0.1)
+        nn.init.zeros_(net[0].bias)
+        made = sim.rounds(net=net, given=(x, labels), criterion=nn.CrossEntropyLoss(), executor=executor, batch_size=4,
+                          stages={"on_client_failure": "skip"})  # fmt: skip
+        assert made.run()["failed"] == [[2]] * 3
+        found[executor] = made.server.weights
+    assert (found["serial"] - found["stacked"]).abs().max() < 1e-12
 
 
 def test_what_breaks_outside_a_client_is_told_as_it_is():

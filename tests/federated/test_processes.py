@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 import allhands
 from allhands import SupervisedRunner, WorkerError
 from allhands.federated import Federated
+from allhands.federated.algorithms import Scaffold
 from allhands.federated.executors.shared import Shared
 from allhands.federated.failures import ClientFailedError
 from allhands.federated.team import Team
@@ -34,7 +35,7 @@ def in_this_process(monkeypatch):
     allhands.finalize()
 
 
-class Killing(sim.FedAvg):
+class Killing(Scaffold):
     """Ends the process of rank 1 in the middle of a round, once."""
 
     def __init__(self, mark: Path, round_: int) -> None:
