@@ -107,6 +107,7 @@ class Systems:
 
     Attributes:
         now: the clock, seconds from the beginning of the run.
+        opens: seconds until the first of those whom the last `draw` has looked at can be had; infinite when it looked at nobody.
         arrived, late, dropped: clients of the round, as in the history.
 
     Raises:
@@ -134,7 +135,7 @@ class Systems:
         self.selects = availability is not None or deadline is not None or bool(self.over_selection) or dropout != 0
         #: Whether it draws the cohorts.
         self.draws = availability is not None or bool(self.over_selection)
-        self.now = 0.0
+        self.now, self.opens = 0.0, math.inf
         self.arrived: list[int] = []
         self.late: list[int] = []
         self.dropped: list[int] = []
@@ -201,12 +202,12 @@ class Systems:
         most = min(len(self.clients), _TRIES * number + len(taken))
         found: list[int] = []
         looked: set[int] = set()
-        self._opens = math.inf
+        self.opens = math.inf
         while len(found) < number and len(looked) < most:
             client = drawn.randrange(len(self.clients))
             if client not in looked and client not in taken:
                 opens, _ = self.window(client, self.now)
-                self._opens = min(self._opens, opens)
+                self.opens = min(self.opens, opens)
                 if opens == 0.0:
                     found.append(client)
             looked.add(client)
@@ -215,8 +216,12 @@ class Systems:
     def select(self, per_round: int, round_: int) -> list[int]:
         """The cohort: clients that can be had when the round begins. Where nobody can, the clock goes on until somebody can."""
         while not (found := self.draw(self.wanted(per_round), (), "cohort", round_)):
-            self.now += max(self._opens, 1e-6 * self.period)  # beyond rounding
+            self.wait()
         return sorted(found)
+
+    def wait(self) -> None:
+        """Let the clock go on to where the first of those whom `draw` has looked at can be had."""
+        self.now += max(self.opens, 1e-6 * self.period)  # beyond rounding
 
     def run(self, cohort: list[int], round_: int, per_round: int) -> list[int]:
         """Those of a cohort that arrive in time, by number; the clock goes on to the end of the round."""
