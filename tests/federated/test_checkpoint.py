@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import allhands
-from allhands import Callback, SupervisedRunner
+from allhands import Callback, SupervisedRunner, load_checkpoint
+from allhands.cli import main
 from allhands.errors import UserError
 from allhands.federated import Federated
 from allhands.runner import workers
@@ -131,6 +132,15 @@ def test_save_every_counts_rounds(tmp_path, monkeypatch):
     saved.clear()
     train(tmp_path, Stop(), evaluate_every=5)
     assert saved == [5, 6]
+
+
+def test_the_weights_can_be_taken_elsewhere(tmp_path):
+    _, weights = train(tmp_path, Stop())
+    state = load_checkpoint(tmp_path / "checkpoints" / "last")["model"]
+    assert torch.equal(torch.cat([state[name].reshape(-1) for name, _ in sim.model().named_parameters()]), weights)
+    safetensors = pytest.importorskip("safetensors.torch")
+    assert main.run(["export", str(tmp_path / "checkpoints" / "last"), "-o", str(tmp_path / "w.safetensors")]) == 0
+    assert torch.equal(safetensors.load_file(tmp_path / "w.safetensors")["0.weight"], state["0.weight"])
 
 
 def test_more_rounds_go_on_from_the_end_of_fewer(tmp_path):
