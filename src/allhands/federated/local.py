@@ -68,7 +68,9 @@ class LocalOptimizer:
         for (start, stop), options in zip(layout.groups, self.options, strict=True):
             flat = rows[:, start:stop].detach().requires_grad_()
             flat.grad = gradients[:, start:stop]
-            groups.append({"params": [flat], **options})
+            # Operations on lists of tensors cost more than they spare when the list has one.
+            single = {"foreach": False} if options.get("foreach", False) is None and not options.get("fused") else {}
+            groups.append({"params": [flat], **options, **single})
         return self.kind(groups)  # type: ignore[call-arg]  # of a class of its own, with defaults
 
     def over(self, named: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:

@@ -50,7 +50,8 @@ class Graph(Serial):
     def _gradient(self, job: Job, step: int, batch: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         indices, replay = self._recorded[len(batch)]
         indices.copy_(batch)
-        self._keys.copy_(keys)
+        if len(keys):
+            self._keys.copy_(keys)
         replay()
         return self._loss
 

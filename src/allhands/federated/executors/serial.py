@@ -78,7 +78,7 @@ class Serial(Executor):
         total = torch.zeros((), dtype=torch.float64, device=server.device)
         start_loss = self._start_loss(indices, job) if work.algorithm.needs_start_loss else None
         for step, batch in enumerate(batches):
-            total += self._gradient(job, step, batch, keys[step]) * len(batch)
+            total.add_(self._gradient(job, step, batch, keys[step]), alpha=len(batch))
             if work.algorithm.corrects:
                 work.algorithm.correct(self.gradients, self.rows[:, :numbers], start[..., :numbers], own)
             if local.clip_norm is not None:
