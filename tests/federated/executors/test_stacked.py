@@ -224,6 +224,7 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_refused():
 def test_options_of_executors_are_checked_by_name():
     for given, why in (("stackd", "did you mean 'stacked'"), ({"name": "stacked", "chunks": 3}, "did you mean 'chunk'"),
                        ({"name": "serial", "chunk": 3}, "takes: none"), ({"name": "stacked", "chunk": 0}, "chunk=0"),
+                       ({"name": "stacked", "compile": "yes"}, "compile='yes'"),
                        ({"name": "stacked", "record": True}, "needs CUDA"), ("graph", "executor='serial'")):  # fmt: skip
         with pytest.raises(UserError, match=why):
             sim.rounds(executor=given)

@@ -70,6 +70,8 @@ class Stacked(Executor):
         super().__init__(work, server)
         if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
             raise UserError(f"executor: chunk={chunk!r}; it must be a whole number of at least 1, or None for what fits")
+        if not isinstance(compile, bool) or not (record is None or isinstance(record, bool)):
+            raise UserError(f"executor: compile={compile!r}, record={record!r}; they must be True or False (record may be None)")
         if record and server.device.type != "cuda":
             raise UserError(f"executor: record=True needs CUDA, and the device is '{server.device.type}'; write record=None")
         self.chunk, self.compile = chunk, compile
