@@ -77,6 +77,16 @@ def told(history):
         {"algorithm": "scaffold"},
         {"algorithm": {"name": "fedadam"}},
         {"algorithm": "fedavg", "local_layers": ["2"]},
+        {
+            "algorithm": "fedavg",
+            "compression": {"name": "topk", "fraction": 0.2, "feedback": True},
+            "systems": {"speed": {"name": "lognormal", "median": 4.0, "sigma": 1.0}, "over_selection": 0.3},
+        },
+        {
+            "algorithm": {"name": "fedbuff", "concurrency": 4},
+            "systems": {"speed": {"name": "lognormal", "median": 4.0, "sigma": 1.0}},
+        },
+        {"algorithm": {"name": "fedavg", "weighted": False}, "privacy": {"clip": 0.1, "noise_multiplier": 0.1}},
     ],
 )
 def test_interrupted_and_resumed_is_uninterrupted_to_the_bit(tmp_path, options):

@@ -76,7 +76,8 @@ class FedBuff(Algorithm):
             raise UserError(f"concurrency={most} of {clients} clients; write at most concurrency={clients}")
         if per_round > most and clients < most + per_round - 1:
             raise UserError(f"per_round={per_round} updates a step from {most} clients at once need {most + per_round - 1} "
-                            f"clients, for nobody trains a version twice, and there are {clients}; write per_round={most}")  # fmt: skip
+                            f"clients, for nobody trains a version twice, and there are {clients}; write "
+                            f"per_round={most}")  # fmt: skip
         if server.layout.integers:
             raise UserError(f"algorithm='fedbuff' with the integer buffer '{server.layout.integers[0]}', of which there is no "
                             "mean over versions; use GroupNorm, or track_running_stats=False")  # fmt: skip
