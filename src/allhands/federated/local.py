@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -149,15 +150,30 @@ class LocalTraining:
         passes, rest = divmod(self.num_steps(samples), len(sizes))
         return passes * sum(sizes) + sum(sizes[:rest])
 
+    def order(self, indices: torch.Tensor, seed: int, round_: int, client: int) -> tuple[np.ndarray, list[int]]:
+        """A client's samples in the order in which its steps take them, which depends on (seed, round, client, pass) only.
+
+        Args:
+            indices: the client's samples: int64, shape ``[samples]``, on the processor.
+            seed, round_, client: who trains, and when.
+
+        Returns:
+            The samples of all steps, one after another (int64), and how many each step takes.
+        """
+        held, sizes = indices.numpy(), self.sizes(len(indices))
+        left, passes, taken = self.num_steps(len(indices)), [], sum(sizes)
+        for epoch in range(-(-left // len(sizes))):
+            generator = torch.Generator()
+            generator.manual_seed(derive_seed(seed, "client", round_, client, epoch))
+            passes.append(held[torch.randperm(len(held), generator=generator).numpy()[:taken]])
+        sizes = (sizes * len(passes))[:left]
+        order = passes[0] if len(passes) == 1 else np.concatenate(passes)
+        return order[: sum(sizes)], sizes
+
     def batches(self, indices: torch.Tensor, seed: int, round_: int, client: int) -> Iterator[torch.Tensor]:
-        """The samples of each step: an order of the client's `indices` that depends on (seed, round, client, pass) only."""
-        sizes, left, epoch = self.sizes(len(indices)), self.num_steps(len(indices)), 0
-        while left > 0:
-            generator = torch.Generator().manual_seed(derive_seed(seed, "client", round_, client, epoch))
-            order = indices[torch.randperm(len(indices), generator=generator)]
-            yield from order[: sum(sizes)].split(sizes)[:left]
-            left -= len(sizes)
-            epoch += 1
+        """The samples of each step, as `order` gives them."""
+        order, sizes = self.order(indices, seed, round_, client)
+        yield from torch.from_numpy(order).split(sizes)
 
 
 def mapping_forward(input_key: str, target_key: str) -> Forward:
