@@ -13,6 +13,7 @@ from allhands.federated import Federated
 from allhands.federated.algorithms import FedAvg, FedBuff
 from allhands.federated.buffered import BufferedRounds
 from allhands.federated.compression import TopK
+from allhands.federated.privacy import Privacy
 from allhands.federated.rounds import Rounds
 from allhands.federated.systems import Systems
 from tests.federated import simulating as sim
@@ -133,20 +134,27 @@ def test_a_run_that_is_resumed_is_the_same_to_the_bit():
         assert history[name] == whole.history[name]
 
 
-def _run(compress: bool) -> torch.Tensor:
-    given = {"stages": {"compression": TopK(0.3, feedback=True)}} if compress else {}
-    made = rounds(FedBuff(concurrency=3), number=10, per_round=2, batch_size=4, **given)
-    made.run()
-    return made.server.weights
+def _run() -> list[torch.Tensor]:
+    """Weights of all that depends on who trains where, or draws."""
+    feedback, private = TopK(0.3, feedback=True), Privacy(0.1, 1.0, delta=0.1)
+    common = {"number": 8, "per_round": 2, "batch_size": 4}
+    all_made = (
+        rounds(FedBuff(concurrency=3), **common),
+        rounds(FedBuff(concurrency=3), stages={"compression": feedback}, **common),
+        sim.rounds(stages={"compression": feedback, "systems": Systems(speed=1.0, dropout=0.3)}, **common),
+        sim.rounds(FedAvg(weighted=False), stages={"privacy": private}, **common),
+    )
+    for made in all_made:
+        made.run()
+    return [made.server.weights for made in all_made]
 
 
 @pytest.mark.serial
 @pytest.mark.timeout(60)
 def test_two_ranks_give_the_bits_of_one():
-    for compress in (False, True):
-        expected = _run(compress)
-        for weights in in_world(2, _run, compress):
-            assert torch.equal(weights, expected)
+    expected = _run()
+    for found in in_world(2, _run):
+        assert all(torch.equal(weights, one) for weights, one in zip(found, expected, strict=True))
 
 
 def test_what_cannot_be_is_refused():
