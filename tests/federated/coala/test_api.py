@@ -384,3 +384,55 @@ def test_what_is_printed_and_that_it_can_be_silenced(capsys):
     assert ", test accuracy " in said[3]
     train(tracking={"log_level": "WARNING"})
     assert capsys.readouterr().out == ""
+
+
+# ---------------------------------------------------------------------- keys that ask for something
+
+
+def test_the_clients_seed_changes_the_order_of_samples_and_not_the_cohorts():
+    small = {"batch_size": 2, "local_epoch": 2}
+    one, other = (train(client=small | {"seed": seed}, server={"clients_per_round": 2}) for seed in (0, 1))
+    assert one.history["cohort"] == other.history["cohort"]
+    assert not torch.equal(flat(one.model), flat(other.model))
+
+
+class Shows(coala.BaseServer):
+    def init_visualization(self):
+        self.shown: list[dict[str, float]] = []
+
+    def tracking_visualization(self, results):
+        self.shown.append(results)
+        self._rounds.history["shown"] = self.shown
+
+
+class LooksAgain(coala.BaseClient):
+    def test_local(self):
+        self.train_loss = [42.0]
+
+
+def test_visualisation_and_local_tests_are_called_or_refused():
+    assert train(Shows, server={"visualize": True}).history["shown"][0].keys() == {"loss", "accuracy"}
+    assert train(training=LooksAgain, client={"local_test": True}).history["train"]["loss"] == [42.0] * 3
+    assert train(training=LooksAgain).history["train"]["loss"] != [42.0] * 3
+    with pytest.raises(UserError, match="server.visualize = True calls init_visualization"):
+        train(server={"visualize": True})
+    with pytest.raises(UserError, match="client.local_test = True calls test_local"):
+        train(client={"local_test": True})
+
+
+def test_a_training_of_its_own_has_no_executor_to_choose():
+    with pytest.raises(UserError, match="executor = 'serial' trains all clients alike, and Same has a training of its own"):
+        train(training=Same, executor="serial")
+
+
+def test_data_that_come_undivided_are_divided_as_the_configuration_says():
+    api.unregister()
+    x = torch.randn(40, 6)
+    coala.register_dataset((x, x[:, :3].argmax(1)), (x, x[:, :3].argmax(1)))
+    coala.init(conf(model="mlp", data={"num_of_clients": 8, "split_type": "dir", "alpha": 5.0, "min_size": 2}))
+    result = coala.run()
+    assert len(result.history["test"]["accuracy"]) == 1
+    assert max(max(cohort) for cohort in result.history["cohort"]) > 3
+    with pytest.raises(UserError, match="there is no test set"):
+        coala.register_dataset((x, x[:, :3].argmax(1)), None)
+        coala.init(conf(model="mlp", data={"num_of_clients": 8}))

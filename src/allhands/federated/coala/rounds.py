@@ -39,8 +39,9 @@ class Uploads(FedAvg):
         return {f"client {slot}": server.layout.length for slot in range(self.cohort)}
 
     def contribute(self, trained: Trained, server: Server, sums: Sums) -> None:
-        for slot, row in zip(trained.slots, trained.updates, strict=True):
-            sums.add(f"client {slot}", row[None], torch.ones(1, dtype=torch.float64))
+        # Weighted, although each sum has one term, since sums are exact for weights that come to about 1 over the cohort.
+        for slot, row, weight in zip(trained.slots, trained.updates, self.weights(trained), strict=True):
+            sums.add(f"client {slot}", row[None], weight[None])
 
     def rows(self, server: Server, sums: Sums) -> tuple[list[torch.Tensor], list[float]]:
         """The models of those that have trained, in the order of the cohort, and their numbers of samples."""
