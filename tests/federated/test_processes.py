@@ -144,8 +144,7 @@ def test_late_devices_pull_and_a_failure_on_one_rank_ends_all_with_the_same_word
         assert found["seconds"] < 10
     assert first["error"] == second["error"]
     assert first["trained"] + second["trained"] == 3 * 16
-    assert first["pulls"] + second["pulls"] > 0
-    assert first["trained"] > second["trained"]
+    assert first["pulls"] > second["pulls"]
     alone = on_a_rank()
     assert alone["trained"] == 3 * 16
     for found in (first, second):
