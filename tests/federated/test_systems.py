@@ -14,7 +14,7 @@ from allhands.federated.algorithms import FedAvg
 from allhands.federated.clients import Clients
 from allhands.federated.compression import TopK, plain_bytes
 from allhands.federated.privacy import Privacy
-from allhands.federated.systems import Systems
+from allhands.federated.systems import Systems, coala_delays
 from tests.federated import simulating as sim
 
 SIZES = sim.SIZES  # 10, 25, 17, 3
@@ -165,3 +165,25 @@ def test_privacy_needs_cohorts_that_devices_do_not_decide():
         sim.rounds(FedAvg(weighted=False), stages={"privacy": Privacy(1.0, 0.0), "systems": Systems(deadline=1.0)})
     with pytest.raises(UserError, match="there is no option 'sped'"):
         Federated(systems={"sped": 1.0})
+
+
+def test_delays_of_coala():
+    even = coala_delays("iso", 10, 1, level=3, total_time=100.0)
+    assert sum(even) == pytest.approx(100.0)
+    steps = torch.tensor(sorted(even)).diff()
+    assert torch.allclose(steps, steps[0].expand(9))
+    assert min(even) / max(even) == pytest.approx(0.2 / (0.2 + 0.6 * 0.9))
+    few = coala_delays("dir", 10, 1, level=2, groups=3, fraction=0.5, total_time=7.0)
+    assert sum(few) == pytest.approx(7.0)
+    assert sum(delay > 0 for delay in few) == 5
+    assert len(set(few)) == 4
+    assert few == coala_delays("dir", 10, 1, level=2, groups=3, fraction=0.5, total_time=7.0)
+    assert few != coala_delays("dir", 10, 2, level=2, groups=3, fraction=0.5, total_time=7.0)
+    assert coala_delays("real", 4, 1, level=0, total_time=8.0) == [2.0] * 4
+    assert {round(delay, 9) for delay in coala_delays("real", 50, 1, speeds=[1.0, 3.0])} <= {
+        round(1000.0 * speed / total, 9) for speed in (1.0, 3.0) for total in range(50, 151)
+    }
+    with pytest.raises(UserError, match="speeds of real devices"):
+        coala_delays("real", 4, 1)
+    made = rounds(delay=coala_delays("iso", 4, 1, total_time=10.0))
+    assert made.run()["virtual_seconds"][0] == pytest.approx(max(coala_delays("iso", 4, 1, total_time=10.0)))

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from allhands.data import derive_seed
 from allhands.errors import UserError
@@ -249,3 +251,53 @@ class Systems:
 
 #: What `Systems.note` adds to.
 NOTED = ("virtual_time", "virtual_seconds", "arrived", "late", "dropped")
+
+
+def coala_delays(kind: str, clients: int, seed: int, *, level: int = 3, total_time: float = 1000.0, groups: int = 1000,
+                 fraction: float = 1.0, speeds: Sequence[float] | None = None) -> list[float]:  # fmt: skip
+    """Seconds by which clients are late, for `Systems(delay=…)`, from the settings of COALA's `resource_heterogeneous`, whose
+    clients sleep for them.
+
+    Args:
+        kind: "iso": evenly spaced; "dir": drawn from a symmetric Dirichlet distribution; "real": drawn from `speeds`.
+        clients: how many.
+        seed: decides the draws, and who gets which.
+        level: 0 (all alike) to 5; "iso" spaces from 0.5 - level / 10 to 0.5 + level / 10, "dir" has a concentration of
+            1 / level**2.
+        total_time: seconds of all clients together.
+        groups: how many different values; clients of a group share one.
+        fraction: the part of the clients that is late at all.
+        speeds: relative seconds of real devices.
+
+    Returns:
+        One number a client.
+
+    Raises:
+        UserError: an option out of its bounds, or "real" without speeds.
+    """
+    late = int(fraction * clients)
+    if kind not in ("iso", "dir", "real"):
+        raise UserError(f"hetero_type={kind!r}; it must be 'iso', 'dir' or 'real'")
+    if not isinstance(level, int) or not 0 <= level <= 5:
+        raise UserError(f"level={level!r}; it must be a whole number from 0 to 5")
+    if late < 1 or fraction > 1 or groups < 1:
+        raise UserError(f"fraction={fraction!r} of {clients} clients in {groups} groups; it must leave at least one of each")
+    if kind == "real" and level and not speeds:
+        raise UserError("hetero_type='real' draws from speeds of real devices, and there are none here; give speeds=[…], or set "
+                        "hetero_type to 'dir' or 'iso'")  # fmt: skip
+    drawn, groups = np.random.default_rng(derive_seed(seed, "delays")), min(groups, late)
+    if not level:
+        values = np.ones(groups)
+    elif kind == "iso":
+        values = np.linspace(0.5 - level / 10, 0.5 + level / 10, groups, endpoint=False)
+    elif kind == "dir":
+        values = drawn.dirichlet(np.full(groups, 1 / level**2))
+    else:
+        values = drawn.choice(np.asarray(speeds, dtype=np.float64), groups)
+    each = np.zeros(clients)
+    each[:late] = values[np.arange(late) * groups // late]
+    each = drawn.permutation(each)
+    if each.sum() <= 0:
+        raise UserError(f"hetero_type={kind!r} with level={level} leaves one client without a delay to scale; set level to "
+                        f"{max(level - 1, 0)}")  # fmt: skip
+    return [float(value) for value in each / each.sum() * total_time]
