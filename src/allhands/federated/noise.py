@@ -7,6 +7,8 @@ that is a hash of its place is the same whether clients are trained one by one, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import nn
@@ -124,13 +126,20 @@ class Noise:
 
     def keys(self, seed: int, round_: int, client: int, steps: int) -> torch.Tensor:
         """The keys of a client's steps: int32, shape ``[steps, layers]``, on the processor."""
-        first = np.uint64(derive_seed(seed, "dropout", round_, client))
-        counted = np.arange(1, steps * len(self.names) + 1, dtype=np.uint64)
+        return self.keys_of(seed, round_, [client], steps)[0]
+
+    def keys_of(self, seed: int, round_: int, clients: Sequence[int], steps: int) -> torch.Tensor:
+        """The keys of several clients' steps: int32, shape ``[clients, steps, layers]``, on the processor."""
+        layers = len(self.names)
+        if not layers:
+            return torch.zeros(len(clients), steps, 0, dtype=torch.int32)
+        firsts = np.array([derive_seed(seed, "dropout", round_, client) for client in clients], dtype=np.uint64)
+        counted = np.arange(1, steps * layers + 1, dtype=np.uint64)
         with np.errstate(over="ignore"):  # splitmix64 (Steele, Lea and Flood, 2014)
-            z = first + counted * _STEP
+            z = firsts[:, None] + counted * _STEP
             z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return torch.from_numpy((z >> np.uint64(32)).astype(np.uint32).view(np.int32).reshape(steps, len(self.names)))
+        return torch.from_numpy((z >> np.uint64(32)).astype(np.uint32).view(np.int32).reshape(len(clients), steps, layers))
 
     def set(self, keys: torch.Tensor) -> None:
         """Use these keys, shape ``[layers]``, from now on; they may change in place."""

@@ -58,11 +58,12 @@ class Stack:
         pads: batches are masked by the counts; else all samples count.
         recorder: records the gradients; None: they are computed operation by operation.
         compile: by `torch.compile`.
-        flat: gather the gradients in `gradients`, for what works on whole rows of them; else the optimizer reads them where the
-            backward pass has left them, which spares a pass over memory.
+        flat: keep weights in `rows` and gather gradients in `gradients`, for what works on whole rows of them. Else the clients'
+            values of a weight lie in one block, in the order in which the backward pass leaves its gradient, and the optimizer
+            reads that there: fewer passes over memory, and none that jumps.
 
     Attributes:
-        rows: shape ``[count, length]``.
+        rows: shape ``[count, length]``; without `flat` what `finish` has brought.
         gradients: shape ``[count, trained]``, or without `flat` ``[count, 0]``.
         optimizer: of all rows.
     """
@@ -73,13 +74,16 @@ class Stack:
         self.losses, self.pads, self.recorder, self.compiled, self.flat = losses, pads, recorder, compile, flat
         self.rows = torch.zeros(count, layout.length, dtype=layout.dtype, device=device)
         self.gradients = torch.zeros(count, layout.trained if flat else 0, dtype=layout.dtype, device=device)
-        views = layout.views(self.rows)
-        # `.data`, for a write to a buffer of the same row is none to a weight that the backward pass needs.
-        self._weights = {place.name: views[place.name].data.requires_grad_() for place in layout.parameters}
+        self._views = views = layout.views(self.rows)
         optimizer = losses.work.local.optimizer
-        self.optimizer = optimizer.make(layout, self.rows, self.gradients) if flat else optimizer.over(self._weights)
+        if flat:
+            # `.data`, for a write to a buffer of the same row is none to a weight that the backward pass needs.
+            self._weights = {place.name: views[place.name].data.requires_grad_() for place in layout.parameters}
+            self.optimizer = optimizer.make(layout, self.rows, self.gradients)
+        else:
+            self._weights = {place.name: views[place.name].contiguous().clone().requires_grad_() for place in layout.parameters}
+            self.optimizer = optimizer.over(self._weights)
         # BatchNorm under vmap writes its statistics to copies, unless each buffer's lie in one piece.
-        self._rows_of = [views[place.name] for place in layout.buffers]
         self._buffers = {place.name: views[place.name].contiguous().clone() for place in layout.buffers}
         named = dict(losses.model.named_buffers())
         self._integers = {name: named[name].expand(count, *named[name].shape).clone() for name in layout.integers}
@@ -94,19 +98,23 @@ class Stack:
 
     def load(self, start: torch.Tensor, integers: torch.Tensor) -> None:
         """Begin with these weights, shape ``[length]`` or ``[count, length]``, and integer buffers."""
-        self.rows.copy_(start)
-        for buffer, view in zip(self._buffers.values(), self._rows_of, strict=True):
-            buffer.copy_(view)
+        given = self.losses.server.layout.views(start if start.dim() == 2 else start[None])
+        if self.flat:
+            self.rows.copy_(start)
+        with torch.no_grad():
+            for name, tensor in {**({} if self.flat else self._weights), **self._buffers}.items():
+                tensor.copy_(given[name])
         at = 0
         for buffer in self._integers.values():
             size = buffer[0].numel()
             buffer.copy_(integers[at : at + size].view(buffer.shape[1:]))
             at += size
 
-    def finish(self) -> None:
-        """Bring the buffers into the rows."""
-        for buffer, view in zip(self._buffers.values(), self._rows_of, strict=True):
-            view.copy_(buffer)
+    def finish(self, first: int, last: int) -> None:
+        """Bring what lies elsewhere into the rows `first` to `last`."""
+        with torch.no_grad():
+            for name, tensor in {**({} if self.flat else self._weights), **self._buffers}.items():
+                self._views[name][first:last].copy_(tensor[first:last])
 
     def integers(self) -> torch.Tensor:
         """The integer buffers: int64, shape ``[count, numbers]``."""
@@ -134,6 +142,8 @@ class Stack:
 
         self._counts.fill_(float(width))
         try:
+            if not self.flat and not self._steps:
+                self._lay(indices)
             if self.compiled:
                 self.evaluate(indices, self._counts)  # layers of dropout make what they keep, which the compiler must not
             if self.recorder is not None:
@@ -149,6 +159,15 @@ class Stack:
                 f"executor='stacked' cannot {'compile' if self.compiled else 'record'} a step of {len(self.rows)} clients: "
                 f"{error}; write {'compile' if self.compiled else 'record'}=False"
             ) from error
+
+    def _lay(self, indices: torch.Tensor) -> None:
+        """Let each weight lie as its gradient does: a layer's may be turned."""
+        losses = self._evaluate(self._plain, indices, self._counts)
+        gradients = torch.autograd.grad(losses.sum(), list(self._weights.values()), allow_unused=True)
+        for name, gradient in zip(list(self._weights), gradients, strict=True):
+            if gradient is not None:
+                self._weights[name] = torch.zeros_like(gradient).requires_grad_()
+        self.optimizer = self.losses.work.local.optimizer.over(self._weights)
 
     def gradient(self, indices: torch.Tensor, counts: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Leave the gradients of the mean losses of batches for the optimizer, with `flat` in `gradients`; returns the losses,

@@ -161,32 +161,38 @@ class Stacked(Executor):
 
     def _plan(self, jobs: list[Job]) -> Plan:
         work, server = self.work, self.server
-        batches = [
-            [batch.numpy() for batch in work.local.batches(work.clients.samples(job.client), work.seed, server.round, job.client)]
-            for job in jobs
-        ]
-        steps, rows = len(batches[0]), self._rows(len(jobs))
-        widths = [max(len(own[step]) for own in batches if step < len(own)) for step in range(steps)]
+        orders, sizes = zip(*(work.local.order(work.clients.samples(job.client), work.seed, server.round, job.client)
+                              for job in jobs), strict=True)  # fmt: skip
+        steps, rows = len(sizes[0]), self._rows(len(jobs))
+        of_row = [*range(len(jobs)), *[0] * (rows - len(jobs))]
         if self.pads and self.record:  # few recordings: one, or for full batches at most eight
             grain = self.largest if work.local.batch_size is not None else -(-self.largest // 8)
-            widths = [min(-(-max(widths) // grain) * grain, self.largest)] * steps
+            widths = [min(-(-max(map(max, sizes)) // grain) * grain, self.largest)] * steps
+        else:
+            widths = [max(own[step] for own in sizes if step < len(own)) for step in range(steps)]
         indices = [np.empty((rows, width), dtype=np.int64) for width in widths]
         counts = np.ones((steps, rows))
-        keys = torch.zeros(steps, rows, len(self.losses.noise.names), dtype=torch.int32)
-        for row in range(rows):
-            own = batches[row if row < len(jobs) else 0]
-            job = jobs[row if row < len(jobs) else 0]
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for row, job in enumerate(of_row):
+            alike.setdefault(tuple(sizes[job]), []).append(row)
+        for own, members in alike.items():
+            taken = np.stack([orders[of_row[row]] for row in members])
+            ends = np.cumsum(own)
             for step, table in enumerate(indices):
-                batch = own[min(step, len(own) - 1)][: table.shape[1]]
-                table[row, : len(batch)], table[row, len(batch) :] = batch, batch[0]
-                counts[step, row] = len(batch)
-            keys[: len(own), row] = self.losses.noise.keys(work.seed, server.round, job.client, len(own))
+                last = min(
+                    step, len(own) - 1
+                )  # a client that has finished repeats its last batch; nobody looks at what becomes of it
+                count = min(own[last], table.shape[1])
+                batch = taken[:, ends[last] - own[last] :][:, :count]
+                table[members, :count], table[members, count:] = batch, batch[:, :1]
+                counts[step, members] = count
+        keys = self.losses.noise.keys_of(work.seed, server.round, [jobs[job].client for job in of_row], steps).transpose(0, 1)
         flat = torch.from_numpy(np.concatenate([table.reshape(-1) for table in indices])).to(server.device, non_blocking=True)
         placed = [part.view(rows, -1) for part in flat.split([rows * width for width in widths])]
         return Plan(
-            jobs, [len(own) for own in batches], [work.clients.size(job.client) for job in jobs], placed,
+            jobs, [len(own) for own in sizes], [work.clients.size(job.client) for job in jobs], placed,
             torch.from_numpy(counts).to(server.device, server.layout.dtype, non_blocking=True),
-            keys.to(server.device, non_blocking=True),
+            keys.contiguous().to(server.device, non_blocking=True),
         )  # fmt: skip
 
     def _rows(self, jobs: int) -> int:
@@ -231,7 +237,7 @@ class Stacked(Executor):
             stack.optimizer.step()
             first = sum(steps > step + 1 for steps in plan.steps)
             if first < left:
-                stack.finish()
+                stack.finish(first, left)
                 yield Trained(
                     clients=clients[first:left], slots=[job.slot for job in plan.jobs[first:left]], rows=stack.rows[first:left],
                     start=start if start.dim() == 1 else start[first:left],
@@ -342,7 +348,7 @@ def _compared(work: Work, server: Server, pads: bool, tolerance: float) -> str |
     stack.load(server.weights, server.integers)
     given = torch.cat([batches, batches[:, :1]], 1) if pads else batches
     found = stack.gradient(given, counts, keys).tolist()
-    stack.finish()
+    stack.finish(0, 2)
     made = torch.cat([stack.gradients, (stack.rows - server.weights)[:, layout.trained :]], 1).double()
     for row in (0, 1):
         loss, alone = _alone(losses, batches[row], keys[row])

@@ -31,7 +31,7 @@ class UnfoldedConv2d(nn.Conv2d):
 
 
 class _Product(torch.autograd.Function):
-    """Forward as a product, which is fast; backward as the convolution's own, which needs no patches and has kernels for groups."""
+    """Forward as a product, which is fast; backward as the convolution's own, which needs no patches and knows groups."""
 
     generate_vmap_rule = True
 
@@ -45,7 +45,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         input, weight = ctx.saved_tensors
         by_input, by_weight, _ = torch.ops.aten.convolution_backward(
             gradient, input, weight, None, ctx.stride, ctx.padding, ctx.dilation, False, (0, 0), 1,
