@@ -436,3 +436,12 @@ def test_data_that_come_undivided_are_divided_as_the_configuration_says():
     with pytest.raises(UserError, match="there is no test set"):
         coala.register_dataset((x, x[:, :3].argmax(1)), None)
         coala.init(conf(model="mlp", data={"num_of_clients": 8}))
+
+
+def test_slow_clients_are_slow_in_virtual_time_and_change_nothing_else():
+    slow = {"simulate": True, "hetero_type": "iso", "level": 5, "total_time": 90.0, "sleep_group_num": 4}
+    plain, delayed = train(), train(resource_heterogeneous=slow)
+    assert same(plain, delayed)
+    # Evenly spaced: 0, 1, 2 and 3 parts of 90 seconds; all four clients are in each round.
+    assert delayed.history["virtual_seconds"] == pytest.approx([45.0] * 3)
+    assert delayed.history["virtual_time"] == pytest.approx([45.0, 90.0, 135.0])

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from allhands.config.reading import nearest
 from allhands.errors import UserError
+from allhands.federated.systems import Systems, coala_delays
 
 Count = Annotated[int, Field(strict=True, ge=1)]
 Whole = Annotated[int, Field(strict=True, ge=0)]
@@ -201,19 +202,39 @@ class Tracking(Section):
 
 
 class Heterogeneity(Section):
-    """Which process trains which client. COALA's slow clients, which it simulates by sleeping, are not here."""
+    """Which process trains which client, and slow clients: in virtual time, where COALA sleeps."""
 
-    simulate: Any = _only(False, "COALA sleeps while it trains; leave it out")
-    hetero_type: Any = _only("real", "no client sleeps")
-    level: Any = _only(3, "no client sleeps")
-    sleep_group_num: Any = _only(1000, "no client sleeps")
-    total_time: Any = _only(1000, "no client sleeps")
-    fraction: Any = _only(1, "no client sleeps")
+    simulate: Flag = Field(default=False, description="slow clients, in virtual time: `virtual_seconds` in the history; nobody "
+                                                      "sleeps")  # fmt: skip
+    hetero_type: Literal["iso", "dir", "real"] = Field(default="real", description="how slowness is spread; real, the speeds of "
+                                                       "COALA's list of telephones, is refused with simulate")  # fmt: skip
+    level: Annotated[int, Field(strict=True, ge=0, le=5)] = Field(default=3, description="of slowness, 0 (all alike) to 5")
+    sleep_group_num: Count = Field(default=1000, description="different degrees of slowness")
+    total_time: Positive = Field(default=1000, description="seconds by which all clients together are slow in a round")
+    fraction: Share = Field(default=1, description="part of the clients that is slow at all")
     grouping_strategy: Literal["greedy", "random", "slowest"] = Field(default="greedy", description="how clients are dealt to "
                                                                                             "processes; the "
                                                                       "result is the same")  # fmt: skip
     initial_default_time: Any = _only(5, "costs are counted in optimizer steps")
     default_time_momentum: Any = _only(0.2, "costs are counted in optimizer steps")
+
+    @model_validator(mode="after")
+    def _measured(self) -> Heterogeneity:
+        for name in ("hetero_type", "level", "sleep_group_num", "total_time", "fraction"):
+            if not self.simulate and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} = {getattr(self, name)!r} has no effect without slow clients; set simulate to True")
+        if self.simulate and self.hetero_type == "real" and self.level:
+            raise ValueError("hetero_type = 'real' draws from COALA's list of telephones, which is not here; set hetero_type to "
+                             "'dir' or 'iso', or train by Federated(systems={'delay': coala_delays('real', …, "
+                             "speeds=[…])})")  # fmt: skip
+        return self
+
+    def systems(self, clients: int, seed: int) -> Systems | None:
+        """Slow clients in virtual time; None without `simulate`."""
+        if not self.simulate:
+            return None
+        return Systems(delay=coala_delays(self.hetero_type, clients, seed, level=self.level, total_time=self.total_time,
+                                          groups=self.sleep_group_num, fraction=self.fraction))  # fmt: skip
 
 
 class Config(Section):

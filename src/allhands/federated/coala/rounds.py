@@ -69,7 +69,8 @@ class ServerRounds(Rounds):
                  pool: Pool, template: nn.Module) -> None:  # fmt: skip
         per_round = conf.server.clients_per_round
         super().__init__(work, server, executor, world, per_round=per_round, rounds=conf.server.rounds,
-                         evaluate_every=conf.server.test_every, on_client_failure=conf.on_client_failure)  # fmt: skip
+                         evaluate_every=conf.server.test_every, on_client_failure=conf.on_client_failure,
+                         systems=conf.resource_heterogeneous.systems(len(work.clients), work.seed))  # fmt: skip
         self.conf, self.coala, self.pool = conf, coala, pool
         self.template = template
         self.objects = trains_itself(pool.kind)
