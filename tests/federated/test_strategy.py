@@ -171,6 +171,26 @@ def test_what_is_not_honoured_is_refused_by_name(given, match):
         train(**given)
 
 
+@pytest.mark.parametrize(
+    ("method", "given", "match"), [("log", ("norm", 1.0), "history.setdefault"), ("save_checkpoint", (), "save_every=1")]
+)
+def test_callbacks_are_told_what_rounds_do_not_have(method, given, match):
+    class Asks(Callback):
+        def on_epoch_end(self, training):
+            getattr(training, method)(*given)
+
+    with pytest.raises(UserError, match=match):
+        train(callbacks=[Asks()])
+
+
+def test_a_callback_may_add_to_the_history():
+    class Adds(Callback):
+        def on_epoch_end(self, training):
+            training.history.setdefault("norm", []).append(training.epoch)
+
+    assert train(callbacks=[Adds()])[0]["norm"] == [1, 2, 3, 4]
+
+
 def test_a_period_of_steps_is_refused():
     net = sim.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -68,8 +68,20 @@ class Session:
         return self.rounds.history
 
     def stop(self, reason: str, now: bool = False) -> None:
-        """End the training after the current round; to be called on every rank, or on none. `reason` is printed."""
+        """End the training after the current round, with `now` too, as hooks run between rounds; to be called on every rank, or
+        on none. `reason` is printed."""
         self._stop_reason = reason
+
+    def log(self, name: str, value: float | torch.Tensor, count: float = 1) -> None:
+        """Refused: what it averages are steps, which clients take."""
+        raise UserError(f"training.log({name!r}, …) averages over optimizer steps, which clients take in federated training; "
+                        f"append to training.history.setdefault({name!r}, []) in on_epoch_end, on every rank")  # fmt: skip
+
+    def save_checkpoint(self) -> None:
+        """Refused: it is for the middle of an epoch, and rounds are saved as a whole."""
+        raise UserError(
+            "training.save_checkpoint() is for the middle of an epoch; rounds are saved at their end: set save_every=1"
+        )
 
     def read_model(self) -> None:
         """Let the global model be what `model` holds."""

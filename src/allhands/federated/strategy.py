@@ -127,10 +127,10 @@ class Federated(Strategy):
             raise UserError(f"local_layers={local_layers!r}; it must be a list of names: write [{local_layers!r}]")
         if on_bad_update not in ("stop", "skip"):
             raise UserError(f"on_bad_update={on_bad_update!r}; it must be 'stop' or 'skip'")
-        name = executor.get("name") if isinstance(executor, dict) else executor
-        if devices_per_client > 1 and name not in ("auto", "serial"):
+        chosen = executor.get("name") if isinstance(executor, dict) else executor
+        if devices_per_client > 1 and chosen not in ("auto", "serial"):
             raise UserError(
-                f"devices_per_client={devices_per_client} trains one client after another; leave executor={name!r} out"
+                f"devices_per_client={devices_per_client} trains one client after another; leave executor={chosen!r} out"
             )
         self.devices_per_client = devices_per_client
         check_action(on_client_failure, client_retries)
