@@ -120,7 +120,10 @@ class Federated(Strategy):
         if not (isinstance(stages, type) and issubclass(stages, Rounds)):
             raise UserError(f"stages={stages!r}; it must be a class derived from allhands.federated.Rounds")
         parse(executor)  # raises for a name or an option that there is not
-        if isinstance(self.algorithm, FedBuff) and stages is Rounds:
+        if isinstance(self.algorithm, FedBuff) and not issubclass(stages, BufferedRounds):
+            if stages is not Rounds:
+                raise UserError(f"algorithm='fedbuff' does not go by cohorts: derive {stages.__name__} from "
+                                "allhands.federated.buffered.BufferedRounds, or leave stages out")  # fmt: skip
             stages = BufferedRounds
         self.executor, self.evaluate_every, self.stages = executor, evaluate_every, stages
         if isinstance(local_layers, str):

@@ -171,3 +171,5 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(UserError, match="derive the class"):
         sim.rounds(FedBuff(), kind=Rounds).run()
     assert Federated(algorithm="fedbuff").stages is BufferedRounds
+    with pytest.raises(UserError, match="derive Own from"):
+        Federated(algorithm="fedbuff", stages=type("Own", (Rounds,), {}))
