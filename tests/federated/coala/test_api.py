@@ -238,6 +238,20 @@ def test_selection_termination_and_tests_of_a_server():
     assert train(Picks, server={"test_every": 1}).history["test"] == {"round": [0, 1], "answer": [42.0, 42.0]}
 
 
+class Chooses(coala.BaseServer):
+    def selection(self, clients, clients_per_round):
+        return np.random.choice(clients, clients_per_round, replace=False)
+
+
+def test_a_selection_that_draws_from_numpy_repeats_and_follows_the_seed():
+    def cohorts(seed: int) -> list[list[int]]:
+        return train(Chooses, seed=seed, server={"rounds": 5, "clients_per_round": 2}).history["cohort"]
+
+    assert cohorts(0) == cohorts(0)
+    assert cohorts(0) != cohorts(1)
+    assert len({tuple(cohort) for cohort in cohorts(0)}) > 1
+
+
 class Forgets(coala.BaseServer):
     def train(self):
         pass
