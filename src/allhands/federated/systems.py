@@ -149,6 +149,7 @@ class Systems:
             UserError: a list is not one number a client, or more clients would be selected than there are.
         """
         self.clients, self.local, self.traffic, self.seed = clients, local, traffic, seed
+        self.now = 0.0  # the same object may serve another run
         for profile in (self.speed, self.download, self.upload, self.delay, self.dropout, self.share):
             if profile is not None:
                 profile.check(len(clients))

@@ -134,6 +134,13 @@ def test_a_run_that_is_resumed_is_the_same_to_the_bit():
         assert history[name] == whole.history[name]
 
 
+def test_the_same_objects_serve_another_run():
+    algorithm, systems = FedBuff(concurrency=3), Systems(speed=1.0)
+    first, again = (rounds(algorithm, systems, number=5, per_round=2).run() for _ in range(2))
+    for name in ("arrived", "staleness", "virtual_time", "train"):
+        assert first[name] == again[name]
+
+
 def _run() -> list[torch.Tensor]:
     """Weights of all that depends on who trains where, or draws."""
     feedback, private = TopK(0.3, feedback=True), Privacy(0.1, 1.0, delta=0.1)

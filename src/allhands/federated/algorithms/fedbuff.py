@@ -83,7 +83,7 @@ class FedBuff(Algorithm):
                             "mean over versions; use GroupNorm, or track_running_stats=False")  # fmt: skip
 
     def begin(self, server: Server) -> None:
-        self._free = self.concurrency or self.buffer
+        self.flying, self._draws, self._free = [], 0, self.concurrency or self.buffer
 
     def client_state(self, server: Server) -> dict[str, int]:
         return {UNDER_WAY: server.layout.length + 2}
