@@ -108,6 +108,16 @@ def test_drop_outs_are_replaced_and_windows_waited_for():
     assert history["virtual_time"] == sorted(history["virtual_time"])
 
 
+def test_where_everyone_drops_out_the_model_stays_as_it_was():
+    who = sim.clients((1,) * 500)
+    made = rounds(FedBuff(concurrency=5), Systems(speed=1.0, dropout=1.0), who=who, given=sim.data(500), number=2, per_round=2)
+    before = made.server.weights.clone()
+    history = made.run()
+    assert history["unchanged"] == [True, True]
+    assert [len(dropped) for dropped in history["dropped"]] == [200, 200]
+    assert torch.equal(before, made.server.weights)
+
+
 def test_a_client_left_out_brings_nothing_later():
     x, y = sim.data()
     y = y.clone()

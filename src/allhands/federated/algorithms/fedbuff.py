@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 #: The name of an update that is under way, among what a client keeps: the update, the loss, and a 1.
 UNDER_WAY = "under way"
+_LOST = 100  # drop-outs for each update that is wanted, before the server steps with what there is
 
 
 @dataclass
@@ -90,10 +91,10 @@ class FedBuff(Algorithm):
 
     def advance(self, systems: Systems, version: int) -> Events:
         """Let time go on until the buffer is full; computed alike on every rank. Fewer updates come only where everyone who could
-        begin has trained this version or dropped out."""
+        begin has trained this version, or nearly everyone drops out."""
         events, taken = Events(), {client for _, client, _, _ in self.flying}
         used: set[int] = set()
-        while len(events.arrivals) < self.buffer:
+        while len(events.arrivals) < self.buffer and len(events.dropped) < _LOST * self.buffer:
             if self._free and (not self.flying or self.flying[0][0] > systems.now):
                 begun = systems.draw(self._free, taken | used, "fedbuff", version, self._draws)
                 self._draws += 1
