@@ -20,9 +20,9 @@ from allhands.federated.strategy import Federated
 from allhands.runner import Callback, EarlyStopping, SupervisedRunner
 from allhands.runner.workers import plan
 from allhands.strategies import STRATEGIES, Strategy, strategy_named
-from allhands.verify.compare import NOT_STEPS
 from allhands.verify.compare import verify as compare
 from allhands.verify.report import Report
+from allhands.verify.rounds import RoundsReport, verify_rounds
 
 # Short names; beside them the classes of torch.nn whose name ends in Loss.
 _CRITERIA = {
@@ -98,10 +98,11 @@ def _world_size(strategy: Strategy, workers: int | None, device: str | None) -> 
     return chosen.world_size
 
 
-def verify(run_file: RunFile, strategies: Sequence[str] | None, workers: Sequence[int], steps: int) -> Report:
+def verify(run_file: RunFile, strategies: Sequence[str] | None, workers: Sequence[int], steps: int) -> Report | RoundsReport:
     """Compare the training that a run file describes, distributed, with itself alone; see `allhands.verify`.
 
-    Nothing is written. Schedules are as long as with the smallest of the numbers of workers, which has the most steps.
+    Federated training is compared by rounds, as many as `steps` says. Nothing is written. Schedules are as long as with the
+    smallest of the numbers of workers, which has the most steps.
 
     Args:
         run_file: the run; its `workers` do not count.
@@ -114,11 +115,14 @@ def verify(run_file: RunFile, strategies: Sequence[str] | None, workers: Sequenc
         UserError: a name or option that does not exist, or cannot be honoured here.
     """
     given = run_file.config
-    own = _strategy(run_file)
+    own, fewest = _strategy(run_file), min(workers)
     if isinstance(own, Federated):
-        raise run_file.error(("strategy", "name"), NOT_STEPS)
+        if strategies is not None and [name.lower() for name in strategies] != [own.name]:
+            raise run_file.error(
+                ("strategy", "name"), "--strategies compares optimizer steps; leave it out, or run with strategy=ddp"
+            )
+        return verify_rounds(lambda: _objects(run_file, lambda: fewest), own, workers, steps, given.device)
     names = strategies if strategies is not None else [own.name if own.name not in ("single", "dp") else "ddp"]
-    fewest = min(workers)
     found: Report = compare(
         runner=SupervisedRunner(device=given.device),
         strategies=[own if name == own.name else strategy_named(name) for name in names],

@@ -13,6 +13,7 @@ from allhands.errors import UserError, WorkerError
 
 if TYPE_CHECKING:
     from allhands.verify import Report
+    from allhands.verify.rounds import RoundsReport
 
 
 def verify(
@@ -66,7 +67,7 @@ def _count(word: str) -> int:
     return int(word)
 
 
-def _draw(report: Report, plot: Path | None, logdir: str | None) -> str:
+def _draw(report: Report | RoundsReport, plot: Path | None, logdir: str | None) -> str:
     """Draw the plot; where it is, or why there is none. Only one that was asked for must be."""
     if plot is not None:
         report.save_plot(plot)

@@ -266,9 +266,8 @@ def _implausible(trace: Trace, limit: float) -> Finding | None:
 # ---------------------------------------------------------------------- arguments
 
 NOT_STEPS = (
-    "federated training is compared by its rounds and not by optimizer steps: train once with workers=1 and once with more, each "
-    "with a logdir, and compare their metrics.csv, which must be equal but for the seconds; or verify the model and the data "
-    "with the strategy ddp"
+    "federated training is compared by its rounds and not by optimizer steps: use allhands.verify.rounds.verify_rounds, or "
+    "`allhands verify` on a run file; or verify the model and the data with the strategy ddp"
 )
 
 
