@@ -45,12 +45,16 @@ class SimpleCNN(nn.Module):
         return self.fc3(self.fc2(self.fc1(x.flatten(1)).relu()).relu())
 
 
+def images(root: str | None, limit: int | None) -> dict[str, Any]:
+    """Both parts of CIFAR-10, normalised."""
+    return {split: catalogue.load("cifar10", split=split, root=root, limit=limit) for split in ("train", "valid")}
+
+
 def run(cell: str, args: argparse.Namespace) -> dict[str, Any]:
     """One cell: its history and figures."""
     settings = dict(CELLS[cell])
     published = settings.pop("published")
     settings["rounds"] = min(settings["rounds"], args.rounds or settings["rounds"])
-    data = {split: catalogue.load("cifar10", split=split, root=args.root, limit=args.limit) for split in ("train", "valid")}
     torch.manual_seed(args.seed)
     model = SimpleCNN()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-5)
@@ -61,7 +65,7 @@ def run(cell: str, args: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
     history = SupervisedRunner().train(
         model=model, criterion=nn.CrossEntropyLoss(), optimizer=optimizer, metrics=["accuracy"], seed=args.seed,
-        datasets={"batch_size": 64, **data}, distributed=federated, workers=args.workers,
+        datasets={"batch_size": 64, "get_datasets_fn": images, "root": args.root, "limit": args.limit}, distributed=federated, workers=args.workers,
     )  # fmt: skip
     accuracy = [100 * value for value in history["valid"]["accuracy"]]
     return {
