@@ -1,8 +1,8 @@
-"""Convolutions of stacked clients as matrix products.
+"""Convolutions of stacked clients, in forms that a GPU runs for all clients at once.
 
 Stacked clients make a convolution one of as many groups as clients. cuDNN runs the forward pass of such a one group by group in
 kernels that leave most of the device idle, and has no good kernels at all for few channels a group; in networks for colour images
-that was more than half of a step. A product of the weights with the image's patches is one batched matrix product.
+that was more than half of a step. Its backward passes run all groups at once.
 """
 
 from __future__ import annotations
@@ -19,25 +19,30 @@ DEVICES = {"cuda"}
 
 
 class UnfoldedConv2d(nn.Conv2d):
-    """`nn.Conv2d` as one product of the weights with the image's patches."""
+    """`nn.Conv2d` for few input channels as one product of the weights with the image's patches, else as `_Grouped`."""
 
     def _conv_forward(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         stride, padding, dilation = self.stride, self.padding, self.dilation
         if self.in_channels <= _FEW:
             made = product(input, weight, stride, padding, dilation)  # type: ignore[arg-type]
         else:
-            made = _Product.apply(input, weight, stride, padding, dilation)
+            made = _Grouped.apply(input, weight, stride, padding, dilation)
         return made if bias is None else made + bias[:, None, None]
 
 
-class _Product(torch.autograd.Function):
-    """Forward as a product, which is fast; backward as the convolution's own, which needs no patches and knows groups."""
+class _Grouped(torch.autograd.Function):
+    """Backward as `nn.Conv2d`. Forward by the same kernels where the stride is 1: a convolution is the transposed convolution
+    with turned weights, which is what cuDNN computes by its backward pass. Else as a product."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(input: torch.Tensor, weight: torch.Tensor, stride: Any, padding: Any, dilation: Any) -> torch.Tensor:
-        return product(input, weight, stride, padding, dilation)
+        (rows, columns), (high, wide), (apart, beside) = weight.shape[2:], padding, dilation
+        room = apart * (rows - 1) - high, beside * (columns - 1) - wide
+        if stride != (1, 1) or min(room) < 0:
+            return product(input, weight, stride, padding, dilation)
+        return F.conv_transpose2d(input, weight.flip(2, 3).transpose(0, 1), None, 1, room, 0, 1, dilation)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -57,7 +62,8 @@ class _Product(torch.autograd.Function):
 def product(
     input: torch.Tensor, weight: torch.Tensor, stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int]
 ) -> torch.Tensor:
-    """The convolution of images, N x channels_in x H x W, with a weight, channels_out x channels_in x rows x columns."""
+    """The convolution of images, N x channels_in x H x W, with a weight, channels_out x channels_in x rows x columns, as one
+    batched product of the weight with the image's patches."""
     (rows, columns), (down, right), (apart, beside) = weight.shape[2:], stride, dilation
     x = F.pad(input, (padding[1], padding[1], padding[0], padding[0])) if any(padding) else input
     high = (x.shape[2] - apart * (rows - 1) - 1) // down + 1
