@@ -37,8 +37,8 @@ def _spread(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _mixed(places: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    bits = (places ^ key) * _MIX
-    return (bits ^ (bits >> 15)) * _LAST
+    bits = (places ^ key).mul_(_MIX)  # in place, for what is read again is in the cache then
+    return bits.bitwise_xor_(bits >> 15).mul_(_LAST)
 
 
 def _signed(value: int) -> int:
