@@ -127,6 +127,31 @@ def test_async_applies_on_arrival_and_measures_staleness() -> None:
         assert out.tolist() == [-7.0] * 2
 
 
+def test_the_staleness_is_the_largest_of_all_chunks_and_reaches_what_the_bound_allows() -> None:
+    """Bound 1, two workers: up to (2 - 1)(2 * 1 + 1) pushes between a read and a push."""
+    keys = {"a": torch.zeros(3), "b": torch.zeros(3), "c": torch.zeros(3)}
+
+    def begun(rank: int) -> Any:
+        store = made.store(rank, "dist_ssp", staleness=1)
+        store.set_optimizer("sgd", lr=1.0)
+        store.init(list(keys), list(keys.values()))
+        for name in keys:
+            store.pull(name)
+        return store
+
+    with job(2, servers=2) as made:
+        zero, one = made.run(begun)
+        grads, outs = {name: torch.ones(3) for name in keys}, {name: torch.empty(3) for name in keys}
+        assert zero.update(grads, outs, Share()).staleness == 0
+        assert [one.update(grads, outs, Share()).staleness for _ in range(2)] == [1, 0]
+        one.push(list(keys), list(grads.values()))
+        one._settle()
+        zero.push("c", grads["c"])  # it waits for nothing, and reads this key anew
+        zero.pull("c")
+        stale = zero.update(grads, outs, Share()).staleness
+        assert (stale, type(stale)) == (3, int)
+
+
 def test_damping_divides_the_rate_by_the_staleness() -> None:
     def second() -> None:
         stores.append(made.store(1, "dist_async", damping=True))

@@ -115,7 +115,7 @@ class Told:
     def give(self, chunk: Chunk) -> None:
         self.values.append(chunk.weights.clone())
 
-    def finished(self, meta: Meta, workers: int, staleness: float) -> None:
+    def finished(self, meta: Meta, workers: int, staleness: int) -> None:
         self.steps.append((meta.step, workers))
 
 

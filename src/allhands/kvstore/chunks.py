@@ -27,7 +27,7 @@ class Worker(Protocol):
     def give(self, chunk: Chunk) -> None:
         """Send the chunk's value; called with the chunk's lock held."""
 
-    def finished(self, meta: Meta, workers: int, staleness: float) -> None:
+    def finished(self, meta: Meta, workers: int, staleness: int) -> None:
         """A chunk of this step is done."""
 
 
@@ -40,6 +40,7 @@ class Meta:
         chunks: how many chunks of this server it pushes.
         idle: it has no samples, and leaves the options to the others.
         left: how many of them are not done.
+        staleness: the largest of them.
     """
 
     worker: Worker
@@ -51,7 +52,7 @@ class Meta:
     chunks: int
     idle: bool = False
     left: int = 0
-    staleness: float = 0.0
+    staleness: int = 0
     workers: int = 0
 
     def options(self, group: int) -> dict[str, Any] | None:

@@ -208,7 +208,7 @@ class HostStore(KVStore):
         share = Share(sum(weights), about["expected"])
         numbers = self._lead(lambda store: _numbers(store.update(sums, new, share, about["groups"], about["clip"])))
         self._spread(read, "new", device, outs)
-        return Step(int(numbers[0]), int(numbers[1]), numbers[2])
+        return Step(int(numbers[0]), int(numbers[1]), int(numbers[2]))
 
     def reduce(self, grads: Mapping[str, torch.Tensor], share: Share) -> Step:
         self._check_all(grads, "the gradient")
@@ -220,7 +220,7 @@ class HostStore(KVStore):
         sums = self._add_up(keys, grads, device)
         numbers = self._lead(lambda store: _numbers(store.reduce(sums, Share(sum(weights), about["expected"]))))
         self._spread(keys, "sums", device, grads)
-        return Step(int(numbers[0]), int(numbers[1]), numbers[2])
+        return Step(int(numbers[0]), int(numbers[1]), int(numbers[2]))
 
     def _push(self, name: str, value: torch.Tensor, priority: int, share: Share) -> None:
         if name in self.tables:

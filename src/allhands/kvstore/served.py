@@ -6,7 +6,7 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -135,7 +135,7 @@ class ServedStore(Connected):
             for link in involved:
                 link.squares.pop(step, None)
         workers = min((one["workers"] for one in told), default=self.num_workers)
-        staleness = sum(one["staleness"] for one in told) / max(1, len(told))
+        staleness = max((int(one["staleness"]) for one in told), default=0)
         return Step(self._steps_before + (step >> 32), workers, staleness)
 
     def _about(self, what: str) -> str:
@@ -205,7 +205,7 @@ class ServedStore(Connected):
         taken = self._finish(step, involved, pending) if dense or together else Step(0, self.num_workers)
         for name, grad in merged.items():
             if name not in together:
-                taken = self._push_rows(name, grad, share, told)
+                taken = replace(self._push_rows(name, grad, share, told), staleness=taken.staleness)
         self._staging.put(staged, outs)
         for name, out in outs.items():
             if name not in staged:

@@ -152,7 +152,7 @@ class Session:
         data = rows.contiguous()
         self._out.put([pack(Kind.ROWS, meta=request, nbytes=data.nbytes), data])
 
-    def finished(self, meta: Meta, workers: int, staleness: float) -> None:
+    def finished(self, meta: Meta, workers: int, staleness: int) -> None:
         """All chunks of a step are done."""
         if meta.worker is self:
             self._metas = {number: one for number, one in self._metas.items() if one is not meta}

@@ -79,7 +79,7 @@ class Shard(ShardKeys):
             if meta.clip is not None:
                 self._clip_metas.setdefault(meta.step, []).append(meta)
         if not meta.chunks:
-            meta.worker.finished(meta, len(self.members.everyone()), 0.0)
+            meta.worker.finished(meta, len(self.members.everyone()), 0)
 
     def push(self, chunk: Chunk, number: int, meta: Meta, values: torch.Tensor, release: Callable[[], None], wanted: bool,
              room: torch.Tensor | None = None) -> None:  # fmt: skip
@@ -181,7 +181,7 @@ class Shard(ShardKeys):
             self._step_done(meta)
 
     def _step_done(self, meta: Meta) -> None:
-        meta.worker.finished(meta, meta.workers or 1, meta.staleness / max(1, meta.chunks))
+        meta.worker.finished(meta, meta.workers or 1, meta.staleness)
         if self.recovery is not None and not self.synchronous:
             self.recovery.stepped(self)
 
@@ -222,7 +222,7 @@ class Shard(ShardKeys):
         chunk.version += 1
         chunk.seen[meta.worker.rank] += 1
         with self._lock:
-            meta.staleness += stale
+            meta.staleness = max(meta.staleness, stale)
 
     def _serve(self, chunk: Chunk) -> None:
         """Answer those who wait, if they are not too far ahead. The chunk's lock is held."""

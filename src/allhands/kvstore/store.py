@@ -66,12 +66,13 @@ class Step:
     Attributes:
         number: steps taken so far, this one included.
         workers: how many workers' gradients are in it.
-        staleness: steps that others have taken between this worker's last pull and its push; always 0 in sync.
+        staleness: how many pushes of others were applied between this worker's last pull and its push; the largest over all
+            chunks and servers; always 0 in sync. Of tables of rows it is not counted.
     """
 
     number: int
     workers: int
-    staleness: float = 0.0
+    staleness: int = 0
 
 
 class KVStore(ABC):
