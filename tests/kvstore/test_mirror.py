@@ -266,3 +266,60 @@ def test_the_launcher_starts_a_killed_server_again_and_no_step_is_lost(tmp_path:
         told.append(lines[0])
         assert ("no step is lost" in done.stdout) == (kill == "1")
     assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("when", ["state", "before load", "after load"])
+def test_a_state_is_read_or_loaded_again_when_a_server_dies_meanwhile(when: str, lost: int) -> None:
+    def train(kill: bool) -> list[Any]:
+        with job(2, 2) as made:
+
+            def work(rank: int) -> tuple[Weights, Any]:
+                store = _store(made, rank)
+                store.set_optimizer("adam", {"lr": 0.01})
+                store.declare({name: torch.zeros(shape) for name, shape in SHAPES.items()}, complete=True)
+                outs = {name: torch.empty(shape) for name, shape in SHAPES.items()}
+
+                def steps(first: int, last: int) -> None:
+                    for step in range(first, last):
+                        store.update({name: torch.full(SHAPES[name], 1.0 + rank + step) for name in outs}, outs, Share())
+
+                steps(0, 3)
+                early = store.state()
+                steps(3, 5)
+                if rank == 0 and kill:
+                    _whole(made, lost)
+                    name = "_settle" if when == "state" else "_give_state"
+                    whole = getattr(store, name)
+
+                    def dying(*given: Any) -> None:
+                        setattr(store, name, whole)
+                        if when == "before load":
+                            _restart(made, lost)
+                        whole(*given)
+                        if when != "before load":
+                            _restart(made, lost)
+
+                    if when != "state":
+                        setattr(store, name, dying)
+                        store.load_state(early)
+                    else:
+                        store.barrier()
+                        setattr(store, name, dying)
+                elif when != "state":
+                    store.load_state(early)
+                else:
+                    store.barrier()
+                late = store.state()
+                store.barrier()
+                steps(5, 8)
+                store.close()
+                return outs, late
+
+            return made.run(work)
+
+    for ours, theirs in zip(train(True), train(False), strict=True):
+        _same(theirs[0], ours[0])
+        assert (ours[1].step, ours[1].numbers) == (theirs[1].step, theirs[1].numbers)
+        for name, states in theirs[1].tensors.items():
+            _same(states, ours[1].tensors[name])

@@ -258,6 +258,10 @@ class Connected(KVStore):
 
     def state(self) -> StoreState:
         self._usable()
+        found: StoreState = self._again_if_lost(self._state_once)
+        return found
+
+    def _state_once(self) -> StoreState:
         self._settle()
         found: dict[str, torch.Tensor] = {}
         for link in self.links:
@@ -266,14 +270,23 @@ class Connected(KVStore):
 
     def load_state(self, state: StoreState) -> None:
         self.barrier()  # nobody's push is to come after it
+        self._barriers += 1
+        number = 0 if self._again else self._barriers
+
+        def load() -> None:
+            if self.rank == 0:
+                self._give_state(state)
+            self.links[0].ask("barrier", number=number)
+
+        self._again_if_lost(load)  # all of it: a server may have gone back to the time before
         self._steps_before = state.step - self._version()
-        if self.rank == 0:
-            for link, part in zip(self.links, taken_apart(state, self._pieces, self._tables, len(self.links)), strict=True):
-                number, pending = link.expect()
-                data = save(part)
-                link.put(pack(Kind.STATE, meta=number, nbytes=len(data)) + data)
-                link.answer(pending, "load_state")
-        self.barrier()
+
+    def _give_state(self, state: StoreState) -> None:
+        for link, part in zip(self.links, taken_apart(state, self._pieces, self._tables, len(self.links)), strict=True):
+            number, pending = link.expect()
+            data = save(part)
+            link.put(pack(Kind.STATE, meta=number, nbytes=len(data)) + data)
+            link.answer(pending, "load_state")
 
     def residuals(self) -> dict[str, torch.Tensor]:
         found = {}
