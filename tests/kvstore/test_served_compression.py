@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from allhands.kvstore import Share, Trainer
+from allhands.kvstore.compression import codec_from
 from tests.kvstore.serving import error_of, job, same, weights_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -280,3 +281,36 @@ def test_a_state_that_is_loaded_reaches_workers_that_get_changes() -> None:
         for out, again in made.run(work):
             assert torch.equal(out, torch.full((300,), 5.0, dtype=torch.bfloat16))
             assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("kind", ["topk", "1bit", "2bit"])
+def test_what_is_left_over_is_a_gradient_and_needs_no_scaling_when_the_rate_changes(kind: str) -> None:
+    count, steps, workers = 40, 8, 2
+    rates = [0.5, 0.5, 0.05, 0.05, 2.0, 2.0, 0.001, 0.5]
+    options = {"topk": {"type": "topk", "ratio": 0.1}, "1bit": {"type": "1bit"}, "2bit": {"type": "2bit", "threshold": 0.5}}[kind]
+    codec = codec_from(options)
+    weights, left = torch.zeros(count), [torch.zeros(count) for _ in range(workers)]
+    for step, rate in enumerate(rates):
+        total = torch.zeros(count)
+        for rank in range(workers):
+            whole = left[rank] + torch.from_numpy(gradients(rank, steps, count)[step])
+            sent = torch.empty(count)
+            codec.decode(codec.encode(whole), sent)
+            left[rank] = whole - sent
+            total += sent
+        weights -= rate * (total * (1 / workers))
+
+    def work(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        store = made.store(rank)
+        store.set_optimizer("sgd", lr=rates[0])
+        store.set_gradient_compression({**options, "pull": "none"})
+        store.init("w", torch.zeros(count))
+        out = torch.empty(count)
+        for rate, grad in zip(rates, gradients(rank, steps, count), strict=True):
+            store.update({"w": torch.from_numpy(grad)}, {"w": out}, Share(1, 1.0), [{"lr": rate}])
+        return out, store.residuals()["w"]
+
+    with job(workers) as made:
+        for rank, (ours, residual) in enumerate(made.run(work)):
+            torch.testing.assert_close(ours, weights, rtol=1e-6, atol=1e-7)
+            assert torch.equal(residual, left[rank])

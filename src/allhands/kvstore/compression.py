@@ -255,6 +255,10 @@ class Compressor:
 
     After any number of calls, the sum of what was given is the sum of what is decoded plus the residual, but for rounding.
 
+    The residual is in the units of gradients: what is pushed is the gradient before the learning rate, which travels beside it
+    with each step. So a change of the rate needs no rescaling; what is left of earlier steps is applied with the rate of the step
+    that sends it.
+
     Args:
         codec: how.
         count: numbers in the chunk.
