@@ -113,6 +113,8 @@ class Rounds:
             lengths = {**lengths, OWN_LAYERS: len(server.own) + 1}
         if compression is not None and compression.feedback:
             lengths = {**lengths, RESIDUAL: server.layout.length}
+        #: The clients that brought an update in the last round, and the rank, samples, steps and seconds of each.
+        self.last: dict[str, list[float]] = {}
         self.states = ClientStates(lengths, server.layout.dtype, server.device, world)
         self.history: History = {"round": [], "seconds": [], "cohort": [], "train": {"loss": []}, "skipped": [], "failed": [],
                                  "retried": [], "unchanged": [], "bytes_up": [], "bytes_down": [],
@@ -198,7 +200,7 @@ class Rounds:
             if self.states:
                 self.states.put(trained.clients, trained.own)
             sums.note(trained.slots, ok=1.0, samples=trained.samples, steps=trained.steps, loss=trained.loss,
-                      seconds=seconds)  # fmt: skip
+                      seconds=seconds, rank=self.world.rank)  # fmt: skip
 
         self.failures.train(self.executor, jobs, states, sink, self.clients.name)
 
@@ -257,6 +259,9 @@ class Rounds:
         self.failures.settle(figures, cohort, self.clients, round_)
         figures = {name: column[: len(cohort)] for name, column in figures.items()}  # of an empty cohort, none
         self.costs.learn(cohort, *((figures[name] * figures["ok"]).tolist() for name in ("steps", "seconds")))
+        kept = figures["ok"].nonzero().flatten().tolist()
+        self.last = {"client": [cohort[slot] for slot in kept],
+                     **{name: figures[name][kept].tolist() for name in ("rank", "samples", "steps", "seconds")}}  # fmt: skip
         skipped = [cohort[slot] for slot in figures["bad"].nonzero().flatten().tolist()]
         if skipped:
             self._say_bad(round_, skipped)

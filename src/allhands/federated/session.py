@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import signal
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from allhands.comm import calls
 from allhands.errors import UserError
 from allhands.federated.checkpoint import RoundMemory
+from allhands.federated.report import report
 from allhands.federated.rounds import History, Rounds
 from allhands.runner import checkpoint
 from allhands.runner.agreement import SIGNALS, Agreement, requeue_if_asked
@@ -123,7 +126,24 @@ class Session:
             if settings.load_best_on_end:
                 self._load_best()
             self.memory.close()
+        self._write_report()
         return self.history
+
+    def _write_report(self) -> None:
+        """``report.html`` into the logdir, where matplotlib can draw it."""
+        logdir, rounds, local = self.settings.logdir, self.rounds, self.rounds.work.local
+        if self.world.rank or logdir is None or not self.history["round"] or find_spec("matplotlib") is None:
+            return
+        settings = {
+            "algorithm": rounds.algorithm.name, "clients": len(rounds.clients), "clients a round": rounds.per_round,
+            "rounds": rounds.rounds, "samples": len(rounds.clients.indices), "local epochs": local.epochs,
+            "local steps": local.steps, "batch size": local.batch_size, "optimizer": type(self.optimizer).__name__,
+            "learning rate at the end": learning_rates(self.optimizer)[0], "executor": rounds.executor.name,
+            "workers": self.world.world_size, "device": self.world.device.type, "seed": rounds.work.seed,
+        }  # fmt: skip
+        path = Path(logdir) / "report.html"
+        report(self.history, path, last=rounds.last or None, sizes=rounds.clients.sizes, settings=settings)
+        self.reporter.line(f"report in {path}")
 
     def _train(self, loggers: Loggers) -> None:
         self._hook("on_train_start")

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from allhands.world import World
 
 #: Figures of a client that every algorithm's sums carry; `ok` is 1 for a client that has trained,
-#: `bad` for one whose model came out with NaN or Inf; `failed` and `retried` are those of `Failures`.
-FIGURES = ("ok", "samples", "steps", "loss", "seconds", "bad", "failed", "retried")
+#: `bad` for one whose model came out with NaN or Inf; `failed` and `retried` are those of `Failures`;
+#: `rank` is the one that has trained it.
+FIGURES = ("ok", "samples", "steps", "loss", "seconds", "bad", "failed", "retried", "rank")
 #: The name of a client's own layers among what it keeps.
 OWN_LAYERS = "own layers"
 

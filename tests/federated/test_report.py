@@ -1,0 +1,82 @@
+"""The report of a run."""
+
+from __future__ import annotations
+
+import base64
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import allhands
+from allhands import SupervisedRunner
+from allhands.errors import UserError
+from allhands.federated import Federated
+from allhands.federated.report import _axes, report, series
+from allhands.runner import workers
+from tests.federated import simulating as sim
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture(autouse=True)
+def _world(monkeypatch):
+    monkeypatch.setattr(workers, "world_around", lambda: 1)
+    yield allhands.init(device="cpu")
+    allhands.finalize()
+
+
+HISTORY = {"round": [0, 1, 2], "seconds": [1.0, 1.0, 1.5], "train": {"loss": [3.0, 2.0, 1.0]}, "bytes_up": [1e6, 2e6, 3e6],
+           "bytes_down": [1e6, 1e6, 1e6], "failed": [[], [4], []], "virtual_time": [5.0, 6.0, 9.0],
+           "valid": {"round": [1, 2], "accuracy": [0.25, 0.5]}}  # fmt: skip
+
+
+def test_values_stand_where_they_were_measured():
+    assert series(HISTORY) == {"train loss": ([0, 1, 2], [3.0, 2.0, 1.0]), "valid accuracy": ([1, 2], [0.25, 0.5])}
+    assert _axes(HISTORY) == {"round": [1, 2, 3], "megabytes up and down": [2.0, 5.0, 9.0], "virtual seconds": [5.0, 6.0, 9.0]}
+
+
+def test_a_report_is_one_file_with_all_pictures_and_is_repeatable(tmp_path):
+    last = {"client": [3, 4], "rank": [0, 1], "seconds": [0.25, 0.5]}
+    report(HISTORY, tmp_path / "a.html", last=last, sizes=[1, 2, 3], settings={"algorithm": "<fedavg>"})
+    text = (tmp_path / "a.html").read_text()
+    pictures = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', text)
+    assert len(pictures) == 3 == text.count("src=")
+    assert "http" not in text
+    assert all(b"<svg" in base64.b64decode(picture) for picture in pictures)
+    assert "&lt;fedavg&gt;" in text
+    assert "<td>clients failed</td><td>1</td>" in text
+    assert "0.5 (0.25 to 0.5)" in text
+
+
+def test_a_history_without_rounds_is_refused(tmp_path):
+    with pytest.raises(UserError, match="train at least one"):
+        report({"round": []}, tmp_path / "a.html")
+
+
+def test_the_last_round_tells_who_was_trained_where(tmp_path):
+    rounds = sim.rounds(per_round=3, number=2)
+    rounds.run()
+    assert rounds.last["client"] == rounds.history["cohort"][-1]
+    assert rounds.last["rank"] == [0, 0, 0]
+    assert all(seconds > 0 for seconds in rounds.last["seconds"])
+    assert rounds.last["samples"] == [sim.SIZES[client] for client in rounds.last["client"]]
+    report(rounds.history, tmp_path / "a.html", last=rounds.last, sizes=rounds.clients.sizes)
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_a_training_leaves_its_report_in_the_logdir(tmp_path, monkeypatch, drawn):
+    if not drawn:
+        monkeypatch.setattr("allhands.federated.session.find_spec", lambda name: None)
+    net = sim.model()
+    SupervisedRunner(device="cpu").train(
+        model=net, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(net.parameters(), lr=0.1), logdir=tmp_path,
+        datasets={"batch_size": 8, "train": TensorDataset(*sim.data())},
+        distributed=Federated(clients=5, per_round=3, rounds=2, executor="serial"),
+    )  # fmt: skip
+    path = tmp_path / "report.html"
+    assert path.exists() == drawn
+    if drawn:
+        assert "<td>algorithm</td><td>fedavg</td>" in path.read_text()
