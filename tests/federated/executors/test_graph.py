@@ -184,3 +184,15 @@ def test_resnet_with_group_norm_in_float32():
         rows.append(made.server.weights)
     for other in rows[1:]:
         assert float((other - rows[0]).norm() / rows[0].norm()) < 1e-4
+
+
+def test_tf32_does_not_make_the_trial_of_a_stack_refuse():
+    from allhands.models import ResNet18
+
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    drawn = torch.Generator().manual_seed(1)
+    given = torch.randn(20, 3, 32, 32, generator=drawn), torch.randint(10, (20,), generator=drawn)
+    made = sim.rounds(net=ResNet18(norm="group"), given=given, who=sim.clients((10, 10)), criterion=nn.CrossEntropyLoss(),
+                      number=1, executor="stacked", device=CUDA, batch_size=10)  # fmt: skip
+    made.run()
+    assert bool(made.server.weights.isfinite().all())
