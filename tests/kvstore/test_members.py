@@ -212,6 +212,30 @@ def test_where_a_loss_stops_all_each_one_is_told_who_was_lost_and_why(how: str) 
                 assert f"is lost: {why}" in text
 
 
+def test_the_error_after_a_loss_names_the_step_and_the_keys_that_were_waited_for() -> None:
+    with job(3, 2, LEASE) as made:
+
+        def work(rank: int) -> str:
+            store, outs = _joined(made, rank, on_worker_loss="stop"), _first()
+            for step in range(LOST_AT):
+                _update(store, outs, step)
+            if rank == 1:
+                chunks = [chunk for server in made.servers for chunk in server.shards[0].chunks.values()]
+                while not all(len(chunk.added) + len(chunk.arrived) == 2 and chunk.version == LOST_AT for chunk in chunks):
+                    time.sleep(0.01)
+                _crash(store)
+                return ""
+            with pytest.raises(WorldError) as raised:
+                _update(store, outs, LOST_AT)
+            return str(raised.value)
+
+        found = made.run(work)
+    for rank in (0, 2):
+        assert found[rank].startswith("worker 1 (host ")
+        waited = f"; worker {rank} waits for the other workers' gradients in step {LOST_AT + 1}, for 'a', 'b' of server 0, 1"
+        assert found[rank].endswith(waited)
+
+
 @pytest.mark.parametrize("transport", ["tcp", "shared"])
 @pytest.mark.parametrize("rank_lost", [0, 1])
 def test_a_worker_that_was_started_again_joins_from_a_round_on(rank_lost: int, transport: str) -> None:

@@ -38,13 +38,14 @@ class Board:
         """Wait until `ready`, which is asked with the lock held. With `server`, only the loss of that one ends it.
 
         Raises:
-            AllhandsError: the failure, or nothing came within `timeout` seconds.
+            AllhandsError: the failure, or nothing came within `timeout` seconds. A loss is told with what was waited for.
         """
         began, told = time.monotonic(), False
         with self.changed:
             while not ready():
                 if self.failure is not None:  # first: nothing comes back for a worker that was expelled
-                    raise type(self.failure)(*self.failure.args) from self.failure
+                    about = f"; {what()}" if isinstance(self.failure, WorldError) else ""
+                    raise type(self.failure)(f"{self.failure}{about}") from self.failure
                 if self.broken and (server is None or server in self.broken):
                     raise ServerLostError(f"servers {sorted(self.broken)}")
                 self.changed.wait(1.0)

@@ -113,7 +113,7 @@ class ServedStore(Connected):
         def known() -> bool:
             return all(step in link.squares or link.done.get(step) is not None for link in involved)
 
-        self._board.wait(known, lambda: self._about("the norm of the gradients"))
+        self._board.wait(known, lambda: self._about(self._missing(step, involved, "the norm of the gradients")))
         with self._board.changed:
             squares = [link.squares.pop(step, None) for link in involved]
         if any(found is None for found in squares):
@@ -129,7 +129,7 @@ class ServedStore(Connected):
         def done() -> bool:
             return pending.left == 0 and all(link.done.get(step) is not None for link in involved)
 
-        self._board.wait(done, lambda: self._about("the other workers' gradients"))
+        self._board.wait(done, lambda: self._about(self._missing(step, involved, "the other workers' gradients")))
         with self._board.changed:
             told = [link.done.pop(step) or {} for link in involved]
             for link in involved:
@@ -137,6 +137,14 @@ class ServedStore(Connected):
         workers = min((one["workers"] for one in told), default=self.num_workers)
         staleness = max((int(one["staleness"]) for one in told), default=0)
         return Step(self._steps_before + (step >> 32), workers, staleness)
+
+    def _missing(self, step: int, involved: Sequence[Link], what: str) -> str:
+        """`what` of which keys, on which servers, in which step."""
+        away = {link.number: set(link.targets) for link in involved if link.targets}
+        keys = [name for name, own in self._pieces.items() if any(one.number in away.get(one.server, ()) for one in own)]
+        named = ", ".join(f"'{name}'" for name in keys[:3]) + (f" and {len(keys) - 3} other keys" if len(keys) > 3 else "")
+        where = f", for {named} of server {', '.join(map(str, sorted(away)))}" if keys else ""
+        return f"{what} in step {self._steps_before + (step >> 32)}{where}"
 
     def _about(self, what: str) -> str:
         return f"worker {self.rank} waits for {what}"
@@ -313,8 +321,10 @@ class ServedStore(Connected):
             link = self.links[piece.server]
             link.targets[piece.number] = (staged[name][piece.start : piece.stop], pending)
             link.put(pack(Kind.PULL, chunk=piece.number, round=link.versions[piece.number]), priority=priority)
+        version = max(self.links[piece.server].versions[piece.number] for piece in pieces)
         self._board.wait(
-            lambda: pending.left == 0, lambda: self._about(f"the key '{name}', which other workers have not pushed yet")
+            lambda: pending.left == 0,
+            lambda: self._about(f"step {self._steps_before + version} of the key '{name}', which others have not pushed yet"),
         )
         self._staging.put(staged, {name: out})
 
