@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import runpy
 import socket
@@ -44,10 +45,20 @@ def rounds(said: str) -> list[str]:
     return re.sub(r"\d+\.\d\d s", "N s", said).partition("\n")[2].splitlines()[1:]
 
 
+def free_port() -> int:
+    """A port that is free, and below those that the system gives to whoever asks for any."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+
+
 def start(folder: Path, processes: int, cohort: int) -> list[str]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     script = folder / "script.py"
     script.write_text(SCRIPT.read_text().replace(":8123", f":{port}"))  # the tutorial's is fixed, and tests run side by side
     said = run_in(folder, sys.executable, str(script), "--gpus", str(processes), "--clients_per_round", str(cohort), *OPTIONS,

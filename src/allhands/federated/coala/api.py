@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -190,9 +191,13 @@ def run() -> Result:
     server, rounds, pool = _build(federation)
     rounds.say(_described(federation, rounds))
     server.start(rounds.model(), pool)
-    # What was trained is let go, with its share of the world's store, which must not outlive the world.
+    result = Result(rounds.history, rounds.model().cpu())
+    # What was trained is let go now, with its share of the world's store, which must not outlive the world: a server and its
+    # rounds name each other, and the end of the program would be too late to find that out.
     federation.ran, federation.built, federation.train, federation.test, federation.model = True, None, None, None, None
-    return Result(rounds.history, rounds.model().cpu())
+    del server, rounds, pool
+    gc.collect()
+    return result
 
 
 def _now(function: str) -> _Federation:
