@@ -375,7 +375,74 @@ def test_first_values_that_nobody_will_give_any_more_are_an_error() -> None:
                 store.init("a", torch.zeros(2))
             return str(raised.value)
 
-        assert made.run(work)[1] == "worker 0 has left and has not given the first values of 'a'; start again"
+        assert made.run(work)[1] == ("worker 0 has left or is lost, and has not given the first values of 'a'; start again")
+
+
+def test_worker_0_that_is_lost_for_good_before_it_gave_the_values_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALLHANDS_ON_WORKER_FAILURE", "continue")
+    with job(2, 1, LEASE) as made:
+
+        def work(rank: int) -> str:
+            if rank == 0:
+                _crash(made.store(0))
+                return ""
+            with pytest.raises(WorldError) as raised:
+                made.store(1).init("a", torch.zeros(2))
+            return str(raised.value)
+
+        assert made.run(work)[1] == "worker 0 has left or is lost, and has not given the first values of 'a'; start again"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_others_go_on_without_a_worker_that_never_comes(late: bool) -> None:
+    with job(3, 2, LEASE) as made:
+        for server in made.servers:
+            server.patience = 0.5
+        alone = threading.Event()
+
+        def work(rank: int) -> Any:
+            if rank == 1:
+                if not late:
+                    return None
+                assert alone.wait(20.0)
+            store, outs, counts = _joined(made, rank), _first(), []
+            if rank == 1:
+                assert store._again
+                return None
+            for step in range(LOST_AT):
+                counts.append(_update(store, outs, step).workers)
+            alone.set()
+            return outs, counts
+
+        results = made.run(work)
+        for rank in (0, 2):
+            outs, counts = results[rank]
+            assert counts == [2] * LOST_AT
+            for name, value in _reference([{0, 2}] * LOST_AT).items():
+                assert torch.equal(outs[name], value)
+
+
+@pytest.mark.parametrize(("rule", "absent"), [("stop", 1), ("continue", 0)])
+def test_a_worker_that_never_comes_is_named_where_the_others_cannot_go_on(rule: str, absent: int) -> None:
+    with job(2, 1, LEASE) as made:
+        made.servers[0].patience = 0.5
+
+        def work(rank: int) -> str:
+            if rank == absent:
+                return ""
+            with pytest.raises(WorldError) as raised:
+                store = _joined(made, rank, on_worker_loss=rule)
+                _update(store, _first(), 0)
+            return str(raised.value)
+
+        text = made.run(work)[1 - absent]
+    if rule == "stop":
+        assert text.startswith("worker 1 is lost: it has not connected to server 0 within 0 s of the first worker (")
+        assert (
+            "ALLHANDS_KVSTORE_START sets how long is waited); worker 0 waits for the other workers' gradients in step 1" in text
+        )
+    else:
+        assert text == "worker 0 has left or is lost, and has not given the first values of 'a', 'b'; start again"
 
 
 class _Worker:

@@ -72,6 +72,15 @@ class Members:
         with self.lock:
             self.live = set(live)
 
+    def remove_absent(self, rank: int) -> bool:
+        """A worker has never come; False when it is not counted, or here."""
+        with self.lock:
+            if rank in self.sessions or rank not in self.live:
+                return False
+            self.live.discard(rank)
+            self.begins[rank] = {}
+            return True
+
     def remove(self, session: Any) -> bool:
         """A worker is gone; False when it was not counted, or another session has taken its place."""
         with self.lock:

@@ -33,6 +33,9 @@ from allhands.world.interface import address_towards
 LEASE = "ALLHANDS_KVSTORE_LEASE"
 # Seconds without a sign of life after which a worker counts as lost. A worker gives one every second.
 DEFAULT_LEASE = 10.0
+START = "ALLHANDS_KVSTORE_START"
+# Seconds after the first worker within which every other one must have come.
+DEFAULT_START = 120.0
 # Connections that have not proven themselves yet; more wait in the listener's queue.
 _STRANGERS = 32
 
@@ -49,6 +52,7 @@ class Server:
         lease: seconds of silence after which a worker is lost.
         restarted: the one before died; nothing is answered before the workers have chosen what all go on from.
         find: gives a server's present announcement, where servers mirror one another.
+        start: seconds after a store's first worker after which one that has never come, to any store, is lost.
 
     Attributes:
         shards: this server's part of each store, by the number of the store.
@@ -56,8 +60,11 @@ class Server:
     """
 
     def __init__(self, number: int, servers: int, workers: int, token: bytes, address: str = "127.0.0.1",
-                 lease: float = DEFAULT_LEASE, restarted: bool = False, find: Find | None = None) -> None:  # fmt: skip
-        self.number, self.servers, self.workers, self.lease = number, servers, workers, lease
+                 lease: float = DEFAULT_LEASE, restarted: bool = False, find: Find | None = None,
+                 start: float = DEFAULT_START) -> None:  # fmt: skip
+        self.number, self.servers, self.workers, self.lease, self.patience = number, servers, workers, lease, start
+        self._came: set[int] = set()  # workers that have been here
+        self._began: dict[int, float] = {}  # when each store's first worker came
         self.restarted = restarted
         self.shards: dict[int, Shard] = {}
         self.copies: dict[int, Copy] = {}
@@ -193,6 +200,7 @@ class Server:
         if shard.recovery is not None and shard.recovery.restored:
             session.occasion = shard.recovery.occasion
         if refusal is None:
+            self._came.add(session.rank)
             before, session.again = shard.members.connect(session)
             if before is not None:
                 # The same worker over a new connection, or started again before its loss was seen.
@@ -233,6 +241,9 @@ class Server:
                 shard.mirror = Mirror(shard, number, self._token, self.find, self.lease / 3)
                 if not self.restarted:  # else what the other server has is wanted first
                     shard.mirror.start()
+            # Where the launcher starts workers again, one that is lost may still come.
+            shard.losses_are_final = os.environ.get("ALLHANDS_ON_WORKER_FAILURE") == "continue"
+            self._began[number] = time.monotonic()
             self.shards[number] = shard
         return self.shards[number]
 
@@ -271,6 +282,11 @@ class Server:
             self._ending.wait(every)
             now = time.monotonic()
             suspended, looked = now - looked > every + 1.0, now
+            if suspended:
+                self._began = dict.fromkeys(list(self._began), now)
+            for number, part in list(self.shards.items()):
+                if now - self._began[number] > self.patience and (part.recovery is None or part.recovery.restored):
+                    self._not_come(part)
             for shard, session in [(part, one) for part in list(self.shards.values()) for one in part.members.sessions_now()]:
                 if suspended:  # this process itself stood still
                     session.ear.forgive(now)
@@ -282,6 +298,14 @@ class Server:
                     session.tell({"op": "failed", "error": f"the servers go on without this worker: {why}"})
                     shard.gone(session, why, polite=False)
                     session.end_soon()
+
+    def _not_come(self, shard: Shard) -> None:
+        """Go on without workers that have never come, or tell those that are here that they cannot."""
+        for rank in sorted(shard.members.everyone() - self._came):
+            shard.absent(rank, (
+                f"worker {rank} is lost: it has not connected to server {self.number} within {self.patience:.0f} s of the first "
+                f"worker (it ended, or is still at work before it creates the store; {START} sets how long is waited)"
+            ))  # fmt: skip
 
 
 def _cut(link: socket.socket) -> None:
@@ -298,10 +322,10 @@ def main() -> None:
     number, servers = int(os.environ["ALLHANDS_SERVER"]), int(os.environ["ALLHANDS_NUM_SERVERS"])
     meeting, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        lease = float(os.environ.get(LEASE, DEFAULT_LEASE))
+        lease, start = float(os.environ.get(LEASE, DEFAULT_LEASE)), float(os.environ.get(START, DEFAULT_START))
         server = Server(
             number, servers, int(os.environ["WORLD_SIZE"]), token_from(os.environ), address_towards(meeting) or "", lease,
-            restarted=os.environ.get("ALLHANDS_SERVER_RESTART", "0") != "0",
+            restarted=os.environ.get("ALLHANDS_SERVER_RESTART", "0") != "0", start=start,
         )  # fmt: skip
     except (AllhandsError, ValueError) as error:
         sys.exit(f"allhands: server {number}: {error}")

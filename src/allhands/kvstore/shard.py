@@ -31,6 +31,7 @@ class Shard(ShardKeys):
     Attributes:
         recovery: where the servers can come back.
         passed: how many barriers all workers have passed.
+        losses_are_final: a worker that is lost is not started again.
     """
 
     def __init__(self, number: int, servers: int, workers: int, rules: dict[str, Any]) -> None:
@@ -40,6 +41,7 @@ class Shard(ShardKeys):
         self.failure: str | None = None
         self.recovery: Recovery | None = None
         self.passed = 0
+        self.losses_are_final = False
         self.rounds = KeyRounds(self.chunks, self.members, rules["on_worker_loss"] == "continue")
         self._clips: dict[int, dict[int, float]] = {}  # by step: square sums by chunk
         self._clip_metas: dict[int, list[Meta]] = {}
@@ -300,7 +302,20 @@ class Shard(ShardKeys):
         if not polite and self.rules["on_worker_loss"] == "stop":
             self.fail(reason)
             return
+        if not polite and self.losses_are_final:
+            self.has_left(session.rank)
         self._go_on_without(session.rank)
+
+    def absent(self, rank: int, reason: str) -> None:
+        """A worker has never come; as `gone`. It may still come, as one that comes again."""
+        if not self.members.remove_absent(rank):
+            return
+        if self.rules["on_worker_loss"] == "stop":
+            self.fail(reason)
+            return
+        print(f"allhands: server {self.number}: {reason}; the others go on", flush=True)
+        self.has_left(rank)
+        self._go_on_without(rank)
 
     def has_left(self, rank: int) -> None:
         """A worker that is gone has said goodbye: those who wait for what only it could give are told."""

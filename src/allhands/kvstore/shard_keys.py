@@ -148,7 +148,9 @@ class ShardKeys:
             missing = {number for number in chunks if not self.chunks[number].ready}
             if missing and 0 in self.members.final:
                 names = ", ".join(sorted({f"'{self.chunks[number].key}'" for number in missing}))
-                session.reply(request, lost=f"worker 0 has left and has not given the first values of {names}; start again")
+                session.reply(
+                    request, lost=f"worker 0 has left or is lost, and has not given the first values of {names}; start again"
+                )
             elif missing:
                 left.append((session, request, missing))
             else:
