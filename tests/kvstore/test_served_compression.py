@@ -287,7 +287,8 @@ def test_a_state_that_is_loaded_reaches_workers_that_get_changes() -> None:
 def test_what_is_left_over_is_a_gradient_and_needs_no_scaling_when_the_rate_changes(kind: str) -> None:
     count, steps, workers = 40, 8, 2
     rates = [0.5, 0.5, 0.05, 0.05, 2.0, 2.0, 0.001, 0.5]
-    options = {"topk": {"type": "topk", "ratio": 0.1}, "1bit": {"type": "1bit"}, "2bit": {"type": "2bit", "threshold": 0.5}}[kind]
+    extra: dict[str, dict[str, Any]] = {"topk": {"ratio": 0.1}, "1bit": {}, "2bit": {"threshold": 0.5}}
+    options = {"type": kind, **extra[kind]}
     codec = codec_from(options)
     weights, left = torch.zeros(count), [torch.zeros(count) for _ in range(workers)]
     for step, rate in enumerate(rates):
