@@ -38,7 +38,7 @@ def test_values_stand_where_they_were_measured():
     assert _axes(HISTORY) == {"round": [1, 2, 3], "megabytes up and down": [2.0, 5.0, 9.0], "virtual seconds": [5.0, 6.0, 9.0]}
 
 
-def test_a_report_is_one_file_with_all_pictures_and_is_repeatable(tmp_path):
+def test_a_report_is_one_file_with_all_pictures(tmp_path):
     last = {"client": [3, 4], "rank": [0, 1], "seconds": [0.25, 0.5]}
     report(HISTORY, tmp_path / "a.html", last=last, sizes=[1, 2, 3], settings={"algorithm": "<fedavg>"})
     text = (tmp_path / "a.html").read_text()

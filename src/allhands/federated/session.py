@@ -142,7 +142,7 @@ class Session:
             "workers": self.world.world_size, "device": self.world.device.type, "seed": rounds.work.seed,
         }  # fmt: skip
         path = Path(logdir) / "report.html"
-        report(self.history, path, last=rounds.last or None, sizes=rounds.clients.sizes, settings=settings)
+        report(self.history, path, last=rounds.last or None, sizes=rounds.clients.sizes.tolist(), settings=settings)
         self.reporter.line(f"report in {path}")
 
     def _train(self, loggers: Loggers) -> None:
