@@ -2,10 +2,10 @@
 
     python benchmarks/niid_bench.py [--cells fedavg,fedprox,scaffold,fedavg-100] [--out FOLDER] [--name NAME] [--root DATA]
 
-The settings that the authors publish: their simple-cnn (two 5 x 5 convolutions, 6 and 16 channels, then 120, 84 and 10 units),
+The settings that the authors publish: their simple-cnn (two 5 x 5 convolutions, 6 and 16 channels, then 120, 84, 10 units),
 Dirichlet(0.5) over labels, SGD with rate 0.01, momentum 0.9 and weight decay 1e-5, batches of 64, 10 local epochs; 10 parties
-all taking part for 50 rounds, or 100 parties of which 10 take part for 500. Images are normalised and not augmented, as in the
-independent re-run with Flower (62.5 for FedAvg; the authors' own table says 68.2). Each cell writes its accuracy by round.
+all taking part for 50 rounds, or 100 parties of which 10 take part for 500. Images are normalised and NOT cropped or flipped at
+random. Published are the authors' own table and an independent re-run with Flower. Each cell writes its accuracy by round.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def run(cell: str, args: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
     history = SupervisedRunner().train(
         model=model, criterion=nn.CrossEntropyLoss(), optimizer=optimizer, metrics=["accuracy"], seed=args.seed,
-        datasets={"batch_size": 64, "get_datasets_fn": images, "root": args.root, "limit": args.limit}, distributed=federated, workers=args.workers,
+        datasets={"batch_size": 64, "get_datasets_fn": images, "root": args.root, "limit": args.limit},
+        distributed=federated, workers=args.workers,
     )  # fmt: skip
     accuracy = [100 * value for value in history["valid"]["accuracy"]]
     return {

@@ -53,8 +53,8 @@ def rounds(algorithm: Algorithm | None = None, *, net: nn.Module | None = None, 
            kind: type[Rounds] = Rounds, world: World | None = None, device: torch.device = CPU,
            stages: dict[str, Any] | None = None,
            **local: Any) -> Rounds:  # fmt: skip
-    """Rounds that are ready to run; `local` are the options of `LocalTraining` (by default full batches, one epoch), `stages` those of
-    `Rounds`."""
+    """Rounds that are ready to run; `local` are options of `LocalTraining` (by default full batches, one epoch), `stages` those
+    of `Rounds`."""
     net, who = (net if net is not None else model()).to(device), who if who is not None else clients()
     given = given if given is not None else data()
     made = optimizer(net.parameters(), **(options or {"lr": 0.1}))
