@@ -24,4 +24,9 @@ def test_clients_learn_to_read_digits_and_one_worker_gives_the_numbers_of_two(tm
     assert float(two[-1]["valid_accuracy"]) >= 0.85, text
     run_in(tmp_path, program("allhands"), "run", "-C", path, "device=cpu", "workers=1", "strategy.rounds=10", "logdir=one")
     one = rows(tmp_path / "one")
-    assert one == two[:10]
+    # Workers have a thread each where one has all cores, so that sums within an operation differ by rounding.
+    for alone, shared in zip(one, two[:10], strict=True):
+        for name, value in alone.items():
+            assert (float(value) if value else None) == (
+                pytest.approx(float(shared[name]), rel=1e-4) if shared[name] else None
+            ), name

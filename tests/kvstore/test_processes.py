@@ -193,6 +193,11 @@ store = ServedStore(mode, rank, 2, WHERE, rules_of(mode, {}), number, f"{number}
 weights = joined(store)
 for step in range(2):
     update(store, weights, step)
+# One that fails while the other still waits for the step before would be told of in that step.
+if rank == 0:
+    note(f"ready-{number}", True)
+while not Path(f"ready-{number}").exists():
+    time.sleep(0.01)
 if rank == 1:
     fail_at(store, 2, when, how, f"fault-{number}")
     if when == "at exit":

@@ -79,7 +79,8 @@ def test_other_versions_are_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_node_that_does_not_come_is_named() -> None:
     first, second = on_nodes(2, lambda node: circle.gather(node, ["127.0.0.1", "localhost", "n3"], "absent", 1, timeout=1.5))
     assert re.search("2 of 3 nodes met within 2 s; missing: n3", str(first))
-    assert "reached the task on 127.0.0.1" in str(second)
+    # Where the first name had not been heard yet, the second one of the same machine is.
+    assert re.search("reached the task on (127.0.0.1|localhost)", str(second))
 
 
 def test_strangers_are_passed_over() -> None:
