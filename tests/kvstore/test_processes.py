@@ -283,6 +283,10 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)  # to hear what the store says
 store = kv.create("dist")
 weights = joined(store)
 update(store, weights, 0)
+if store.rank == 0:
+    note("ready", True)
+while not Path("ready").exists():
+    time.sleep(0.01)
 if store.rank == 1:
     fail_at(store, 1, {when!r}, {how!r}, "fault")
 time.sleep(0.6)
