@@ -16,6 +16,7 @@ from allhands.federated.report import report
 from allhands.federated.rounds import History, Rounds
 from allhands.runner import checkpoint
 from allhands.runner.agreement import SIGNALS, Agreement, requeue_if_asked
+from allhands.runner.announce import report_epoch
 from allhands.runner.callbacks import overridden
 from allhands.runner.loggers import Loggers
 from allhands.runner.reporter import Pace, Reporter
@@ -266,11 +267,5 @@ class Session:
             self.reporter.line(f"{type(self.schedule.scheduler).__name__} steps once a round")
 
     def _report(self, values: Values, rates: list[float], improved: bool) -> None:
-        header, cells = ["round"], [f"{self.epoch}/{self.num_epochs}"]
-        for loader, metrics in values.items():
-            for name, value in metrics.items():
-                header.append(f"{loader} {name}")
-                cells.append(f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.2e}")
-        header += ["lr", "seconds", "best"]
-        cells += [f"{rates[0]:.3g}", f"{self.history['seconds'][-1]:.2f}", "*" if improved else ""]
-        self.reporter.row(header, cells)
+        place, seconds = f"{self.epoch}/{self.num_epochs}", self.history["seconds"][-1]
+        report_epoch(self.reporter, "round", place, values, rates[0], seconds, improved)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from allhands.world import slurm
 
 if TYPE_CHECKING:
+    from allhands.runner.reporter import Reporter
     from allhands.runner.training import Training
 
 
@@ -32,13 +33,15 @@ def announce(training: Training) -> None:
         training.reporter.line(f"note: {slurm.REQUEUE_VARIABLE}=1 has no effect here: without a logdir nothing is saved")
 
 
-def report_epoch(training: Training, values: dict[str, dict[str, float]], rates: list[float], improved: bool) -> None:
-    """The row of the epoch that has just ended."""
-    header, cells = ["epoch"], [f"{training.epoch}/{training.num_epochs}"]
+def report_epoch(
+    reporter: Reporter, what: str, place: str, values: dict[str, dict[str, float]], rate: float, seconds: float, improved: bool
+) -> None:
+    """The row of the epoch (or whatever `what` calls it) that has just ended; `place` is its number among all."""
+    header, cells = [what], [place]
     for loader, metrics in values.items():
         for name, value in metrics.items():
             header.append(f"{loader} {name}")
             cells.append(f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.2e}")
     header += ["lr", "seconds", "best"]
-    cells += [f"{rates[0]:.3g}", f"{training.history['seconds'][-1]:.2f}", "*" if improved else ""]
-    training.reporter.row(header, cells)
+    cells += [f"{rate:.3g}", f"{seconds:.2f}", "*" if improved else ""]
+    reporter.row(header, cells)

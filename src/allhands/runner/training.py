@@ -244,7 +244,8 @@ class Training:
         elif improved and self.settings.load_best_on_end:
             self._best_state = {key: value.detach().cpu().clone() for key, value in self.model.state_dict().items()}
         loggers.epoch(number, self.step, values, position.rates, self.history["seconds"][-1])
-        report_epoch(self, values, position.rates, improved)
+        place, seconds = f"{self.epoch}/{self.num_epochs}", self.history["seconds"][-1]
+        report_epoch(self.reporter, "epoch", place, values, position.rates[0], seconds, improved)
 
     def _train_epoch(self, feed: Feed, position: Position, resumed: bool, loggers: Loggers, since: float) -> dict[str, float]:
         settings, world, reporter, agreement = self.settings, self.world, self.reporter, self.agreement
