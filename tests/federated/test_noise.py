@@ -1,4 +1,4 @@
-"""Dropout by keys: probability, independence, and what a mask depends on."""
+"""Dropout, crops and flips by keys: probability, independence, and what a mask depends on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from torch import nn
 from torch.func import functional_call, vmap
 from torch.utils.checkpoint import checkpoint
 
+import allhands
 from allhands.errors import UserError
 from allhands.federated.noise import KeyedDropout, Noise
+from allhands.models import RandomCrop, RandomFlip
+from tests.federated.executors.comparing import augmented, difference, trained
 
 CPU = torch.device("cpu")
 
@@ -136,3 +139,74 @@ def test_layers_are_replaced_without_a_trace_in_the_state():
     assert float(net[2][2](torch.ones(2, 3, 4)).abs().max()) == 0.0
     net.eval()
     assert torch.equal(net[2][2](torch.ones(2, 3, 4)), torch.ones(2, 3, 4))
+
+
+def test_crops_and_flips_are_a_function_of_the_key_and_the_place_in_the_batch():
+    net = nn.Sequential(RandomCrop(2), nn.Sequential(RandomFlip())).train()
+    before = list(net.state_dict())
+    noise = Noise(net, CPU)
+    assert (noise.names, list(net.state_dict())) == (["0", "1.0"], before)
+    x = torch.arange(5 * 7.0).view(1, 1, 5, 7).expand(40, 2, 5, 7)
+
+    def drawn(keys: torch.Tensor, count: int) -> torch.Tensor:
+        noise.set(keys)
+        noise.begin()
+        return net(x[:count])
+
+    keys = noise.keys(1, 0, 0, 2)
+    outside = torch.get_rng_state()
+    made = drawn(keys[0], 40)
+    assert torch.equal(torch.get_rng_state(), outside)
+    assert torch.equal(drawn(keys[0], 13), made[:13])  # a short batch draws the first of a long one
+    assert not torch.equal(drawn(keys[1], 40), made)
+    assert len({image.numpy().tobytes() for image in made}) > 20
+    net.eval()
+    assert torch.equal(drawn(keys[0], 40), x)
+
+
+def test_keyed_crops_and_flips_are_evenly_spread():
+    net = nn.Sequential(RandomCrop(1), RandomFlip()).train()
+    noise = Noise(net, CPU)
+    x = torch.arange(12.0).view(1, 1, 3, 4).expand(64, 1, 3, 4)
+    seen: dict[bytes, int] = {}
+    for keys in noise.keys(2, 0, 0, 100):
+        noise.set(keys)
+        noise.begin()
+        for image in net(x).numpy():
+            seen[image.tobytes()] = seen.get(image.tobytes(), 0) + 1
+    # 9 crops, turned or not; chi-square with 17 degrees of freedom: 41 is exceeded once in a thousand
+    assert len(seen) == 18
+    assert sum((count - 6400 / 18) ** 2 / (6400 / 18) for count in seen.values()) < 41
+
+
+def test_under_vmap_each_client_crops_and_flips_for_itself():
+    net = nn.Sequential(RandomCrop(2, mode="constant"), RandomFlip()).train()
+    noise = Noise(net, CPU)
+    keys, x = noise.keys(1, 0, 0, 3), torch.rand(3, 6, 2, 5, 5)
+
+    def one(keys: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        noise.begin()
+        return functional_call(net, {"0.key": keys[0], "1.key": keys[1]}, (x,))
+
+    alone = torch.stack([one(own, images) for own, images in zip(keys, x, strict=True)])
+    assert torch.equal(vmap(one)(keys, x), alone)
+    assert not torch.equal(alone, x)
+
+
+class _OfTheUser(RandomFlip):
+    pass
+
+
+def test_clients_one_by_one_and_stacked_see_the_same_crops_and_flips():
+    allhands.init(device="cpu")
+    try:
+        # clients of 10, 25, 17, 3 and 8 samples: some have less than a batch of 4, others a short last one, which is padded
+        given = {"net": augmented, "batch_size": 4, "epochs": 2}
+        assert difference(["serial", *({"name": "stacked", "chunk": chunk} for chunk in (1, 3, 5))], **given) < 1e-12
+        # and these are not the whole images: training on those ends elsewhere
+        plain = trained("serial", net=nn.Sequential(*(nn.Identity() for _ in range(3)), augmented()[3]), batch_size=4, epochs=2)
+        assert float((plain[0] - trained("serial", net=augmented(), batch_size=4, epochs=2)[0]).abs().max()) > 1e-3
+        with pytest.raises(UserError, match="randint"):  # a class of its own keeps to the generator
+            trained("stacked", net=nn.Sequential(_OfTheUser(), augmented()))
+    finally:
+        allhands.finalize()

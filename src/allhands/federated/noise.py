@@ -1,6 +1,6 @@
-"""Dropout whose masks are a function of (seed, round, client, step, layer, position) and of nothing else.
+"""Dropout, crops and flips that are a function of (seed, round, client, step, layer, position) and of nothing else.
 
-A generator's numbers depend on the order in which they are asked for, and a GPU's generator on the size of its blocks. A mask
+A generator's numbers depend on the order in which they are asked for, and a GPU's generator on the size of its blocks. A number
 that is a hash of its place is the same whether clients are trained one by one, in a CUDA graph or stacked, on any device
 (counter-based random numbers: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011).
 """
@@ -15,6 +15,7 @@ from torch import nn
 
 from allhands.data import derive_seed
 from allhands.errors import UserError
+from allhands.models.augment import PerImage, RandomCrop, RandomFlip
 
 # Odd multipliers with good avalanche: the golden ratio, and two of murmur3's finalizer, as signed 32-bit numbers.
 _SPREAD, _MIX, _LAST = (n - 2**32 for n in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
@@ -45,8 +46,37 @@ def _signed(value: int) -> int:
     return (value + 2**31) % 2**32 - 2**31
 
 
-class KeyedDropout(nn.Module):
-    """Stands in for a dropout layer while its model is trained by an executor.
+class Keyed(nn.Module):
+    """Stands in for a layer that draws while its model is trained by an executor."""
+
+    #: Hash of (seed, round, client, step, layer): int32, shape ``[]``; under `vmap` one a client.
+    key: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("key", torch.zeros((), dtype=torch.int32), persistent=False)
+        self.calls, self.over = 0, False
+        self._places: dict[int, torch.Tensor] = {}
+
+    def _bits(self, count: int, device: torch.device) -> torch.Tensor:
+        """Random bits for the places 0 to `count` - 1 of this call: int32, shape ``[count]``."""
+        # A layer that a forward pass calls twice needs two draws. Checkpointed activations are computed again in the backward
+        # pass, where the number of the call is only known if there is no other.
+        if self.over and self.calls != 1:
+            raise UserError("a layer of dropout, crops or flips that the model calls several times runs again in the backward "
+                            "pass (activation checkpointing); give each call a layer of its own")  # fmt: skip
+        call = 0 if self.over else self.calls
+        if not self.over:
+            self.calls += 1
+        # Kept, never replaced: a recorded step reads them where they lie.
+        places = self._places.get(count)
+        if places is None or places.device != device:
+            places = self._places[count] = _spread(count, device)
+        return _mixed(places, self.key + _signed(call * _SPREAD) if call else self.key)
+
+
+class KeyedDropout(Keyed):
+    """Stands in for a dropout layer.
 
     Args:
         p: the probability that a number becomes 0; the others are divided by 1 - p. Kept to within 2**-32.
@@ -55,15 +85,9 @@ class KeyedDropout(nn.Module):
         inplace: change the input, as the layer did for which it stands.
     """
 
-    #: Hash of (seed, round, client, step, layer): int32, shape ``[]``; under `vmap` one a client.
-    key: torch.Tensor
-
     def __init__(self, p: float, features: int | None, inplace: bool) -> None:
         super().__init__()
         self.p, self.features, self.inplace = p, features, inplace
-        self.register_buffer("key", torch.zeros((), dtype=torch.int32), persistent=False)
-        self.calls, self.over = 0, False
-        self._places: dict[int, torch.Tensor] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0.0:
@@ -73,35 +97,45 @@ class KeyedDropout(nn.Module):
 
     def _kept(self, x: torch.Tensor) -> torch.Tensor:
         """0 where a number is dropped and 1 / (1 - p) elsewhere, in a shape that multiplies with `x`."""
-        # A layer that a forward pass calls twice needs two masks. Checkpointed activations are computed again in the backward
-        # pass, where the number of the call is only known if there is no other.
-        if self.over and self.calls != 1:
-            raise UserError("a dropout layer that the model calls several times runs again in the backward pass (activation "
-                            "checkpointing); give each call a layer of its own")  # fmt: skip
-        call = 0 if self.over else self.calls
-        if not self.over:
-            self.calls += 1
         shape = x.shape if self.features is None else x.shape[: self.features]
         if self.p == 1.0:
             return x.new_zeros(()).expand(x.shape)
-        # Kept, never replaced: a recorded step reads them where they lie.
-        places = self._places.get(shape.numel())
-        if places is None or places.device != x.device:
-            places = self._places[shape.numel()] = _spread(shape.numel(), x.device)
-        bits = _mixed(places, self.key + _signed(call * _SPREAD) if call else self.key)
+        bits = self._bits(shape.numel(), x.device)
         kept = (bits >= min(round(self.p * 2**32) - 2**31, 2**31 - 1)).to(x.dtype).mul_(1.0 / (1.0 - self.p))
         return kept.view(*shape, *(1 for _ in x.shape[len(shape) :]))
+
+
+class KeyedImages(Keyed):
+    """Stands in for a layer that changes each image of a batch by numbers of its own."""
+
+    def __init__(self, layer: PerImage) -> None:
+        super().__init__()
+        self.numbers, self.change = layer.numbers, layer.change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        drawn = self._bits(len(x) * self.numbers, x.device).long() + 2**31
+        return self.change(x, drawn.view(len(x), self.numbers))
 
 
 # Layers with masks of their own kind (AlphaDropout) keep the global generator.
 _FEATURES = {nn.Dropout: None, nn.Dropout1d: 2, nn.Dropout2d: 2, nn.Dropout3d: 2}
 
 
+def _keyed(module: nn.Module) -> Keyed | None:
+    """What stands in for a layer; None for one that keeps to the generator."""
+    if type(module) in _FEATURES:
+        return KeyedDropout(module.p, _FEATURES[type(module)], module.inplace)  # type: ignore[arg-type]
+    return KeyedImages(module) if type(module) in (RandomCrop, RandomFlip) else None  # type: ignore[arg-type]
+
+
 class Noise:
-    """The dropout layers of a model, replaced by ones with keys.
+    """The layers of a model that draw, replaced by ones with keys.
 
     Args:
-        model: changed in place: its `nn.Dropout`, `Dropout1d`, `Dropout2d` and `Dropout3d`, not classes derived from them.
+        model: changed in place: its `nn.Dropout`, `Dropout1d`, `Dropout2d` and `Dropout3d`, and `RandomCrop` and `RandomFlip` of
+            `allhands.models`, not classes derived from them.
         device: where the keys lie.
 
     Attributes:
@@ -109,18 +143,16 @@ class Noise:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.layers: dict[str, KeyedDropout] = {}
-        made: dict[int, KeyedDropout] = {}
+        self.layers: dict[str, Keyed] = {}
+        made: dict[int, Keyed] = {}
         for name, module in list(model.named_modules(remove_duplicate=False)):
-            if isinstance(module, KeyedDropout):  # by an executor that had this model before
-                made[id(module)] = module
-            elif type(module) in _FEATURES:
-                if id(module) not in made:
-                    made[id(module)] = KeyedDropout(module.p, _FEATURES[type(module)], module.inplace).train(module.training)
+            standing = made.get(id(module)) or _keyed(module)
+            if standing is not None:
+                made[id(module)] = standing.train(module.training)
                 owner, _, last = name.rpartition(".")
                 setattr(model.get_submodule(owner), last, made[id(module)])
         for name, module in model.named_modules():
-            if isinstance(module, KeyedDropout):
+            if isinstance(module, Keyed):
                 self.layers[name] = module.to(device)
         self.names = list(self.layers)
 

@@ -2,7 +2,8 @@
 
     model = allhands.models.build("simple_cnn", in_channels=1, num_classes=10, image_size=8)
 
-Weights are drawn from torch's global generator: call `torch.manual_seed` first to get the same ones again.
+and layers that crop and flip images at random while a model trains. Weights are drawn from torch's global generator: call
+`torch.manual_seed` first to get the same ones again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from allhands.errors import UserError
+from allhands.models.augment import RandomCrop, RandomFlip
 from allhands.models.images import MLP, SimpleCNN
 from allhands.models.resnet import ResNet18
 from allhands.models.transformer import GPT
@@ -23,7 +25,8 @@ _MODELS: dict[str, type[nn.Module]] = {"mlp": MLP, "simple_cnn": SimpleCNN, "res
 # The plain names of the run files work as constructors too.
 mlp, simple_cnn, resnet18, gpt = MLP, SimpleCNN, ResNet18, GPT
 
-__all__ = ["GPT", "MLP", "ResNet18", "SimpleCNN", "build", "gpt", "mlp", "names", "resnet18", "simple_cnn"]
+__all__ = ["GPT", "MLP", "RandomCrop", "RandomFlip", "ResNet18", "SimpleCNN", "build", "gpt", "mlp", "names", "resnet18",
+           "simple_cnn"]  # fmt: skip
 
 
 def names() -> tuple[str, ...]:

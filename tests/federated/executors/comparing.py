@@ -9,6 +9,7 @@ from torch import nn
 
 from allhands.federated.algorithms import FedAvg, Trained
 from allhands.federated.algorithms.base import Server
+from allhands.models import RandomCrop, RandomFlip
 from tests.federated import simulating as sim
 
 SIZES = (10, 25, 17, 3, 8)
@@ -33,6 +34,11 @@ def network(norm: str = "none", drop: float = 0.3, dtype: torch.dtype = torch.fl
                 parameter.copy_(torch.randn(parameter.shape, generator=drawn) / parameter[0].numel() ** 0.5)
         net[6].bias.zero_()
     return net.to(dtype)
+
+
+def augmented(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """The small network with dropout behind crops of both kinds and flips."""
+    return nn.Sequential(RandomCrop(2), RandomFlip(), RandomCrop(1, mode="constant"), network("group", dtype=dtype))
 
 
 class Pulled(FedAvg):

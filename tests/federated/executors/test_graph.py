@@ -11,7 +11,7 @@ import allhands
 from allhands.errors import UserError
 from allhands.federated.executors import Auto, Graph, Stacked
 from tests.federated import simulating as sim
-from tests.federated.executors.comparing import SIZES, Pulled, difference, images, network, trained
+from tests.federated.executors.comparing import SIZES, Pulled, augmented, difference, images, network, trained
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -52,6 +52,12 @@ def test_all_executors_give_one_model(norm, optimizer, options):
 
 def test_a_gpu_draws_the_masks_of_a_processor():
     cpu, gpu = trained("serial", norm="group", batch_size=4), trained("stacked", norm="group", batch_size=4, device=CUDA)
+    assert (cpu[0] - gpu[0].cpu()).abs().max() < 1e-10
+
+
+def test_a_gpu_crops_and_flips_as_a_processor():
+    assert on_gpu(ALL, net=augmented, batch_size=4, epochs=2) < 1e-10
+    cpu, gpu = (trained("serial", net=augmented(), batch_size=4, device=device) for device in (sim.CPU, CUDA))
     assert (cpu[0] - gpu[0].cpu()).abs().max() < 1e-10
 
 
