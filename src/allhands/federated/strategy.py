@@ -19,6 +19,7 @@ from allhands.federated.executors.choice import parse
 from allhands.federated.failures import check_action
 from allhands.federated.privacy import Privacy
 from allhands.federated.rounds import Rounds
+from allhands.federated.sites.settings import Sites
 from allhands.federated.systems import Systems
 from allhands.federated.team import check_size
 from allhands.runner.callbacks import Callback
@@ -69,6 +70,8 @@ class Federated(Strategy):
             a `Privacy`. The history has epsilon.
         systems: clients' devices in virtual time: ``{"speed": 50.0, "upload": 1e6, "deadline": 600.0}``, or a `Systems`. The
             history has seconds of virtual time, and who came late or not at all.
+        sites: what holds for the same run across real sites (`allhands federated server`): ``{"names": […], "min": 3}``, or a
+            `Sites`. A simulation checks it, and that it has as many clients as there are names.
 
     Of the other arguments of `SupervisedRunner.train`, these mean something of their own here: a `scheduler` steps once a round,
     on the clients' learning rate; callbacks take rounds for epochs, and their `on_epoch_end` comes after rounds that are
@@ -103,6 +106,7 @@ class Federated(Strategy):
         systems: dict[str, Any] | Systems | None = None,
         test_fraction: float | None = None,
         stages: type[Rounds] = Rounds,
+        sites: dict[str, Any] | Sites | None = None,
     ) -> None:
         for name, value in (("clients", clients), ("per_round", per_round), ("rounds", rounds), ("local_epochs", local_epochs),
                             ("local_steps", local_steps), ("evaluate_every", evaluate_every),
@@ -139,6 +143,9 @@ class Federated(Strategy):
         check_action(on_client_failure, client_retries)
         self.compression = None if compression is None else named(compression, COMPRESSIONS, "compression")
         self.privacy, self.systems = _made(privacy, Privacy, "privacy"), _made(systems, Systems, "systems")
+        self.sites: Sites | None = _made(sites, Sites, "sites")
+        if self.sites is not None and clients is not None:
+            self.sites.check_clients(clients)
         self.on_client_failure, self.client_retries = on_client_failure, client_retries
         self.local_layers, self.on_bad_update, self.test_fraction = list(local_layers), on_bad_update, test_fraction
 

@@ -44,6 +44,8 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
         source = _trained_source(sources)
         samples = Samples(source.dataset, world.device)
         clients = partition_of(strategy.partition, samples, strategy.clients, settings.seed)
+        if strategy.sites is not None:
+            strategy.sites.check_clients(len(clients))
         tests = None
         if strategy.test_fraction is not None:
             clients, tests = clients.split(strategy.test_fraction, settings.seed)

@@ -169,6 +169,11 @@ class Algorithm(ABC):
         """Numbers that a client gets beside the model, and that it sends beside its update."""
         return 0, 0
 
+    def beside(self, server: Server) -> dict[str, torch.Tensor]:
+        """The server's own tensors that clients get beside the model, by name. A client on another machine copies what it gets
+        into its own ones, after `begin`."""
+        return {}
+
     def figures(self) -> tuple[str, ...]:
         """Further figures of a client that `aggregate` needs, beside `FIGURES`."""
         return ()

@@ -60,6 +60,9 @@ class Scaffold(Algorithm):
     def beside_model(self, server: Server) -> tuple[int, int]:
         return server.layout.trained, server.layout.trained
 
+    def beside(self, server: Server) -> dict[str, torch.Tensor]:
+        return {"control": self._used}
+
     def correct(self, gradients: torch.Tensor, weights: torch.Tensor, start: torch.Tensor, own: dict[str, torch.Tensor]) -> None:
         gradients.add_(self._used).sub_(own["control"])
 
