@@ -1,0 +1,79 @@
+"""What the server asks of its own SuperLink: which keys may connect, and the run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from allhands.federated.sites import app
+
+
+class Control:
+    """The control interface of a SuperLink on this machine.
+
+    Args:
+        port: the SuperLink's.
+        authority: the file of the authority that signed its certificate; None: no TLS.
+    """
+
+    def __init__(self, port: int, authority: Path | None) -> None:
+        from flwr.supercore.control import ControlHttpClient
+        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+        self._client = ControlHttpClient.from_server_address(
+            server_address=f"127.0.0.1:{port}",
+            insecure=authority is None,
+            root_certificates=None if authority is None else authority.read_bytes(),
+            interceptors=[RuntimeVersionHttpInterceptor(component_name="allhands")],
+        )
+
+    def register(self, keys: Mapping[str, bytes]) -> None:
+        """Let exactly these keys connect; by the sites' names."""
+        from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
+
+        known = {node.public_key: node.node_id for node in self._client.ListNodes(ListNodesRequest()).nodes_info}
+        for key, node_id in known.items():
+            if key not in keys.values():
+                self._client.UnregisterNode(UnregisterNodeRequest(node_id=node_id))
+        for name, key in keys.items():
+            if key not in known:
+                self._client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
+
+    def start(self, text: str) -> int:
+        """Submit the run, after stopping those that an earlier server has left; the run's id.
+
+        Args:
+            text: the run file, for whoever looks at the app; nothing of it is read again.
+        """
+        from flwr.cli.build import build_fab_from_files
+        from flwr.common.serde import fab_to_proto
+        from flwr.proto.control_pb2 import StartRunRequest, StopRunRequest
+        from flwr.supercore.fab import Fab
+
+        for run in self._runs().values():
+            if run.status.status != "finished":
+                self._client.StopRun(StopRunRequest(run_id=run.run_id))
+        content, _ = build_fab_from_files(app.files(text))
+        fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
+        started = self._client.StartRun(StartRunRequest(fab=fab_to_proto(fab)))
+        if not started.HasField("run_id"):
+            raise RuntimeError("the SuperLink refused the run; see superlink.log in the state folder")
+        return int(started.run_id)
+
+    def ended(self, run_id: int) -> tuple[str, str] | None:
+        """How the run ended ("completed", "failed" or "stopped") and why, or None while it goes on."""
+        run = self._runs().get(run_id)
+        if run is None or run.status.status != "finished":
+            return None
+        return run.status.sub_status, run.status.details
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def _runs(self) -> Any:
+        from flwr.proto.control_pb2 import ListRunsRequest
+
+        return self._client.ListRuns(ListRunsRequest()).run_dict

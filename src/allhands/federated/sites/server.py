@@ -1,0 +1,256 @@
+"""`allhands federated server`: a SuperLink that runs our ServerApp, from start to end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from allhands.errors import UserError
+from allhands.federated.sites import flower
+from allhands.federated.sites.control import Control
+from allhands.federated.sites.server_process import LOG, PID, RUN_ID, STATE
+from allhands.launch import processes
+
+#: The file of the state folder from which the ServerApp knows what to run.
+SETTINGS = "server.json"
+_SECRET = "superexec.secret"
+# Seconds: until the SuperLink listens; for the ServerApp to abandon its round; between two looks at the run.
+_START, _GRACE, _EVERY = 60.0, 20.0, 1.0
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What `allhands federated server` was asked for; the files are absolute.
+
+    Attributes:
+        config: the run files.
+        overrides: changes to them, ``key=value``.
+        host: the address that sites connect to is one of this machine's; "0.0.0.0" listens on all.
+        port: Flower's one port.
+        state: the folder for what outlives a restart, except for what training writes into the logdir.
+        certificate, key, authority: the server's certificate, its key and the authority's certificate; None: insecure.
+        sites: the allow list; None: no key is checked.
+        tokens: the file of the sites' tokens.
+        data: where the server's own data are, for evaluation.
+    """
+
+    config: Sequence[Path]
+    overrides: Sequence[str]
+    host: str
+    port: int
+    state: Path
+    certificate: Path | None
+    key: Path | None
+    authority: Path | None
+    sites: Path | None
+    tokens: Path | None
+    data: Path | None
+
+    @property
+    def insecure(self) -> bool:
+        return self.certificate is None
+
+
+def commands(options: ServerOptions) -> dict[str, list[str]]:
+    """The processes that run, by name: those that the server starts itself."""
+    tls = ["--insecure"]
+    if not options.insecure:
+        tls = ["--ssl-certfile", str(options.certificate), "--ssl-keyfile", str(options.key),
+               "--ssl-ca-certfile", str(options.authority), "--enable-supernode-auth"]  # fmt: skip
+    secret = ["--superexec-auth-secret-file", str(options.state / _SECRET)]
+    trust = ["--insecure"] if options.insecure else ["--root-certificates", str(options.authority)]
+    return {
+        "superlink": [
+            sys.executable, "-P", "-m", "allhands.federated.sites.superlink", *tls, "--host", options.host,
+            "--port", str(options.port), "--isolation", "process", *secret, "--disable-runtime-dependency-installation",
+            "--database", str(options.state / "superlink.db"), "--log-file", str(options.state / "superlink.log"),
+        ],
+        "superexec": [
+            flower.command("flower-superexec"), "--runtime-api-address", f"127.0.0.1:{options.port}", *trust, *secret,
+        ],
+    }  # fmt: skip
+
+
+class Stopped(Exception):
+    """A signal asked the server to end. `number` is the signal's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.number = number
+
+
+class Server:
+    """A SuperLink with our ServerApp in it. Everything that it started ends with the context.
+
+    Args:
+        options: what was asked for.
+        text: the run file as it was understood.
+        keys: the sites' public keys by name; empty where none is checked.
+    """
+
+    def __init__(self, options: ServerOptions, text: str, keys: dict[str, bytes]) -> None:
+        self.options, self.text, self.keys = options, text, keys
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._run = 0
+
+    def __enter__(self) -> Server:
+        state = self.options.state
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in (RUN_ID, PID):
+            (state / name).unlink(missing_ok=True)
+        _write_secretly(state / _SECRET, secrets.token_bytes(32))
+        _write_secretly(state / SETTINGS, json.dumps(_settings(self.options)).encode())
+        flower.write_commands(state, {"flwr-serverapp": "allhands.federated.sites.server_process"})
+        _refuse_taken(self.options.host, self.options.port)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end_app()
+        for child in reversed(self._children.values()):
+            child.terminate()
+        deadline = time.monotonic() + 5
+        for child in self._children.values():
+            try:
+                child.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+    def start(self) -> None:
+        """Start the processes, let the sites' keys in, and submit the run.
+
+        Raises:
+            UserError: one of them ended; with the last lines that it printed.
+        """
+        wanted = commands(self.options)
+        self._spawn("superlink", wanted["superlink"])
+        deadline = time.monotonic() + _START
+        while not _listens(self.options.port):
+            self.check()
+            if time.monotonic() > deadline:
+                raise UserError(f"the SuperLink did not listen on port {self.options.port} within {_START:.0f} s; see "
+                                f"{self.options.state / 'superlink.out'}")  # fmt: skip
+            time.sleep(0.1)
+        self.control = Control(self.options.port, self.options.authority)
+        if not self.options.insecure:
+            self.control.register(self.keys)
+        self._run = self.control.start(self.text)
+        aside = self.options.state / f".{RUN_ID}.part"
+        aside.write_text(str(self._run), encoding="utf-8")
+        aside.replace(self.options.state / RUN_ID)
+        self._spawn("superexec", wanted["superexec"])
+
+    def wait(self) -> Iterator[None]:
+        """Yield until the run has ended, a few times a second.
+
+        Raises:
+            UserError: the run failed; with its reason.
+        """
+        asked = 0.0
+        while True:
+            self.check()
+            if time.monotonic() - asked > _EVERY:
+                asked = time.monotonic()
+                ended = self.control.ended(self._run)
+                if ended is not None and ended[0] == "completed":
+                    return
+                if ended is not None:
+                    raise UserError(f"the run {ended[0] or 'ended'}: {_plain(ended[1])}; see {self.options.state / LOG}")
+            yield
+            time.sleep(0.2)
+
+    def check(self) -> None:
+        """Raises `UserError` when one of the processes has ended."""
+        for name, child in self._children.items():
+            if child.poll() is not None:
+                lines = (self.options.state / f"{name}.out").read_text(errors="replace").strip().splitlines()
+                raise UserError(f"the {name} ended with code {child.returncode}: {' | '.join(lines[-5:])}")
+
+    def _spawn(self, name: str, command: list[str]) -> None:
+        parent = os.getpid()
+        environment = flower.environment(self.options.state, **{STATE: str(self.options.state)})
+        with (self.options.state / f"{name}.out").open("wb") as out:
+            # A session of its own: Ctrl-C in the terminal is for this process, which ends the others in order.
+            self._children[name] = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                preexec_fn=lambda: processes.die_with_parent(parent),  # noqa: PLW1509 - before the display has a thread
+            )  # fmt: skip
+
+    def _end_app(self) -> None:
+        """Let the ServerApp abandon its round."""
+        try:
+            pid = int((self.options.state / PID).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+            deadline = time.monotonic() + _GRACE
+            while time.monotonic() < deadline:
+                os.kill(pid, 0)
+                time.sleep(0.05)
+            os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def signals() -> Iterator[None]:
+    """Turns SIGTERM and SIGINT into `Stopped`, once."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(number)
+
+    before: dict[Any, Any] = {signal.SIGTERM: None, signal.SIGINT: None}
+    for number in before:
+        before[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _settings(options: ServerOptions) -> dict[str, Any]:
+    def text(path: Path | None) -> str | None:
+        return None if path is None else str(path)
+
+    return {"config": [str(path) for path in options.config], "overrides": list(options.overrides), "data": text(options.data),
+            "allow": text(options.sites), "tokens": text(options.tokens), "insecure": options.insecure}  # fmt: skip
+
+
+def _write_secretly(path: Path, content: bytes) -> None:
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+def _refuse_taken(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UserError(f"--host {host} --port {port} cannot be listened on: {error.strerror}; name another") from None
+
+
+def _plain(details: str) -> str:
+    """A run's failure without Flower's words around it."""
+    return details.removeprefix("ServerApp failed with exception: ").rstrip(".") or "no reason was given"

@@ -1,0 +1,60 @@
+"""Flower's SuperLink, whose control interface answers this machine only.
+
+Flower serves three interfaces on one port: to sites (their keys are checked), to the server's own processes (their secret is
+checked), and the one for control, which needs no login: whoever reaches the port may submit an app, stop a run, or register a
+key. Here, control is refused to everybody who is not on this machine.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from allhands.errors import UserError
+from allhands.federated.sites import flower
+
+_CONTROL = "/v1/control"
+
+
+class LocalControl:
+    """Refuses requests to the control interface that come from other machines. An ASGI application around another."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.app = app
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and _CONTROL in scope["path"] and not is_local((scope.get("client") or ("",))[0]):
+            await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
+            await send({"type": "http.response.body", "body": b"control is for the server's own machine"})
+            return
+        await self.app(scope, receive, send)
+
+
+def is_local(address: str) -> bool:
+    """Whether an address is this machine's loopback."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return (mapped or parsed).is_loopback
+
+
+def main() -> None:
+    """`flower-superlink`, with its own arguments."""
+    flower.require()
+    from flwr.superlink import extensions
+    from starlette.middleware import Middleware
+
+    before = getattr(extensions, "get_middleware", None)
+    if before is None:
+        raise UserError(f"this Flower has no hook for middleware, so that its control interface would be open: {flower.INSTALL}")
+    extensions.get_middleware = lambda: (Middleware(LocalControl), *before())
+    from flwr.superlink.cli import flower_superlink
+
+    flower_superlink()
+
+
+if __name__ == "__main__":
+    main()
