@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,8 @@ class Follower:
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < self._at:  # an earlier run's file was moved aside, and this is another
+                self._at = 0
             file.seek(self._at)
             whole, newline, _ = file.read().rpartition(b"\n")
         self._at += len(whole) + len(newline)
