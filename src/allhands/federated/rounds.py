@@ -12,7 +12,7 @@ import torch
 from allhands.comm import calls
 from allhands.data import derive_seed
 from allhands.errors import AllhandsError, UserError
-from allhands.federated.algorithms.base import FIGURES, OWN_LAYERS, Algorithm, Server, Trained
+from allhands.federated.algorithms.base import FIGURES, OWN_LAYERS, START_GRADIENT, Algorithm, Server, Trained
 from allhands.federated.clients import Clients
 from allhands.federated.compression import RESIDUAL, Compression, Traffic
 from allhands.federated.executors.base import Executor, Job, Work
@@ -184,6 +184,8 @@ class Rounds:
             sums_of_rows = trained.rows.sum(1, dtype=torch.float64)  # NaN or Inf where one number is
             if trained.start_loss is not None:
                 sums_of_rows += trained.start_loss
+            if START_GRADIENT in trained.own:
+                sums_of_rows += trained.own[START_GRADIENT].sum(1, dtype=torch.float64)
             finite = torch.isfinite(sums_of_rows).tolist()
             if not all(finite):
                 sums.note([slot for slot, good in zip(trained.slots, finite, strict=True) if not good], bad=1.0)

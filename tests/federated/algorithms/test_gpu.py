@@ -26,12 +26,13 @@ def _exact() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def trained(name: str, device: torch.device, executor: str, batchnorm: bool = False) -> torch.Tensor:
+def trained(name: str, device: torch.device, executor: str, batchnorm: bool = False, **options: Any) -> torch.Tensor:
     """The global model, then every client's own."""
     torch.manual_seed(7)
     norm: nn.Module = nn.BatchNorm1d(6) if batchnorm else nn.LayerNorm(6)
     net = nn.Sequential(nn.Linear(5, 6), norm, nn.Tanh(), nn.Linear(6, 1)).double()
-    algorithm = ALGORITHMS[name](**OPTIONS.get(name, {}), **({"average_buffers": True} if batchnorm and _asks(name) else {}))
+    options = {**OPTIONS.get(name, {}), **({"average_buffers": True} if batchnorm and _asks(name) else {}), **options}
+    algorithm = ALGORITHMS[name](**options)
     local = {"batch_size": 3, "drop_last": True} if batchnorm else {"batch_size": 4}
     made = sim.rounds(algorithm, net=net, who=sim.clients(SIZES), number=3, epochs=2, executor=executor, device=device, **local)
     made.run()
@@ -50,3 +51,11 @@ def test_all_executors_give_the_model_of_a_processor(name: str, batchnorm: bool)
     expected = trained(name, sim.CPU, "serial", batchnorm)
     for executor in ("serial", "graph", "stacked"):
         assert (trained(name, torch.device("cuda", 0), executor, batchnorm) - expected).abs().max() < 1e-9, executor
+
+
+@pytest.mark.parametrize("batchnorm", [False, True])
+def test_the_gradient_at_the_start_is_that_of_a_processor(batchnorm: bool) -> None:
+    expected = trained("scaffold", sim.CPU, "serial", batchnorm, option="I")
+    for executor in ("serial", "graph", "stacked"):
+        found = trained("scaffold", torch.device("cuda", 0), executor, batchnorm, option="I")
+        assert (found - expected).abs().max() < 1e-9, executor

@@ -11,6 +11,7 @@ from allhands.federated.algorithms import FedAvg, Scaffold
 from allhands.federated.clients import Clients
 from tests.federated import simulating as sim
 from tests.federated.algorithms.by_hand import LOCAL, apart, batches, learn, mean, minus, same, weights_of
+from tests.federated.executors.comparing import SIZES, difference, images, network
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -59,6 +60,73 @@ def test_the_servers_control_is_the_mean_of_all_clients_whoever_takes_part():
     deviations = made.states.get(everyone)["control"] - made.algorithm.control
     assert deviations.sum(0).abs().max() < 1e-12
     assert made.algorithm.control.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("executor", ["serial", "stacked", {"name": "stacked", "chunk": 3}], ids=str)
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_by_option_1_a_control_is_the_gradient_of_the_clients_mean_loss_at_the_servers_weights(executor, batch_size):
+    """Clients of unequal size, of which two take part in each round: those of the last keep their gradient at its beginning."""
+    made = sim.rounds(Scaffold(option="I"), number=3, per_round=2, executor=executor, batch_size=batch_size, epochs=2)
+    (x, y), net, seen = sim.data(), sim.model(), dict[int, torch.Tensor]()
+    while made.server.round < 3:
+        made.server.layout.write(made.server.weights, net)
+        made.one_round()
+        for client in made.history["cohort"][-1]:
+            net.zero_grad()
+            nn.functional.mse_loss(net(x[made.clients.samples(client)]), y[made.clients.samples(client)]).backward()
+            seen[client] = torch.cat([p.grad.flatten() for p in net.parameters()])
+    kept = made.states.get(list(range(len(made.clients))))["control"]
+    for client, row in enumerate(kept):
+        found = torch.cat([row[p.start : p.stop] for p in made.server.layout.parameters])
+        assert (found - seen.get(client, torch.zeros(()))).abs().max() < 1e-12
+    assert len(seen) >= 3
+    assert (kept.mean(0) - made.algorithm.control).abs().max() < 1e-12
+
+
+def test_option_1_equals_the_loop_by_hand():
+    made = sim.rounds(Scaffold(option="I", server_lr=0.9), number=3, **LOCAL)
+    weights, everyone = weights_of(made), range(len(made.clients))
+    server = {name: torch.zeros_like(value) for name, value in weights.items()}
+    own = [dict(server) for _ in everyone]
+    for round_ in range(3):
+        updates, controls = [], []
+        for client in everyone:
+
+            def correct(gradients, _, before=own[client], common=server):
+                return {name: g - before[name] + common[name] for name, g in gradients.items()}
+
+            updates.append(minus(learn(weights, batches(made, round_, client), correct=correct), weights))
+            step = learn(weights, [made.clients.samples(client)], lr=1.0)
+            controls.append(minus(weights, step))
+        moved = mean(updates, [1.0] * 4)
+        weights = {name: value + 0.9 * moved[name] for name, value in weights.items()}
+        server, own = mean(controls, [1.0] * 4), controls
+    made.run()
+    assert apart(made, weights) < 1e-12
+
+
+def test_option_1_measures_without_dropout_and_leaves_statistics_alone():
+    given = {"norm": "batch", "number": 3, "batch_size": 3, "drop_last": True, "epochs": 2}
+    for algorithm in (Scaffold(option="I", average_buffers=True), Scaffold(option="I", average_buffers=True, weighted=True)):
+        assert difference(["serial", "stacked", {"name": "stacked", "chunk": 2}], algorithm=algorithm, **given) < 1e-12
+    made = sim.rounds(Scaffold(option="I", average_buffers=True), net=network("batch"), given=images(), who=sim.clients(SIZES),
+                      criterion=nn.CrossEntropyLoss(), number=1, batch_size=None)  # fmt: skip
+    (x, y), net = images(), network("batch").eval()
+    nn.functional.cross_entropy(net(x[:10]), y[:10]).backward()
+    made.run()
+    kept = made.states.get([0])["control"][0]
+    for place in made.server.layout.parameters:
+        expected = dict(net.named_parameters())[place.name].grad
+        assert (kept[place.start : place.stop].view(place.shape) - expected).abs().max() < 1e-12
+
+
+def test_option_1_leaves_the_layers_of_clients_uncorrected():
+    made = sim.rounds(Scaffold(option="I"), number=2, stages={"local_layers": ["2"]}, **LOCAL)
+    made.run()
+    own = made.server.layout.mask(["2.weight", "2.bias"])
+    kept = made.states.get([0, 1, 2, 3])["control"]
+    assert kept[:, own[: kept.shape[1]]].abs().max() == 0
+    assert made.algorithm.control[~own[: kept.shape[1]]].abs().max() > 1e-3
 
 
 def test_with_one_full_step_a_control_is_the_clients_gradient():
@@ -139,5 +207,10 @@ def test_its_state_goes_on_where_it_was():
 def test_other_optimizers_are_refused():
     with pytest.raises(UserError, match="SGD.*Adam"):
         sim.rounds(Scaffold(), optimizer=torch.optim.Adam)
+    sim.rounds(Scaffold(option="I"), optimizer=torch.optim.Adam)
     with pytest.raises(UserError, match="momentum='half'"):
         Scaffold(momentum="half")
+    with pytest.raises(UserError, match="option='III'.*'I' or 'II'"):
+        Scaffold(option="III")
+    with pytest.raises(UserError, match="momentum='ignored' with option='I'"):
+        Scaffold(option="I", momentum="ignored")

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 FIGURES = ("ok", "samples", "steps", "loss", "seconds", "bad", "failed", "retried", "rank")
 #: The name of a client's own layers among what it keeps.
 OWN_LAYERS = "own layers"
+#: The name in `Trained.own` of the gradient that clients have found before they trained.
+START_GRADIENT = "start gradient"
 
 
 @dataclass
@@ -81,7 +83,8 @@ class Trained:
         samples, steps: float64, shape ``[clients]``.
         loss: mean training loss over the samples that they saw.
         start_loss: mean loss of the model that they began with on their data, where the algorithm `needs_start_loss`.
-        own: the algorithm's state of each client by name, shape ``[clients, …]``; what `contribute` leaves here is kept.
+        own: the algorithm's state of each client by name, shape ``[clients, …]``; what `contribute` leaves here is kept. Also
+            `START_GRADIENT`, shape ``[clients, trained]``, where the algorithm `needs_start_gradient`, which is not kept.
         integers: their integer buffers, int64, shape ``[clients, numbers]``; None where the model has none.
         received: what the server gets of their updates where that is not all, shape ``[clients, length]``.
     """
@@ -128,6 +131,8 @@ class Algorithm(ABC):
     corrects: bool = False
     #: Whether clients evaluate the model that they get before they train it.
     needs_start_loss: bool = False
+    #: Whether clients find the gradient of their mean loss at the model that they get, over all of their data, before they train.
+    needs_start_gradient: bool = False
     #: Whether `aggregate` takes all clients' updates and not only their sums.
     needs_updates: bool = False
     #: Whether a global model results at all; without one, each client keeps its own.

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from allhands.data import derive_seed, preserved_generators
-from allhands.federated.algorithms.base import Server, Trained
+from allhands.federated.algorithms.base import START_GRADIENT, Server, Trained
 from allhands.federated.executors.base import ClientError, Executor, Job, Sink, States, Work
 from allhands.federated.executors.gathering import Gathered
+from allhands.federated.executors.starting import measuring
 from allhands.federated.local import restart
 from allhands.federated.noise import Noise
 from allhands.step import LossRule
@@ -77,6 +78,8 @@ class Serial(Executor):
         keys = self.noise.keys(work.seed, server.round, job.client, len(batches)).to(server.device, non_blocking=True)
         total = torch.zeros((), dtype=torch.float64, device=server.device)
         start_loss = self._start_loss(indices, job) if work.algorithm.needs_start_loss else None
+        if work.algorithm.needs_start_gradient:
+            own[START_GRADIENT] = self._start_gradient(indices, job)
         for step, batch in enumerate(batches):
             total.add_(self._gradient(job, step, batch, keys[step]), alpha=len(batch))
             if work.algorithm.corrects:
@@ -117,13 +120,21 @@ class Serial(Executor):
         """The mean loss of the model as it lies in the row over a client's data: float64, shape ``[1]``."""
         model, local = self.work.model, self.work.local
         total = torch.zeros((), dtype=torch.float64, device=self.server.device)
-        model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), measuring(model):
             for batch in indices.split(max(local.batch_size or 0, 256)):
                 output, target = local.forward(model, self.work.samples.take(batch, self.work.seed, "start", job.client))
                 total += local.criterion(output, target) * len(batch)
-        model.train()
         return (total / len(indices)).reshape(1)
+
+    def _start_gradient(self, indices: torch.Tensor, job: Job) -> torch.Tensor:
+        """The gradient of the mean loss of the model as it lies in the row over a client's data: shape ``[1, trained]``."""
+        model, local = self.work.model, self.work.local
+        self.gradients.zero_()
+        with measuring(model):
+            for batch in indices.split(local.batch_size or len(indices)):
+                output, target = local.forward(model, self.work.samples.take(batch, self.work.seed, "start", job.client))
+                (local.criterion(output, target) * (len(batch) / len(indices))).backward()
+        return self.gradients.clone()
 
 
 def clip_rows(gradients: torch.Tensor, norm: float) -> None:

@@ -193,6 +193,19 @@ class Stack:
         with torch.no_grad():
             return self._evaluate(self._plain, indices, counts)
 
+    def differentiate(self, indices: torch.Tensor, counts: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """The gradients of the mean losses of such batches, each times a factor of shape ``[count]``: shape ``[count, trained]``;
+        zeros where the factor is 0. Nothing is recorded."""
+        layout = self.losses.server.layout
+        losses = self._evaluate(self._plain, indices, counts)
+        total = torch.where(factors > 0, losses * factors, 0.0).sum()
+        made = torch.zeros(len(self.rows), layout.trained, dtype=layout.dtype, device=self.rows.device)
+        gradients = torch.autograd.grad(total, list(self._weights.values()), allow_unused=True)
+        for place, gradient in zip(layout.parameters, gradients, strict=True):
+            if gradient is not None:
+                made[:, place.start : place.stop] = gradient.flatten(1)
+        return made
+
     def _evaluate(self, call: Callable[..., torch.Tensor], indices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         losses, samples = self.losses, self.losses.work.samples
         mask = None

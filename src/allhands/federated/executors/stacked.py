@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from allhands.errors import UserError
-from allhands.federated.algorithms.base import Server, Trained
+from allhands.federated.algorithms.base import START_GRADIENT, Server, Trained
 from allhands.federated.executors.base import ClientError, Executor, Job, Sink, States, Work, wait_for
 from allhands.federated.executors.masked import MaskedLoss
 from allhands.federated.executors.recording import Recorder
 from allhands.federated.executors.serial import clip_rows
 from allhands.federated.executors.stack import Losses, Stack
+from allhands.federated.executors.starting import in_parts, measuring
 from allhands.federated.executors.trial import look, some_samples, why_not_fixed
 from allhands.federated.layout import Layout
 from allhands.federated.local import LocalOptimizer, restart
@@ -225,6 +226,8 @@ class Stacked(Executor):
         local.optimizer.set_rates(stack.optimizer)
         restart(stack.optimizer)
         start_loss = self._start_loss(stack, plan) if algorithm.needs_start_loss else None
+        if algorithm.needs_start_gradient:
+            own[START_GRADIENT] = self._start_gradient(stack, plan)
         total = torch.zeros(rows, dtype=torch.float64, device=server.device)
         seen = plan.counts.to(torch.float64).cumsum(0)
         left = len(plan.jobs)
@@ -252,23 +255,28 @@ class Stacked(Executor):
 
     def _start_loss(self, stack: Stack, plan: Plan) -> torch.Tensor:
         """Mean losses over each client's data of the models as they lie in the rows: float64, shape ``[rows]``."""
+        held, sizes = self._held(stack, plan)
+        total = torch.zeros_like(sizes)
+        with measuring(self.work.model):
+            for indices, counts in in_parts(held, max(self.work.local.batch_size or 0, 256), self.server.device):
+                losses = stack.evaluate(indices, counts.clamp(min=1.0))
+                total += torch.where(counts > 0, losses * counts, 0.0)
+        return total / sizes
+
+    def _start_gradient(self, stack: Stack, plan: Plan) -> torch.Tensor:
+        """Gradients of the mean losses over each client's data, of the models as they lie in the rows: ``[rows, trained]``."""
+        held, sizes = self._held(stack, plan)
+        total = torch.zeros(len(held), self.server.layout.trained, dtype=self.server.layout.dtype, device=self.server.device)
+        with measuring(self.work.model):
+            for indices, counts in in_parts(held, self.largest, self.server.device):  # as many samples as a step has room for
+                total += stack.differentiate(indices, counts.clamp(min=1.0), counts / sizes)
+        return total
+
+    def _held(self, stack: Stack, plan: Plan) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The samples of each row's client, and how many they are: float64, shape ``[rows]``."""
         held = [self.work.clients.samples(job.client) for job in plan.jobs]
         held += held[:1] * (len(stack.rows) - len(held))
-        total = torch.zeros(len(held), dtype=torch.float64, device=self.server.device)
-        width = max(self.work.local.batch_size or 0, 256)
-        longest = max(map(len, held))
-        self.work.model.eval()
-        for begin in range(0, longest, width):
-            parts = [samples[begin : begin + width] for samples in held]
-            counts = torch.tensor([float(len(part)) for part in parts], dtype=self.server.layout.dtype)
-            size = min(width, longest - begin)
-            indices = torch.stack([torch.cat([part, samples[:1].expand(size - len(part))])
-                                   for part, samples in zip(parts, held, strict=True)])  # fmt: skip
-            counts = counts.to(self.server.device)
-            losses = stack.evaluate(indices.to(self.server.device), counts.clamp(min=1.0))
-            total += torch.where(counts > 0, losses * counts, 0.0)
-        self.work.model.train()
-        return total / torch.tensor([float(len(samples)) for samples in held], dtype=torch.float64, device=self.server.device)
+        return held, torch.tensor([float(len(samples)) for samples in held], dtype=torch.float64, device=self.server.device)
 
     # ------------------------------------------------------------------ memory
 
