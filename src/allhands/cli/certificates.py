@@ -28,15 +28,13 @@ def certificates(
 
     made = trial.make(out, host or [], site or [], days)
     what = {
-        trial.AUTHORITY: "the authority: for every site (--authority)",
-        trial.AUTHORITY_KEY: "signs new certificates; keep it away from the server",
+        trial.AUTHORITY: "the authority's certificate, for the server and every site (--authority)",
+        trial.AUTHORITY_KEY: "secret: signs new certificates; keep it elsewhere",
         trial.SERVER: "the server's certificate (--certificate)",
-        trial.SERVER_KEY: "the server's private key (--key)",
-        trial.ALLOWED: "the list of sites: for the server (--sites)",
+        trial.SERVER_KEY: "secret: the server's private key (--key)",
+        trial.ALLOWED: "the list of sites, for the server (--sites)",
     }
     for path in made:
-        private, public = path.suffix == ".key", path.suffix == ".pub"
-        site_name = path.name.removesuffix(".pub").removesuffix(".key")
-        key = f"{'in the list of sites: the' if public else 'for'} {site_name}{' key' if public else ' alone (--key)'}"
-        print(f"{path}{'  (secret)' if private else ''}\n    {what.get(path.name, key)}")
+        site_key = "the site's public key, as in the list" if path.suffix == ".pub" else "secret: for this site alone (--key)"
+        print(f"{path}\n    {what.get(path.name, site_key)}")
     return 0

@@ -55,8 +55,8 @@ def check_authority(path: Path | str) -> None:
     what = "the authority (--authority)"
     roots = read_certificates(path, what)
     if not any(_is_authority(root) for root in roots):
-        raise UserError(f"{what}: {str(path)!r} is the certificate of {_who(roots[0])} and no authority; give the file of the one "
-                        f"that signed it ({AUTHORITY})")  # fmt: skip
+        raise UserError(f"{what}: {str(path)!r} is the certificate of {_who(roots[0])} and no authority; give the file of the "
+                        f"one that signed it ({AUTHORITY})")  # fmt: skip
     problems = [_when(root) for root in roots]
     if all(problems):
         raise UserError(f"{what}: {str(path)!r}, {_who(roots[0])}, {problems[0]}")
