@@ -120,14 +120,15 @@ class KeyedImages(Keyed):
 
 
 # Layers with masks of their own kind (AlphaDropout) keep the global generator.
-_FEATURES = {nn.Dropout: None, nn.Dropout1d: 2, nn.Dropout2d: 2, nn.Dropout3d: 2}
+_FEATURES: dict[type[nn.Module], int | None] = {nn.Dropout: None, nn.Dropout1d: 2, nn.Dropout2d: 2, nn.Dropout3d: 2}
+_IMAGES = (RandomCrop, RandomFlip)
 
 
 def _keyed(module: nn.Module) -> Keyed | None:
     """What stands in for a layer; None for one that keeps to the generator."""
     if type(module) in _FEATURES:
         return KeyedDropout(module.p, _FEATURES[type(module)], module.inplace)  # type: ignore[arg-type]
-    return KeyedImages(module) if type(module) in (RandomCrop, RandomFlip) else None  # type: ignore[arg-type]
+    return KeyedImages(module) if isinstance(module, PerImage) and type(module) in _IMAGES else None
 
 
 class Noise:
