@@ -18,6 +18,7 @@ from allhands.federated.executors import Executor, Work
 from allhands.federated.executors.choice import parse
 from allhands.federated.executors.shared import Shared
 from allhands.federated.layout import Layout
+from allhands.federated.local import Forward as LocalForward
 from allhands.federated.local import LocalOptimizer, LocalTraining
 from allhands.federated.partitions import partition_of
 from allhands.federated.rounds import Evaluate
@@ -41,7 +42,7 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
     home = next(model.parameters()).device
     with preserved_generators():
         sources = settings.data.sources(settings.seed)
-        source = _trained_source(sources)
+        source = trained_source(sources)
         samples = Samples(source.dataset, world.device)
         clients = partition_of(strategy.partition, samples, strategy.clients, settings.seed)
         if strategy.sites is not None:
@@ -49,14 +50,7 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
         tests = None
         if strategy.test_fraction is not None:
             clients, tests = clients.split(strategy.test_fraction, settings.seed)
-        steps, number = strategy.local_steps, strategy.rounds
-        if settings.check:
-            steps, number = min(3, steps or 3), min(3, number)
-        local = LocalTraining(
-            criterion=settings.criterion, optimizer=LocalOptimizer.like(settings.optimizer, model), batch_size=source.batch_size,
-            epochs=strategy.local_epochs, steps=steps, clip_norm=settings.clip_norm,
-            forward=runner.handle_batch, drop_last=source.drop_last,
-        )  # fmt: skip
+        local = local_training(settings, strategy, source, runner.handle_batch)
         clients, local, per_round = strategy.algorithm.prepare(clients, local, strategy.per_round or len(clients))
         if tests is not None and len(clients) != len(tests):  # the algorithm has put all samples together
             tests = Clients([tests.indices])
@@ -70,9 +64,9 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
         work = Work(copy.deepcopy(model), local, strategy.algorithm, samples, clients, settings.seed)
         team = Team.of(world, strategy.devices_per_client)
         executor = make_executor(strategy.executor, work, server) if team.size == 1 else Shared(work, server, team)
-        evaluate = _evaluation(runner, settings, sources, world, reporter)
+        evaluate = evaluation(runner, settings, sources, world, reporter)
         rounds = strategy.stages(
-            work, server, executor, world, per_round=per_round, rounds=number,
+            work, server, executor, world, per_round=per_round, rounds=number_of_rounds(settings, strategy),
             evaluate=evaluate, evaluate_every=strategy.evaluate_every,
             local_layers=strategy.local_layers, on_bad_update=strategy.on_bad_update,
             on_client_failure=strategy.on_client_failure, client_retries=strategy.client_retries, tests=tests, team=team,
@@ -91,6 +85,28 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
     return {key: kept[key] for key in ("optimizer", "scheduler", "callbacks")} | {"history": history, "model": state}
 
 
+def local_training(settings: Any, strategy: Federated, source: Source, forward: LocalForward) -> LocalTraining:
+    """How every client trains, wherever it is.
+
+    Args:
+        settings: has the model, the criterion, the optimizer and the options of `TrainSettings`.
+        strategy: epochs or steps.
+        source: size of batches.
+        forward: see `LocalTraining`.
+    """
+    steps = strategy.local_steps
+    return LocalTraining(
+        criterion=settings.criterion, optimizer=LocalOptimizer.like(settings.optimizer, settings.model),
+        batch_size=source.batch_size, epochs=strategy.local_epochs, steps=min(3, steps or 3) if settings.check else steps,
+        clip_norm=settings.clip_norm, forward=forward, drop_last=source.drop_last,
+    )  # fmt: skip
+
+
+def number_of_rounds(settings: Any, strategy: Federated) -> int:
+    """How many rounds are trained."""
+    return min(3, strategy.rounds) if settings.check else strategy.rounds
+
+
 def make_executor(given: str | dict[str, Any], work: Work, server: Server) -> Executor:
     """The executor of a name, or of ``{"name": …, option: …}``. Raises `UserError` when it cannot train these clients."""
     kind, options = parse(given)
@@ -100,7 +116,8 @@ def make_executor(given: str | dict[str, Any], work: Work, server: Server) -> Ex
     return kind(work, server, **options)
 
 
-def _trained_source(sources: dict[str, Source]) -> Source:
+def trained_source(sources: dict[str, Source]) -> Source:
+    """The one whose samples clients train on. Raises `UserError` unless there is one, whose samples can be dealt out."""
     trained = [source for source in sources.values() if source.trains]
     if len(trained) != 1:
         raise UserError(f"federated training deals out one data set, and there are {len(trained)} whose name begins with 'train'")
@@ -114,9 +131,10 @@ def _trained_source(sources: dict[str, Source]) -> Source:
     return source
 
 
-def _evaluation(
+def evaluation(
     runner: Any, settings: TrainSettings, sources: dict[str, Source], world: World, reporter: Reporter
 ) -> Evaluate | None:
+    """What measures the global model on the loaders that are not trained on; None where there are none."""
     kept = {name: source for name, source in sources.items() if not source.trains}
     if not kept:
         return None
