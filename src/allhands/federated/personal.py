@@ -14,7 +14,9 @@ from allhands.federated.algorithms.base import OWN_LAYERS, Server, Trained
 from allhands.federated.clients import Clients
 from allhands.federated.executors.base import Work
 from allhands.federated.layout import Layout
+from allhands.federated.samples import Samples
 from allhands.federated.states import ClientStates
+from allhands.step import Precision
 from allhands.world import World
 
 
@@ -75,27 +77,47 @@ def evaluate_clients(work: Work, server: Server, states: ClientStates, tests: Cl
         tests: each client's test samples; one without any counts for nothing.
         world: the ranks.
     """
-    model, local, totals = work.model, work.local, torch.zeros(4, dtype=torch.float64, device=server.device)
-    training = model.training
-    model.eval()
-    with torch.no_grad():
-        server.layout.write_integers(server.integers, model)
-        for client in range(len(tests)):
-            if states.owner.get(client, client % world.world_size) != world.rank or tests.size(client) == 0:
-                continue
-            server.layout.write(server.start(states.get([client])).view(-1), model)
-            for batch in tests.samples(client).split(max(local.batch_size or 0, 256)):
-                output, target = local.forward(model, work.samples.take(batch, work.seed, "test", client))
-                totals[0] += len(batch)
-                totals[1] += local.criterion(output, target).double() * len(batch)
-                if _classes(output, target):
-                    totals[2] += len(batch)
-                    totals[3] += (output.argmax(1) == target).sum()
-    model.train(training)
+    totals = torch.zeros(4, dtype=torch.float64, device=server.device)
+    for client in range(len(tests)):
+        if states.owner.get(client, client % world.world_size) == world.rank and tests.size(client):
+            totals += measure(work, server, states.get([client]), client, work.samples, tests.samples(client))
     if world.world_size > 1:
         torch.distributed.all_reduce(totals)
     count, loss, classed, right = totals.tolist()
     return {"loss": loss / count, **({"accuracy": right / classed} if classed == count else {})}
+
+
+def measure(
+    work: Work, server: Server, state: dict[str, torch.Tensor], client: int, samples: Samples, indices: torch.Tensor
+) -> torch.Tensor:
+    """What one client's own model makes of some samples: how many they are, the sum of their losses, how many of them have
+    classes for targets, and how many of those are right; float64, shape ``[4]``.
+
+    Args:
+        work: the model, which is overwritten, and the criterion.
+        server: the global model.
+        state: what the client keeps, as `ClientStates.get` gives it.
+        client: its number.
+        samples, indices: the samples, and which of them (int64).
+    """
+    model, local = work.model, work.local
+    totals = torch.zeros(4, dtype=torch.float64, device=server.device)
+    training, precision = model.training, Precision(local.precision, server.device)
+    model.eval()
+    with torch.no_grad():
+        server.layout.write_integers(server.integers, model)
+        server.layout.write(server.start(state).view(-1), model)
+        for batch in indices.split(max(local.batch_size or 0, 256)):
+            with precision.autocast():
+                output, target = local.forward(model, samples.take(batch, work.seed, "test", client))
+                loss = local.criterion(output, target)
+            totals[0] += len(batch)
+            totals[1] += loss.double() * len(batch)
+            if _classes(output, target):
+                totals[2] += len(batch)
+                totals[3] += (output.argmax(1) == target).sum()
+    model.train(training)
+    return totals
 
 
 def _classes(output: object, target: object) -> bool:

@@ -98,7 +98,7 @@ def local_training(settings: Any, strategy: Federated, source: Source, forward: 
     return LocalTraining(
         criterion=settings.criterion, optimizer=LocalOptimizer.like(settings.optimizer, settings.model),
         batch_size=source.batch_size, epochs=strategy.local_epochs, steps=min(3, steps or 3) if settings.check else steps,
-        clip_norm=settings.clip_norm, forward=forward, drop_last=source.drop_last,
+        clip_norm=settings.clip_norm, forward=forward, drop_last=source.drop_last, precision=settings.precision,
     )  # fmt: skip
 
 
