@@ -39,8 +39,17 @@ _CRITERIA = {
 _LENGTHS = ("total_steps", "T_max")
 
 
-def train(run_file: RunFile) -> dict[str, Any]:
+def train(
+    run_file: RunFile,
+    across: Callable[[Federated], Federated] | None = None,
+    runner: type[SupervisedRunner] = SupervisedRunner,
+) -> dict[str, Any]:
     """Make the objects that a run file names and train; returns the history.
+
+    Args:
+        run_file: the run.
+        across: makes of its federated training one whose clients are elsewhere.
+        runner: the class that trains.
 
     Raises:
         UserError: a name or option that does not exist, or cannot be honoured here; says where it was written.
@@ -50,6 +59,11 @@ def train(run_file: RunFile) -> dict[str, Any]:
     if minimize is None:
         minimize = main_metric == "loss"
     strategy = _strategy(run_file)
+    if across is not None:
+        if not isinstance(strategy, Federated):
+            raise run_file.error(("strategy", "name"), "sites train together by strategy.name: federated")
+        federated = strategy
+        strategy = located(run_file, ("strategy",), lambda: across(federated))
     objects = _objects(run_file, lambda: _world_size(strategy, given.workers, given.device))
     # The stored run.yml has every default, and is read back.
     if isinstance(strategy, Federated) and given.num_epochs != type(given).model_fields["num_epochs"].default:
@@ -66,7 +80,7 @@ def train(run_file: RunFile) -> dict[str, Any]:
                 min_delta=stopping.min_delta,
             )
         )
-    history: dict[str, Any] = SupervisedRunner(device=given.device).train(
+    history: dict[str, Any] = runner(device=given.device).train(
         **objects,
         metrics=given.metrics,
         callbacks=callbacks,

@@ -36,19 +36,20 @@ class Events:
     """Appends to the file; every line is whole and on its way to the disk when `say` returns.
 
     Args:
-        path: of the file; None keeps nothing.
+        path: of the file, which is opened with the first event, once the files of an earlier run were moved aside; None keeps
+            nothing.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._file = None
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, None
 
     def say(self, kind: str, **fields: Any) -> None:
         """Write one event. A number that is no number (NaN, infinity) is written as null, for JSON has none."""
-        if self._file is None:
+        if self._path is None:
             return
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a", encoding="utf-8")
         line = {"time": time.time(), "kind": kind, **{key: _plain(value) for key, value in fields.items()}}
         self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
