@@ -19,7 +19,7 @@ _DTYPES = {torch.float64: "<f8", torch.float32: "<f4", torch.float16: "<f2", tor
 Expected = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-class BadUpdate(AllhandsError, ValueError):  # noqa: N818  (what is wrong is in the message)
+class BadUpdate(AllhandsError, ValueError):
     """What came from a peer is not what it must be; the message says in what."""
 
 

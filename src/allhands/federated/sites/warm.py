@@ -1,0 +1,356 @@
+"""What a site does with a message: the model, the data, the optimizer and the device stay, and arrays come and go."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
+from torch import nn
+
+from allhands.data import preserved_generators
+from allhands.data.build import Source, sources_from_datasets
+from allhands.errors import UserError
+from allhands.federated.algorithms.base import Server, Trained
+from allhands.federated.clients import Clients
+from allhands.federated.executors import ClientError, Executor, Job, Work
+from allhands.federated.layout import Layout
+from allhands.federated.personal import keep_own, measure
+from allhands.federated.rounds import Rounds
+from allhands.federated.samples import Samples
+from allhands.federated.sites.arrays import BadUpdate, Expected, check_dtype, pack, unpack
+from allhands.federated.sites.definition import Definition
+from allhands.federated.sites.describe import describe, differences
+from allhands.federated.sites.site_state import SiteState
+from allhands.federated.training import local_training, make_executor, number_of_rounds, trained_source
+from allhands.world import current_world, init
+
+_ABSENT = object()
+
+
+class _Refusal(Exception):
+    """What the server is told instead of an update."""
+
+
+@dataclass
+class _Place:
+    """A site as one client among all of them: the objects that its number decides."""
+
+    client: int
+    clients: int
+    rounds: Rounds
+    executor: Executor
+    state: SiteState
+    tests: tuple[Samples, torch.Tensor] | None
+
+
+class _Apart:
+    """In place of `Sums`, where only what a client keeps for itself is wanted."""
+
+    share = scale = 1.0
+
+    def add(self, name: str, rows: torch.Tensor, weights: torch.Tensor) -> None:
+        """Nothing: the server adds."""
+
+    def note(self, slots: Sequence[int], **figures: Any) -> None:
+        """Nothing: the server notes."""
+
+
+class SiteWorker:
+    """One site's part of a federated training, message by message; the same arithmetic as a simulation's client.
+
+    Args:
+        definition: the training, with the site's own data.
+        name: the site's.
+        state: folder for what the site keeps between rounds.
+        token: sent with the answer to "hello"; None: none.
+        say: takes a line for the site's operator.
+
+    Raises:
+        UserError: the training cannot be had across sites, or the data cannot be read.
+    """
+
+    def __init__(self, definition: Definition, name: str, state: Path, token: str | None = None,
+                 say: Callable[[str], None] | None = None) -> None:  # fmt: skip
+        definition.validate()
+        self.definition, self.name, self.token = definition, name, token
+        self.folder, self.say = Path(state), say or (lambda line: None)
+        self.world = current_world() or init(device=definition.device)
+        with preserved_generators():
+            sources = sources_from_datasets(definition.datasets, definition.seed)
+            self.source = trained_source(sources)
+            self.samples = Samples(self.source.dataset, self.world.device)
+        if len(self.samples) == 0:
+            raise UserError("the site's data set has no sample to train on; name its folder by --data")
+        self.tested = self._tested(sources)
+        model, strategy = definition.model.to(self.world.device), definition.strategy
+        if isinstance(definition.criterion, nn.Module):
+            definition.criterion.to(self.world.device)
+        self.local = local_training(definition, strategy, self.source, definition.runner.handle_batch)
+        self.layout = Layout(model, self.local.optimizer.groups)
+        check_dtype(self.layout.parameters[0].name, self.layout.dtype)
+        self._placed: _Place | None = None
+        placed = self._place(0, 1)
+        self.description = describe(placed.rounds.work, placed.rounds.server, strategy, definition.labels)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that are trained on."""
+        return self._place(None, None).rounds.clients.size(self._place(None, None).client)
+
+    @property
+    def num_tests(self) -> int:
+        """Samples on which models are measured."""
+        tests = self._place(None, None).tests
+        return 0 if tests is None else len(tests[1])
+
+    def _tested(self, sources: dict[str, Source]) -> Samples | None:
+        """The site's own test samples, where they are not a part of those that it trains on."""
+        others = [source for source in sources.values() if not source.trains]
+        if self.definition.strategy.test_fraction is not None or not others:
+            return None
+        return Samples(next((source for source in others if source.name == "valid"), others[0]).dataset, self.world.device)
+
+    def _place(self, client: int | None, clients: int | None) -> _Place:
+        placed = self._placed
+        if placed is not None and (client is None or (placed.client, placed.clients) == (client, clients)):
+            return placed
+        assert client is not None and clients is not None
+        definition, strategy, world = self.definition, self.definition.strategy, self.world
+        # Everyone else's samples are elsewhere; the number decides what is drawn.
+        offsets = np.where(np.arange(clients + 1) > client, len(self.samples), 0)
+        who, tests = Clients.from_arrays(np.arange(len(self.samples)), offsets), None
+        fraction = strategy.test_fraction
+        if fraction is not None and min(int(len(self.samples) * fraction), len(self.samples) - 1) > 0:
+            who, held = who.split(fraction, definition.seed)
+            tests = (self.samples, held.samples(client))
+        if self.tested is not None and len(self.tested):
+            tests = (self.tested, torch.arange(len(self.tested)))
+        model = definition.model
+        server = Server(
+            self.layout, self.layout.read(model), self.layout.read_integers(model), world.device, clients, definition.seed
+        )
+        work = Work(copy.deepcopy(model), self.local, copy.deepcopy(strategy.algorithm), self.samples, who, definition.seed)
+        executor = make_executor(strategy.executor, work, server)
+        rounds = Rounds(work, server, executor, world, per_round=clients, rounds=number_of_rounds(definition, strategy), on_bad_update="skip",
+                        local_layers=strategy.local_layers, compression=strategy.compression)  # fmt: skip
+        state = SiteState(self.folder, rounds.states.lengths, self.layout.dtype)
+        self._placed = _Place(client, clients, rounds, executor, state, tests)
+        return self._placed
+
+    # ------------------------------------------------------------------ messages
+
+    def handle(self, request: RecordDict) -> RecordDict:
+        """The reply to a request. Never raises: what goes wrong is the reason of a refusal, with which the server names the
+        site."""
+        kind = "message"
+        try:
+            asked = _Asked(request)
+            kind = asked.text("kind")
+            if kind not in ("hello", "train", "evaluate"):
+                raise _Refusal("this site knows no such message; install the server's version of allhands")
+            return getattr(self, f"_{kind}")(asked)  # type: ignore[no-any-return]
+        except ClientError as error:
+            traceback.print_exception(error.__cause__ or error, file=sys.stderr)
+            reason = _last_line(error.__cause__ or error)
+        except (BadUpdate, UserError, _Refusal) as error:
+            reason = str(error)
+        except Exception as error:
+            traceback.print_exc()
+            reason = _last_line(error)
+        self.say(f"{kind} refused: {reason}")
+        return self._reply({"status": "refused", "reason": reason})
+
+    def _hello(self, asked: _Asked) -> RecordDict:
+        try:
+            theirs = json.loads(asked.text("description"))
+        except ValueError:
+            raise _Refusal("the server's description is not JSON") from None
+        found = differences(self.description, theirs)
+        if found:
+            reason = "; ".join(found)
+            self.say(f"this site does not match the server: {reason}")
+            return self._reply({"status": "refused", "reason": reason})
+        config: dict[str, Any] = {"status": "ok"}
+        if self.token is not None:
+            config["token"] = self.token
+        labels = self._targets()
+        if labels:
+            config["labels"] = labels
+        self.say(f"the server and this site agree: {self.num_samples:,} samples to train on, {self.num_tests:,} to test")
+        return self._reply(config, {"samples": self.num_samples, "tests": self.num_tests})
+
+    def _train(self, asked: _Asked) -> RecordDict:
+        placed, round_ = self._begin(asked)
+        rounds, server = placed.rounds, placed.rounds.server
+        run, since = asked.text("run"), asked.number("since", None)
+        self._set_rates(asked)
+        states = rounds.states
+        states.kept = {}
+        if states:
+            kept = placed.state.load(run, round_, since)
+            if kept is not None:
+                states.put([placed.client], {name: vector[None].to(server.device) for name, vector in kept.items()})
+        made: list[tuple[dict[str, torch.Tensor], dict[str, float]]] = []
+
+        def sink(trained: Trained, seconds: float) -> None:
+            made.append(self._made(rounds, trained, seconds))
+
+        placed.executor.train([Job(placed.client, 0)], states.get, sink)
+        ((update, figures),) = made
+        if states:
+            placed.state.save(run, round_, since, states.kept[placed.client])
+        self.say(f"round {round_ + 1}: {figures['samples']:,.0f} samples, {figures['steps']:.0f} steps, loss "
+                 f"{figures['loss']:.4f}, {figures['seconds']:.2f} s")  # fmt: skip
+        reply = self._reply({"status": "ok", "run": run, "round": round_}, figures)
+        reply["update"] = pack(update)
+        return reply
+
+    def _made(self, rounds: Rounds, trained: Trained, seconds: float) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """What is sent of a client that has trained: what `Rounds.train` does with it before it is added up."""
+        server, strategy = rounds.server, self.definition.strategy
+        total = float(trained.rows.sum(dtype=torch.float64)) + float(0.0 if trained.start_loss is None else trained.start_loss)
+        if not np.isfinite(total):
+            raise _Refusal("the model came out with NaN or Inf; lower the clients' learning rate or set clip_norm")
+        keep_own(trained, server)
+        if strategy.privacy is not None:
+            strategy.privacy.bound(trained)
+        rounds.traffic.narrow(trained, server)
+        update = {"update": trained.updates[0]}
+        if trained.integers is not None:
+            update["integers"] = trained.integers[0]
+        if rounds.algorithm.client_state(server):
+            rounds.algorithm.contribute(trained, server, _Apart())  # type: ignore[arg-type]
+        if rounds.states:
+            rounds.states.put(trained.clients, trained.own)
+        figures = {"samples": float(trained.samples), "steps": float(trained.steps), "loss": float(trained.loss),
+                   "seconds": seconds}  # fmt: skip
+        if trained.start_loss is not None:
+            figures["start_loss"] = float(trained.start_loss)
+        return update, figures
+
+    def _evaluate(self, asked: _Asked) -> RecordDict:
+        placed, round_ = self._begin(asked)
+        if placed.tests is None:
+            raise _Refusal("this site has no test samples; write strategy.test_fraction, or give it a data set 'valid'")
+        rounds, states = placed.rounds, placed.rounds.states
+        states.kept, began = {}, time.perf_counter()
+        if states:
+            kept = placed.state.load(asked.text("run"), round_, asked.number("since", None))
+            if kept is not None:
+                states.put([placed.client], {name: vector[None].to(rounds.server.device) for name, vector in kept.items()})
+        samples, indices = placed.tests
+        totals = measure(rounds.work, rounds.server, states.get([placed.client]), placed.client, samples, indices)
+        figures = dict(zip(("count", "loss", "classed", "right"), totals.tolist(), strict=True))
+        self.say(f"after round {round_}: loss {figures['loss'] / figures['count']:.4f} over {figures['count']:,.0f} test samples"
+                 + (f", {figures['right'] / figures['classed']:.1%} right" if figures["classed"] else ""))  # fmt: skip
+        return self._reply({"status": "ok", "run": asked.text("run"), "round": round_},
+                           {**figures, "seconds": time.perf_counter() - began})  # fmt: skip
+
+    # ------------------------------------------------------------------ parts
+
+    def _begin(self, asked: _Asked) -> tuple[_Place, int]:
+        """Take over the server's model and what its algorithm sends beside, for the round that is asked for."""
+        client, clients, round_ = asked.number("client"), asked.number("clients"), asked.number("round")
+        if not 0 <= client < clients <= 100_000 or round_ < 0:
+            raise _Refusal(f"there is no client {client} of {clients} in round {round_}")
+        seed = asked.number("seed")
+        if seed != self.definition.seed:
+            raise _Refusal(f"seed is {self.definition.seed} here and {seed} at the server")
+        placed = self._place(client, clients)
+        server, algorithm = placed.rounds.server, placed.rounds.algorithm
+        beside, layout = algorithm.beside(server), self.layout
+        given = asked.arrays("model")
+        expected: Expected = {"row": (layout.dtype, (layout.length,)),
+                              **{name: (vector.dtype, tuple(vector.shape)) for name, vector in beside.items()}}  # fmt: skip
+        if layout.integers or "integers" in given:
+            expected = {**expected, "integers": (torch.int64, tuple(server.integers.shape))}
+        arrays = unpack(given, expected)
+        for name, vector in arrays.items():
+            if vector.is_floating_point() and not np.isfinite(float(vector.sum(dtype=torch.float64))):
+                raise _Refusal(f"the server's '{name}' holds NaN or Inf")
+        server.weights.copy_(arrays["row"])
+        server.integers.copy_(arrays.get("integers", server.integers))
+        for name, vector in beside.items():
+            vector.copy_(arrays[name])
+        server.round = round_
+        return placed, round_
+
+    def _set_rates(self, asked: _Asked) -> None:
+        """Let the optimizer have what the server's schedule has made of its options."""
+        options = self.local.optimizer.options
+        rates = asked.get("lr")
+        rates = [rates] * len(options) if isinstance(rates, (int, float)) else list(rates)
+        changed: list[dict[str, Any]] = [{"lr": rate} for rate in rates]
+        if asked.get("options", None) is not None:
+            changed = [{**one, **more} for one, more in zip(changed, json.loads(asked.text("options")), strict=True)]
+        if len(changed) != len(options):
+            raise _Refusal(f"the server's optimizer has {len(changed)} groups, and this site's {len(options)}")
+        for own, theirs in zip(options, changed, strict=True):
+            for name, value in theirs.items():
+                if name not in own:
+                    raise _Refusal(f"the optimizer has no option '{name}' here")
+                own[name] = tuple(value) if isinstance(value, list) else value
+
+    def _targets(self) -> list[int]:
+        """The classes that the site has samples of; empty where targets are no classes."""
+        targets = self.samples.targets()
+        if targets is None or targets.dim() != 1 or targets.is_floating_point():
+            return []
+        return [int(label) for label in targets.unique()]
+
+    def _reply(self, config: dict[str, Any], figures: dict[str, float] | None = None) -> RecordDict:
+        reply = RecordDict({"allhands": ConfigRecord({**config, "site": self.name})})
+        if figures is not None:
+            reply["figures"] = MetricRecord({name: float(value) for name, value in figures.items()})
+        return reply
+
+
+class _Asked:
+    """A request, read without believing that anything is there."""
+
+    def __init__(self, request: RecordDict) -> None:
+        self.request = request
+        found = request.get("allhands")
+        if not isinstance(found, ConfigRecord):
+            raise _Refusal("the message is none of allhands'")
+        self.config = found
+
+    def get(self, name: str, default: Any = _ABSENT) -> Any:
+        value = self.config.get(name, default)
+        if value is _ABSENT:
+            raise _Refusal(f"the message has no '{name}'")
+        return value
+
+    def text(self, name: str) -> str:
+        value = self.get(name)
+        if not isinstance(value, str):
+            raise _Refusal(f"the message's '{name}' is no text")
+        return value
+
+    def number(self, name: str, default: Any = _ABSENT) -> Any:
+        """A whole number, or `default` where there is none."""
+        value = self.get(name, default)
+        if value is not default and (not isinstance(value, int) or isinstance(value, bool)):
+            raise _Refusal(f"the message's '{name}' is no whole number")
+        return value
+
+    def arrays(self, name: str) -> Any:
+        """A record of arrays."""
+        found = self.request.array_records.get(name)
+        if found is None:
+            raise _Refusal(f"the message has no arrays '{name}'")
+        return found
+
+
+def _last_line(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1][:500]
