@@ -16,6 +16,7 @@ from allhands import models
 from allhands.cli.named import choose, is_kind, located, make
 from allhands.config import RunFile
 from allhands.data import catalogue, derive_seed, seed_everything
+from allhands.federated.sites.definition import Definition
 from allhands.federated.strategy import Federated
 from allhands.runner import Callback, EarlyStopping, SupervisedRunner
 from allhands.runner.workers import plan
@@ -103,6 +104,22 @@ def train(
     if given.logdir is not None:
         print(f"written to {given.logdir}: metrics.csv, run.yml, checkpoints/, tensorboard/")
     return history
+
+
+def definition(run_file: RunFile) -> Definition:
+    """The training of a run file as a site knows it: the objects that it names, and data that are read when they are wanted.
+
+    Raises:
+        UserError: a name or option that does not exist, or cannot be honoured at a site; says where it was written.
+    """
+    given, strategy = run_file.config, _strategy(run_file)
+    if not isinstance(strategy, Federated):
+        raise run_file.error(("strategy", "name"), "sites train together by strategy.name: federated")
+    labels = catalogue.info(given.data.name).classes if given.data.name in catalogue.names() else ()
+    return Definition(
+        **_objects(run_file, lambda: 1), strategy=strategy, runner=SupervisedRunner(device=given.device), device=given.device,
+        labels=labels or None, check=given.check, overfit=given.overfit,
+    )  # fmt: skip
 
 
 def _world_size(strategy: Strategy, workers: int | None, device: str | None) -> int:
