@@ -32,6 +32,7 @@ _LAZY = {
     "DP": "allhands.strategies",
     "DDP": "allhands.strategies",
     "KVStore": "allhands.strategies",
+    "LocalSGD": "allhands.strategies",
     "Federated": "allhands.federated",
 }
 _PACKAGES = (
@@ -48,6 +49,7 @@ __all__ = [
     "EarlyStopping",
     "Federated",
     "KVStore",
+    "LocalSGD",
     "Single",
     "Strategy",
     "SupervisedRunner",
@@ -68,7 +70,7 @@ if TYPE_CHECKING:
     from allhands.errors import AllhandsError, UserError, WorkerError, WorldError
     from allhands.federated.strategy import Federated
     from allhands.runner import Callback, EarlyStopping, SupervisedRunner, load_checkpoint, utils
-    from allhands.strategies import DDP, DP, KVStore, Single, Strategy
+    from allhands.strategies import DDP, DP, KVStore, LocalSGD, Single, Strategy
     from allhands.verify.compare import verify
     from allhands.world import World, current_world, finalize, init
 

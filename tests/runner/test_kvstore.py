@@ -105,7 +105,8 @@ def test_what_compression_left_over_is_lost_on_no_number_of_workers(
     )  # fmt: skip
     loading = object.__new__(memory.Memory)
     loading.training = training  # type: ignore[assignment]
-    loading._load_strategys_own(Path("x"), 2, memory.checkpoint.load_own(Path("x"), 0))
+    state = {"world_size": 2, "strategy": {"ddp": {}}}
+    loading._load_strategys_own(Path("x"), state, memory.checkpoint.load_own(Path("x"), 0))
     assert [{name: value.tolist() for name, value in one.items()} for one in given] == [{"w": expected} if expected else {}]
     assert [line.startswith("note: the checkpoint holds what compression had left over") for line in lines] == [True] * (
         workers == 1

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allhands import DDP, DP, KVStore, Single, UserError, World
+from allhands import DDP, DP, KVStore, LocalSGD, Single, UserError, World
 from allhands.strategies import STRATEGIES, strategy_named
 
 
@@ -17,6 +17,7 @@ def test_names_and_typos() -> None:
         "dp": DP,
         "ddp": DDP,
         "kvstore": KVStore,
+        "local_sgd": LocalSGD,
     }
     with pytest.raises(UserError, match=r"no strategy 'dpp'; did you mean 'd"):
         strategy_named("dpp")

@@ -90,7 +90,7 @@ class Scheduler(Named):
 
 
 class Strategy(Named):
-    """What the workers exchange, and when: single, dp, ddp, kvstore or federated; other keys are the strategy's settings."""
+    """What the workers exchange, and when: single, dp, ddp, kvstore, local_sgd or federated; other keys are its settings."""
 
     name: str = Field(default="ddp", min_length=1)
 

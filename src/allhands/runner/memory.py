@@ -252,11 +252,10 @@ class Memory:
         for name, feed in training.feeds.items():
             if name in feeds:
                 feed.load_state_dict(feeds[name])
-        before = state["world_size"]
-        if before == world.world_size:
-            strategy = training.settings.strategy
+        before, strategy = state["world_size"], training.settings.strategy
+        if before == world.world_size or strategy.resumes_anywhere:
             strategy.load_state_dict(state["strategy"].get(strategy.name, {}))
-        self._load_strategys_own(path, before, first)
+        self._load_strategys_own(path, state, first)
         if state["position"] is None:
             return
         self._logged = list(_under(first, "logged/"))
@@ -280,8 +279,9 @@ class Memory:
         if world.rank == 0:
             self._own = [first, *(checkpoint.load_own(path, rank) for rank in range(1, before))]
 
-    def _load_strategys_own(self, path: Path, before: int, first: dict[str, torch.Tensor]) -> None:
+    def _load_strategys_own(self, path: Path, state: dict[str, Any], first: dict[str, torch.Tensor]) -> None:
         """What the strategy had on each rank; on another number of ranks, rank 0 has the sum of all."""
+        before = state["world_size"]
         world, strategy = self.training.world, self.training.settings.strategy
         if not _under(first, "strategy/"):
             return
@@ -292,12 +292,15 @@ class Memory:
             kept = _under(first, "strategy/")
             for rank in range(1, before):
                 for name, value in _under(checkpoint.load_own(path, rank), "strategy/").items():
-                    kept[name] = kept[name] + value
-        if not strategy.load_own_tensors(kept):
-            self.training.reporter.line(
-                f"note: the checkpoint holds what compression had left over of the gradients; it is not used, as {strategy.name} "
-                "does not compress now"
-            )
+                    kept[name] = kept[name] + value if name in kept else value
+        (written,) = state["strategy"]
+        if written == strategy.name and strategy.load_own_tensors(kept):
+            return
+        if written == "local_sgd":
+            said = "what each worker had for itself (its weights and its optimizer's state); all go on with the means of them"
+        else:
+            said = f"what compression had left over of the gradients; it is not used, as {strategy.name} does not compress now"
+        self.training.reporter.line(f"note: the checkpoint holds {said}")
 
     def continue_epoch(self, position: Position) -> None:
         """Set generators and metrics to where they were, just before the interrupted epoch goes on."""

@@ -30,6 +30,14 @@ class Strategy(ABC):
     alone: bool = False
     #: Whether `exchange_all` also takes the optimizer's step.
     takes_step: bool = False
+    #: Whether `load_state_dict` also takes the state that another number of ranks has saved.
+    resumes_anywhere: bool = False
+    #: Where `takes_step`: called before each step with the exchanged gradients in the parameters; for looking only, and slow.
+    before_step: Callable[[], None] | None = None
+
+    def exact_for(self, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> bool:
+        """Whether it is exact in a training with this optimizer and this bound of the gradient's norm."""
+        return self.exact
 
     @abstractmethod
     def check(self, world: World) -> None:
@@ -97,6 +105,9 @@ class Strategy(ABC):
         """Further values of the epoch that has ended, the same on all ranks; they stand beside the metrics."""
         return {}
 
+    def go_on(self) -> None:
+        """Optimizer steps follow: take up again what `collect` and `sync_buffers` have put aside."""
+
     def finish(self) -> None:
         """The training has ended without an error: leave what `begin` has opened."""
 
@@ -117,11 +128,12 @@ class Strategy(ABC):
                     buffer.copy_(own[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed training needs in order to round sums in the same order; of strings, numbers, lists and dicts."""
+        """What a resumed training needs, the same on all ranks; of tensors, strings, numbers, lists and dicts."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue as a strategy of the same name and world size would that gave `state`; after `prepare`."""
+        """Continue as a strategy of the same name and world size (any one, where `resumes_anywhere`) would that gave `state`;
+        after `prepare`."""
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """What this rank alone has, and a resumed training needs; tensors that add up over the ranks."""

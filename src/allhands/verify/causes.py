@@ -33,6 +33,7 @@ class Case:
     refused: dict[str, Finding]
     finding: Finding
     probe: Probe
+    exact: bool
 
     @property
     def them(self) -> str:
@@ -205,7 +206,7 @@ def _disappears_with(case: Case, wanted: dict[str, Variation]) -> list[str]:
         return [
             name
             for (name, (_, reference)), trace in zip(references.items(), traces, strict=True)
-            if judge(trace, reference, case.noise, case.strategy.exact) is None and not trace.failure
+            if judge(trace, reference, case.noise, case.exact) is None and not trace.failure
         ]
     except AllhandsError:
         return []

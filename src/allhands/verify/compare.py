@@ -111,9 +111,11 @@ def verify(
     }  # fmt: skip
     if isinstance(model, nn.Module) and isinstance(optimizer, torch.optim.Optimizer):
         probes.refuse_strangers(model, optimizer)
-    settings_to_check(objects, 1).validate()
+    settings = settings_to_check(objects, 1)
+    settings.validate()
     assert model is not None
     for strategy in chosen:
+        strategy.check_settings(settings)
         for count in counts:
             plan(strategy, count, runner.device)  # refuses now what it would refuse after the first runs
     compared, notes = _steps_that_fit(model, steps)
@@ -143,11 +145,12 @@ def _compare(runs: Runs, objects: dict[str, Any], strategies: list[Strategy], co
                 (trace,) = runs.distributed(strategy, workers, [(Variation(steps), baseline.path)])
             except UserError as error:
                 raise UserError(f"{strategy.name} with {workers} worker{'s' if workers > 1 else ''}: {error}") from None
-            row, finding = _row(strategy, workers, trace, baseline)
+            exact = strategy.exact_for(objects["optimizer"], objects["clip_norm"])
+            row, finding = _row(strategy, workers, trace, baseline, exact)
             if finding is not None and row.verdict == DIFFERS:
                 case = causes.Case(
                     runs, objects["model"], strategy, workers, steps, trace, baseline.trace, baseline.noise, baseline.refused,
-                    finding, probe,
+                    finding, probe, exact,
                 )  # fmt: skip
                 row.causes = causes.explain(case)
             rows.append(row)
@@ -161,8 +164,7 @@ def _compare(runs: Runs, objects: dict[str, Any], strategies: list[Strategy], co
     return Report(rows, about, notes)
 
 
-def _row(strategy: Strategy, workers: int, trace: Trace, baseline: Baseline) -> tuple[Row, Finding | None]:
-    exact = strategy.exact
+def _row(strategy: Strategy, workers: int, trace: Trace, baseline: Baseline, exact: bool) -> tuple[Row, Finding | None]:
     finding = judge(trace, baseline.trace, baseline.noise, exact)
     shown: Finding | None
     if finding is not None:

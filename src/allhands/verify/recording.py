@@ -14,7 +14,6 @@ from allhands.data.agree import checksum
 from allhands.runner import Callback
 from allhands.runner.schedule import learning_rates
 from allhands.runner.training import Training
-from allhands.strategies import KVStore
 
 # Names of the differences over all parameters together.
 ALL_GRADIENTS, ALL_PARAMETERS = "all gradients", "all parameters"
@@ -59,7 +58,7 @@ class Recorder(Callback):
     def on_train_start(self, training: Training) -> None:
         self._names = [(name, p) for name, p in training.model.named_parameters() if p.requires_grad]
         strategy = training.settings.strategy
-        if isinstance(strategy, KVStore) and strategy.takes_step:
+        if strategy.takes_step:
             strategy.before_step = lambda: self._before_update(training)  # nobody calls optimizer.step()
         else:
             training.optimizer.register_step_pre_hook(lambda *_: self._before_update(training))

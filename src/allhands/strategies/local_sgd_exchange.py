@@ -1,0 +1,171 @@
+"""What workers of `local_sgd` exchange: fragments of the model, and the formats in which their deltas travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from allhands.comm import all_gather_rows, all_reduce_sum
+from allhands.world import World
+
+#: Numbers that share one scale in int8.
+BLOCK = 1024
+FORMATS = ("fp32", "bf16", "int8")
+
+
+class Fragment:
+    """Some consecutive layers, which are exchanged together.
+
+    Attributes:
+        names, parameters: its trained parameters.
+        offset: it is exchanged after optimizer steps that are `offset` modulo H.
+        anchor: the weights after its last exchange, of shape ``[numbers]``, the same on all ranks.
+        momentum: of the outer optimizer, likewise; None before its first step.
+        residual: what this rank's last deltas lost on their way; None where nothing was lost.
+        seen: samples that this rank has trained on since the last exchange.
+        alike: all ranks hold the same weights now.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], offset: int) -> None:
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.offset = offset
+        double = any(parameter.dtype == torch.float64 for parameter in self.parameters)
+        self.dtype = torch.float64 if double else torch.float32
+        self.anchor = self.read()
+        self.momentum: torch.Tensor | None = None
+        self.residual: torch.Tensor | None = None
+        self.seen = 0
+        self.alike = True
+
+    def read(self) -> torch.Tensor:
+        """A copy of the present weights as one vector."""
+        return torch.cat([parameter.detach().reshape(-1).to(self.dtype) for parameter in self.parameters])
+
+    def write(self, values: torch.Tensor) -> None:
+        """Make a vector the present weights."""
+        with torch.no_grad():
+            for parameter, part in zip(self.parameters, self.cut(values), strict=True):
+                parameter.copy_(part)
+
+    def cut(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a vector in the shapes of the parameters; views of it."""
+        parts = values.split([parameter.numel() for parameter in self.parameters])
+        return [part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)]
+
+    def by_name(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parts of a vector by the names of the parameters."""
+        return dict(zip(self.names, self.cut(values), strict=True))
+
+    def joined(self, given: dict[str, torch.Tensor], default: torch.Tensor) -> torch.Tensor:
+        """The vector of what is given by name; names that are missing have their part of `default`."""
+        parts = self.by_name(default)
+        return torch.cat([given.get(name, part).reshape(-1).to(default) for name, part in parts.items()])
+
+
+def layers_of(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
+    """The trained parameters, those of one module together, in the order in which the model holds them."""
+    layers: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            layers.setdefault(name.rpartition(".")[0], []).append((name, parameter))
+    return list(layers.values())
+
+
+def cut_in_fragments(layers: Sequence[Sequence[tuple[str, nn.Parameter]]], count: int, every: int) -> list[Fragment]:
+    """Consecutive layers in `count` fragments of about the same size, whose exchanges are spread over `every` steps."""
+    sizes = [sum(parameter.numel() for _, parameter in layer) for layer in layers]
+    fragments: list[Fragment] = []
+    first, left = 0, sum(sizes)
+    for number in range(count):
+        still = count - number
+        end, taken = first + 1, sizes[first]
+        # Take the next layer while that brings the fragment nearer to its share, and enough layers are left for the others.
+        while end < len(layers) - (still - 1) and (still == 1 or taken + sizes[end] / 2 <= left / still):
+            taken += sizes[end]
+            end += 1
+        left -= taken
+        named = [pair for layer in layers[first:end] for pair in layer]
+        fragments.append(Fragment(named, (number + 1) * every // count % every))
+        first = end
+    return fragments
+
+
+def shares(counts: Sequence[int], world: World) -> torch.Tensor:
+    """Each rank's part of the samples, float64 of shape ``[world_size, len(counts)]``; equal parts of what nobody has seen."""
+    own = torch.tensor([list(counts)], dtype=torch.int64, device=world.device)
+    rows = torch.cat(all_gather_rows(own, world)).cpu().double()
+    total = rows.sum(0)
+    return torch.where(total > 0, rows / total.clamp_min(1), 1 / world.world_size)
+
+
+def weighted_mean(values: Sequence[torch.Tensor], counts: Sequence[int], world: World) -> int:
+    """Replace vectors by their mean over the ranks, weighted by samples, in place; the bytes that this rank has sent.
+
+    Bytes are those of a ring: 2 (N - 1) / N of the vectors' own for the sum, N - 1 times the counts.
+    """
+    parts = shares(counts, world)[world.rank].tolist()
+    for value, part in zip(values, parts, strict=True):
+        value.mul_(part)
+    all_reduce_sum(values, world)
+    size = world.world_size
+    # The gathering tells the number of rows first, as 8 bytes.
+    return 2 * (size - 1) * sum(value.nbytes for value in values) // size + (size - 1) * 8 * (1 + len(counts))
+
+
+def narrowed_mean(delta: torch.Tensor, seen: int, form: str, world: World) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The mean of narrowed vectors over the ranks, weighted by samples.
+
+    Every rank sends one message of bytes to each other one, and adds up what has come in the order of the ranks, so that all
+    get the same bits.
+
+    Args:
+        delta: this rank's vector.
+        seen: its samples; a rank without any sends zeros, and what it has lost is to be disregarded.
+        form: "bf16" or "int8".
+        world: the processes.
+
+    Returns:
+        The mean, what this rank's vector has lost, and the bytes that it has sent.
+    """
+    message = pack(delta if seen else torch.zeros_like(delta), seen, form)
+    received = [torch.empty_like(message) for _ in range(world.world_size)]
+    dist.all_gather(received, message)
+    counts = torch.stack([part[:8] for part in received]).cpu().view(torch.int64).flatten().tolist()
+    total = sum(counts)
+    mean = torch.zeros_like(delta)
+    for count, part in zip(counts, received, strict=True):
+        if count:
+            mean.add_(unpack(part, delta, form), alpha=count / total)
+    lost = delta - unpack(message, delta, form)
+    return mean, lost, (world.world_size - 1) * message.nbytes
+
+
+def pack(delta: torch.Tensor, seen: int, form: str) -> torch.Tensor:
+    """A vector as bytes: 8 for the samples, for int8 the scales of its blocks, 4 bytes each, then the numbers."""
+    head = torch.tensor([seen], dtype=torch.int64).view(torch.uint8).to(delta.device)
+    if form == "bf16":
+        return torch.cat([head, delta.to(torch.bfloat16).view(torch.uint8)])
+    blocks = _blocks(delta)
+    scales = (blocks.abs().amax(1, keepdim=True) / 127).float()
+    # A scale that is not a number is sent as it is: the mean is then none either, and the next loss tells.
+    numbers = (blocks / torch.where(scales > 0, scales, 1.0)).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat([head, scales.flatten().view(torch.uint8), numbers.flatten()[: len(delta)].view(torch.uint8)])
+
+
+def unpack(message: torch.Tensor, like: torch.Tensor, form: str) -> torch.Tensor:
+    """The vector that `pack` made into bytes, in the dtype of `like`, which has its length."""
+    if form == "bf16":
+        return message[8:].view(torch.bfloat16).to(like.dtype)
+    start = 8 + 4 * -(-len(like) // BLOCK)
+    scales = message[8:start].view(torch.float32).to(like.dtype)
+    blocks = _blocks(message[start:].view(torch.int8).to(like.dtype))
+    return (blocks * scales[:, None]).flatten()[: len(like)]
+
+
+def _blocks(values: torch.Tensor) -> torch.Tensor:
+    """A vector in rows of `BLOCK`, filled up with zeros."""
+    return nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
