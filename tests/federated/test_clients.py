@@ -24,6 +24,30 @@ def test_every_client_is_split_on_its_own():
     assert not other.indices.equal(tests.indices)
 
 
+def test_a_client_alone_is_split_as_among_all():
+    whole = Clients([range(10), range(10, 60), range(60, 83)])
+    train, tests = whole.split(0.3, seed=5)
+    for client in range(3):
+        held = whole.samples(client).numpy()
+        offsets = np.where(np.arange(4) > client, len(held), 0)
+        alone = Clients.from_arrays(np.arange(len(held)), offsets).split(0.3, seed=5)
+        for part, expected in zip(alone, (train, tests), strict=True):
+            assert held[part.samples(client).numpy()].tolist() == expected.samples(client).tolist()
+
+
+def test_every_place_is_as_likely_to_be_tested():
+    tests = Clients.from_arrays(np.arange(200_000), np.arange(0, 200_001, 10)).split(0.2)[1]
+    places = np.bincount(tests.indices.numpy() % 10, minlength=10)
+    assert places.sum() == 40_000
+    assert np.abs(places - 4_000).max() < 5 * 57  # standard deviations of a fifth of 20,000 draws
+    clients = np.bincount(tests.indices.numpy() // 10, minlength=20_000)
+    assert set(clients) == {2}
+    pairs = tests.indices.view(-1, 2).sort(1).values % 10
+    counts = np.unique(pairs.numpy(), axis=0, return_counts=True)[1]
+    assert len(counts) == 45
+    assert np.abs(counts - 20_000 / 45).max() < 5 * 21
+
+
 def test_a_hundred_thousand_clients_are_split_at_once():
     train, tests = iid(1_000_000, 100_000).split(0.2)
     assert set(train.sizes) == {8}

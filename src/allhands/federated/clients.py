@@ -70,7 +70,9 @@ class Clients:
         return str(client) if self.names is None else self.names[client]
 
     def split(self, test_fraction: float, seed: int = 0) -> tuple[Clients, Clients]:
-        """Each client's samples as two parts, drawn by the seed: to train on, and to test its model on.
+        """Each client's samples as two parts, drawn by the seed: to train on, and to test its model on. What becomes of a sample
+        follows from the seed, the client's number and the sample's place among the client's own, so that a client that is alone
+        with its samples splits them as all clients together do.
 
         Args:
             test_fraction: how much of each client's samples is for tests, rounded down, above 0 and below 1; a client keeps at
@@ -92,9 +94,10 @@ class Clients:
                 "write a larger fraction"
             )
         owner = np.repeat(np.arange(len(self)), self.sizes)
-        mixed = np.random.default_rng(derive_seed(seed, "client tests")).permutation(len(owner))
-        order = mixed[np.argsort(owner[mixed], kind="stable")]  # each client's own samples, shuffled
         place = np.arange(len(owner)) - np.repeat(self.offsets[:-1], self.sizes)
+        keys = _mixed(_mixed(np.arange(len(self), dtype=np.uint64) ^ np.uint64(derive_seed(seed, "client tests"))))
+        drawn = _mixed(_mixed(keys[owner] ^ place.astype(np.uint64)))
+        order = np.lexsort((drawn, owner))  # each client's own samples, shuffled
         for_tests = place < np.repeat(tests, self.sizes)
         samples = self.indices.numpy()[order]
         train = Clients.from_arrays(samples[~for_tests], np.concatenate([[0], np.cumsum(self.sizes - tests)]), self.names)
@@ -112,3 +115,12 @@ class Clients:
             f"sample {sample} belongs to {counts[sample]} clients; a partition gives every sample to exactly one "
             f"({int((counts == 0).sum())} belong to none, {int((counts > 1).sum())} to several)"
         )
+
+
+def _mixed(z: np.ndarray) -> np.ndarray:
+    """Random bits of 64-bit numbers (uint64, any shape): the finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
+    with np.errstate(over="ignore"):
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    made: np.ndarray = z ^ (z >> np.uint64(31))
+    return made
