@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import shutil
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import nn
 from torch.func import functional_call, vmap
 from torch.utils.checkpoint import checkpoint
@@ -191,6 +193,23 @@ def test_under_vmap_each_client_crops_and_flips_for_itself():
     alone = torch.stack([one(own, images) for own, images in zip(keys, x, strict=True)])
     assert torch.equal(vmap(one)(keys, x), alone)
     assert not torch.equal(alone, x)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_layers_draw_the_same():
+    # what is compared with 0, the middle of 32 bits, is the sign of a product that overflows
+    layer, noise = keyed(nn.Dropout2d(0.5))
+    keys, x = noise.keys(1, 0, 0, 3)[:, 0], torch.rand(3, 6, 2, 5, 5)
+
+    def one(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return functional_call(layer, {"key": key}, (x,))
+
+    noise.begin()
+    plain = vmap(one)(keys, x)
+    noise.begin()
+    with torch._inductor.config.patch(compile_threads=1):
+        assert torch.equal(torch.compile(vmap(one), fullgraph=True, dynamic=False)(keys, x), plain)
 
 
 class _OfTheUser(RandomFlip):

@@ -38,12 +38,11 @@ def _spread(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _mixed(places: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    if torch.compiler.is_compiling():  # C++ may take it that signed products do not overflow, and then x * 3 < 0 is x < 0
+        bits = ((places ^ key).long() * _MIX).int()
+        return ((bits ^ (bits >> 15)).long() * _LAST).int()
     bits = (places ^ key).mul_(_MIX)  # in place, for what is read again is in the cache then
     return bits.bitwise_xor_(bits >> 15).mul_(_LAST)
-
-
-def _signed(value: int) -> int:
-    return (value + 2**31) % 2**32 - 2**31
 
 
 class Keyed(nn.Module):
@@ -72,7 +71,7 @@ class Keyed(nn.Module):
         places = self._places.get(count)
         if places is None or places.device != device:
             places = self._places[count] = _spread(count, device)
-        return _mixed(places, self.key + _signed(call * _SPREAD) if call else self.key)
+        return _mixed(places, (self.key.long() + call * _SPREAD).int() if call else self.key)
 
 
 class KeyedDropout(Keyed):
