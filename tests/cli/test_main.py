@@ -47,7 +47,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["lanch", "x.py"], "there is no subcommand 'lanch'; did you mean 'launch'?"),
         (["zzz"], "there is no subcommand 'zzz'; there are: "),
-        (["launch", "--workrs", "2", "x.py"], "No such option: --workrs"),
+        (["launch", "--workrs", "2", "x.py"], "No such option"),
         (["launch", "--workers", "two", "x.py"], "Invalid value for '--workers'"),
         (["launch", "-n", "2"], "no script was given; write `allhands launch -n 2 train.py`"),
     ],

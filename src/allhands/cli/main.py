@@ -26,12 +26,14 @@ class Subcommand:
         help: one line for `allhands --help`.
         ends_options: everything after the first argument that is not an option belongs to that argument,
             options included.
+        group: `function` names a typer application with subcommands of its own.
     """
 
     module: str
     function: str
     help: str
     ends_options: bool = False
+    group: bool = False
 
 
 SUBCOMMANDS = {
@@ -43,6 +45,7 @@ SUBCOMMANDS = {
     ),
     "run": Subcommand("allhands.cli.run", "run", "Train what a run file describes."),
     "verify": Subcommand("allhands.cli.verify", "verify", "Check that distributing does not change what a run file trains."),
+    "federated": Subcommand("allhands.cli.federated", "app", "Train across real sites, on Flower.", group=True),
     "doctor": Subcommand("allhands.cli.doctor", "doctor", "Check whether this machine, or some hosts, can run a job."),
     "export": Subcommand("allhands.cli.export", "export", "Write a checkpoint's weights into one safetensors file."),
 }
@@ -63,6 +66,8 @@ def run(argv: list[str]) -> int:
     wanted = next((word for word in argv if not word.startswith("-")), None)
     if wanted is not None and wanted not in SUBCOMMANDS and argv[0] == wanted:
         return _refuse(f"there is no subcommand {wanted!r}{nearest(wanted, SUBCOMMANDS)}")
+    if wanted is not None and argv == [wanted] and wanted in SUBCOMMANDS and SUBCOMMANDS[wanted].group:
+        argv = [wanted, "--help"]
     try:
         result = _app(wanted)(args=argv or ["--help"], prog_name="allhands", standalone_mode=False, obj=argv)
     except WorkerError as error:
@@ -75,7 +80,9 @@ def run(argv: list[str]) -> int:
         # typer's own errors (an unknown option, a value of the wrong type); where their class lives depends
         # on its version.
         if hasattr(error, "format_message"):
-            return _refuse(f"{error.format_message()}; see `allhands {wanted or ''} --help`".replace("  ", " "))
+            context = getattr(error, "ctx", None)
+            command = context.command_path if context is not None else f"allhands {wanted or ''}".strip()
+            return _refuse(f"{error.format_message()}; see `{command} --help`")
         if type(error).__name__ == "Abort":
             return 130
         raise
@@ -100,7 +107,10 @@ def _unused() -> None:
 def _app(wanted: str | None) -> Callable[..., Any]:
     """The typer application, with only the wanted subcommand's module imported."""
     import typer
+    import typer.core
 
+    # Else the typer that Flower asks for loads rich for plain help too, and writes \[ for [.
+    typer.core.HAS_RICH = False
     app = typer.Typer(
         help="Train one PyTorch model with many workers, provably the same training.",
         add_completion=False,
@@ -117,5 +127,8 @@ def _app(wanted: str | None) -> Callable[..., Any]:
     for name, sub in SUBCOMMANDS.items():
         function = getattr(importlib.import_module(sub.module), sub.function) if name == wanted else _unused
         settings = {"allow_interspersed_args": not sub.ends_options, "help_option_names": ["-h", "--help"]}
+        if sub.group and name == wanted:
+            app.add_typer(function, name=name, context_settings={"help_option_names": settings["help_option_names"]})
+            continue
         app.command(name, help=sub.help if name != wanted else None, context_settings=settings)(function)
     return app

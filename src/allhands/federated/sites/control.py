@@ -14,16 +14,16 @@ class Control:
     """The control interface of a SuperLink on this machine.
 
     Args:
-        port: the SuperLink's.
+        address: the SuperLink's, HOST:PORT.
         authority: the file of the authority that signed its certificate; None: no TLS.
     """
 
-    def __init__(self, port: int, authority: Path | None) -> None:
+    def __init__(self, address: str, authority: Path | None) -> None:
         from flwr.supercore.control import ControlHttpClient
         from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
         self._client = ControlHttpClient.from_server_address(
-            server_address=f"127.0.0.1:{port}",
+            server_address=address,
             insecure=authority is None,
             root_certificates=None if authority is None else authority.read_bytes(),
             interceptors=[RuntimeVersionHttpInterceptor(component_name="allhands")],

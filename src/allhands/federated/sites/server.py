@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import secrets
@@ -19,6 +20,7 @@ from typing import Any
 
 from allhands.errors import UserError
 from allhands.federated.sites import flower
+from allhands.federated.sites.certificates import names_of, read_certificates
 from allhands.federated.sites.control import Control
 from allhands.federated.sites.server_process import LOG, PID, RUN_ID, STATE
 from allhands.launch import processes
@@ -63,6 +65,28 @@ class ServerOptions:
         return self.certificate is None
 
 
+def own_host(options: ServerOptions) -> str:
+    """The name or address by which the server's own processes reach its port: one that its certificate is for."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}.get(options.host, options.host)
+    if options.certificate is None:
+        return host
+    names = names_of(read_certificates(options.certificate, "the server's certificate (--certificate)")[0])
+    if host in names:
+        return host
+    if "localhost" in names and ipaddress.ip_address(host).is_loopback:
+        return "localhost"
+    plain = [name for name in names if "*" not in name]
+    if not plain:
+        raise UserError(f"the certificate {options.certificate} names no host that the server's own processes could use; make "
+                        f"one that names {host} or localhost too")  # fmt: skip
+    return plain[0]
+
+
+def address(host: str, port: int) -> str:
+    """`HOST:PORT`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def commands(options: ServerOptions) -> dict[str, list[str]]:
     """The processes that run, by name: those that the server starts itself."""
     tls = ["--insecure"]
@@ -78,7 +102,8 @@ def commands(options: ServerOptions) -> dict[str, list[str]]:
             "--database", str(options.state / "superlink.db"), "--log-file", str(options.state / "superlink.log"),
         ],
         "superexec": [
-            flower.command("flower-superexec"), "--runtime-api-address", f"127.0.0.1:{options.port}", *trust, *secret,
+            flower.command("flower-superexec"), "--runtime-api-address", address(own_host(options), options.port),
+            *trust, *secret,
         ],
     }  # fmt: skip
 
@@ -136,14 +161,15 @@ class Server:
         """
         wanted = commands(self.options)
         self._spawn("superlink", wanted["superlink"])
-        deadline = time.monotonic() + _START
-        while not _listens(self.options.port):
+        host, deadline = own_host(self.options), time.monotonic() + _START
+        while not _listens(host, self.options.port):
             self.check()
             if time.monotonic() > deadline:
-                raise UserError(f"the SuperLink did not listen on port {self.options.port} within {_START:.0f} s; see "
+                raise UserError(f"the SuperLink did not listen at {address(host, self.options.port)} within {_START:.0f} s (the "
+                                "certificate's name must lead to this machine, if only by a line in /etc/hosts); see "
                                 f"{self.options.state / 'superlink.out'}")  # fmt: skip
             time.sleep(0.1)
-        self.control = Control(self.options.port, self.options.authority)
+        self.control = Control(address(host, self.options.port), self.options.authority)
         if not self.options.insecure:
             self.control.register(self.keys)
         self._run = self.control.start(self.text)
@@ -236,8 +262,8 @@ def _write_secretly(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def _listens(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+def _listens(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
         return True
     return False
 

@@ -24,21 +24,22 @@ class LocalControl:
         self.app = app
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and _CONTROL in scope["path"] and not is_local((scope.get("client") or ("",))[0]):
+        if scope["type"] == "http" and _CONTROL in scope["path"] and not is_local(scope):
             await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
             await send({"type": "http.response.body", "body": b"control is for the server's own machine"})
             return
         await self.app(scope, receive, send)
 
 
-def is_local(address: str) -> bool:
-    """Whether an address is this machine's loopback."""
+def is_local(scope: dict[str, Any]) -> bool:
+    """Whether a request comes from this machine: over loopback, or from the very address that it went to."""
+    (client, *_), (server, *_) = scope.get("client") or ("",), scope.get("server") or ("",)
     try:
-        parsed = ipaddress.ip_address(address)
+        parsed = ipaddress.ip_address(client)
     except ValueError:
         return False
     mapped = getattr(parsed, "ipv4_mapped", None)
-    return (mapped or parsed).is_loopback
+    return client == server or (mapped or parsed).is_loopback
 
 
 def main() -> None:

@@ -1,0 +1,102 @@
+"""What `allhands federated server` and `allhands federated site` do, and what they would do (`--plan`)."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from allhands.config import RunFile
+from allhands.federated.sites import server as sites_server
+from allhands.federated.sites.certificates import check_server
+from allhands.federated.sites.display import Display
+from allhands.federated.sites.events import Follower
+from allhands.federated.sites.keys import fingerprint, read_allow_list, read_tokens
+from allhands.federated.sites.server import Server, ServerOptions, Stopped
+
+#: What a site sends, for the plan; docs/federated_sites.md says it in full.
+LEAVES = (
+    "its name, the number of its training and test samples, and its token",
+    "a description of the model and the settings (names and shapes of weights, class labels), before the first round",
+    "after each round: the update of the weights (or what compression and clipping leave of it) and the integers of BatchNorm",
+    "after each round: samples, steps, loss before and after, seconds; after an evaluation: samples, loss, right answers",
+    "when something fails: the last line of the error",
+)
+
+
+def check_files(options: ServerOptions) -> dict[str, bytes]:
+    """Read the files that the server needs, and return the sites' keys by name.
+
+    Raises:
+        UserError: one of them cannot be used; names it.
+    """
+    if options.certificate is not None:
+        assert options.key is not None
+        assert options.authority is not None
+        check_server(options.certificate, options.key, options.authority)
+    if options.tokens is not None:
+        read_tokens(options.tokens)
+    return {} if options.sites is None else read_allow_list(options.sites)
+
+
+def events_of(run_file: RunFile) -> Path:
+    """The file of events of a run.
+
+    Raises:
+        UserError: the run has no logdir, or is not federated.
+    """
+    if run_file.config.strategy.name.lower() != "federated":
+        raise run_file.error(("strategy", "name"), "sites train by rounds; write strategy: {name: federated, …}")
+    if run_file.config.logdir is None:
+        raise run_file.error(("logdir",), "a server writes its events and checkpoints there; name a folder")
+    return Path(run_file.config.logdir).expanduser() / "events.jsonl"
+
+
+def serve(options: ServerOptions, run_file: RunFile) -> int:
+    """Run the server until the training has ended; the exit code."""
+    events, keys = events_of(run_file), check_files(options)
+    if options.insecure:
+        print("INSECURE: plain text, and whoever reaches the port can take part", flush=True)
+    started, news = time.time(), Follower(events)
+
+    def show(display: Display) -> None:
+        for event in news.news():
+            if event["time"] >= started:
+                display.take(event)
+
+    try:
+        with sites_server.signals(), Server(options, run_file.to_yaml(), keys) as server, Display() as display:
+            display.say(f"server for {options.host}:{options.port}, {len(keys) or 'any'} sites; its files are in {options.state}")
+            try:
+                server.start()
+                for _ in server.wait():
+                    show(display)
+            finally:
+                show(display)
+    except Stopped as stopped:
+        print(f"stopped by signal {stopped.number}; write resume=auto to go on after the last finished round")
+        return 128 + stopped.number
+    print(f"written to {run_file.config.logdir}: metrics.csv, run.yml, events.jsonl, checkpoints/, tensorboard/")
+    return 0
+
+
+def server_plan(options: ServerOptions, run_file: RunFile) -> str:
+    """What `serve` would run."""
+    events, keys = events_of(run_file), check_files(options)
+    secure = "plain text, INSECURE" if options.insecure else "TLS; sites prove their keys"
+    lines = ["Processes:", *_commands(sites_server.commands(options))]
+    lines += ["  serverapp (started by Flower's superexec)", "    allhands.federated.sites.server_process", "Ports:"]
+    lines += [f"  {options.host}:{options.port}  sites connect here ({secure}); control from this machine only", "Sites:"]
+    lines += [f"  {name}  {fingerprint(key)}" for name, key in keys.items()] or ["  any"]
+    files = {"state": options.state, "events": events.absolute(), "certificate": options.certificate, "key": options.key,
+             "authority": options.authority, "sites": options.sites, "tokens": options.tokens, "data": options.data}  # fmt: skip
+    lines += ["Files:", *(f"  {name}  {path}" for name, path in files.items() if path is not None)]
+    lines += ["A site sends:", *(f"  {line}" for line in LEAVES)]
+    return "\n".join(lines) + "\n"
+
+
+def _commands(commands: dict[str, list[str]]) -> Iterable[str]:
+    for name, command in commands.items():
+        yield f"  {name}"
+        yield f"    {shlex.join(command)}"
