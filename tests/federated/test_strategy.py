@@ -65,6 +65,23 @@ def test_the_model_is_trained_in_place_and_the_history_has_what_was_measured():
     assert history["valid"]["loss"][-1] == pytest.approx(nn.functional.mse_loss(net(x), y).item())
 
 
+def test_bf16_reaches_the_clients_and_the_measuring_and_weights_stay_as_they_are():
+    x, y = (part.float() for part in sim.data())
+    ends = {}
+    for precision in ("fp32", "bf16"):
+        net = sim.model(dtype=torch.float32)
+        history, _ = train(net, Federated(clients=5, per_round=3, rounds=4, executor="serial", test_fraction=0.2),
+                           precision=precision, datasets={"batch_size": 8, "train": TensorDataset(x, y),
+                                                          "valid": TensorDataset(x, y)})  # fmt: skip
+        assert all(p.dtype == torch.float32 for p in net.parameters())
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            assert history["valid"]["loss"][-1] == pytest.approx(nn.functional.mse_loss(net(x), y).item(), rel=1e-5)
+        ends[precision] = history["valid"]["loss"][-1], history["clients"]["loss"][-1]
+    assert ends["bf16"] == pytest.approx(ends["fp32"], rel=0.02)
+    assert ends["bf16"][0] != ends["fp32"][0]
+    assert ends["bf16"][1] != ends["fp32"][1]
+
+
 def test_a_schedule_steps_once_a_round_on_the_clients_learning_rate():
     plain, net = sim.model(), sim.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -158,7 +175,7 @@ class Steps(Callback):
     [
         ({"num_epochs": 3}, r"num_epochs=3 .*Federated\(rounds=3\)"),
         ({"accumulate": 2}, "accumulate=2 .*batches 2 times larger"),
-        ({"precision": "bf16"}, "precision='bf16' .*precision='fp32'"),
+        ({"precision": "fp16"}, "precision='fp16' .*precision='bf16'"),
         ({"overfit": True}, "overfit=True .*local_steps=1"),
         ({"log_every": 10}, "log_every=10 .*leave it out"),
         ({"callbacks": [Steps()]}, "Steps.on_step_end"),

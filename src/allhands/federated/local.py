@@ -15,6 +15,8 @@ from allhands.data import derive_seed
 from allhands.errors import UserError, kind_of
 from allhands.federated.layout import Layout
 
+#: fp16 needs its losses scaled by a factor that follows the training, which clients that begin anew every round do not have.
+CLIENT_PRECISIONS = ("fp32", "bf16")
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 
 
@@ -113,6 +115,7 @@ class LocalTraining:
         clip_norm: bound of the norm of a client's gradient in each step.
         forward: ``(model, batch)`` to ``(output, target)``.
         drop_last: leave out a last batch that is short, unless it is the client's only one.
+        precision: "fp32", or "bf16": forward passes under autocast; weights, gradients and sums stay as they are.
     """
 
     criterion: Any
@@ -123,6 +126,7 @@ class LocalTraining:
     clip_norm: float | None = None
     forward: Forward = pair_forward
     drop_last: bool = False
+    precision: str = "fp32"
 
     def __post_init__(self) -> None:
         if not callable(self.criterion):
@@ -133,6 +137,8 @@ class LocalTraining:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UserError(f"{name}={value!r}; it must be a whole number of at least 1")
+        if self.precision not in CLIENT_PRECISIONS:
+            raise UserError(f"precision={self.precision!r}; it must be 'fp32' or 'bf16'")
 
     def sizes(self, samples: int) -> list[int]:
         """Samples in each step of one pass over a client's data."""

@@ -17,6 +17,7 @@ from allhands.federated.buffered import BufferedRounds
 from allhands.federated.compression import COMPRESSIONS, Compression
 from allhands.federated.executors.choice import parse
 from allhands.federated.failures import check_action
+from allhands.federated.local import CLIENT_PRECISIONS
 from allhands.federated.privacy import Privacy
 from allhands.federated.rounds import Rounds
 from allhands.federated.sites.settings import Sites
@@ -153,13 +154,17 @@ class Federated(Strategy):
         for name, kept, instead in (
             ("num_epochs", 1, f"training goes by rounds: leave it out, and write Federated(rounds={settings.num_epochs})"),
             ("accumulate", 1, f"clients step after each batch: leave it out and make batches {settings.accumulate} times larger"),
-            ("precision", "fp32", "clients' weights are averaged in the precision in which they train: write precision='fp32'"),
             ("overfit", False, "each client draws its own batches: write overfit=False, and Federated(local_steps=1)"),
             ("log_every", 50, "every round is logged: leave it out"),
         ):  # fmt: skip
             value = getattr(settings, name)
             if value != kept:
                 raise UserError(f"{name}={value!r} with distributed=Federated(…): {instead}")
+        if settings.precision not in CLIENT_PRECISIONS:
+            raise UserError(
+                f"precision={settings.precision!r} with distributed=Federated(…): fp16 needs its losses scaled by a factor that "
+                "follows one long training, and clients begin anew in every round: write precision='bf16'"
+            )
         if isinstance(settings.scheduler, tuple) and settings.scheduler[1] == "step":
             raise UserError("scheduler=(…, 'step') with distributed=Federated(…): it steps once a round; write (…, 'epoch')")
         for callback in settings.callbacks:

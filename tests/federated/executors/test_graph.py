@@ -87,6 +87,18 @@ def test_stacked_and_compiled():
     assert on_gpu(["serial", {"name": "stacked", "compile": True}], **given) < 1e-5
 
 
+@pytest.mark.parametrize("norm", ["none", "group", "batch"])
+def test_bf16_is_the_same_to_its_rounding(norm):
+    given = {"norm": norm, "batch_size": 5, "drop_last": True, "epochs": 2, "dtype": torch.float32, "device": CUDA}
+    start = sim.rounds(net=network(norm, dtype=torch.float32), given=images(torch.float32), who=sim.clients(SIZES),
+                       criterion=nn.CrossEntropyLoss(), device=CUDA).server.weights  # fmt: skip
+    wide, *narrow = [trained("serial", **given)[0]] + [trained(name, precision="bf16", **given)[0] for name in ALL]
+    assert all(one.dtype == torch.float32 for one in narrow)
+    whole = float((wide - start).norm())
+    assert float((narrow[0] - wide).norm()) > 1e-4 * whole
+    assert all(float((one - narrow[0]).norm()) < 0.02 * whole for one in narrow)
+
+
 def test_several_groups_of_parameters_and_momentum():
     def optimizer(parameters, **options):
         first, *rest = parameters

@@ -62,9 +62,10 @@ class Graph(Serial):
 
         def gradient() -> None:
             self.noise.begin()
-            output, target = work.local.forward(work.model, work.samples.take(indices))
-            self.rule.check_shapes(output, target)
-            loss = work.local.criterion(output, target)
+            with self.precision.autocast():
+                output, target = work.local.forward(work.model, work.samples.take(indices))
+                self.rule.check_shapes(output, target)
+                loss = work.local.criterion(output, target)
             LossRule.check_value(loss)
             self.noise.end()
             made = torch.autograd.grad(loss, self._weights, allow_unused=True)

@@ -66,7 +66,8 @@ class MaskedLoss:
             where = mask.view(-1, *(1 for _ in terms.shape[1:]))
             total, count = (terms * where).sum(), (counts * where).sum()
         elif self._reduction == "batchmean":
-            total, count = terms.reshape(len(mask), -1).sum(1) @ mask, mask.sum()
+            total, count = (terms.reshape(len(mask), -1).sum(1) * mask).sum(), mask.sum()
         else:
-            total, count = terms.reshape(len(mask), -1).sum(1) @ mask, mask.sum() * (terms.numel() // terms.shape[0])
+            total = (terms.reshape(len(mask), -1).sum(1) * mask).sum()  # not a product, which autocast would narrow
+            count = mask.sum() * (terms.numel() // terms.shape[0])
         return total if self._reduction == "sum" else total / count

@@ -14,7 +14,7 @@ from allhands.federated.executors.gathering import Gathered
 from allhands.federated.executors.starting import measuring
 from allhands.federated.local import restart
 from allhands.federated.noise import Noise
-from allhands.step import LossRule
+from allhands.step import LossRule, Precision
 
 
 class Serial(Executor):
@@ -34,6 +34,7 @@ class Serial(Executor):
         self.noise = Noise(work.model, server.device)
         layout.bind(work.model, self.rows[0], self.gradients[0])
         self.rule = LossRule(work.local.criterion)
+        self.precision = Precision(work.local.precision, server.device)
         self._room: torch.Tensor | None = None
         optimizer = work.local.optimizer
         self.optimizer = (
@@ -104,12 +105,12 @@ class Serial(Executor):
         self.gradients.zero_()
         self.noise.set(keys)
         self.noise.begin()
-        output, target = work.local.forward(
-            work.model, work.samples.take(batch, work.seed, self.server.round, job.client, step)
-        )  # fmt: skip
-        if step == 0:
-            self.rule.check_shapes(output, target)
-        loss = work.local.criterion(output, target)
+        taken = work.samples.take(batch, work.seed, self.server.round, job.client, step)
+        with self.precision.autocast():
+            output, target = work.local.forward(work.model, taken)
+            if step == 0:
+                self.rule.check_shapes(output, target)
+            loss = work.local.criterion(output, target)
         if step == 0:
             LossRule.check_value(loss)
         self.noise.end()
@@ -122,8 +123,7 @@ class Serial(Executor):
         total = torch.zeros((), dtype=torch.float64, device=self.server.device)
         with torch.no_grad(), measuring(model):
             for batch in indices.split(max(local.batch_size or 0, 256)):
-                output, target = local.forward(model, self.work.samples.take(batch, self.work.seed, "start", job.client))
-                total += local.criterion(output, target) * len(batch)
+                total += self._measured(batch, job) * len(batch)
         return (total / len(indices)).reshape(1)
 
     def _start_gradient(self, indices: torch.Tensor, job: Job) -> torch.Tensor:
@@ -132,9 +132,15 @@ class Serial(Executor):
         self.gradients.zero_()
         with measuring(model):
             for batch in indices.split(local.batch_size or len(indices)):
-                output, target = local.forward(model, self.work.samples.take(batch, self.work.seed, "start", job.client))
-                (local.criterion(output, target) * (len(batch) / len(indices))).backward()
+                (self._measured(batch, job) * (len(batch) / len(indices))).backward()
         return self.gradients.clone()
+
+    def _measured(self, batch: torch.Tensor, job: Job) -> torch.Tensor:
+        work = self.work
+        taken = work.samples.take(batch, work.seed, "start", job.client)
+        with self.precision.autocast():
+            output, target = work.local.forward(work.model, taken)
+            return work.local.criterion(output, target)
 
 
 def clip_rows(gradients: torch.Tensor, norm: float) -> None:

@@ -60,10 +60,11 @@ class Shared(Serial):
             whole = work.samples.take(batch, work.seed, self.server.round, job.client, step)
             first, last = (len(batch) * place // self.team.size for place in (self.team.place, self.team.place + 1))
             if last > first:
-                output, target = work.local.forward(work.model, _part(whole, len(batch), first, last))
-                if step == 0:
-                    self.rule.check_shapes(output, target)
-                loss = work.local.criterion(output, target)
+                with self.precision.autocast():
+                    output, target = work.local.forward(work.model, _part(whole, len(batch), first, last))
+                    if step == 0:
+                        self.rule.check_shapes(output, target)
+                    loss = work.local.criterion(output, target)
                 if step == 0:
                     LossRule.check_value(loss)
                 loss = loss if self.rule.sums else loss * ((last - first) / len(batch))

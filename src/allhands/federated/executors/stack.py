@@ -14,9 +14,10 @@ from allhands.federated.algorithms.base import Server
 from allhands.federated.executors import unfolded
 from allhands.federated.executors.base import Work
 from allhands.federated.executors.masked import MaskedLoss
+from allhands.federated.executors.narrowed import autocast, widened
 from allhands.federated.executors.recording import Recorder
 from allhands.federated.noise import Noise
-from allhands.step import LossRule
+from allhands.step import LossRule, Precision
 
 
 class Losses(nn.Module):
@@ -36,10 +37,13 @@ class Losses(nn.Module):
         self.masked = MaskedLoss(work.local.criterion)
         self.server, self.work = server, work
         self._rule = LossRule(work.local.criterion)
+        self.precision = Precision(work.local.precision, server.device)
 
     def forward(self, batch: Any, mask: torch.Tensor | None) -> torch.Tensor:
         output, target = self.work.local.forward(self.model, batch)
         self._rule.check_shapes(output, target)
+        if self.precision.casts:
+            output = widened(output)  # autocast computes losses in float32
         loss = self.masked(output, target, mask)
         LossRule.check_value(loss)
         return loss
@@ -213,6 +217,7 @@ class Stack:
             mask = (torch.arange(indices.shape[1], device=indices.device) < counts[:, None]).to(self.rows.dtype)
         keys = {f"{name}.key": self._keys[:, place] for place, name in enumerate(losses.noise.names)}
         losses.noise.begin()
-        made = call({**self._weights, **self._buffers, **self._integers, **keys}, samples.take(indices), mask)
+        with autocast(losses.precision):
+            made = call({**self._weights, **self._buffers, **self._integers, **keys}, samples.take(indices), mask)
         losses.noise.end()
         return made

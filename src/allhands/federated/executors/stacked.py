@@ -322,6 +322,14 @@ def _differs(work: Work, server: Server) -> str | None:
     assert work.samples.tensors is not None
     given = Samples(tuple(t[indices.to(t.device)] for t in work.samples.tensors), server.device)
     pads = MaskedLoss(work.local.criterion).masks and not look(work, server).couples
+    if work.local.precision != "fp32":
+        try:
+            found = _compared(replace(work, samples=given), server, pads, 1.0)
+        except Exception as error:
+            return f"its step in {work.local.precision} cannot be batched over clients ({error})"
+        if found is not None:
+            return f"batched over clients by torch.func.vmap in {work.local.precision}, {found} comes out as another value"
+        work = replace(work, local=replace(work.local, precision="fp32"))
     try:
         found = _compared(*_in_float64(replace(work, samples=given), server), pads, 1e-6)
     except Exception:  # whatever it is, what counts is what the model does as it is
@@ -380,7 +388,8 @@ def _alone(losses: Losses, batch: torch.Tensor, keys: torch.Tensor) -> tuple[flo
     rest = {name: named[name].clone() for name in layout.integers}
     rest |= {f"{name}.key": key for name, key in zip(losses.noise.names, keys, strict=True)}
     losses.noise.begin()
-    loss = losses.of({**views, **rest}, losses.work.samples.take(batch), None)
+    with losses.precision.autocast():
+        loss = losses.of({**views, **rest}, losses.work.samples.take(batch), None)
     losses.noise.end()
     row = torch.zeros(layout.length, dtype=torch.float64, device=start.device)
     for place, gradient in zip(layout.parameters, torch.autograd.grad(loss, weights, allow_unused=True), strict=True):

@@ -23,11 +23,20 @@ class UnfoldedConv2d(nn.Conv2d):
 
     def _conv_forward(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         stride, padding, dilation = self.stride, self.padding, self.dilation
+        if torch.is_autocast_enabled(input.device.type):  # at once, for the backward pass of `_Grouped` takes what was given
+            narrow = torch.get_autocast_dtype(input.device.type)
+            input, weight = _narrowed(input, narrow), _narrowed(weight, narrow)
+            bias = None if bias is None else _narrowed(bias, narrow)
         if self.in_channels <= _FEW:
             made = product(input, weight, stride, padding, dilation)  # type: ignore[arg-type]
         else:
             made = _Grouped.apply(input, weight, stride, padding, dilation)
         return made if bias is None else made + bias[:, None, None]
+
+
+def _narrowed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As autocast does it: float64 stays."""
+    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
 class _Grouped(torch.autograd.Function):
