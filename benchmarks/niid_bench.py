@@ -7,7 +7,7 @@ Dirichlet(0.5) over labels, SGD with rate 0.01, momentum 0.9 and weight decay 1e
 all taking part for 50 rounds, or 100 parties of which 10 take part for 500. As in the authors' code, pixels are in 0..1, and
 training images are padded by 4 (mirrored), cropped at random and flipped at random. Published are the authors' own table and an
 independent re-run with Flower. The file of results is written after every evaluated round, so that a run which is ended early
-leaves what it has reached.
+leaves what it has reached; `--join` puts files of single cells together, and `--picture` draws a file of results.
 """
 
 from __future__ import annotations
@@ -109,9 +109,42 @@ def run(cell: str, args: argparse.Namespace, keep: Callable[[dict[str, Any]], No
     return row(history)
 
 
+def train(args: argparse.Namespace, path: Path) -> None:
+    """Compute the cells that are asked for, and write them to `path` as they come."""
+    result: dict[str, Any] = {"machine": machine(), "epochs": args.epochs, "rows": []}
+
+    def keep(row: dict[str, Any]) -> None:
+        path.write_text(json.dumps({**result, "rows": [*result["rows"], row]}, indent=2) + "\n")
+
+    for cell in (args.cells or ",".join(CELLS)).split(","):
+        row = run(cell, args, keep)
+        keep(row)
+        result["rows"].append(row)
+        shown = {key: row[key] for key in ("cell", "published", "best", "last", "mean_of_last_five", "seconds")}
+        print(json.dumps(shown), flush=True)
+
+
+def picture(rows: list[dict[str, Any]], path: str) -> None:
+    """Draw accuracy over rounds of each cell, with the published values as lines and the run without crops and flips."""
+    from matplotlib.figure import Figure
+
+    plain = {row["cell"]: row for row in json.loads((RESULTS / "niid_bench_not_augmented.json").read_text())["rows"]}
+    figure = Figure(figsize=(4.5 * len(rows), 3.6), layout="constrained")
+    for axes, row in zip(figure.subplots(1, len(rows), squeeze=False)[0], rows, strict=True):
+        for value, kind, name in zip(row["published"], ("--", ":"), ("its table", "re-run"), strict=False):
+            axes.axhline(value, linestyle=kind, linewidth=1, color="#606570", label=f"{name}, {value}")
+        without = plain[row["cell"]]
+        axes.plot(without["rounds"], without["accuracy"], color="#b9bfca", label="no crops and flips")
+        axes.plot(row["rounds"], row["accuracy"], color="#d1495b", label="crops and flips")
+        axes.set(title=row["cell"], xlabel="round", ylabel="test accuracy, %", ylim=(20, 75))
+        axes.grid(axis="y", color="#d8dade", linewidth=0.8)
+        axes.legend(frameon=False, fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", default=",".join(CELLS))
+    parser.add_argument("--cells", help=f"all of them: {','.join(CELLS)}")
     parser.add_argument("--root", help="folder of CIFAR-10; None: that of ALLHANDS_DATA")
     parser.add_argument("--name", default="niid_bench", help="of the file of results")
     parser.add_argument("--out", help="folder for the result instead of benchmarks/results")
@@ -124,19 +157,18 @@ def main() -> None:
     parser.add_argument("--augment", action=argparse.BooleanOptionalAction, default=True, help="crop and flip at random")
     parser.add_argument("--channels-last", action="store_true", help="faster on processors; not with --executor stacked")
     parser.add_argument("--minutes", type=float, help="end each cell after the round in which so many are over")
+    parser.add_argument("--join", nargs="+", metavar="FILE", help="train nothing: put the rows of these files together")
+    parser.add_argument("--picture", metavar="PNG", help="draw the results at the end; without --cells and --join train nothing")
     args = parser.parse_args()
     path = Path(args.out or RESULTS, f"{args.name}.json")
-    result: dict[str, Any] = {"machine": machine(), "epochs": args.epochs, "rows": []}
-
-    def keep(row: dict[str, Any]) -> None:
-        path.write_text(json.dumps({**result, "rows": [*result["rows"], row]}, indent=2) + "\n")
-
-    for cell in args.cells.split(","):
-        row = run(cell, args, keep)
-        keep(row)
-        result["rows"].append(row)
-        shown = {key: row[key] for key in ("cell", "published", "best", "last", "mean_of_last_five", "seconds")}
-        print(json.dumps(shown), flush=True)
+    if args.join:
+        files = [json.loads(Path(file).read_text()) for file in args.join]
+        joined = {**files[0], "rows": [row for file in files for row in file["rows"]]}
+        path.write_text(json.dumps(joined, indent=2) + "\n")
+    elif args.cells or not args.picture:
+        train(args, path)
+    if args.picture:
+        picture(json.loads(path.read_text())["rows"], args.picture)
 
 
 if __name__ == "__main__":
