@@ -1,14 +1,18 @@
-"""Rounds of federated training on two cores, ours (2 workers) beside pfl-research (2 processes), in turns of one run.
+"""Rounds of federated training on two cores, ours (2 workers) beside pfl-research (2 processes) and Flower's simulation (2 actors
+of Ray), in turns of one run.
 
     python3 -m venv /tmp/pfl && /tmp/pfl/bin/pip install torch==2.13.0 pfl==0.6.0
-    python benchmarks/federated_peers.py --pfl /tmp/pfl/bin/python [--cohorts 10,50] [--models cnn,lr] [--rounds 3] [--turns 2]
+    python3 -m venv /tmp/flwr && /tmp/flwr/bin/pip install torch==2.13.0 "flwr[simulation]==1.42.0"
+    python benchmarks/federated_peers.py --pfl /tmp/pfl/bin/python --flwr /tmp/flwr/bin/python \
+        [--cohorts 10,50] [--models cnn,lr] [--rounds 3] [--turns 2]
 
 100 clients hold 50 synthetic images of 32 x 32 x 3 each; a client trains one epoch of batches of 10 with SGD, and the models are
 averaged by samples (FedAvg), without evaluation. `cnn` is the network of pfl-research's CIFAR-10 benchmark, `lr` logistic
 regression, where what a simulator adds is nearly all. In every turn each contender starts its processes, of one thread each,
-trains two rounds that do not count, and then those that do; both use torch of the same version. Let the machine be idle.
+trains two rounds that do not count, and then those that do; all use torch of the same version. Let the machine be idle; where it
+is not, the quotients of a turn, whose contenders run within minutes of each other, say more than the times.
 
-Flower's simulation and BlazeFL are not in it yet; BlazeFL 3.0 asks for Python 3.14.
+BlazeFL 3.0 is not in it: it asks for Python 3.14.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -127,13 +132,23 @@ def pfl(args: dict[str, Any]) -> list[float]:
     return [end - begin for begin, end in zip(watch.ends[WARM - 1 :], watch.ends[WARM:], strict=False)]
 
 
+def flwr(args: dict[str, Any]) -> list[float]:
+    """Seconds of each round of Flower's simulation."""
+    from flower_peer import simulate  # type: ignore[import-not-found]
+
+    return simulate(args, WARM)
+
+
 def seconds(contender: str, python: str, args: dict[str, Any]) -> dict[str, Any]:
     """The times of one contender in processes of its own, and its versions."""
     command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if contender == "pfl" else [python]
-    done = subprocess.run(
-        [*command, __file__, "--contender", contender, "--task", json.dumps(args)], capture_output=True, text=True, timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
+    # Flower and Ray would report to their makers, and ask whether there is something newer.
+    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_SUPERGRID_API_URL": "http://127.0.0.1:9", "RAY_USAGE_STATS_ENABLED": "0"}
+    with tempfile.TemporaryDirectory() as home:
+        done = subprocess.run(
+            [*command, __file__, "--contender", contender, "--task", json.dumps(args)], capture_output=True, text=True,
+            timeout=400, env={**os.environ, **quiet, "FLWR_HOME": home, "OMP_NUM_THREADS": "1"}, check=False,
+        )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
         raise SystemExit(f"{contender} failed:\n{done.stderr[-3000:]}")
@@ -144,16 +159,17 @@ def contend(contender: str, args: dict[str, Any]) -> None:
     """Be one contender, and print its times."""
     import importlib.metadata
 
-    times = pfl(args) if contender == "pfl" else ours(args)
+    times = {"ours": ours, "pfl": pfl, "flwr": flwr}[contender](args)
     if os.environ.get("RANK", "0") == "0":
-        package = "pfl" if contender == "pfl" else "allhands"
-        versions = {name: importlib.metadata.version(name) for name in ("torch", package)}
+        packages = {"ours": ["allhands"], "pfl": ["pfl"], "flwr": ["flwr", "ray"]}[contender]
+        versions = {name: importlib.metadata.version(name) for name in ("torch", *packages)}
         print("RESULT " + json.dumps({"seconds": times, "versions": versions}), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pfl", help="the interpreter of an environment with pfl")
+    parser.add_argument("--flwr", help="the interpreter of an environment with flwr[simulation]")
     parser.add_argument("--cohorts", default="10,50")
     parser.add_argument("--models", default="cnn,lr")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds of a turn")
@@ -167,23 +183,29 @@ def main() -> None:
         return
     from report import machine, save_json
 
-    contenders = {"ours": sys.executable, **({"pfl": args.pfl} if args.pfl else {})}
+    contenders = {"ours": sys.executable, **{name: getattr(args, name) for name in ("pfl", "flwr") if getattr(args, name)}}
     rows: list[dict[str, Any]] = []
     for model in args.models.split(","):
         for cohort in map(int, args.cohorts.split(",")):
             task = {"model": model, "cohort": cohort, "rounds": args.rounds}
-            times: dict[str, list[float]] = {name: [] for name in contenders}
+            times: dict[str, list[list[float]]] = {name: [] for name in contenders}
             versions = {}
             for _ in range(args.turns):
                 for name, python in contenders.items():
                     result = seconds(name, python, task)
-                    times[name] += result["seconds"]
+                    times[name].append(result["seconds"])
                     versions[name] = result["versions"]
-            for name, values in times.items():
+            for name, turns in times.items():
+                values = [value for turn in turns for value in turn]
+                slower = [
+                    statistics.median(turn) / statistics.median(own) for turn, own in zip(turns, times["ours"], strict=True)
+                ]
                 rows.append({"model": model, "cohort": cohort, "contender": name, "versions": versions[name],
                              "milliseconds": {"median": 1e3 * statistics.median(values), "least": 1e3 * min(values),
-                                              "most": 1e3 * max(values)}})  # fmt: skip
-                print(f"{model} {cohort:3d} {name:8s} {rows[-1]['milliseconds']['median']:9.2f} ms", flush=True)
+                                              "most": 1e3 * max(values)},
+                             "times_ours": {"median": statistics.median(slower), "turns": slower}})  # fmt: skip
+                print(f"{model} {cohort:3d} {name:8s} {rows[-1]['milliseconds']['median']:9.2f} ms "
+                      f"({rows[-1]['times_ours']['median']:.2f} times ours)", flush=True)  # fmt: skip
     if not args.no_save:
         save_json("federated_peers", {"machine": machine(), "load": os.getloadavg(), "rows": rows})
 
