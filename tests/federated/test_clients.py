@@ -19,6 +19,8 @@ def test_every_client_is_split_on_its_own():
     for client in range(3):
         both = sorted([*train.samples(client).tolist(), *tests.samples(client).tolist()])
         assert both == sorted(whole.samples(client).tolist())
+        for part in (train, tests):
+            assert part.samples(client).tolist() == sorted(part.samples(client).tolist())
     again, other = whole.split(0.4, seed=1)[1], whole.split(0.4, seed=2)[1]
     assert again.indices.equal(tests.indices)
     assert not other.indices.equal(tests.indices)

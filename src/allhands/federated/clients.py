@@ -80,7 +80,8 @@ class Clients:
             seed: decides which.
 
         Returns:
-            The same clients with their training samples, and with their test samples, of which small clients may have none.
+            The same clients with their training samples, and with their test samples, of which small clients may have none; both
+            in the order that they had.
 
         Raises:
             UserError: `test_fraction` is out of bounds, or no client is large enough to have a test sample.
@@ -98,8 +99,9 @@ class Clients:
         keys = _mixed(_mixed(np.arange(len(self), dtype=np.uint64) ^ np.uint64(derive_seed(seed, "client tests"))))
         drawn = _mixed(_mixed(keys[owner] ^ place.astype(np.uint64)))
         order = np.lexsort((drawn, owner))  # each client's own samples, shuffled
-        for_tests = place < np.repeat(tests, self.sizes)
-        samples = self.indices.numpy()[order]
+        for_tests = np.zeros(len(owner), dtype=bool)
+        for_tests[order[place < np.repeat(tests, self.sizes)]] = True
+        samples = self.indices.numpy()
         train = Clients.from_arrays(samples[~for_tests], np.concatenate([[0], np.cumsum(self.sizes - tests)]), self.names)
         return train, Clients.from_arrays(samples[for_tests], np.concatenate([[0], np.cumsum(tests)]), self.names)
 
