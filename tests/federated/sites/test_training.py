@@ -6,17 +6,9 @@ import pytest
 
 pytest.importorskip("flwr")
 
-import allhands
-from allhands.federated.sites import post, roll
 from tests.federated.sites.across import grid, same, serve, simulate
 
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(post, "_INTERVAL", 0.005)
-    monkeypatch.setattr(roll, "_INTERVAL", 0.005)
-    yield
-    allhands.finalize()  # the sites' world
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.mark.parametrize("options", [
