@@ -87,7 +87,7 @@ class Serving:
         layout = Layout(model, local.optimizer.groups)
         self.server = Server(layout, layout.read(model), layout.read_integers(model), CPU, len(SIZES), SEED, local=local)
         self.server.num_samples = sum(SIZES)
-        self.server.own = self.sites[0]._place(None, None).rounds.server.own
+        self.server.own = self.sites[0].placed.rounds.server.own
         self.algorithm.begin(self.server)
         self.since = dict.fromkeys(range(len(SIZES)), -1)
         self.order = random.Random(7)
@@ -233,7 +233,7 @@ def greet(site, description, **more):
 
 
 def description_of(serving, **changed):
-    given = SimpleNamespace(**{**vars(serving.sites[0]._place(None, None).rounds.work), **changed})
+    given = SimpleNamespace(**{**vars(serving.sites[0].placed.rounds.work), **changed})
     return describe(given, serving.server, serving.definition.strategy)
 
 

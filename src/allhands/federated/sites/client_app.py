@@ -58,7 +58,7 @@ def socket_of(node_config: Mapping[str, Any], node_id: int) -> Path:
     run_file, data = os.environ.get(RUN_FILE), node_config.get("data")
     if run_file is None or data is None:
         missing = "data" if data is None else RUN_FILE
-        raise UserError(f"{missing} is not set: start this site by `allhands federated site`, or the SuperNode of a generated app "
+        raise UserError(f"{missing} is not set: start this site by `allhands federated site`, or a generated app's SuperNode "
                         "with --node-config 'data=\"FOLDER\" name=\"NAME\"'")  # fmt: skip
     name = str(node_config.get("name", node_id))
     base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")

@@ -82,22 +82,22 @@ def check(strategy: Federated) -> None:
     if isinstance(algorithm, Centralised):
         raise UserError("algorithm='centralised' puts all samples together, which stay at their sites here; use 'fedavg'")
     if isinstance(algorithm, FedBuff):
-        raise UserError("algorithm='fedbuff' goes by virtual time, and sites by rounds; use 'fedavg', and sites.round_timeout for "
-                        "sites that are slow")  # fmt: skip
+        raise UserError("algorithm='fedbuff' goes by virtual time, and sites by rounds; use 'fedavg', and sites.round_timeout "
+                        "for sites that are slow")  # fmt: skip
     if algorithm.needs_start_gradient:
         raise UserError(f"algorithm={algorithm.name!r} with option='I' needs a second vector of each client, and sites send one; "
                         "write option='II'")  # fmt: skip
     stateful = type(algorithm).client_state is not Algorithm.client_state
     if stateful and not isinstance(algorithm, Scaffold):
-        raise UserError(f"algorithm={algorithm.name!r} keeps vectors with the clients in a way that sites do not know; use one of "
-                        "allhands' own algorithms")  # fmt: skip
+        raise UserError(f"algorithm={algorithm.name!r} keeps vectors with the clients in a way that sites do not know; use one "
+                        "of allhands' own algorithms")  # fmt: skip
     if strategy.stages is not Rounds:
         raise UserError(f"stages={strategy.stages.__name__} changes the rounds of a simulation; leave it out across sites")
     if strategy.systems is not None:
         raise UserError("systems= are devices in virtual time, and sites are real; leave it out, and set sites.round_timeout")
     if strategy.devices_per_client != 1:
-        raise UserError(f"devices_per_client={strategy.devices_per_client} trains a client on several workers, and a site has one; "
-                        "leave it out")  # fmt: skip
+        raise UserError(f"devices_per_client={strategy.devices_per_client} trains a client on several workers, and a site has "
+                        "one; leave it out")  # fmt: skip
     executor = strategy.executor if isinstance(strategy.executor, str) else strategy.executor["name"]
     if executor not in ("auto", "serial"):
         raise UserError(f"executor={executor!r} trains several clients of one device together, and each site is one client; "

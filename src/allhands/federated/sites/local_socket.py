@@ -191,11 +191,13 @@ def _received(peer: socket.socket) -> RecordDict:
         raise SocketError(f"the site's warm process refused the request: {header['refused']}")
     content = RecordDict()
     for name, (kind, values) in header["records"].items():
-        if kind == "array":
-            values = {key: Array(dtype, tuple(shape), stype, bytes(_take(peer, size)))
-                      for key, (dtype, shape, stype, size) in values.items()}  # fmt: skip
-        content[name] = _RECORDS[kind](values)
+        content[name] = _RECORDS[kind](_arrays(peer, values) if kind == "array" else values)
     return content
+
+
+def _arrays(peer: socket.socket, values: dict[str, Any]) -> dict[str, Array]:
+    return {key: Array(dtype, tuple(shape), stype, bytes(_take(peer, size)))
+            for key, (dtype, shape, stype, size) in values.items()}  # fmt: skip
 
 
 def _take(peer: socket.socket, count: int) -> bytearray:

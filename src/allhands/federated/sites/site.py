@@ -1,4 +1,4 @@
-"""`allhands federated site`: the warm process and Flower's SuperNode beside each other, started, watched, and stopped together."""
+"""`allhands federated site`: the warm process and Flower's SuperNode, started, watched, and stopped together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from allhands.federated.sites.server import Stopped, signals
 from allhands.launch import processes
 
 _SECRET = "superexec.secret"
-# Seconds: between two looks at the children; between two tries to reach the server; until a child that was asked to end is killed.
+# Seconds: between two looks at the children; between two tries to reach the server; from asking a child to end to killing it.
 _EVERY, _RETRY, _GRACE = 0.2, 2.0, 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE, _STEADY = 1.0, 60.0, 60.0  # before a child is started again; it runs steadily after the last
 _SAY_AGAIN = 30.0  # seconds between two lines that say the same
@@ -78,7 +78,6 @@ def commands(options: SiteOptions) -> dict[str, list[str]]:
         "supernode": [
             sys.executable, "-P", "-m", "allhands.federated.sites.supernode", *trust, "--superlink", options.server, *key,
             "--isolation", "process", *secret, "--host", "127.0.0.1", "--port", str(port),
-            "--disable-runtime-dependency-installation",
             "--node-config", f"{client_app.SOCKET}={json.dumps(str(state / 'warm.sock'))}",
         ],
         # Its own processes talk over loopback, where the secret says who is who.
@@ -206,8 +205,8 @@ class Site:
         said = [line.strip() for line in lines if line.strip()]
         if "Exit Code: 305" in "\n".join(said):
             who = "" if self.options.key is None else f" with the key {fingerprint(read_site_key(self.options.key))}"
-            return (f"the server does not let {self.options.name} in{who}: it must be in the server's list of sites (--sites), and "
-                    "no other site may use it")  # fmt: skip
+            return (f"the server does not let {self.options.name} in{who}: it must be in the server's list of sites (--sites), "
+                    "and no other site may use it")  # fmt: skip
         return f"the {name} {_end_of(code)}: {' | '.join(said[-3:])}"
 
     def _start_flower(self) -> None:

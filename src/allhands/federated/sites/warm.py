@@ -98,20 +98,19 @@ class SiteWorker:
         self.local = local_training(definition, strategy, self.source, definition.runner.handle_batch)
         self.layout = Layout(model, self.local.optimizer.groups)
         check_dtype(self.layout.parameters[0].name, self.layout.dtype)
-        self._placed: _Place | None = None
-        placed = self._place(0, 1)
-        self.description = describe(placed.rounds.work, placed.rounds.server, strategy, definition.labels)
+        self.placed = self._place(0, 1)  # until a request says which client this is
+        work, server = self.placed.rounds.work, self.placed.rounds.server
+        self.description = describe(work, server, strategy, definition.labels)
 
     @property
     def num_samples(self) -> int:
         """Samples that are trained on."""
-        return self._place(None, None).rounds.clients.size(self._place(None, None).client)
+        return self.placed.rounds.clients.size(self.placed.client)
 
     @property
     def num_tests(self) -> int:
         """Samples on which models are measured."""
-        tests = self._place(None, None).tests
-        return 0 if tests is None else len(tests[1])
+        return 0 if self.placed.tests is None else len(self.placed.tests[1])
 
     def _tested(self, sources: dict[str, Source]) -> Samples | None:
         """The site's own test samples, where they are not a part of those that it trains on."""
@@ -120,11 +119,7 @@ class SiteWorker:
             return None
         return Samples(next((source for source in others if source.name == "valid"), others[0]).dataset, self.world.device)
 
-    def _place(self, client: int | None, clients: int | None) -> _Place:
-        placed = self._placed
-        if placed is not None and (client is None or (placed.client, placed.clients) == (client, clients)):
-            return placed
-        assert client is not None and clients is not None
+    def _place(self, client: int, clients: int) -> _Place:
         definition, strategy, world = self.definition, self.definition.strategy, self.world
         # Everyone else's samples are elsewhere; the number decides what is drawn.
         offsets = np.where(np.arange(clients + 1) > client, len(self.samples), 0)
@@ -141,11 +136,12 @@ class SiteWorker:
         )
         work = Work(copy.deepcopy(model), self.local, copy.deepcopy(strategy.algorithm), self.samples, who, definition.seed)
         executor = make_executor(strategy.executor, work, server)
-        rounds = Rounds(work, server, executor, world, per_round=clients, rounds=number_of_rounds(definition, strategy), on_bad_update="skip",
-                        local_layers=strategy.local_layers, compression=strategy.compression)  # fmt: skip
+        rounds = Rounds(
+            work, server, executor, world, per_round=clients, rounds=number_of_rounds(definition, strategy),
+            on_bad_update="skip", local_layers=strategy.local_layers, compression=strategy.compression,
+        )  # fmt: skip
         state = SiteState(self.folder, rounds.states.lengths, self.layout.dtype)
-        self._placed = _Place(client, clients, rounds, executor, state, tests)
-        return self._placed
+        return _Place(client, clients, rounds, executor, state, tests)
 
     # ------------------------------------------------------------------ messages
 
@@ -266,7 +262,9 @@ class SiteWorker:
         seed = asked.number("seed")
         if seed != self.definition.seed:
             raise _Refusal(f"seed is {self.definition.seed} here and {seed} at the server")
-        placed = self._place(client, clients)
+        if (client, clients) != (self.placed.client, self.placed.clients):
+            self.placed = self._place(client, clients)
+        placed = self.placed
         server, algorithm = placed.rounds.server, placed.rounds.algorithm
         beside, layout = algorithm.beside(server), self.layout
         given = asked.arrays("model")
