@@ -29,7 +29,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 class Events:
@@ -41,7 +41,8 @@ class Events:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._path, self._file = path, None
+        self._path = path
+        self._file: TextIO | None = None
 
     def say(self, kind: str, **fields: Any) -> None:
         """Write one event. A number that is no number (NaN, infinity) is written as null, for JSON has none."""

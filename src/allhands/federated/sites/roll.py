@@ -137,8 +137,9 @@ class Roll:
             self._asked[sent.id] = sent, nodes[sent.node].last_activated_at
 
     def _greeting(self, site: str) -> RecordDict:
-        config = {"kind": "hello", "run": self.run, "round": self.round, "site": site, "description": self.description}
-        return RecordDict({RECORD: ConfigRecord(config)})
+        return RecordDict({RECORD: ConfigRecord(
+            {"kind": "hello", "run": self.run, "round": self.round, "site": site, "description": self.description}
+        )})  # fmt: skip
 
     def _answers(self) -> None:
         for sent, since in list(self._asked.values()):
