@@ -65,8 +65,9 @@ def _mismatch(option: inspect.Parameter, value: Any) -> str | None:
     if isinstance(default, str):
         return None if isinstance(value, str) else f"it must be a text, such as '{default}'"
     if isinstance(default, tuple):
-        fits = isinstance(value, tuple) and len(value) == len(default)
-        return None if fits else f"it must be a list of {len(default)} values, such as {list(default)}"
+        fits = isinstance(value, tuple) and (not default or len(value) == len(default))
+        how_many = f" of {len(default)} values, such as {list(default)}" if default else ""
+        return None if fits else f"it must be a list{how_many}"
     return None
 
 
