@@ -97,7 +97,12 @@ def site(
     Only outgoing connections are made. The run file is the server's own: what differs is found out before the first round.
     Nothing but updates, counts and metrics leaves this machine.
     """
+    from allhands.federated.sites import flower
+
+    flower.require()
     from allhands.cli.sites import site_plan, take_part
+    from allhands.federated.sites.keys import check_name
+    from allhands.federated.sites.site import SiteOptions
 
     run_file = read_run(config or (), [*(overrides or ()), *_data(data)])
     if insecure and (key is not None or authority is not None):
@@ -109,10 +114,10 @@ def site(
         )
     if not data.is_dir():
         raise UserError(f"--data {data} is not a folder")
-    options = {
-        "server": server, "data": data.absolute(), "name": name, "key": _path(key), "authority": _path(authority),
-        "token_file": _path(token_file), "state": _state(run_file, state, f"site-{name}"), "port": port,
-    }  # fmt: skip
+    options = SiteOptions(
+        server=server, data=data.expanduser().absolute(), name=check_name(name), key=_path(key), authority=_path(authority),
+        token_file=_path(token_file), state=_state(run_file, state, f"site-{name}"), port=port,
+    )  # fmt: skip
     if plan:
         print(site_plan(options, run_file), end="")
         return 0

@@ -9,11 +9,13 @@ from pathlib import Path
 
 from allhands.config import RunFile
 from allhands.federated.sites import server as sites_server
+from allhands.federated.sites import site as sites_site
 from allhands.federated.sites.certificates import check_server
 from allhands.federated.sites.display import Display
 from allhands.federated.sites.events import Follower
-from allhands.federated.sites.keys import fingerprint, read_allow_list, read_tokens
+from allhands.federated.sites.keys import fingerprint, read_allow_list, read_site_key, read_tokens
 from allhands.federated.sites.server import Server, ServerOptions, Stopped
+from allhands.federated.sites.site import SiteOptions
 
 #: What a site sends, for the plan; docs/federated_sites.md says it in full.
 LEAVES = (
@@ -93,6 +95,30 @@ def server_plan(options: ServerOptions, run_file: RunFile) -> str:
              "authority": options.authority, "sites": options.sites, "tokens": options.tokens, "data": options.data}  # fmt: skip
     lines += ["Files:", *(f"  {name}  {path}" for name, path in files.items() if path is not None)]
     lines += ["A site sends:", *(f"  {line}" for line in LEAVES)]
+    return "\n".join(lines) + "\n"
+
+
+def take_part(options: SiteOptions, run_file: RunFile) -> int:
+    """Run a site until it is told to end; the exit code."""
+    return sites_site.run(options, run_file.to_yaml())
+
+
+def site_plan(options: SiteOptions, run_file: RunFile) -> str:
+    """What `take_part` would run."""
+    secure = "plain text, INSECURE" if options.authority is None else "TLS"
+    lines = [
+        "Processes:",
+        *_commands(sites_site.commands(options)),
+        "  clientapp (started by Flower's superexec for each message)",
+    ]
+    lines += ["    allhands.federated.sites.message_process", "Connections:"]
+    lines += [f"  to {options.server} ({secure}); nothing connects to this machine"]
+    files = {"state": options.state, "data": options.data, "key": options.key, "authority": options.authority,
+             "token": options.token_file}  # fmt: skip
+    lines += ["Files:", *(f"  {name}  {path}" for name, path in files.items() if path is not None)]
+    if options.key is not None:
+        lines += ["Key:", f"  {options.name}  {fingerprint(read_site_key(options.key))}"]
+    lines += ["This site sends:", *(f"  {line}" for line in LEAVES)]
     return "\n".join(lines) + "\n"
 
 
