@@ -56,5 +56,5 @@ def simulate(args: dict[str, Any], warm: int) -> list[float]:
         )  # fmt: skip
 
     resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 2, "include_dashboard": False}}
-    run_simulation(server, clients, CLIENTS, backend_config=resources)  # type: ignore[arg-type]
+    run_simulation(server, clients, CLIENTS, backend_config=resources)
     return [end - begin for begin, end in zip(ends[warm:], ends[warm + 1 :], strict=False)]
