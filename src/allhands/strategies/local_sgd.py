@@ -23,6 +23,7 @@ from allhands.strategies.local_sgd_exchange import (
     cut_in_fragments,
     layers_of,
     narrowed_mean,
+    part_length,
     shares,
     weighted_mean,
 )
@@ -150,20 +151,30 @@ class LocalSGD(Strategy):
             part.anchor = part.joined(loaded.get("anchor", {}), present)
             if loaded.get("momentum"):
                 part.momentum = part.joined(loaded["momentum"], torch.zeros_like(present))
-            residual = {name: own[f"residual/{name}"] for name in part.names if f"residual/{name}" in own}
-            if residual:
-                part.residual = part.joined(residual, torch.zeros_like(present))
-                if not same_size:  # rank 0 has the sum over all who saved; its part in the next mean is about 1 / N
-                    part.residual.mul_(self.world.world_size / loaded["workers"])
-            weights = {name: own[f"weights/{name}"] for name in part.names if f"weights/{name}" in own}
-            if weights and same_size:
+            kept = {
+                kind: part.joined({name: own[f"{kind}/{name}"] for name in part.names}, present)
+                for kind in ("residual", "owed", "weights") if f"{kind}/{part.names[0]}" in own
+            }  # fmt: skip
+            if same_size and self.exchange != "fp32":
+                part.residual = kept.get("residual")
+                part.owed = self._own_place(kept["owed"]).clone() if "owed" in kept else None
+            elif "residual" in kept:
+                # Each rank's own, or on rank 0 the sums over all who saved. A rank's part in the next mean is about 1 / N.
+                part.residual = self.world.world_size * (kept["residual"] / loaded["workers"] + kept.get("owed", 0.0))
+            if "weights" in kept and same_size:
                 self._aside = self._aside or [None] * len(self._parts)
-                self._aside[number] = part.joined(weights, present)
+                self._aside[number] = kept["weights"]
                 part.alike, part.seen = False, int(own["seen"][number])
         if same_size and "seen" in own:
             self._own_state = take_own_state(own, optimizer)
         self._between = True
         self._note_versions()
+
+    def _own_place(self, values: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a vector, filled up with zeros to `part_length`."""
+        length = part_length(len(values), self.world)
+        padded = nn.functional.pad(values, (0, self.world.world_size * length - len(values)))
+        return padded[self.world.rank * length : (self.world.rank + 1) * length]
 
     # ------------------------------------------------------------------ a step
 
@@ -198,7 +209,7 @@ class LocalSGD(Strategy):
             lost = None
             sent = weighted_mean([delta], [part.seen], self.world) if size > 1 else 0
         else:
-            delta, lost, sent = narrowed_mean(delta, part.seen, self.exchange, self.world)
+            delta, lost, part.owed, sent = narrowed_mean(delta, part.seen, part.owed, self.exchange, self.world)
         if part.seen:  # else this rank has sent nothing, and keeps what it owes
             part.residual = lost
         if averages:
@@ -335,6 +346,12 @@ class LocalSGD(Strategy):
         found = {"seen": torch.tensor([part.seen for part in self._parts], dtype=torch.int64)}
         for number, part in enumerate(self._parts):
             kept = {"residual": part.residual}
+            if part.owed is not None:  # of the whole vector's length, so that the ranks' add up to it
+                length = part_length(len(part.anchor), self.world)
+                whole = part.owed.new_zeros(self.world.world_size * length)
+                whole[self.world.rank * length : (self.world.rank + 1) * length] = part.owed
+                kept["owed"] = whole[: len(part.anchor)]
+                kept["residual"] = torch.zeros_like(part.anchor) if part.residual is None else part.residual
             if not part.alike:
                 own = self._aside[number] if self._aside is not None else None
                 kept["weights"] = part.read() if own is None else own

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +26,8 @@ class Fragment:
         offset: it is exchanged after optimizer steps that are `offset` modulo H.
         anchor: the weights after its last exchange, of shape ``[numbers]``, the same on all ranks.
         momentum: of the outer optimizer, likewise; None before its first step.
-        residual: what this rank's last deltas lost on their way; None where nothing was lost.
+        residual: what this rank's last delta lost on its way, of shape ``[numbers]``; None where nothing was lost.
+        owed: likewise of this rank's part of the last mean; see `narrowed_mean`.
         seen: samples that this rank has trained on since the last exchange.
         alike: all ranks hold the same weights now.
     """
@@ -38,6 +41,7 @@ class Fragment:
         self.anchor = self.read()
         self.momentum: torch.Tensor | None = None
         self.residual: torch.Tensor | None = None
+        self.owed: torch.Tensor | None = None
         self.seen = 0
         self.alike = True
 
@@ -76,21 +80,23 @@ def layers_of(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
 
 
 def cut_in_fragments(layers: Sequence[Sequence[tuple[str, nn.Parameter]]], count: int, every: int) -> list[Fragment]:
-    """Consecutive layers in `count` fragments of about the same size, whose exchanges are spread over `every` steps."""
+    """Consecutive layers in `count` fragments, the largest as small as can be, whose exchanges are spread over `every` steps."""
     sizes = [sum(parameter.numel() for _, parameter in layer) for layer in layers]
-    fragments: list[Fragment] = []
-    first, left = 0, sum(sizes)
-    for number in range(count):
-        still = count - number
-        end, taken = first + 1, sizes[first]
-        # Take the next layer while that brings the fragment nearer to its share, and enough layers are left for the others.
-        while end < len(layers) - (still - 1) and (still == 1 or taken + sizes[end] / 2 <= left / still):
-            taken += sizes[end]
-            end += 1
-        left -= taken
+    before = list(itertools.accumulate(sizes, initial=0))
+    # By number of first layers: how large the largest fragment must be when they are cut into as many as there were rounds, and
+    # where the last of them begins.
+    largest, cuts = [math.inf, *before[1:]], []
+    for _ in range(count - 1):
+        tried = [[max(largest[start], before[end] - before[start]) for start in range(end)] for end in range(len(before))]
+        cuts.append([row.index(min(row)) if row else 0 for row in tried])
+        largest = [min(row, default=math.inf) for row in tried]
+    bounds = [len(layers)]
+    for starts in reversed(cuts):
+        bounds.insert(0, starts[bounds[0]])
+    fragments = []
+    for number, (first, end) in enumerate(itertools.pairwise([0, *bounds])):
         named = [pair for layer in layers[first:end] for pair in layer]
         fragments.append(Fragment(named, (number + 1) * every // count % every))
-        first = end
     return fragments
 
 
@@ -116,53 +122,70 @@ def weighted_mean(values: Sequence[torch.Tensor], counts: Sequence[int], world: 
     return 2 * (size - 1) * sum(value.nbytes for value in values) // size + (size - 1) * 8 * (1 + len(counts))
 
 
-def narrowed_mean(delta: torch.Tensor, seen: int, form: str, world: World) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """The mean of narrowed vectors over the ranks, weighted by samples.
+def narrowed_mean(delta: torch.Tensor, seen: int, owed: torch.Tensor | None, form: str,
+                  world: World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:  # fmt: skip
+    """The mean of vectors over the ranks, weighted by samples, of which every part travels narrowed, twice.
 
-    Every rank sends one message of bytes to each other one, and adds up what has come in the order of the ranks, so that all
-    get the same bits.
+    Each rank gets its part of the vector from all others, takes the mean of them, and sends that to all.
 
     Args:
         delta: this rank's vector.
         seen: its samples; a rank without any sends zeros, and what it has lost is to be disregarded.
+        owed: what this rank's part of the last mean has lost on its way; it is added to this one. None is nothing.
         form: "bf16" or "int8".
         world: the processes.
 
     Returns:
-        The mean, what this rank's vector has lost, and the bytes that it has sent.
+        The mean, the same bits on all ranks; what this rank's vector has lost; what its part of the mean has lost; and the
+        bytes that it has sent.
     """
-    message = pack(delta if seen else torch.zeros_like(delta), seen, form)
-    received = [torch.empty_like(message) for _ in range(world.world_size)]
-    dist.all_gather(received, message)
-    counts = torch.stack([part[:8] for part in received]).cpu().view(torch.int64).flatten().tolist()
-    total = sum(counts)
-    mean = torch.zeros_like(delta)
-    for count, part in zip(counts, received, strict=True):
+    size, length = world.world_size, part_length(len(delta), world)
+    parts = nn.functional.pad(delta if seen else torch.zeros_like(delta), (0, size * length - len(delta))).view(size, length)
+    message = torch.stack([pack(part, seen, form) for part in parts])
+    received = torch.empty_like(message)
+    dist.all_to_all_single(received, message)
+    counts = [int(row[:8].cpu().view(torch.int64)) for row in received]
+    mean = torch.zeros_like(parts[0]) if owed is None else owed.clone()
+    for count, row in zip(counts, received, strict=True):
         if count:
-            mean.add_(unpack(part, delta, form), alpha=count / total)
-    lost = delta - unpack(message, delta, form)
-    return mean, lost, (world.world_size - 1) * message.nbytes
+            mean.add_(unpack(row, mean, form), alpha=count / sum(counts))
+    reply = pack(mean, 0, form)
+    replies = [torch.empty_like(reply) for _ in range(size)]
+    dist.all_gather(replies, reply)
+    whole = torch.cat([unpack(row, mean, form) for row in replies])[: len(delta)]
+    arrived = torch.cat([unpack(row, mean, form) for row in message])[: len(delta)]
+    return whole, delta - arrived, mean - unpack(reply, mean, form), (size - 1) * (message[0].nbytes + reply.nbytes)
 
 
-def pack(delta: torch.Tensor, seen: int, form: str) -> torch.Tensor:
-    """A vector as bytes: 8 for the samples, for int8 the scales of its blocks, 4 bytes each, then the numbers."""
-    head = torch.tensor([seen], dtype=torch.int64).view(torch.uint8).to(delta.device)
+def part_length(numbers: int, world: World) -> int:
+    """How many of a vector's numbers each rank takes the mean of; the last ranks may have fewer."""
+    return -(-numbers // world.world_size)
+
+
+def pack(values: torch.Tensor, seen: int, form: str) -> torch.Tensor:
+    """A vector as bytes: 8 for a number of samples, for int8 the scales of its blocks, 4 bytes each, then its numbers.
+
+    They are filled up to a multiple of 8.
+    """
+    head = torch.tensor([seen], dtype=torch.int64, device="cpu").view(torch.uint8).to(values.device)
     if form == "bf16":
-        return torch.cat([head, delta.to(torch.bfloat16).view(torch.uint8)])
-    blocks = _blocks(delta)
-    scales = (blocks.abs().amax(1, keepdim=True) / 127).float()
-    # A scale that is not a number is sent as it is: the mean is then none either, and the next loss tells.
-    numbers = (blocks / torch.where(scales > 0, scales, 1.0)).round_().clamp_(-127, 127).to(torch.int8)
-    return torch.cat([head, scales.flatten().view(torch.uint8), numbers.flatten()[: len(delta)].view(torch.uint8)])
+        fields = [head, values.to(torch.bfloat16).view(torch.uint8)]
+    else:
+        blocks = _blocks(values)
+        scales = (blocks.abs().amax(1, keepdim=True) / 127).float()
+        # A scale that is not a number is sent as it is: the mean is then none either, and the next loss tells.
+        numbers = (blocks / torch.where(scales > 0, scales, 1.0)).round_().clamp_(-127, 127).to(torch.int8)
+        fields = [head, scales.flatten().view(torch.uint8), numbers.flatten()[: len(values)].view(torch.uint8)]
+    return nn.functional.pad(torch.cat(fields), (0, -sum(len(field) for field in fields) % 8))
 
 
 def unpack(message: torch.Tensor, like: torch.Tensor, form: str) -> torch.Tensor:
     """The vector that `pack` made into bytes, in the dtype of `like`, which has its length."""
     if form == "bf16":
-        return message[8:].view(torch.bfloat16).to(like.dtype)
+        return message[8 : 8 + 2 * len(like)].view(torch.bfloat16).to(like.dtype)
     start = 8 + 4 * -(-len(like) // BLOCK)
     scales = message[8:start].view(torch.float32).to(like.dtype)
-    blocks = _blocks(message[start:].view(torch.int8).to(like.dtype))
+    blocks = _blocks(message[start : start + len(like)].view(torch.int8).to(like.dtype))
     return (blocks * scales[:, None]).flatten()[: len(like)]
 
 

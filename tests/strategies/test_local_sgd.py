@@ -1,0 +1,320 @@
+"""Local SGD against a loop by hand in one process that plays all workers; resumed, evaluated and saved between two exchanges."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import allhands
+from allhands import DDP, Callback, LocalSGD, SupervisedRunner, UserError
+from tests.reference import global_batches, relative_difference
+from tests.runner.problems import classification, classifier
+from tests.worlds import in_world
+
+SAMPLES, BATCH, EPOCHS = 50, 4, 3  # with 3 workers, the last step of an epoch has two samples, so that one of them is idle
+NESTEROV = {"name": "nesterov", "lr": 0.5, "momentum": 0.8}
+CASES: dict[str, dict[str, Any]] = {
+    "uneven": {"every": 3},
+    "momentum": {"every": 4, "optimizer": "momentum", "clip_norm": 0.3},
+    "nesterov": {"every": 3, "outer": NESTEROV, "optimizer": "adamw"},
+    "fragments": {"every": 4, "outer": NESTEROV, "fragments": 2, "mix": 0.25},
+    "bf16": {"every": 3, "exchange": "bf16", "fragments": 2},
+    "int8": {"every": 2, "exchange": "int8", "outer": NESTEROV, "optimizer": "momentum"},
+}
+FRAGMENTS = {1: [["0.weight", "0.bias", "3.weight", "3.bias"]], 2: [["0.weight", "0.bias"], ["3.weight", "3.bias"]]}
+
+Vector = torch.Tensor
+Weights = dict[str, torch.Tensor]
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=0.02)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 if name == "momentum" else 0.0, weight_decay=0.01)
+
+
+class ByHand:
+    """All workers of a world, one after another in plain PyTorch."""
+
+    def __init__(self, workers: int, every: int, outer: Any = "average", fragments: int = 1, exchange: str = "fp32",
+                 mix: float = 0.0, optimizer: str = "sgd", clip_norm: float | None = None) -> None:  # fmt: skip
+        self.every, self.outer, self.exchange, self.mix, self.clip_norm = every, outer, exchange, mix, clip_norm
+        self.fragments = FRAGMENTS[fragments]
+        self.models = [classifier() for _ in range(workers)]
+        self.optimizers = [make_optimizer(optimizer, model) for model in self.models]
+        self.anchor = copy.deepcopy(self.models[0].state_dict())
+        self.velocity = {name: torch.zeros_like(value) for name, value in self.anchor.items()}
+        self.seen = [[0] * workers for _ in self.fragments]
+        self.lost: list[list[Any]] = [[0.0] * workers for _ in self.fragments]
+        self.owed: list[list[Any]] = [[0.0] * workers for _ in self.fragments]
+        self.steps, self.data = 0, classification(SAMPLES).tensors
+
+    def train(self, batches: Sequence[torch.Tensor]) -> ByHand:
+        for rows in batches:
+            for worker, share in enumerate(torch.tensor_split(rows, len(self.models))):
+                if len(share):
+                    self.step(worker, share)
+            self.steps += 1
+            for number in range(len(self.fragments)):
+                if (self.steps - (number + 1) * self.every // len(self.fragments)) % self.every == 0:
+                    self.bring_together(number)
+        return self
+
+    def step(self, worker: int, rows: torch.Tensor) -> None:
+        model = self.models[worker]
+        model.zero_grad()
+        nn.functional.cross_entropy(model(self.data[0][rows]), self.data[1][rows]).backward()
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm)
+        self.optimizers[worker].step()
+        for seen in self.seen:
+            seen[worker] += len(rows)
+
+    def vector(self, number: int, weights: Any) -> Vector:
+        return torch.cat([weights[name].flatten() for name in self.fragments[number]]).clone()
+
+    def bring_together(self, number: int) -> None:
+        seen, before = self.seen[number], self.vector(number, self.anchor)
+        deltas = [before - self.vector(number, model.state_dict()) for model in self.models]
+        if self.exchange == "fp32":
+            mean = torch.stack([delta * (n / sum(seen)) for delta, n in zip(deltas, seen, strict=True)]).sum(0)
+        else:
+            mean = self.through_narrow_wires(number, deltas)
+        names, velocity = self.fragments[number], self.vector(number, self.velocity)
+        if self.outer == "average":
+            after = before - mean
+        else:
+            velocity = self.outer["momentum"] * velocity + mean
+            after = before - self.outer["lr"] * (mean + self.outer["momentum"] * velocity)
+        start = 0
+        with torch.no_grad():
+            for name in names:
+                shape, stop = self.anchor[name].shape, start + self.anchor[name].numel()
+                self.anchor[name], self.velocity[name] = after[start:stop].view(shape), velocity[start:stop].view(shape)
+                for model in self.models:
+                    own = dict(model.named_parameters())[name]
+                    own.copy_(self.mix * own + (1 - self.mix) * self.anchor[name])
+                start = stop
+        self.seen[number] = [0] * len(seen)
+
+    def through_narrow_wires(self, number: int, deltas: list[Vector]) -> Vector:
+        """The mean of what arrives: each worker takes the mean of one part, and sends it on."""
+        seen, workers, size = self.seen[number], len(deltas), len(deltas[0])
+        length = -(-size // workers)
+        pieces = [slice(worker * length, min((worker + 1) * length, size)) for worker in range(workers)]
+        mean = torch.zeros(size)
+        for worker, delta in enumerate(deltas):
+            if not seen[worker]:
+                continue
+            wanted = delta + self.lost[number][worker]
+            arrived = torch.cat([narrow(wanted[piece], self.exchange) for piece in pieces])
+            self.lost[number][worker] = wanted - arrived
+            mean += arrived * (seen[worker] / sum(seen))
+        for worker, piece in enumerate(pieces):
+            wanted = mean[piece] + self.owed[number][worker]
+            mean[piece] = narrow(wanted, self.exchange)
+            self.owed[number][worker] = wanted - mean[piece]
+        return mean
+
+    def mean(self) -> Weights:
+        """Of the present weights, by the samples seen since the last exchange."""
+        found: Weights = {}
+        for names, seen in zip(self.fragments, self.seen, strict=True):
+            parts = [n / sum(seen) if sum(seen) else 1 / len(seen) for n in seen]
+            for name in names:
+                found[name] = sum(part * model.state_dict()[name] for part, model in zip(parts, self.models, strict=True))
+        return {name: found[name] for name in self.anchor}
+
+
+def narrow(values: Vector, form: str) -> Vector:
+    """What arrives of numbers; these are too few for more than one scale."""
+    if form == "bf16":
+        return values.bfloat16().float()
+    scale = values.abs().max() / 127
+    return (values / scale).round().clamp(-127, 127) * scale if scale else values
+
+
+def steps_of(workers: int, count: int) -> list[torch.Tensor]:
+    batches = global_batches(SAMPLES, BATCH * workers, 42)
+    return [next(batches) for _ in range(count)]
+
+
+def train(
+    strategy: Any, optimizer: str = "sgd", epochs: int = EPOCHS, samples: int = SAMPLES, norm: bool = False, **options: Any
+) -> Any:
+    model = classifier()
+    if norm:
+        model[1] = nn.BatchNorm1d(16)  # type: ignore[operator]
+    chosen = make_optimizer(optimizer, model)
+    data = classification(samples)
+    loaders = {"train": DataLoader(data, BATCH, shuffle=True), "valid": DataLoader(data, BATCH)}
+    history = SupervisedRunner(device="cpu").train(
+        model=model, criterion=nn.CrossEntropyLoss(), optimizer=chosen, num_epochs=epochs, distributed=strategy, loaders=loaders,
+        verbose=False, **options,
+    )  # fmt: skip
+    return model, chosen, history
+
+
+class Save(Callback):
+    """Saves a checkpoint after some step, and may end the training there."""
+
+    def __init__(self, step: int, ends: bool = False) -> None:
+        self.step, self.ends = step, ends
+
+    def on_step_end(self, training: Any) -> None:
+        if training.step == self.step and self.ends:
+            training.stop("enough", now=True)
+        elif training.step == self.step:
+            training.save_checkpoint()
+
+
+class Change(Callback):
+    def on_epoch_end(self, training: Any) -> None:
+        with torch.no_grad():
+            next(training.model.parameters()).mul_(0.5)
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """To the bit, in a tree of dicts and lists."""
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(same(value, theirs[key]) for key, value in ours.items())
+    if isinstance(ours, list):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
+
+
+def loss_of(weights: Weights) -> float:
+    model, (x, y) = classifier(), classification(SAMPLES).tensors
+    model.load_state_dict(weights)
+    return float(nn.functional.cross_entropy(model(x), y))
+
+
+def parity() -> dict[str, Any]:
+    """Differences from the loop by hand, of the weights that are handed back and of the loss that was evaluated; and ddp's."""
+    workers = torch.distributed.get_world_size()
+    steps = EPOCHS * -(-SAMPLES // (BATCH * workers))
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        settings = {key: value for key, value in case.items() if key not in ("optimizer", "clip_norm")}
+        model, _, history = train(LocalSGD(**settings), case.get("optimizer", "sgd"), clip_norm=case.get("clip_norm"))
+        mean = ByHand(workers, **case).train(steps_of(workers, steps)).mean()
+        found[name] = relative_difference(model.state_dict(), mean)
+        found[f"{name} evaluated"] = abs(history["valid"]["loss"][-1] / loss_of(mean) - 1)
+        found[f"{name} bytes"] = history["train"]["bytes_per_step"]
+    ddp = train(DDP())[0].state_dict()
+    found["ddp"] = relative_difference(train(LocalSGD(every=1))[0].state_dict(), ddp)
+    found["ddp, every 3"] = relative_difference(train(LocalSGD(every=3))[0].state_dict(), ddp)
+    return found
+
+
+@pytest.mark.serial
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_same_as_by_hand(workers: int) -> None:
+    for found in in_world(workers, parity):
+        for name in CASES:
+            assert found[name] < 1e-6, (name, found[name])
+            assert found[f"{name} evaluated"] < 1e-6, (name, found[f"{name} evaluated"])
+        assert found["ddp"] < 1e-6
+        assert found["ddp, every 3"] > 1e-4
+        # 164 numbers in 7 or 5 steps of the first epoch, of which 2 or 1 exchange; and the numbers of samples.
+        exchanged, epoch = (2, 7) if workers == 2 else (1, 5)
+        sent = 2 * (workers - 1) * 4 * 164 // workers + 16 * (workers - 1)
+        assert found["uneven bytes"][0] == pytest.approx(exchanged * sent / epoch)
+
+
+def resumed(folder: str) -> dict[str, Any]:
+    """What an interruption changes: in the middle of H, in the middle of an epoch and at its end."""
+    found: dict[str, Any] = {}
+    hard = {"every": 4, "outer": NESTEROV, "fragments": 2, "exchange": "int8", "mix": 0.25}
+    for name, settings, optimizer in (
+        ("hard", hard, "adamw"),
+        ("plain", {"every": 3}, "momentum"),
+        ("norm", {"every": 3}, "sgd"),
+    ):
+        data: dict[str, Any] = {"norm": True, "samples": 52} if name == "norm" else {}  # BatchNorm needs two samples
+        model, chosen, history = train(LocalSGD(**settings), optimizer, **data)
+        found[f"{name} weights"] = model.state_dict()
+        for where, step in (("middle", 5), ("end", None)):
+            logdir = f"{folder}/{name}-{where}"
+            if step is None:
+                train(LocalSGD(**settings), optimizer, epochs=1, logdir=logdir, **data)
+            else:
+                train(LocalSGD(**settings), optimizer, logdir=logdir, callbacks=[Save(step, ends=True)], **data)
+            again, own, theirs = train(
+                LocalSGD(**settings), optimizer, logdir=logdir, resume="auto", callbacks=[Callback()] if step else [], **data
+            )  # fmt: skip
+            found[f"{name} {where}"] = same(again.state_dict(), model.state_dict())
+            # The run that was not interrupted has no logdir, and hands back rank 0's means all the same.
+            found[f"{name} {where} optimizer"] = same(own.state_dict()["state"], chosen.state_dict()["state"])
+            seconds = {key: value for key, value in theirs.items() if key != "seconds"}
+            found[f"{name} {where} history"] = same(seconds, {key: history[key] for key in seconds})
+    train(LocalSGD(every=4, outer=NESTEROV), "momentum", logdir=f"{folder}/other", callbacks=[Save(5, ends=True)])
+    # With one sample, rank 1 takes no step, and has no state of an optimizer that could be averaged.
+    model, own, _ = train(LocalSGD(every=2), "adamw", samples=1, logdir=f"{folder}/one")
+    alone, theirs, _ = train(LocalSGD(every=2), "adamw", samples=1)
+    found["one sample"] = same([model.state_dict(), own.state_dict()], [alone.state_dict(), theirs.state_dict()])
+    found["steps of one"] = {float(state["step"]) for state in own.state.values()}
+    return found
+
+
+def on_another_number(folder: str) -> dict[str, Any]:
+    """Three go on from what two have saved after step 5, between the exchanges after steps 4 and 8."""
+    found: dict[str, Any] = {}
+    by_hand = ByHand(2, 4, NESTEROV, optimizer="momentum").train(steps_of(2, 5))
+    start = by_hand.mean()
+    found["saved"] = relative_difference(allhands.load_checkpoint(Path(folder) / "other")["model"], start)
+    momentum = [
+        sum(optimizer.state[p]["momentum_buffer"] for optimizer, p in zip(by_hand.optimizers, ps, strict=True)) / 2
+        for ps in zip(*(model.parameters() for model in by_hand.models), strict=True)
+    ]  # fmt: skip
+    three = ByHand(3, 4, NESTEROV, optimizer="momentum")
+    three.anchor, three.velocity, three.steps = by_hand.anchor, by_hand.velocity, 5
+    for model, optimizer in zip(three.models, three.optimizers, strict=True):
+        model.load_state_dict(start)
+        for p, value in zip(model.parameters(), momentum, strict=True):
+            optimizer.state[p]["momentum_buffer"] = value.clone()
+    order = torch.cat(steps_of(2, 7))
+    expected = three.train(order[5 * 2 * BATCH :].split(3 * BATCH)).mean()
+    options: dict[str, Any] = {"optimizer": "momentum", "epochs": 1, "callbacks": [Callback()]}
+    model, _, _ = train(LocalSGD(every=4, outer=NESTEROV), resume=f"{folder}/other", **options)
+    found["went on"] = relative_difference(model.state_dict(), expected)
+    model, _, _ = train(DDP(), resume=f"{folder}/other", **options)
+    found["under ddp"] = bool(torch.isfinite(torch.cat([p.flatten() for p in model.parameters()])).all())
+    for name, strategy in (("fragments", LocalSGD(4, NESTEROV, fragments=2)), ("outer", LocalSGD(4))):
+        with pytest.raises(UserError) as error:
+            train(strategy, resume=f"{folder}/other", **options)
+        found[name] = str(error.value)
+    with pytest.raises(UserError) as error:
+        train(LocalSGD(every=3), callbacks=[Change()])
+    found["changed"] = str(error.value)
+    return found
+
+
+@pytest.mark.serial
+@pytest.mark.timeout(90)
+def test_an_interruption_changes_nothing(tmp_path: Path) -> None:
+    both = in_world(2, resumed, str(tmp_path))
+    for found in both:
+        for name in ("hard", "plain", "norm"):
+            assert same(found[f"{name} weights"], both[0][f"{name} weights"])
+            for where in ("middle", "end"):
+                assert found[f"{name} {where}"], (name, where)
+                assert found[f"{name} {where} optimizer"], (name, where)
+                assert found[f"{name} {where} history"], (name, where)
+        assert found["one sample"]
+        assert found["steps of one"] == {EPOCHS}
+    for found in in_world(3, on_another_number, str(tmp_path)):
+        assert found["saved"] < 1e-6
+        assert found["went on"] < 1e-6
+        assert found["under ddp"]
+        assert "set fragments to 1" in found["fragments"]
+        assert "set outer to {'name': 'nesterov', 'lr': 0.5, 'momentum': 0.8}" in found["outer"]
+        assert "the weights of '0.weight' were changed" in found["changed"]
