@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from allhands import models
+from allhands.cli import own_data
 from allhands.cli.named import choose, is_kind, located, make
 from allhands.config import RunFile
 from allhands.data import catalogue, derive_seed, seed_everything
@@ -115,10 +116,10 @@ def definition(run_file: RunFile) -> Definition:
     given, strategy = run_file.config, _strategy(run_file)
     if not isinstance(strategy, Federated):
         raise run_file.error(("strategy", "name"), "sites train together by strategy.name: federated")
-    labels = catalogue.info(given.data.name).classes if given.data.name in catalogue.names() else ()
+    entry = _entry(run_file)
     return Definition(
         **_objects(run_file, lambda: 1), strategy=strategy, runner=SupervisedRunner(device=given.device), device=given.device,
-        labels=labels or None, check=given.check, overfit=given.overfit,
+        labels=(entry.classes if entry is not None else ()) or None, check=given.check, overfit=given.overfit,
     )  # fmt: skip
 
 
@@ -153,12 +154,13 @@ def verify(run_file: RunFile, strategies: Sequence[str] | None, workers: Sequenc
                 ("strategy", "name"), "--strategies compares optimizer steps; leave it out, or run with strategy=ddp"
             )
         return verify_rounds(lambda: _objects(run_file, lambda: fewest), own, workers, steps, given.device)
+    entry = _entry(run_file)
     names = strategies if strategies is not None else [own.name if own.name not in ("single", "dp") else "ddp"]
     found: Report = compare(
         runner=SupervisedRunner(device=given.device),
         strategies=[own if name == own.name else strategy_named(name) for name in names],
         workers=list(workers),
-        steps=min(steps, _length(run_file, "step", _entry(run_file), fewest)),
+        steps=steps if entry is None else min(steps, _length(run_file, "step", entry, fewest)),
         **_objects(run_file, lambda: fewest),
     )
     return found
@@ -206,24 +208,40 @@ class StoreRunFile(Callback):
 
 
 def load_datasets(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The loaders' data sets from the catalogue; called in every worker, so that the parent holds no data."""
+    """The loaders' data sets; called in every worker, so that the parent holds no data."""
+    if own_data.is_function(name):
+        return own_data.load(name, options)
     return {split: catalogue.load(name, split=split, **options) for split in ("train", "valid")}
 
 
 # ---------------------------------------------------------------------- objects from names
 
 
-def _entry(run_file: RunFile) -> catalogue.Entry:
+def _entry(run_file: RunFile) -> catalogue.Entry | None:
+    """What the catalogue knows of the data; None for those that a function makes."""
     path = ("data", "name")
+    if own_data.is_function(run_file.config.data.name):
+        return None
     entry = located(run_file, path, lambda: catalogue.info(run_file.config.data.name))
     if len(entry.input_shape) != 3:
         raise run_file.error(
-            path, "a run file trains on images: digits, mnist, cifar10 or cifar100; for others use SupervisedRunner"
+            path,
+            "it is no set of images, such as digits, mnist, cifar10 or cifar100; name a function of your own that makes "
+            "its data sets, package.module:function or file.py:function",
         )
     return entry
 
 
 def _data_options(run_file: RunFile) -> dict[str, Any]:
+    data = run_file.config.data
+    if own_data.is_function(data.name):
+        for key in ("limit", "normalize", "labels"):
+            if getattr(data, key) is not None:
+                raise run_file.error(("data", key), f"the catalogue's sets have it; write data.options.{key} for a function")
+        root = None if data.root is None else str(Path(data.root).expanduser().absolute())
+        return located(run_file, ("data",), lambda: own_data.options_of(data.name, root, data.options))  # type: ignore[no-any-return]
+    if data.options:
+        raise run_file.error(("data", "options"), f"they are for a function, and '{data.name}' is in the catalogue; remove them")
     wanted = run_file.config.data.model_dump(include={"root", "limit", "normalize", "labels"})
     if wanted["root"] is not None:
         wanted["root"] = str(Path(wanted["root"]).expanduser().absolute())
@@ -238,17 +256,19 @@ def _data_options(run_file: RunFile) -> dict[str, Any]:
     return options
 
 
-def _model(run_file: RunFile, entry: catalogue.Entry) -> nn.Module:
+def _model(run_file: RunFile, entry: catalogue.Entry | None) -> nn.Module:
     section = run_file.config.model
-    classes = 20 if run_file.config.data.labels == "coarse" else entry.num_classes
-    channels, height, width = entry.input_shape
-    sizes = {
-        "in_channels": channels,
-        "image_size": height,
-        "num_classes": classes,
-        "in_features": channels * height * width,
-        "out_features": classes,
-    }
+    sizes = {}
+    if entry is not None:
+        classes = 20 if run_file.config.data.labels == "coarse" else entry.num_classes
+        channels, height, width = entry.input_shape
+        sizes = {
+            "in_channels": channels,
+            "image_size": height,
+            "num_classes": classes,
+            "in_features": channels * height * width,
+            "out_features": classes,
+        }
     takes = inspect.signature(getattr(models, section.name)).parameters if section.name in models.names() else {}
     options = {key: value for key, value in sizes.items() if key in takes} | section.options
     # The initial weights are a function of the seed, whatever else has drawn random numbers in this process.
@@ -269,7 +289,7 @@ def _optimizer(run_file: RunFile, model: nn.Module) -> Optimizer:
     return made
 
 
-def _scheduler(run_file: RunFile, optimizer: Optimizer, entry: catalogue.Entry, workers: Callable[[], int]) -> Any:
+def _scheduler(run_file: RunFile, optimizer: Optimizer, entry: catalogue.Entry | None, workers: Callable[[], int]) -> Any:
     section = run_file.config.scheduler
     if section is None:
         return None
@@ -288,7 +308,7 @@ def _scheduler(run_file: RunFile, optimizer: Optimizer, entry: catalogue.Entry, 
     return made, period
 
 
-def _length(run_file: RunFile, period: str, entry: catalogue.Entry, workers: int) -> int:
+def _length(run_file: RunFile, period: str, entry: catalogue.Entry | None, workers: int) -> int:
     """How often a scheduler of that period steps in the whole training with so many workers."""
     given = run_file.config
     if _is_federated(run_file):  # schedules step once a round
@@ -297,6 +317,9 @@ def _length(run_file: RunFile, period: str, entry: catalogue.Entry, workers: int
     epochs = 3 if given.check else given.num_epochs
     if period == "epoch":
         return epochs
+    if entry is None:
+        raise run_file.error(("data", "name"), "how many samples a function makes is known when it is called, and the length of "
+                             "the training too; write scheduler.total_steps (or T_max), or period: epoch")  # fmt: skip
     samples = entry.sizes["train"]
     samples = min(samples, given.data.limit or samples)
     batch = given.data.batch_size * workers * given.accumulate

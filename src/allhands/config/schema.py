@@ -44,7 +44,10 @@ class Named(BaseModel):
 class Data(Section):
     """The data set; its parts become the loaders ``train`` and ``valid``, built in the workers."""
 
-    name: str = Field(default="digits", description="images of the catalogue: digits, mnist, cifar10 or cifar100")
+    name: str = Field(
+        default="digits",
+        description="a set of images (digits, mnist, cifar10, cifar100), or a function: package.module:name, data.py:name",
+    )
     root: str | None = Field(default=None, description="folder of its files; null looks in ALLHANDS_DATA")
     batch_size: Count = Field(default=32, description="samples per worker and micro-batch")
     num_workers: Whole = Field(default=0, description="loader processes per worker")
@@ -52,6 +55,7 @@ class Data(Section):
     limit: Count | None = Field(default=None, description="use only the first so many samples of each part")
     normalize: Flag | None = Field(default=None, description="images: subtract the mean; null takes the set's default")
     labels: Literal["fine", "coarse"] | None = Field(default=None, description="cifar100: which labels; null: fine")
+    options: dict[str, Any] = Field(default={}, description="further arguments of the function that `name` names")
 
     @model_validator(mode="before")
     @classmethod

@@ -100,7 +100,8 @@ class SiteWorker:
         check_dtype(self.layout.parameters[0].name, self.layout.dtype)
         self.placed = self._place(0, 1)  # until a request says which client this is
         work, server = self.placed.rounds.work, self.placed.rounds.server
-        self.description = describe(work, server, strategy, definition.labels)
+        labels = definition.labels if definition.labels is not None else getattr(self.source.dataset, "classes", None)
+        self.description = describe(work, server, strategy, labels)
 
     @property
     def num_samples(self) -> int:
