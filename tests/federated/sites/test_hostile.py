@@ -47,9 +47,12 @@ def _alone(monkeypatch) -> Iterator[None]:
 
     monkeypatch.setattr(post, "_INTERVAL", 0.005)
     monkeypatch.setattr(roll, "_INTERVAL", 0.005)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # models are so small that threads only wait for one another
     allhands.init(device="cpu")
     yield
     allhands.finalize()
+    torch.set_num_threads(threads)
 
 
 def run(grid: FakeGrid | Across, folder: Path, rounds: int = ROUNDS, options: dict[str, Any] | None = None, **sites: Any,
@@ -485,4 +488,31 @@ def test_tokens_that_are_wrong_or_missing(tmp_path):
     assert len({event["reason"] for event in found}) == len(set(cases.values()))
     for reason in cases.values():
         assert any(reason in event["reason"] for event in found)
+    assert "secret" not in (tmp_path / "events.jsonl").read_text()
+
+
+def test_a_token_that_is_taken_away_ends_a_site_in_mid_run_and_one_that_is_given_lets_it_in(tmp_path, monkeypatch):
+    from allhands.federated.sites import roll
+
+    monkeypatch.setattr(roll, "_AGAIN", 0.0)
+    file = tmp_path / "tokens"
+    write_tokens(file, *trial.NAMES)
+    grid = trial.grid(tmp_path, rounds=5, **BRIEF)
+    for node, name in zip(grid.nodes.values(), trial.NAMES, strict=True):
+        node.handler = with_token(node.handler, f"{name}-secret-0123456789")
+    trained, first = grid.nodes[100].handler, []
+
+    def handler(request: RecordDict) -> RecordDict:
+        if request["allhands"]["kind"] == "train":  # north is the first to be asked in a round
+            first.append(request["allhands"]["round"])
+            write_tokens(file, *(trial.NAMES if len(first) not in (2, 3) else HONEST))
+        return trained(request)
+
+    grid.nodes[100].handler = handler
+    _, _, events = run(Across(grid, tokens=file), tmp_path, rounds=5)
+    assert first == [0, 1, 2, 3, 4]
+    assert [WEST in event["brought"] for event in of(events, "round_end")] == [True, True, False, False, True]
+    (left,) = of(events, "left")
+    assert left["site"] == WEST
+    assert "there is no token of 'west'" in left["reason"]
     assert "secret" not in (tmp_path / "events.jsonl").read_text()

@@ -23,6 +23,11 @@ SECRET = "0123456789abcdef0123"
 needs_ssh_keygen = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
 
 
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(keys, "_EDITED", 0.0)
+
+
 def write(path: Path, text: str | bytes, mode: int = 0o600) -> Path:
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     path.chmod(mode)
@@ -171,6 +176,12 @@ def test_a_token_that_is_taken_away_is_refused_at_once(tmp_path):
     assert "cannot be checked" in keys.check_token(file, "north", SECRET)
     file.unlink()
     assert "there is no file" in keys.check_token(file, "north", SECRET)
+
+
+def test_a_file_of_tokens_that_is_just_being_written_refuses_nobody(tmp_path, monkeypatch):
+    file = write(tmp_path / "tokens", "")
+    monkeypatch.setattr(keys.time, "sleep", lambda _: write(file, f"north {SECRET}"))
+    assert keys.check_token(file, "north", SECRET) is None
 
 
 def test_no_message_holds_a_token(tmp_path):

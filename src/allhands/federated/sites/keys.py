@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from allhands.errors import UserError
 #: The environment variable that holds a site's token where no file does.
 TOKEN = "ALLHANDS_SITE_TOKEN"
 _SHORTEST_TOKEN = 16
+_EDITED = 0.3  # seconds within which an editor has written a file
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)
 _PEM = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
@@ -214,7 +216,7 @@ def check_token(path: Path | str, site: str, token: str | None) -> str | None:
         None where it is; otherwise the reason for refusal, which holds no token.
     """
     try:
-        tokens = read_tokens(path)
+        tokens = _read_while_edited(path)
     except UserError as error:
         return f"its token cannot be checked: {error}"
     given = token if isinstance(token, str) else ""
@@ -225,6 +227,15 @@ def check_token(path: Path | str, site: str, token: str | None) -> str | None:
     if not given:
         return f"it sent no token; start the site with --token-file FILE, or with {TOKEN} set"
     return None if right else "its token is not the one in the server's file (--tokens); give the site the right one"
+
+
+def _read_while_edited(path: Path | str) -> dict[str, str]:
+    """`read_tokens`, once more where the file is just being written."""
+    try:
+        return read_tokens(path)
+    except UserError:
+        time.sleep(_EDITED)
+        return read_tokens(path)
 
 
 def site_token(file: Path | str | None, environ: Mapping[str, str]) -> str | None:
