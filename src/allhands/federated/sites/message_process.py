@@ -5,13 +5,14 @@ Code that comes from elsewhere is neither unpacked nor run.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 from typing import Any
 
 from allhands.errors import UserError
 from allhands.federated.sites import flower
 
-_REPLACED = ("install_from_fab", "get_project_dir", "get_load_client_app_fn", "install_app_dependencies")
+_REPLACED = ("run_clientapp", "install_from_fab", "get_project_dir", "get_load_client_app_fn", "install_app_dependencies")
 
 
 def replace_loading(module: Any) -> None:
@@ -38,13 +39,31 @@ def replace_loading(module: Any) -> None:
     module.install_app_dependencies = install
 
 
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """Those of `flwr-clientapp`, as Flower's superexec writes them. Its own parser comes with the whole SuperNode, which takes
+    longer to import than all else that happens here."""
+    parser = argparse.ArgumentParser(prog="flwr-clientapp", allow_abbrev=False)
+    parser.add_argument("--runtime-api-address", required=True)
+    parser.add_argument("--token", required=True)
+    parser.add_argument("--insecure", action="store_true")
+    parser.add_argument("--root-certificates")
+    parser.add_argument("--parent-pid", type=int)
+    return parser.parse_args(given)
+
+
 def main() -> None:
     """`flwr-clientapp`, with its own arguments."""
     flower.require()
-    replace_loading(importlib.import_module("flwr.supernode.runtime.run_clientapp"))
-    from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
+    asked = arguments()
+    module: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
+    replace_loading(module)
+    from flwr.supercore.tls import validate_and_resolve_root_certificates
 
-    flwr_clientapp()
+    module.run_clientapp(
+        runtime_api_address=asked.runtime_api_address, token=asked.token, insecure=asked.insecure,
+        certificates=validate_and_resolve_root_certificates(asked.root_certificates, asked.insecure),
+        parent_pid=asked.parent_pid, runtime_dependency_install=False,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
