@@ -50,12 +50,14 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def site(client: int, folder: Path, norm: bool = False, **options: Any) -> SiteWorker:
+def site(client: int, folder: Path, norm: bool = False, scheduler: Any = None, **options: Any) -> SiteWorker:
     """The side of one client, with its own samples only."""
     model = net(norm)
+    optimizer = _optimizer(model)
     given = TensorDataset(*(part[list(rows(client))] for part in data()))
-    definition = Definition(model, nn.CrossEntropyLoss(), _optimizer(model), {"batch_size": 4, "train": given},
-                            _strategy(**options), SupervisedRunner(device="cpu"), seed=SEED)  # fmt: skip
+    definition = Definition(model, nn.CrossEntropyLoss(), optimizer, {"batch_size": 4, "train": given}, _strategy(**options),
+                            SupervisedRunner(device="cpu"), seed=SEED,
+                            scheduler=None if scheduler is None else scheduler(optimizer))  # fmt: skip
     return SiteWorker(definition, NAMES[client], folder / NAMES[client])
 
 

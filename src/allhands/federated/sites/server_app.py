@@ -34,9 +34,13 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """What Flower calls."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _leave)
-    serve(grid, settings_of(os.environ))
+    here = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _leave) if here else None
+    try:
+        serve(grid, settings_of(os.environ))
+    finally:
+        if here:
+            signal.signal(signal.SIGTERM, before)
 
 
 def settings_of(environ: Mapping[str, str]) -> dict[str, Any]:
