@@ -155,10 +155,10 @@ def train(
     chosen = make_optimizer(optimizer, model)
     data = classification(samples)
     loaders = {"train": DataLoader(data, BATCH, shuffle=True), "valid": DataLoader(data, BATCH)}
+    options = {"criterion": nn.CrossEntropyLoss()} | options
     history = SupervisedRunner(device="cpu").train(
-        model=model, criterion=nn.CrossEntropyLoss(), optimizer=chosen, num_epochs=epochs, distributed=strategy, loaders=loaders,
-        verbose=False, **options,
-    )  # fmt: skip
+        model=model, optimizer=chosen, num_epochs=epochs, distributed=strategy, loaders=loaders, verbose=False, **options
+    )
     return model, chosen, history
 
 
@@ -173,6 +173,20 @@ class Save(Callback):
             training.stop("enough", now=True)
         elif training.step == self.step:
             training.save_checkpoint()
+
+
+class Fails(nn.Module):
+    """A loss that fails in its n-th call without gradients."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.left -= not output.requires_grad
+        if self.left == 0:
+            raise RuntimeError("in the middle of an evaluation")
+        return nn.functional.cross_entropy(output, target)
 
 
 class Change(Callback):
@@ -215,7 +229,7 @@ def parity() -> dict[str, Any]:
 
 
 @pytest.mark.serial
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_the_same_as_by_hand(workers: int) -> None:
     for found in in_world(workers, parity):
@@ -257,6 +271,15 @@ def resumed(folder: str) -> dict[str, Any]:
             seconds = {key: value for key, value in theirs.items() if key != "seconds"}
             found[f"{name} {where} history"] = same(seconds, {key: history[key] for key in seconds})
     train(LocalSGD(every=4, outer=NESTEROV), "momentum", logdir=f"{folder}/other", callbacks=[Save(5, ends=True)])
+    # Saved within the evaluation after step 7, whose model is the mean, and gone on from there.
+    model, _, _ = train(LocalSGD(**hard), "adamw")
+    with pytest.raises(RuntimeError, match="in the middle"):
+        train(LocalSGD(**hard), "adamw", logdir=f"{folder}/evaluating", save_minutes=1e-9, criterion=Fails(6))
+    torch.distributed.barrier()
+    position = allhands.load_checkpoint(Path(folder) / "evaluating")["position"]
+    found["evaluating"] = position is not None and position["evaluating"]
+    again, _, _ = train(LocalSGD(**hard), "adamw", logdir=f"{folder}/evaluating", save_minutes=1e-9, resume="auto")
+    found["evaluated"] = same(again.state_dict(), model.state_dict())
     # With one sample, rank 1 takes no step, and has no state of an optimizer that could be averaged.
     model, own, _ = train(LocalSGD(every=2), "adamw", samples=1, logdir=f"{folder}/one")
     alone, theirs, _ = train(LocalSGD(every=2), "adamw", samples=1)
@@ -299,7 +322,7 @@ def on_another_number(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.serial
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(180)
 def test_an_interruption_changes_nothing(tmp_path: Path) -> None:
     both = in_world(2, resumed, str(tmp_path))
     for found in both:
@@ -309,6 +332,8 @@ def test_an_interruption_changes_nothing(tmp_path: Path) -> None:
                 assert found[f"{name} {where}"], (name, where)
                 assert found[f"{name} {where} optimizer"], (name, where)
                 assert found[f"{name} {where} history"], (name, where)
+        assert found["evaluating"]
+        assert found["evaluated"]
         assert found["one sample"]
         assert found["steps of one"] == {EPOCHS}
     for found in in_world(3, on_another_number, str(tmp_path)):

@@ -112,7 +112,8 @@ class Strategy(ABC):
         """The training has ended without an error: leave what `begin` has opened."""
 
     def sync_buffers(self) -> None:
-        """Make buffers (BatchNorm statistics) equal on all ranks; called before evaluation and saving."""
+        """Make buffers (BatchNorm statistics), and weights where workers have their own, equal on all ranks; called before
+        evaluation and saving."""
 
     @contextmanager
     def buffers_made_equal(self, model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
