@@ -176,6 +176,7 @@ def main() -> None:
     parser.add_argument("--models", default="cnn,lr")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds of a turn")
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--name", default="federated_peers", help="of the file of results")
     parser.add_argument("--no-save", action="store_true", help="only print, to see that the script works")
     parser.add_argument("--contender", help=argparse.SUPPRESS)
     parser.add_argument("--task", type=json.loads, help=argparse.SUPPRESS)
@@ -208,8 +209,8 @@ def main() -> None:
                              "times_ours": {"median": statistics.median(slower), "turns": slower}})  # fmt: skip
                 print(f"{model} {cohort:3d} {name:8s} {rows[-1]['milliseconds']['median']:9.2f} ms "
                       f"({rows[-1]['times_ours']['median']:.2f} times ours)", flush=True)  # fmt: skip
-    if not args.no_save:
-        save_json("federated_peers", {"machine": machine(), "load": os.getloadavg(), "rows": rows})
+            if not args.no_save:  # what there is
+                save_json(args.name, {"machine": machine(), "load": os.getloadavg(), "rows": rows})
 
 
 if __name__ == "__main__":
