@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 # Seconds for which the process that imports torch for workers waits for the next test that starts some. Tests about the start and
 # end of processes unset it (tests/launch).
 os.environ.setdefault("ALLHANDS_KEEPER_IDLE", "120")
+
+# Folders of tests are in memory where there is enough of it: hundreds of checkpoints are saved, and each waits for the disk.
+MEMORY = Path("/dev/shm")
+if MEMORY.is_dir() and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC and shutil.disk_usage(MEMORY).free > 2**31:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+# Its files are handed out as one, since they share worlds, but for those named below.
+SHARE_WORLDS = "tests/faults/"
+# What takes longest comes first, so that none of it is left alone at the end.
+LONGEST = (
+    SHARE_WORLDS,
+    "tests/launch/test_failures.py",
+    "tests/faults/test_resume.py",
+    "tests/runner/test_distributed.py",
+    "tests/examples/test_digits.py",
+    "tests/examples/test_runner_tutorial.py",
+    "tests/kvstore/test_processes.py",
+    "tests/launch/test_signals.py",
+    "tests/verify/test_planted_faults.py",
+    "tests/world/test_world_processes.py",
+    "tests/faults/test_half_written.py",
+    "tests/faults/test_decisions.py",
+)
 
 
 def pytest_configure() -> None:
@@ -25,8 +50,32 @@ def pytest_configure() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile``, hand out whole files, the longest first."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False  # by their number of tests
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+    return Files(config, log)
+
+
+def unit_of(nodeid: str) -> str:
+    """What is handed to one process as a whole."""
+    path = nodeid.partition("::")[0]
+    return SHARE_WORLDS if path.startswith(SHARE_WORLDS) and path not in LONGEST else path
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests, with a reason, where no GPU can be used."""
+    """Put the longest files first, and skip GPU tests, with a reason, where no GPU can be used."""
+    order = {unit: number for number, unit in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(unit_of(item.nodeid), len(order)))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
@@ -49,6 +98,19 @@ def shared_data() -> Path:
         if candidate and (Path(candidate) / "write_official.py").is_file():
             return Path(candidate)
     pytest.skip("no data folder with write_official.py: set ALLHANDS_DATA to one (looked at $ALLHANDS_DATA and ../shared/data)")
+
+
+@pytest.fixture(scope="module")
+def preloaded() -> Iterator[None]:
+    """Workers that a training starts have one thread, and what it needs imported, as those of tests.worlds."""
+    from allhands.launch import job
+    from tests.worlds import ONE_THREAD, PRELOAD
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["allhands.launch.spawn"], "PRELOAD", (*job.PRELOAD, *PRELOAD))
+        for name, value in ONE_THREAD.items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(autouse=True)

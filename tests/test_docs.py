@@ -28,9 +28,8 @@ def named(page: Path) -> str:
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_the_first_example_runs_as_shown(page, tmp_path):
-    (code,) = blocks(ROOT / page, "python")
+def test_the_first_example_runs_as_shown(tmp_path):
+    (code,) = blocks(ROOT / "README.md", "python")
     (tmp_path / "first.py").write_text(code)
     done = subprocess.run([sys.executable, "first.py"], cwd=tmp_path, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr

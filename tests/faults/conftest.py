@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.probes import PROBES, Found, run_all
-from tests.worlds import in_world
+from tests.faults.probes import Found, run_in_world
 
 _KEPT: dict[int, Found] = {}
 
@@ -15,5 +14,5 @@ def found(request: pytest.FixtureRequest) -> Found:
     """What every probe gave, by rank. One start a size, whatever the order of the tests."""
     workers = request.param
     if workers not in _KEPT:
-        _KEPT[workers] = Found(workers, in_world(workers, run_all, dict(PROBES)))
+        _KEPT[workers] = run_in_world(workers)
     return _KEPT[workers]

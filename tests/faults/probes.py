@@ -2,15 +2,20 @@
 
 A function marked with `probe` is run on every rank of a world of 1, of 2 and of 3 workers, together with all other probes of
 the modules that were collected. The fixture ``found`` (in conftest.py) gives what each one returned, by rank; a probe that
-raises fails only the tests that ask for it. A probe must do the same collectives on all ranks, so one in which a single rank
-fails needs a start of its own.
+raises, or ends its world, fails only the tests that ask for it. A probe must do the same collectives on all ranks, so one in
+which a single rank fails needs a start of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import functools
+import pickle
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,16 +23,34 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import allhands
-from allhands import DDP, SupervisedRunner, UserError
+from allhands import DDP, SupervisedRunner, UserError, WorkerError
 from tests.reference import Slope, mean_output
+from tests.worlds import in_world
 
 PROBES: dict[str, Callable[[], Any]] = {}
 
 
+LIMIT = 60  # seconds for a probe; after them its world ends, and shows where it was
+
+
 def probe(function: Callable[[], Any]) -> Callable[[], Any]:
     """Have `function` run in the shared worlds; it returns plain data (None, numbers, strings, tensors, lists, dicts)."""
-    PROBES[f"{function.__module__}.{function.__name__}"] = function
+    PROBES[_name(function)] = function
     return function
+
+
+def probe_each(cases: Iterable[str]) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
+    """Have `function(case)` run in the shared worlds for each case, as a probe of its own."""
+
+    def register(function: Callable[[str], Any]) -> Callable[[str], Any]:
+        PROBES.update({_name(function, case): functools.partial(function, case) for case in cases})
+        return function
+
+    return register
+
+
+def _name(function: Callable[..., Any], *case: str) -> str:
+    return ".".join((function.__module__, function.__name__, *case))
 
 
 class Found:
@@ -37,25 +60,63 @@ class Found:
         self.workers = workers
         self._ranks = ranks
 
-    def __call__(self, function: Callable[[], Any]) -> list[Any]:
+    def __call__(self, function: Callable[..., Any], *case: str) -> list[Any]:
         """What `function` returned, by rank."""
-        name = f"{function.__module__}.{function.__name__}"
+        name = _name(function, *case)
         errors = [f"rank {rank}: {found[name]['error']}" for rank, found in enumerate(self._ranks) if "error" in found[name]]
         assert not errors, "\n".join(errors)
         return [found[name]["value"] for found in self._ranks]
 
 
-def run_all(probes: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Every probe's result or traceback, on this rank."""
-    results: dict[str, Any] = {}
-    for name, function in probes.items():
-        torch.manual_seed(0)
-        faulthandler.dump_traceback_later(60, exit=True)  # a hang ends the world at once, and shows where
-        try:
-            results[name] = {"value": function()}
-        except Exception:
-            results[name] = {"error": traceback.format_exc()}
-        faulthandler.cancel_dump_traceback_later()
+def run_in_world(workers: int) -> Found:
+    """Every probe's result or error, by rank. Where one ends its world, those after it run in another."""
+    ranks: list[dict[str, Any]] = [{} for _ in range(workers)]
+    left = list(PROBES)
+    while left:
+        failure = None
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                in_world(workers, _run_all, {name: PROBES[name] for name in left}, folder)
+            except WorkerError as error:
+                failure = error
+            for rank, results in enumerate(ranks):
+                results.update(_read(Path(folder) / str(rank)))
+        left = [name for name in left if not all(name in results for results in ranks)]
+        if failure is not None:
+            if not left:
+                raise failure
+            for results in ranks:
+                results[left[0]] = {"error": str(failure)}
+            del left[0]
+    return Found(workers, ranks)
+
+
+def _run_all(probes: dict[str, Callable[[], Any]], folder: str) -> None:
+    """Write every probe's result or traceback on this rank, as soon as it is there."""
+    # Of an iterator with loader processes that the garbage collector finds, PyTorch waits so long for each of them, in vain.
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
+    world = allhands.current_world()
+    assert world is not None
+    with (Path(folder) / str(world.rank)).open("wb") as file:
+        for name, function in probes.items():
+            torch.manual_seed(0)
+            faulthandler.dump_traceback_later(LIMIT, exit=True)
+            try:
+                result = {"value": function()}
+            except Exception:
+                result = {"error": traceback.format_exc()}
+            faulthandler.cancel_dump_traceback_later()
+            pickle.dump((name, result), file)
+            file.flush()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a rank has written; the last entry may be cut short where it was killed."""
+    results = {}
+    with contextlib.suppress(FileNotFoundError, EOFError, pickle.UnpicklingError), path.open("rb") as file:
+        while True:
+            name, result = pickle.load(file)
+            results[name] = result
     return results
 
 

@@ -19,7 +19,7 @@ from allhands.launch import spawn
 from tests.runner.problems import arguments, classification, classifier
 from tests.worlds import in_world
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 
 
 def train(**changes: Any) -> dict[str, Any]:

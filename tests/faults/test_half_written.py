@@ -24,7 +24,7 @@ from allhands.runner.checkpoint.storage import Writer
 from tests.runner.problems import arguments
 from tests.worlds import in_world
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 
 KILLS = 50
 

@@ -25,7 +25,7 @@ from torchmetrics.classification import MulticlassAUROC
 import allhands
 from allhands import Callback, EarlyStopping, SupervisedRunner
 from tests.reference import relative_difference
-from tests.worlds import in_world
+from tests.worlds import in_world, preload
 
 pytestmark = pytest.mark.serial
 
@@ -171,8 +171,7 @@ def test_interrupted_at_every_step_and_resumed_equals_uninterrupted_bit_for_bit(
 
 def killed_at_each_step(folder: str, workers: int) -> None:
     """Run in a process of its own, which has imported torch but not used it: forks the workers, kills one, goes on."""
-    import torch.distributed.checkpoint
-
+    preload()
     torch.set_num_threads(1)
     run_forked(Path(folder) / "whole", workers, 0, nothing)
     whole = torch.load(Path(folder) / "whole.pt", weights_only=False)

@@ -26,7 +26,7 @@ from allhands.launch import spawn
 from allhands.runner import workers
 from tests.federated import simulating as sim
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 
 
 @pytest.fixture

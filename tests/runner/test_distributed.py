@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from allhands import Callback, EarlyStopping, SupervisedRunner, UserError, WorkerError
 from tests.runner.problems import arguments, classification, classifier
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 
 
 def train(**changes: Any) -> Any:

@@ -24,7 +24,7 @@ from allhands.config import read_run
 from allhands.runner import memory
 from tests.runner.problems import arguments, classification, classifier, fit
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 
 
 class NanOnRankOne(nn.Module):

@@ -14,7 +14,7 @@ from allhands import DDP, AllhandsError, Callback, SupervisedRunner, UserError
 from tests.reference import Slope, global_batches, mean_output, relative_difference, train_by_hand
 from tests.worlds import in_world
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 
 
 class SumOutput(nn.Module):

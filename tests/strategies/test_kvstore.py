@@ -17,7 +17,7 @@ from allhands.launch import spawn
 from tests.reference import global_batches, relative_difference, train_by_hand
 from tests.runner.problems import classification, classifier
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 
 SAMPLES, BATCH, EPOCHS = 49, 4, 2  # with 2 and 3 workers, the last step of an epoch has one sample, so that a rank is idle
 RARE = 1.5  # two of the samples have more in their first number

@@ -14,7 +14,7 @@ from allhands import DDP
 from allhands.world import World
 from tests.verify.problems import data, only, verified
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 
 
 def test_dropout() -> None:

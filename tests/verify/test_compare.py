@@ -108,6 +108,7 @@ class Fives(BatchSampler):
 
 
 @pytest.mark.serial
+@pytest.mark.usefixtures("preloaded")
 def test_the_callers_objects_and_generators_are_left_alone() -> None:
     given = arguments(workers=1, strategies=["single", "ddp"], steps=2)
     before = {name: p.detach().clone() for name, p in given["model"].named_parameters()}
@@ -121,6 +122,7 @@ def test_the_callers_objects_and_generators_are_left_alone() -> None:
 
 
 @pytest.mark.serial
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize("kind", ["batch sampler", "stream", "bf16", "plateau", "augmentation"])
 def test_trainings_of_special_kinds_are_the_same(kind: str) -> None:
     changes: dict[str, Any] = {}

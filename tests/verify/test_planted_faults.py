@@ -17,7 +17,7 @@ from allhands.models import GPT
 from allhands.world import World
 from tests.verify.problems import data, network, only, verified
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 
 # ---------------------------------------------------------------------- sound trainings
 

@@ -13,7 +13,7 @@ import pytest
 from allhands.errors import UserError
 from tests.verify.problems import network, verified
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 
 SLOW = """
 import time
