@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -128,7 +129,8 @@ class Display:
     """Shows events: live in a terminal, and elsewhere as a line each. Used as a context."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+        # A file has no width, and rich would take it for a narrow terminal.
+        self.console = console or Console(highlight=False, width=None if sys.stdout.isatty() else 140)
         self.board = Board()
         self._lines: deque[str] = deque(maxlen=_KEPT)
         self._live: Live | None = None

@@ -216,17 +216,16 @@ class Server:
 
     def _end_app(self) -> None:
         """Let the ServerApp abandon its round."""
-        try:
+        with contextlib.suppress(OSError, ValueError):
             pid = int((self.options.state / PID).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return
-        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
             deadline = time.monotonic() + _GRACE
-            while time.monotonic() < deadline:
-                os.kill(pid, 0)
+            # Nobody asks after it once it has ended, so that it stays listed ("Z") until Flower's superexec ends too.
+            while processes.state(pid) not in ("", "Z"):
+                if time.monotonic() > deadline:
+                    os.kill(pid, signal.SIGKILL)
+                    return
                 time.sleep(0.05)
-            os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager

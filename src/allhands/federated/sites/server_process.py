@@ -41,7 +41,10 @@ def run_ours(state: Path, load: Any) -> Any:
             raise UserError(f"run {context.run_id} was submitted by somebody else; allhands runs none but its own")
         # For the server to tell it to end.
         (state / PID).write_text(str(os.getpid()), encoding="utf-8")
-        load()(grid=grid, context=context)
+        try:
+            load()(grid=grid, context=context)
+        finally:
+            (state / PID).unlink(missing_ok=True)
         return context
 
     return run
