@@ -149,12 +149,14 @@ class LocalSGD(Strategy):
         for number, part in enumerate(self._parts):
             present = part.read()  # of a checkpoint, the mean of its workers
             part.anchor = part.joined(loaded.get("anchor", {}), present)
+            zeros = torch.zeros_like(present)
             if loaded.get("momentum"):
-                part.momentum = part.joined(loaded["momentum"], torch.zeros_like(present))
-            kept = {
-                kind: part.joined({name: own[f"{kind}/{name}"] for name in part.names}, present)
-                for kind in ("residual", "owed", "weights") if f"{kind}/{part.names[0]}" in own
-            }  # fmt: skip
+                part.momentum = part.joined(loaded["momentum"], zeros)
+            kept = {}
+            for kind, default in (("residual", zeros), ("owed", zeros), ("weights", present)):
+                given = {name: own[f"{kind}/{name}"] for name in part.names if f"{kind}/{name}" in own}
+                if given:
+                    kept[kind] = part.joined(given, default)
             if same_size and self.exchange != "fp32":
                 part.residual = kept.get("residual")
                 part.owed = self._own_place(kept["owed"]).clone() if "owed" in kept else None
