@@ -161,7 +161,6 @@ class SiteExecutor(Executor):
 
     def _fail(self, job: Job, round_: int, site: str, reason: str) -> None:
         self.failed[job.slot] = reason
-        self.roll.forget(site)
         self.events.say("failed", site=site, round=round_, reason=reason)
         self._print(site, round_, reason)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,9 @@ class Roll:
         self.run = ""  # its identity, which the sites keep their state by
         self.round = 0  # the one that is next or under way, for the events
         self._asked: dict[str, tuple[Sent, str]] = {}  # greetings under way by id, with the node's time of activation
+        self._met: set[tuple[int, str]] = set()  # nodes (number and time of activation) that were greeted before
+        # Sites that lack nothing but a line in the file of tokens, which may be added at any time.
+        self._tokenless: dict[str, Present] = {}
         # Nodes (number and time of activation) that are not greeted before this time.
         self._turned_away: dict[tuple[int, str], float] = {}
 
@@ -82,10 +85,6 @@ class Roll:
     def missing(self) -> list[str]:
         """Names of the others."""
         return [name for name in self.names if name not in self.present]
-
-    def forget(self, site: str) -> None:
-        """Something went wrong with it: it is greeted again before it is asked to train."""
-        self.present.pop(site, None)
 
     def gone(self, sent: Sent) -> str:
         """Why a site will not answer a message any more: it has left, or was started anew, since. "" where it may."""
@@ -107,13 +106,21 @@ class Roll:
             objection = self._no_token(site, there.token)
             if objection is not None:
                 self._leave(site, objection)
-                self._turn_away(there.node, there.since, _AGAIN)
+                self._turn_away(there.node, there.since)
+                self._tokenless[site] = there
         for sent, since in list(self._asked.values()):
             info = nodes.get(sent.node)
             if info is None or info.last_activated_at != since:
                 self._drop(sent)
         for key in [key for key in self._turned_away if key[0] not in nodes]:
             del self._turned_away[key]
+        for site, there in list(self._tokenless.items()):
+            info = nodes.get(there.node)
+            if info is None or info.last_activated_at != there.since:
+                del self._tokenless[site]
+            elif site not in self.present and self._no_token(site, there.token) is None:
+                del self._tokenless[site]
+                self._admit(site, replace(there, at=time.monotonic()))
         self._greet_new(nodes)
         self._answers()
 
@@ -153,7 +160,7 @@ class Roll:
 
     def _take(self, reply: Reply, since: str) -> None:
         sent, config = reply.sent, reply.config
-        site, again = sent.site or last_line(config.get("site"), 63), math.inf
+        site = sent.site or last_line(config.get("site"), 63)
         if reply.error or not config:
             # It may be about to end, or too busy to be in time; nothing says that it is another model.
             self._turn_away(sent.node, since, _AGAIN)
@@ -163,16 +170,21 @@ class Roll:
         token = config.get("token")
         token = token if isinstance(token, str) else None
         reason = self._objection(site, sent, config, samples, tests)
-        if reason is None and self._no_token(site, token) is not None:
-            # Its line may yet be added to the file.
-            reason, again = self._no_token(site, token), _AGAIN
+        there = Present(sent.node, since, samples, tests, time.monotonic(), token)
+        if reason is None:
+            reason = self._no_token(site, token)
+            if reason is not None:
+                self._tokenless[site] = there
         if reason is not None:
-            self._turn_away(sent.node, since, again)
+            self._turn_away(sent.node, since)
             self.events.say("refused", site=site or str(sent.node), reason=reason)
             print(f"site {site or sent.node} is refused: {reason}", flush=True)
             return
-        self.present[site] = Present(sent.node, since, samples, tests, time.monotonic(), token)
-        self.events.say("greeted", site=site, samples=samples, tests=tests)
+        self._admit(site, there)
+
+    def _admit(self, site: str, there: Present) -> None:
+        self.present[site] = there
+        self.events.say("greeted", site=site, samples=there.samples, tests=there.tests)
 
     def _objection(self, site: str, sent: Sent, config: Mapping[str, Any], samples: int, tests: int) -> str | None:
         """Why a node that has answered takes no part; None where it does."""
@@ -202,6 +214,7 @@ class Roll:
         self.post.give_up(sent)
 
     def _turn_away(self, node: int, since: str, seconds: float = math.inf) -> None:
+        self._met.add((node, since))
         self._turned_away[node, since] = time.monotonic() + seconds
 
     # ------------------------------------------------------------------ waiting
@@ -218,7 +231,9 @@ class Roll:
             self.post.sweep()
             now = time.monotonic()
             enough = len(self.present) >= needed
-            if enough and not any(now - sent.at < _GREETING for sent, _ in self._asked.values()):
+            # Nobody waits a second time for a node that has said nothing, or something wrong.
+            new = [sent for sent, since in self._asked.values() if (sent.node, since) not in self._met]
+            if enough and not any(now - sent.at < _GREETING for sent in new):
                 return
             over = not enough and now - began >= self.settings.wait
             if not enough and (over or now - said >= _SAY):
