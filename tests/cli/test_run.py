@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from allhands.cli.main import run
 from allhands.config import read_run
 
 
@@ -37,19 +38,20 @@ def test_a_run_is_stored_and_can_be_repeated(tmp_path):
     assert numbers[0] == numbers[1]  # to the last digit: same seed, same initial weights, same order
 
 
-def test_single_process_and_resume(tmp_path):
+def test_single_process_and_resume(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     args = ("strategy=single", "data.limit=64", "logdir=out", "device=cpu")
-    assert allhands_run(tmp_path, *args, "num_epochs=1").returncode == 0
-    resumed = allhands_run(tmp_path, *args, "num_epochs=2", "resume=auto")
-    assert resumed.returncode == 0, resumed.stderr
+    assert run(["run", *args, "num_epochs=1"]) == 0
+    assert run(["run", *args, "num_epochs=2", "resume=auto"]) == 0
     assert len(rows(tmp_path / "out")) == 2
     assert read_run([tmp_path / "out" / "run.yml"]).config.num_epochs == 2
 
 
-def test_an_earlier_run_file_is_set_aside(tmp_path):
+def test_an_earlier_run_file_is_set_aside(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     args = ("strategy=single", "data.limit=32", "num_epochs=1", "logdir=out", "device=cpu")
     for seed in (1, 2):
-        assert allhands_run(tmp_path, *args, f"seed={seed}").returncode == 0
+        assert run(["run", *args, f"seed={seed}"]) == 0
     assert read_run([tmp_path / "out" / "earlier-1" / "run.yml"]).config.seed == 1
     assert read_run([tmp_path / "out" / "run.yml"]).config.seed == 2
 
@@ -72,12 +74,13 @@ def test_show_prints_the_whole_file_and_trains_nothing(tmp_path):
         (["workers=2", "strategy=single"], "workers=2"),
     ],
 )
-def test_mistakes_end_with_one_message_and_code_2(args, said, tmp_path):
-    done = allhands_run(tmp_path, *args)
-    assert done.returncode == 2
-    assert done.stderr.startswith("allhands: error: ")
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+def test_mistakes_end_with_one_message_and_code_2(args, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(["run", *args]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("allhands: error: ")
+    assert said in err
+    assert "Traceback" not in err
 
 
 def test_a_mistake_in_a_file_is_told_before_torch_is_imported():

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from allhands.cli.main import run
+
 RUN = ["data.limit=200", "data.batch_size=16", "model=mlp", "device=cpu"]
 
 # A strategy that makes every gradient half as large.
@@ -64,12 +66,15 @@ def test_a_difference_gives_code_1(tmp_path: Path) -> None:
         (["num_epoch=3"], "did you mean 'num_epochs'?"),
     ],
 )
-def test_mistakes_end_with_one_message_and_code_2(args: list[str], said: str, tmp_path: Path) -> None:
-    done = allhands_verify(tmp_path, *RUN, *args, *([] if "--workers" in args else ["--workers", "2"]))
-    assert done.returncode == 2, done.stdout
-    assert done.stderr.startswith("allhands: error: ")
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+def test_mistakes_end_with_one_message_and_code_2(
+    args: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["verify", *RUN, *args, *([] if "--workers" in args else ["--workers", "2"])]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("allhands: error: ")
+    assert said in err
+    assert "Traceback" not in err
 
 
 @pytest.mark.serial
