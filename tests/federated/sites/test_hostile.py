@@ -461,7 +461,9 @@ def with_token(handler: Callable[[RecordDict], RecordDict], token: Any) -> Calla
     def handle(request: RecordDict) -> RecordDict:
         reply = handler(request)
         if request["allhands"]["kind"] == "hello" and token is not None:
-            reply["allhands"] = ConfigRecord({**dict(reply["allhands"]), "token": token})
+            known = dict(reply["allhands"])
+            proof = keys.prove(token, request["allhands"]["challenge"], known["site"]) if isinstance(token, str) else token
+            reply["allhands"] = ConfigRecord({**known, "proof": proof})
         return reply
 
     return handle
@@ -476,8 +478,8 @@ def test_tokens_that_are_wrong_or_missing(tmp_path):
     write_tokens(tmp_path / "tokens", *trial.NAMES)
     west = trial.site(3, tmp_path / "west", rounds=ROUNDS, **BRIEF).handle
     cases = {
-        None: "it sent no token", "": "it sent no token", "west-secret-0123456788": "is not the one",
-        "north-secret-0123456789": "is not the one", b"west-secret-0123456789": "it sent no token",
+        None: "it has no token", "": "is not the one", "west-secret-0123456788": "is not the one",
+        "north-secret-0123456789": "is not the one", b"west-secret-0123456789": "it has no token",
     }  # fmt: skip
     grid = crowd(tmp_path, [with_token(west, token) for token in cases])
     for client, name in enumerate(HONEST):

@@ -28,6 +28,11 @@ def _quick(monkeypatch):
     monkeypatch.setattr(keys, "_EDITED", 0.0)
 
 
+def check(file: Path, site: str, token: str) -> str | None:
+    """What the server says to a site that has this token."""
+    return keys.check_token(file, site, keys.prove(token, "a challenge", site), "a challenge")
+
+
 def write(path: Path, text: str | bytes, mode: int = 0o600) -> Path:
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     path.chmod(mode)
@@ -163,25 +168,31 @@ def test_lists_of_sites_that_are_wrong_are_refused_by_line(north, tmp_path):
 
 def test_a_token_that_is_taken_away_is_refused_at_once(tmp_path):
     file = write(tmp_path / "tokens", f"north {SECRET}\nsouth {SECRET}s\n")
-    assert keys.check_token(file, "north", SECRET) is None
-    assert "is not the one" in keys.check_token(file, "north", SECRET + "s")  # another site's
-    assert "is not the one" in keys.check_token(file, "north", SECRET[:-1])
+    assert check(file, "north", SECRET) is None
+    assert "is not the one" in check(file, "north", SECRET + "s")  # another site's
+    assert "is not the one" in check(file, "north", SECRET[:-1])
+    proof = keys.prove(SECRET, "a challenge", "north")
+    assert SECRET not in proof
+    assert "is not the one" in keys.check_token(file, "north", proof, "another challenge")
+    assert "is not the one" in keys.check_token(file, "south", proof, "a challenge")
+    assert "is not the one" in keys.check_token(file, "north", SECRET, "a challenge")  # the token itself proves nothing
+    assert "is not the one" in keys.check_token(file, "north", "é", "a challenge")
     for nothing in (None, "", 7):
-        assert "it sent no token" in keys.check_token(file, "north", nothing)
-    assert "no token of 'west'" in keys.check_token(file, "west", SECRET)
-    assert "no token of 'west'" in keys.check_token(file, "west", "")
+        assert "it has no token" in keys.check_token(file, "north", nothing, "a challenge")
+    assert "no token of 'west'" in check(file, "west", SECRET)
+    assert "no token of 'west'" in check(file, "west", "")
     write(file, f"south {SECRET}s\n")
-    assert "no token of 'north'" in keys.check_token(file, "north", SECRET)
+    assert "no token of 'north'" in check(file, "north", SECRET)
     write(file, f"north {SECRET}\n", 0o644)
-    assert "cannot be checked" in keys.check_token(file, "north", SECRET)
+    assert "cannot be checked" in check(file, "north", SECRET)
     file.unlink()
-    assert "there is no file" in keys.check_token(file, "north", SECRET)
+    assert "there is no file" in check(file, "north", SECRET)
 
 
 def test_a_file_of_tokens_that_is_just_being_written_refuses_nobody(tmp_path, monkeypatch):
     file = write(tmp_path / "tokens", "")
     monkeypatch.setattr(keys.time, "sleep", lambda _: write(file, f"north {SECRET}"))
-    assert keys.check_token(file, "north", SECRET) is None
+    assert check(file, "north", SECRET) is None
 
 
 def test_no_message_holds_a_token(tmp_path):
@@ -192,10 +203,10 @@ def test_no_message_holds_a_token(tmp_path):
             keys.read_tokens(file)
         assert SECRET not in str(refused.value)
         assert "short" not in str(refused.value).replace("at least", "")
-        assert SECRET not in keys.check_token(file, "north", SECRET)
+        assert SECRET not in check(file, "north", SECRET)
     file = write(tmp_path / "tokens", f"north {SECRET}")
     for token in (SECRET + "z", SECRET[:-1]):
-        reason = keys.check_token(file, "north", token)
+        reason = check(file, "north", token)
         assert SECRET not in reason
         assert token not in reason
 

@@ -12,6 +12,7 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from allhands.errors import UserError
 from allhands.federated.sites.events import Events
+from allhands.federated.sites.keys import prove
 from allhands.federated.sites.post import Post
 from allhands.federated.sites.roll import Roll
 from allhands.federated.sites.settings import Sites
@@ -21,11 +22,13 @@ pytestmark = pytest.mark.usefixtures("quick")
 NAMES = ["north", "south"]
 
 
-def answering(name, samples=5.0, **config):
+def answering(name, samples=5.0, token=None, **config):
     def handle(request):
-        assert request["allhands"]["kind"] == "hello"
-        assert json.loads(request["allhands"]["description"]) == {"model": "it"}
-        return RecordDict({"allhands": ConfigRecord({"status": "ok", "site": name, **config}),
+        asked = request["allhands"]
+        assert asked["kind"] == "hello"
+        assert json.loads(asked["description"]) == {"model": "it"}
+        proof = {} if token is None else {"proof": prove(token, asked["challenge"], name)}
+        return RecordDict({"allhands": ConfigRecord({"status": "ok", "site": name, **proof, **config}),
                            "figures": MetricRecord({"samples": samples, "tests": 2.0})})  # fmt: skip
 
     return handle

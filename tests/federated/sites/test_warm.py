@@ -20,6 +20,7 @@ from allhands.federated.layout import Layout
 from allhands.federated.sites.arrays import pack, unpack
 from allhands.federated.sites.definition import Definition
 from allhands.federated.sites.describe import describe
+from allhands.federated.sites.keys import prove
 from allhands.federated.sites.warm import SiteWorker
 from allhands.federated.strategy import Federated
 from allhands.federated.sums import Sums
@@ -239,8 +240,9 @@ def description_of(serving, **changed):
 
 def test_a_site_greets_with_its_samples_its_labels_and_its_token(tmp_path):
     serving = Serving(tmp_path, token="secret", test_fraction=0.2)
-    reply = greet(serving.sites[1], description_of(serving))
-    assert dict(reply["allhands"]) == {"status": "ok", "token": "secret", "labels": [0, 1, 2], "site": "east"}
+    reply = greet(serving.sites[1], description_of(serving), challenge="a challenge")
+    proof = prove("secret", "a challenge", "east")
+    assert dict(reply["allhands"]) == {"status": "ok", "proof": proof, "labels": [0, 1, 2], "site": "east"}
     assert dict(reply["figures"]) == {"samples": 21.0, "tests": 5.0}
 
 

@@ -208,24 +208,36 @@ def read_tokens(path: Path | str) -> dict[str, str]:
     return tokens
 
 
-def check_token(path: Path | str, site: str, token: str | None) -> str | None:
-    """Whether a site's token is the one in the server's file, which is read anew, so that a token that was taken away is refused
-    at once.
+def prove(token: str, challenge: str, site: str) -> str:
+    """What a site sends in place of its token: an HMAC of the server's challenge, of no use for another one. So the token itself
+    is in no message, nor in the database where messages wait."""
+    return hmac.new(token.encode(), f"allhands site {site} {challenge}".encode(), hashlib.sha256).hexdigest()
+
+
+def check_token(path: Path | str, site: str, proof: str | None, challenge: str) -> str | None:
+    """Whether a site knows the token in the server's file, which is read anew, so that a token that was taken away is refused at
+    once.
+
+    Args:
+        path: the file of tokens.
+        site: whose.
+        proof: what the site has sent, which should be that of `prove`.
+        challenge: what it was sent before.
 
     Returns:
-        None where it is; otherwise the reason for refusal, which holds no token.
+        None where it does; otherwise the reason for refusal, which holds no token.
     """
     try:
         tokens = _read_while_edited(path)
     except UserError as error:
         return f"its token cannot be checked: {error}"
-    given = token if isinstance(token, str) else ""
+    given = proof if isinstance(proof, str) else ""
     # Compared also where there is nothing to compare with, so that the time tells nobody which names have a token.
-    right = hmac.compare_digest(tokens.get(site, "").encode(), given.encode())
+    right = hmac.compare_digest(prove(tokens.get(site, ""), challenge, site).encode(), given.encode(errors="replace"))
     if site not in tokens:
         return f"there is no token of {site!r} in the server's file (--tokens); add a line to it, if the site may take part"
     if not given:
-        return f"it sent no token; start the site with --token-file FILE, or with {TOKEN} set"
+        return f"it has no token; start the site with --token-file FILE, or with {TOKEN} set"
     return None if right else "its token is not the one in the server's file (--tokens); give the site the right one"
 
 

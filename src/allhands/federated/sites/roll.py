@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class Present:
         since: when it was activated, in Flower's words; another one after it was started anew.
         samples, tests: how many it trains on, and how many its model is measured on.
         at: when it was greeted, of the monotonic clock.
-        token: the one that it gave; None: none.
+        proof: that it knows its token; None: none.
     """
 
     node: int
@@ -40,7 +41,7 @@ class Present:
     samples: int
     tests: int
     at: float
-    token: str | None = field(default=None, repr=False)
+    proof: str | None = None
 
 
 class Roll:
@@ -75,6 +76,7 @@ class Roll:
         self._met: set[tuple[int, str]] = set()  # nodes (number and time of activation) that were greeted before
         # Sites that lack nothing but a line in the file of tokens, which may be added at any time.
         self._tokenless: dict[str, Present] = {}
+        self._challenge = secrets.token_hex(16)
         # Nodes (number and time of activation) that are not greeted before this time.
         self._turned_away: dict[tuple[int, str], float] = {}
 
@@ -103,7 +105,7 @@ class Roll:
             if info is None or info.last_activated_at != there.since:
                 self._leave(site, "it is no longer connected" if info is None else "it was started anew")
                 continue
-            objection = self._no_token(site, there.token)
+            objection = self._no_token(site, there)
             if objection is not None:
                 self._leave(site, objection)
                 self._turn_away(there.node, there.since)
@@ -118,7 +120,7 @@ class Roll:
             info = nodes.get(there.node)
             if info is None or info.last_activated_at != there.since:
                 del self._tokenless[site]
-            elif site not in self.present and self._no_token(site, there.token) is None:
+            elif site not in self.present and self._no_token(site, there) is None:
                 del self._tokenless[site]
                 self._admit(site, replace(there, at=time.monotonic()))
         self._greet_new(nodes)
@@ -139,14 +141,19 @@ class Roll:
                     print(f"a node that is no site of this run: {reason or found}", flush=True)
                     continue
                 site = found
-            new.append((site, node, self._greeting(site)))
+            new.append((site, node, self._greeting(site, self._challenge_of(node, info.last_activated_at))))
         for sent in self.post.send("query", self.round, new, self.settings.round_timeout):
             self._asked[sent.id] = sent, nodes[sent.node].last_activated_at
 
-    def _greeting(self, site: str) -> RecordDict:
-        return RecordDict({RECORD: ConfigRecord(
-            {"kind": "hello", "run": self.run, "round": self.round, "site": site, "description": self.description}
-        )})  # fmt: skip
+    def _greeting(self, site: str, challenge: str) -> RecordDict:
+        return RecordDict({RECORD: ConfigRecord({
+            "kind": "hello", "run": self.run, "round": self.round, "site": site, "description": self.description,
+            "challenge": challenge,
+        })})  # fmt: skip
+
+    def _challenge_of(self, node: int, since: str) -> str:
+        """What a node proves its token by: the proof is of no use to another node, or once this one was started anew."""
+        return f"{self._challenge} {node} {since}"
 
     def _answers(self) -> None:
         for sent, since in list(self._asked.values()):
@@ -167,12 +174,11 @@ class Roll:
             self.events.say("failed", site=site, round=self.round, reason=reply.error or "an answer without words")
             return
         samples, tests = _counts(reply)
-        token = config.get("token")
-        token = token if isinstance(token, str) else None
+        proof = config.get("proof")
         reason = self._objection(site, sent, config, samples, tests)
-        there = Present(sent.node, since, samples, tests, time.monotonic(), token)
+        there = Present(sent.node, since, samples, tests, time.monotonic(), proof if isinstance(proof, str) else None)
         if reason is None:
-            reason = self._no_token(site, token)
+            reason = self._no_token(site, there)
             if reason is not None:
                 self._tokenless[site] = there
         if reason is not None:
@@ -201,9 +207,11 @@ class Roll:
             return "it does not say how many samples it has"
         return "it has no sample to train on" if samples == 0 else None
 
-    def _no_token(self, site: str, token: str | None) -> str | None:
+    def _no_token(self, site: str, there: Present) -> str | None:
         """What is wrong with a site's token; None where nothing is, or none is asked for. The file is read anew."""
-        return None if self.tokens is None else check_token(self.tokens, site, token)
+        if self.tokens is None:
+            return None
+        return check_token(self.tokens, site, there.proof, self._challenge_of(there.node, there.since))
 
     def _leave(self, site: str, reason: str) -> None:
         del self.present[site]

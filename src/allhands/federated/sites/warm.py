@@ -30,6 +30,7 @@ from allhands.federated.samples import Samples
 from allhands.federated.sites.arrays import BadUpdate, Expected, check_dtype, pack, unpack
 from allhands.federated.sites.definition import Definition
 from allhands.federated.sites.describe import describe, differences
+from allhands.federated.sites.keys import prove
 from allhands.federated.sites.site_state import SiteState
 from allhands.federated.training import local_training, make_executor, number_of_rounds, trained_source
 from allhands.world import current_world, init
@@ -72,7 +73,7 @@ class SiteWorker:
         definition: the training, with the site's own data.
         name: the site's.
         state: folder for what the site keeps between rounds.
-        token: sent with the answer to "hello"; None: none.
+        token: of which the answer to "hello" has a proof; None: none.
         say: takes a line for the site's operator.
 
     Raises:
@@ -179,7 +180,7 @@ class SiteWorker:
             return self._reply({"status": "refused", "reason": reason})
         config: dict[str, Any] = {"status": "ok"}
         if self.token is not None:
-            config["token"] = self.token
+            config["proof"] = prove(self.token, asked.text("challenge"), self.name)
         labels = self._targets()
         if labels:
             config["labels"] = labels
