@@ -113,6 +113,10 @@ class SiteRounds(Rounds):
                 values["clients"] = measured
         return values
 
+    def _train_all(self, jobs: Sequence[Job], sums: Sums) -> None:
+        # No other rank waits for this one: what fails here, such as the SuperLink, ends the run as what it is.
+        self.train(jobs, sums)
+
     # ------------------------------------------------------------------ around
 
     def one_round(self) -> dict[str, dict[str, float]]:
