@@ -7,7 +7,8 @@ what it no longer finds is brought to the format that it would have had on its o
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,26 +27,28 @@ def widened(values: Any) -> Any:
     return tree_map(lambda one: one.float() if isinstance(one, torch.Tensor) and one.dtype == torch.bfloat16 else one, values)
 
 
-def autocast(precision: Precision) -> AbstractContextManager[Any]:
+@contextmanager
+def autocast(precision: Precision) -> Iterator[None]:
     """The context in which a model and a criterion are called under `vmap`."""
-    context = ExitStack()
-    context.enter_context(precision.autocast())
-    if precision.casts:
-        context.enter_context(_Casts())
-    return context
+    if not precision.casts:
+        yield
+        return
+    with precision.autocast(), _Casts():
+        yield
 
 
 class _Casts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        kwargs, name, first = kwargs or {}, getattr(func, "__name__", ""), args[0] if args else None
+        # A model may switch autocast off for a part of itself.
+        if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
+            return func(*args, **kwargs)
         if name in _NARROW:
             args, kwargs = tree_map(_narrow, (args, kwargs))
         elif name in _WIDE:
-            given = args[0] if args else None
             args, kwargs = widened((args, kwargs))
-            if name in _BACK and isinstance(given, torch.Tensor):
-                return func(*args, **kwargs).to(given.dtype)
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        return made.to(first.dtype) if name in _BACK else made
 
 
 def _narrow(value: Any) -> Any:
