@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-# Age, sex, chest pain, blood pressure, cholesterol, sugar, ECG, highest pulse, angina, ST depression, its slope, vessels, thal: what
-# is usual and how far people differ, in round numbers. All hospitals use the same, and none has to tell what its own patients are.
+# Age, sex, chest pain, blood pressure, cholesterol, sugar, ECG, highest pulse, angina, ST depression, its slope, vessels, thal:
+# what is usual and how far people differ, in round numbers. All hospitals use the same; none has to tell what its patients are.
 USUAL = np.array([55, 0.5, 3, 130, 240, 0.2, 0.5, 140, 0.5, 1, 2, 1, 5], dtype=np.float32)
 DIFFER = np.array([10, 0.5, 1, 20, 50, 0.4, 0.8, 25, 0.5, 1, 0.6, 1, 2], dtype=np.float32)
 CHOLESTEROL = 4

@@ -1,0 +1,57 @@
+"""Flower's commands: found, of the right release, and with ours in their place."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from allhands.errors import UserError
+from allhands.federated.sites import flower
+
+
+def test_another_release_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(flower, "version", lambda name: "1.43.0")
+    with pytest.raises(UserError, match=r"flwr 1\.43\.0 is installed.*pip install 'allhands\[flower\]'"):
+        flower.require()
+    monkeypatch.setattr(flower, "version", lambda name: "1.42.7")
+    assert flower.require() == "1.42.7"
+
+
+def test_flower_that_is_not_there_is_told_how_to_get_it(monkeypatch):
+    def absent(name):
+        raise flower.PackageNotFoundError(name)
+
+    monkeypatch.setattr(flower, "version", absent)
+    with pytest.raises(UserError, match="not installed here: pip install"):
+        flower.require()
+    with pytest.raises(UserError, match="there is no command flower-nothing"):
+        flower.command("flower-nothing")
+
+
+def test_every_task_of_flower_runs_our_module_or_nothing(tmp_path):
+    pytest.importorskip("flwr")
+    from flwr.supercore.constant import TASK_TYPE_TO_COMMAND
+
+    place = flower.write_commands(tmp_path / "it's here", {"flwr-clientapp": "json.tool"})
+    # A kind of task that a release adds must not find Flower's own command.
+    assert {path.name for path in place.iterdir()} == set(TASK_TYPE_TO_COMMAND.values()) == set(flower.TASKS)
+    ours = subprocess.run([place / "flwr-clientapp"], input="[1]", capture_output=True, text=True, timeout=60)
+    assert ours.stdout.split() == ["[", "1", "]"]
+    other = subprocess.run([place / "flwr-serverapp", "--token", "x"], capture_output=True, text=True, timeout=60)
+    assert (other.returncode, other.stdout, other.stderr) == (1, "", "flwr-serverapp: allhands runs no such task\n")
+
+
+def test_the_environment_keeps_flower_to_itself(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_SUPERGRID_API_URL", "http://elsewhere")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    made = flower.environment(tmp_path, EXTRA="1")
+    assert made["PATH"].split(":")[0] == str(tmp_path / "bin")
+    assert made["FLWR_HOME"] == str(tmp_path / "flower")
+    assert made["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert made["FLWR_DISABLE_UPDATE_CHECK"] == "1"
+    assert "FLWR_SUPERGRID_API_URL" not in made
+    assert made["NO_PROXY"] == "example.org,127.0.0.1,localhost"
+    assert made["EXTRA"] == "1"
+    assert str(sys.executable).startswith(made["PATH"].split(":")[1])

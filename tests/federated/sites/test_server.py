@@ -1,0 +1,160 @@
+"""Real Flower on loopback: a server and three sites as an operator starts them, and what became of the weights."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset
+
+import allhands
+from allhands.cli.objects import definition
+from allhands.config import read_run
+from allhands.federated import Federated
+from allhands.runner import SupervisedRunner
+from tests.examples.running import program
+
+pytestmark = pytest.mark.serial
+
+PAGE = (Path(__file__).parents[3] / "docs" / "federated_sites.md").read_text(encoding="utf-8")
+NAMES, SIZES = ("north", "east", "south"), (10, 26, 18)
+
+
+def shown(language: str) -> list[str]:
+    """The blocks of a language in the operator's guide."""
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def words(verb: str, **changes: str) -> list[str]:
+    """The arguments after `allhands federated` of the guide's command, with some words of it changed."""
+    (line,) = (block for block in shown("sh") if block.startswith(f"allhands federated {verb} "))
+    for old, new in {"fl.example.org": "127.0.0.1", "0.0.0.0": "127.0.0.1", **changes}.items():
+        line = re.sub(rf"\b{re.escape(old)}\b", new, line)
+    return line.split()[2:]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder as after `allhands federated certificates`: run file, keys, and each site's rows."""
+    ((run_file,), (own,)) = shown("yaml"), shown("python")
+    (tmp_path / "own.py").write_text(own)
+    (tmp_path / "run.yml").write_text(f"{run_file}device: cpu\n")
+    random = np.random.default_rng(1)
+    for name, size in zip(NAMES, SIZES, strict=True):
+        (tmp_path / name).mkdir()
+        x = random.standard_normal((size, 6), dtype=np.float32)
+        np.savez(tmp_path / name / "own.npz", x=x, y=(x.sum(1) > 0).astype(np.int64) + (x[:, 0] > 0.5))
+    done = command(tmp_path, *words("certificates"))
+    assert done.returncode == 0, done.stderr
+    return tmp_path
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`allhands federated …`, to its end."""
+    return subprocess.run([program("allhands"), "federated", *words], cwd=folder, capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def sites(folder: Path, port: int):
+    """All three sites; they end with the context, at the first signal."""
+    started = []
+    for name in NAMES:
+        with (folder / f"{name}.log").open("w") as log:
+            given = [program("allhands"), "federated", *words("site", north=name, **{"8000": str(port)})]
+            started.append(subprocess.Popen(given, cwd=folder, stdout=log, stderr=log,
+                                            env={**os.environ, "OMP_NUM_THREADS": "1"}))  # fmt: skip
+    try:
+        yield
+        for site in started:
+            assert site.poll() is None
+            site.send_signal(signal.SIGTERM)
+        assert [site.wait(30) for site in started] == [143] * len(NAMES)
+    finally:
+        for site in started:
+            site.kill()
+            site.wait()
+
+
+def simulated(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights after the same rounds in one process, without Flower."""
+    spec = importlib.util.spec_from_file_location("own", folder / "own.py")
+    assert spec is not None
+    assert spec.loader is not None
+    own = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(own)
+    bounds = np.cumsum([0, *SIZES])
+    run_file = read_run([folder / "run.yml"])
+    made = definition(run_file)
+    given = run_file.config.strategy.options
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        SupervisedRunner(device="cpu").train(
+            model=made.model, criterion=made.criterion, optimizer=made.optimizer, seed=run_file.config.seed, verbose=False,
+            workers=1, datasets={"batch_size": 4, "train": ConcatDataset([own.load(folder / name)["train"] for name in NAMES])},
+            distributed=Federated(partition=[list(range(*bounds[i : i + 2])) for i in range(3)], rounds=given["rounds"],
+                                  local_epochs=given["local_epochs"], algorithm=given["algorithm"]),
+        )  # fmt: skip
+    finally:
+        torch.set_num_threads(threads)
+    return made.model.state_dict()
+
+
+def test_plans_say_what_would_run_and_start_nothing(folder: Path, port: int) -> None:
+    server = command(folder, *words("server", **{"8000": str(port)}), "--plan")
+    site = command(folder, *words("site", **{"8000": str(port)}), "--plan")
+    assert server.returncode == site.returncode == 0, server.stderr + site.stderr
+    fingerprints = set(re.findall(r"SHA256:\S+", server.stdout))
+    assert len(fingerprints) == len(NAMES)
+    assert set(re.findall(r"SHA256:\S+", site.stdout)) < fingerprints
+    for text in ("flower-superexec --runtime-api-address", f"127.0.0.1:{port}  sites connect here (TLS; sites prove their keys)",
+                 str(folder / "keys" / "server.crt"), str(folder / "logs" / "events.jsonl"), "A site sends:"):  # fmt: skip
+        assert text in server.stdout
+    for text in (f"to 127.0.0.1:{port} (TLS)", "--auth-supernode-private-key", str(folder / "north"), "This site sends:"):
+        assert text in site.stdout
+    assert not (folder / "logs").exists()
+
+
+@pytest.mark.timeout(400)
+def test_weights_across_sites_are_those_of_the_simulation_to_the_bit(folder: Path, port: int, monkeypatch) -> None:
+    monkeypatch.chdir(folder)
+    expected = simulated(folder)
+    with sites(folder, port):
+        done = command(folder, *words("server", **{"8000": str(port)}))
+    logs = {path.name: path.read_text() for path in folder.glob("*.log")}
+    assert done.returncode == 0, (done.stdout, done.stderr, logs)
+    found = allhands.load_checkpoint(folder / "logs" / "checkpoints" / "last")["model"]
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+    events = [json.loads(line) for line in (folder / "logs" / "events.jsonl").read_text().splitlines()]
+    assert [sorted(event["brought"]) for event in events if event["kind"] == "round_end"] == [sorted(NAMES)] * 2
+    assert events[-1]["reason"] == "finished"
+    assert all(f"{name} " in done.stdout for name in NAMES)
+    # Nothing is left: neither what Flower has started nor a port.
+    assert not [pid for pid in Path("/proc").glob("[0-9]*") if str(folder) in _command_line(pid)]
+
+
+def _command_line(pid: Path) -> str:
+    try:
+        return (pid / "cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
