@@ -135,9 +135,10 @@ def read_private_key(path: Path | str, what: str) -> PrivateKeyTypes:
     Raises:
         UserError: the file is missing, empty, cut, readable by others, protected by a passphrase, or holds none.
     """
-    data = read_file(path, what, private=True)
+    data = read_file(path, what)
     if b"PRIVATE KEY-----" not in data:
         raise UserError(f"{what}: {str(path)!r} holds no private key in PEM form; give the file that belongs to the certificate")
+    data = read_file(path, what, private=True)
     try:
         return serialization.load_pem_private_key(data, None)
     except TypeError:

@@ -108,10 +108,11 @@ def read_site_key(path: Path | str) -> bytes:
         UserError: the file is missing, empty, cut, readable by others, protected by a passphrase, or no key that Flower takes.
     """
     what = "the site's private key (--key)"
-    data = read_file(path, what, private=True)
+    data = read_file(path, what)
     make = "make one by `allhands federated certificates --out DIR --site NAME`"
     if data.startswith((b"ecdsa-", b"ssh-", b"-----BEGIN PUBLIC", b"-----BEGIN CERT")):
         raise UserError(f"{what}: {str(path)!r} holds a public key; give the private one, which is the file without .pub")
+    data = read_file(path, what, private=True)
     if not data.lstrip().startswith(b"-----BEGIN OPENSSH PRIVATE KEY-----"):
         raise UserError(f"{what}: {str(path)!r} is no private key in OpenSSH's format, and Flower takes no other; {make}, or "
                         f"bring yours into it: ssh-keygen -p -N '' -f {path}")  # fmt: skip
