@@ -175,16 +175,17 @@ class Save(Callback):
             training.save_checkpoint()
 
 
-class Fails(nn.Module):
-    """A loss that fails in its n-th call without gradients."""
+class Fails(Callback):
+    """Saves in the middle of the first evaluation, as a signal does, and fails there. It is the criterion, too."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.left = number
+    def on_train_start(self, training: Any) -> None:
+        self.run, self.evaluated = training, 0
 
-    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        self.left -= not output.requires_grad
-        if self.left == 0:
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.evaluated += not output.requires_grad
+        if self.evaluated == 3:
+            self.run.memory.save(self.run.position)
+            self.run.memory.wait()
             raise RuntimeError("in the middle of an evaluation")
         return nn.functional.cross_entropy(output, target)
 
@@ -274,11 +275,13 @@ def resumed(folder: str) -> dict[str, Any]:
     # Saved within the evaluation after step 7, whose model is the mean, and gone on from there.
     model, _, _ = train(LocalSGD(**hard), "adamw")
     with pytest.raises(RuntimeError, match="in the middle"):
-        train(LocalSGD(**hard), "adamw", logdir=f"{folder}/evaluating", save_minutes=1e-9, criterion=Fails(6))
+        train(LocalSGD(**hard), "adamw", logdir=f"{folder}/evaluating", criterion=(fails := Fails()), callbacks=[fails])
     torch.distributed.barrier()
     position = allhands.load_checkpoint(Path(folder) / "evaluating")["position"]
     found["evaluating"] = position is not None and position["evaluating"]
-    again, _, _ = train(LocalSGD(**hard), "adamw", logdir=f"{folder}/evaluating", save_minutes=1e-9, resume="auto")
+    again, _, _ = train(
+        LocalSGD(**hard), "adamw", logdir=f"{folder}/evaluating", save_minutes=1e-9, resume="auto", callbacks=[Callback()]
+    )
     found["evaluated"] = same(again.state_dict(), model.state_dict())
     # With one sample, rank 1 takes no step, and has no state of an optimizer that could be averaged.
     model, own, _ = train(LocalSGD(every=2), "adamw", samples=1, logdir=f"{folder}/one")
