@@ -47,6 +47,8 @@ class Privacy:
             raise UserError(
                 f"clip={clip!r} with noise_multiplier={noise_multiplier!r}: the noise is a multiple of clip; write a finite clip"
             )
+        #: Decides cohorts and noise in place of the run's seed, where others know that one; None: nobody else does.
+        self.secret: int | None = None
         self._accountant: Any = None
 
     def check(self, algorithm: Algorithm, server: Server, per_round: int) -> None:
@@ -76,7 +78,7 @@ class Privacy:
 
     def select(self, server: Server, per_round: int, round_: int) -> list[int]:
         """The cohort of Poisson sampling; may be empty. Costs as much as the cohort is large."""
-        seed = derive_seed(server.seed, "cohort", round_)
+        seed = derive_seed(self._seed(server), "cohort", round_)
         number = int(np.random.default_rng(seed).binomial(server.num_clients, per_round / server.num_clients))
         return sorted(random.Random(seed).sample(range(server.num_clients), number))
 
@@ -95,13 +97,16 @@ class Privacy:
 
     def _noise(self, server: Server) -> torch.Tensor:
         """Noise of the sum: float64, shape ``[length]``; 0 in the gaps of a row and where clients keep numbers as their own."""
-        generator = torch.Generator().manual_seed(derive_seed(server.seed, "privacy", server.round))
+        generator = torch.Generator().manual_seed(derive_seed(self._seed(server), "privacy", server.round))
         noise = torch.zeros(server.layout.length, dtype=torch.float64)
         for place in server.layout.places:
             noise[place.start : place.stop] = torch.randn(place.stop - place.start, generator=generator, dtype=torch.float64)
         if server.own is not None:
             noise[server.own.cpu()] = 0.0
         return noise * (self.noise_multiplier * self.clip)
+
+    def _seed(self, server: Server) -> int:
+        return server.seed if self.secret is None else self.secret
 
     def epsilon(self, rounds: int) -> float:
         """Epsilon at `delta` after so many rounds; infinite without noise."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -91,3 +93,25 @@ def test_a_site_without_a_key_is_refused_before_anything_starts():
 def test_a_simulation_checks_how_many_sites_there_are():
     with pytest.raises(UserError, match="2 sites and the run has 4 clients; write clients=2"):
         simulate(sites={"names": ["a", "b"]})
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed"])
+def test_noise_and_cohorts_do_not_follow_from_the_seed_that_sites_know(tmp_path, sampling):
+    pytest.importorskip("dp_accounting")
+    privacy = {"clip": 0.5, "noise_multiplier": 0.3, "sampling": sampling}
+    options = {"algorithm": {"name": "fedavg", "weighted": False}, "privacy": privacy, "rounds": 6, "per_round": 2}
+    cohorts, models = [], []
+    for number in range(2):
+        given = grid(tmp_path / str(number), **options)
+        model, history = serve(given, logdir=tmp_path / f"log{number}", **options)
+        cohorts.append(history["cohort"])
+        models.append(model)
+        assert len(history["epsilon"]) == 6
+    assert cohorts[0] != cohorts[1]
+    assert not same(*models)
+    # The checkpoint has the secret: what is done again is the same.
+    given = grid(tmp_path / "0", **options)
+    shutil.rmtree(tmp_path / "log0" / "checkpoints" / "epoch-0006")
+    model, history = serve(given, logdir=tmp_path / "log0", resume="auto", **options)
+    assert history["cohort"] == cohorts[0]
+    assert same(model, models[0])

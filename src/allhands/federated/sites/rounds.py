@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from allhands.data import derive_seed
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import Trained
 from allhands.federated.clients import Clients
@@ -45,7 +47,8 @@ class SiteClients(Clients):
 
 class SiteRounds(Rounds):
     """Options as those of `Rounds`; `executor` must be a `SiteExecutor`. What a client does to its update before it sends it
-    (its own layers, clipping, compression) and what it keeps are at the site.
+    (its own layers, clipping, compression) and what it keeps are at the site. The noise of `privacy`, and the cohorts with it,
+    come from a secret of the server, which is in its checkpoints, and not from the seed, which the sites know.
 
     Args:
         measures: the sites measure the model, on test samples of their own, whenever the global one is measured.
@@ -67,7 +70,18 @@ class SiteRounds(Rounds):
         self._absent: list[int] = []
         self._begun = False
 
+        # The sites know the run's seed, and whoever knows it could take noise away again, or tell who was in a cohort.
+        self._hides = self.privacy is not None and self.privacy.noise_multiplier > 0
+        if self.privacy is not None and self._hides:
+            self.privacy.secret = secrets.randbits(62)
+
     # ------------------------------------------------------------------ the stages
+
+    def select(self, round_: int) -> list[int]:
+        if self.privacy is None or not self._hides or self.privacy.sampling == "poisson":
+            return super().select(round_)
+        drawn = random.Random(derive_seed(self.privacy.secret, "cohort", round_))
+        return sorted(drawn.sample(range(len(self.clients)), self.per_round))
 
     def arrive(self, selected: list[int], round_: int) -> list[int]:
         """Wait until enough sites are there; those of the cohort that are."""
@@ -150,7 +164,8 @@ class SiteRounds(Rounds):
         taken = self.executor.taken
         across = {"run": self.roll.run, "names": self.roll.names, "sizes": torch.from_numpy(self.clients.sizes.copy()),
                   "taken": torch.tensor([taken.get(client, -1) for client in range(len(self.clients))], dtype=torch.int64),
-                  "guard": self.executor.guard.state_dict()}  # fmt: skip
+                  "guard": self.executor.guard.state_dict(),
+                  "secret": None if self.privacy is None else self.privacy.secret}  # fmt: skip
         return {**super().state_dict(), "sites": across}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -171,3 +186,5 @@ class SiteRounds(Rounds):
                 self.executor.taken[client] = taken
         self.server.num_samples = len(self.clients.indices)
         self.executor.guard.load_state_dict(across["guard"])
+        if self.privacy is not None and across["secret"] is not None:
+            self.privacy.secret = across["secret"]
