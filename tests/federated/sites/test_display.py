@@ -76,3 +76,14 @@ def test_in_a_terminal_the_table_is_live():
         display.say("hello [b]", 0.0)
     assert "round 1 of 3" in out.getvalue()
     assert "hello [b]" in out.getvalue()
+
+
+def test_a_name_that_a_peer_has_made_up_is_text_and_gets_no_row_beside_the_sites():
+    out = io.StringIO()
+    with Display(Console(file=out, width=140)) as display:
+        display.take({"kind": "refused", "site": "[/x]", "reason": "[/y] [red]", "time": 0.0})
+        display.take({**BEGIN, "time": 0.0})
+        display.take({"kind": "refused", "site": "[/z]", "reason": "it is called '[/z]'", "time": 0.0})
+    assert "[/x] is refused: [/y] [red]" in out.getvalue()
+    assert "[/z] is refused: it is called '[/z]'" in out.getvalue()
+    assert list(display.board.rows) == ["a", "b", "[/x]"]

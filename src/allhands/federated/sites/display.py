@@ -47,7 +47,9 @@ class Board:
     def take(self, event: Mapping[str, Any]) -> str | None:
         """Take an event in; the line that it is worth, or None."""
         kind, site = event["kind"], event.get("site")
-        row = self.rows.setdefault(site, Row()) if site is not None else Row()
+        row = self.rows.get(site) or Row()
+        if site is not None and not self.rounds:  # once the sites are known, whoever has another name gets a line and no row
+            row = self.rows.setdefault(site, row)
         where = f"round {event['round'] + 1}: " if isinstance(event.get("round"), int) else ""
         if kind == "begin":
             self.rows = {name: self.rows.get(name, Row()) for name in event["sites"]} | self.rows
@@ -119,7 +121,7 @@ class Board:
             table.add_column(name, justify="left" if name in ("site", "state") else "right")
         for name, row in self.rows.items():
             table.add_row(
-                name, row.state, _short(row.samples), str(row.rounds), _short(row.loss), _short(row.accuracy),
+                Text(name), row.state, _short(row.samples), str(row.rounds), _short(row.loss), _short(row.accuracy),
                 _short(row.seconds), f"{row.bytes / 1e6:.1f}", str(row.refused), str(row.failed), str(row.late),
             )  # fmt: skip
         return table
