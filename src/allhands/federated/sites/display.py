@@ -46,9 +46,9 @@ class Board:
 
     def take(self, event: Mapping[str, Any]) -> str | None:
         """Take an event in; the line that it is worth, or None."""
-        kind, site = event["kind"], event.get("site")
+        kind, site = event["kind"], event.get("site", "")
         row = self.rows.get(site) or Row()
-        if site is not None and not self.rounds:  # once the sites are known, whoever has another name gets a line and no row
+        if site and not self.rounds:  # once the sites are known, whoever has another name gets a line and no row
             row = self.rows.setdefault(site, row)
         where = f"round {event['round'] + 1}: " if isinstance(event.get("round"), int) else ""
         if kind == "begin":
