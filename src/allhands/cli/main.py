@@ -125,10 +125,10 @@ def _app(wanted: str | None) -> Callable[..., Any]:
         """Train one PyTorch model with many workers, provably the same training."""
 
     for name, sub in SUBCOMMANDS.items():
-        function = getattr(importlib.import_module(sub.module), sub.function) if name == wanted else _unused
+        found: Any = getattr(importlib.import_module(sub.module), sub.function) if name == wanted else _unused
         settings = {"allow_interspersed_args": not sub.ends_options, "help_option_names": ["-h", "--help"]}
         if sub.group and name == wanted:
-            app.add_typer(function, name=name, context_settings={"help_option_names": settings["help_option_names"]})
+            app.add_typer(found, name=name, context_settings={"help_option_names": settings["help_option_names"]})
             continue
-        app.command(name, help=sub.help if name != wanted else None, context_settings=settings)(function)
+        app.command(name, help=sub.help if name != wanted else None, context_settings=settings)(found)
     return app
