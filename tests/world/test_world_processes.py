@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.world import world_script
 
 SCRIPT = str(Path(__file__).with_name("world_script.py"))
 SLURM_STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_UID": "0", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_NODES": "1"}
@@ -28,30 +34,41 @@ def clean_environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
 
 
+# Starts processes from one that has imported torch, which takes most of the time of a new one.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch.distributed", "allhands.world", "tests.world.world_script"])
+
+
 @contextlib.contextmanager
-def started(jobs: Sequence[tuple[dict[str, str], Told]]) -> Iterator[list[subprocess.Popen[str]]]:
-    """One process for each (variables, arguments of init); all are gone afterwards."""
+def started(jobs: Sequence[tuple[dict[str, str], Told]], folder: Path) -> Iterator[list[BaseProcess]]:
+    """One process for each (variables, arguments of init), which prints into `folder`; all are gone afterwards."""
     processes = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # no threads where processes are forked
+        forkserver.ensure_running()
     try:
-        for variables, asked in jobs:
-            command = [sys.executable, SCRIPT, json.dumps(asked)]
+        for number, (variables, asked) in enumerate(jobs):
             environ = clean_environ() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | variables
-            processes.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            paths = (str(folder / f"out-{number}"), str(folder / f"err-{number}"))
+            processes.append(FORKS.Process(target=world_script.forked, args=(environ, json.dumps(asked), *paths)))
+            processes[-1].start()
         yield processes
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
+            process.join()
 
 
 def run_all(jobs: Sequence[tuple[dict[str, str], Told]], timeout: float = 60) -> list[Told]:
     """What each process printed, in order."""
-    with started(jobs) as processes:
+    with tempfile.TemporaryDirectory() as name, started(jobs, folder := Path(name)) as processes:
         deadline = time.monotonic() + timeout
         told = []
-        for process in processes:
-            out, err = process.communicate(timeout=max(deadline - time.monotonic(), 1))
-            assert out.strip(), err
+        for number, process in enumerate(processes):
+            process.join(max(deadline - time.monotonic(), 1))
+            assert not process.is_alive(), f"process {number} has not ended within {timeout} s"
+            out = (folder / f"out-{number}").read_text()
+            assert out.strip(), (folder / f"err-{number}").read_text()
             told.append(json.loads(out.strip().splitlines()[-1]))
         return told
 
@@ -97,14 +114,14 @@ def test_file(tmp_path: Path) -> None:
 def test_a_stale_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "meet").write_bytes(b"")
     method = f"file://{tmp_path}/meet"
-    with started([({}, {"init_method": method, "rank": 0, "world_size": 2, "timeout": 60})]) as processes:
+    with started([({}, {"init_method": method, "rank": 0, "world_size": 2, "timeout": 60})], tmp_path) as processes:
         # A run that is killed before it could clear its file.
         deadline = time.monotonic() + 60
         while not (tmp_path / "meet").stat().st_size and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.2)
         processes[0].kill()
-        processes[0].wait(10)
+        processes[0].join(10)
     told = run_all([({}, {"init_method": method, "rank": r, "world_size": 2, "timeout": 20}) for r in range(2)])
     assert "remove it" in told[0]["error"]
     assert "error" in told[1]

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+
+
+def forked(variables: dict[str, str], asked: str, out: str, err: str) -> None:
+    """What a script started with these variables and this argument does, in a process that was forked; output goes to files."""
+    os.environ.clear()
+    os.environ.update(variables)
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
+    sys.argv = [__file__, asked]
+    main()
 
 
 def main() -> None:
@@ -31,4 +42,5 @@ def main() -> None:
     assert not dist.is_initialized()
 
 
-main()
+if __name__ == "__main__":
+    main()
