@@ -13,7 +13,7 @@ from allhands.federated.algorithms.base import Server, Trained
 from allhands.federated.executors.base import Executor, Job, Sink, States, Work
 from allhands.federated.sites.arrays import BadUpdate, pack, unpack
 from allhands.federated.sites.events import Events
-from allhands.federated.sites.guard import INTEGERS, UPDATE, Guard, check_measured
+from allhands.federated.sites.guard import INTEGERS, UPDATE, Guard, check_measured, norm_of
 from allhands.federated.sites.post import RECORD, Post, Reply, last_line
 from allhands.federated.sites.roll import Roll
 from allhands.federated.sites.settings import Sites
@@ -133,7 +133,7 @@ class SiteExecutor(Executor):
         self.taken[job.client] = round_
         self.events.say(
             "update", site=site, round=round_, samples=samples, steps=int(figures["steps"]), loss=figures["loss"],
-            norm=float(torch.linalg.vector_norm(arrays[UPDATE], dtype=torch.float64)), seconds=figures.get("seconds"),
+            norm=norm_of(arrays[UPDATE]), seconds=figures.get("seconds"),
             waited=reply.seconds, bytes=size,
         )  # fmt: skip
 
