@@ -155,7 +155,7 @@ def test_a_node_that_says_nothing_is_waited_for_once(make, monkeypatch):
     looks = []
     here.grid.before_pull = lambda: looks.append(True)
     here.roll.wait_for(1)
-    assert len(looks) > 5
+    assert len(looks) > 1
     looks.clear()
     here.roll.wait_for(1)
     assert len(looks) == 1
