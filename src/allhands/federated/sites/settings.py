@@ -25,7 +25,8 @@ class Sites:
         on_bad: what becomes of an update that is refused (NaN, another shape, an absurd norm): "skip" leaves the site out of the
             round, "stop" ends the run; both name it.
         max_norm: an update of a larger L2 norm is refused; None: one of more than 10 times the median of those that were
-            accepted in this round and the last one, once there are three.
+            accepted in this round and the last one, in proportion to the steps of a site that takes more; as long as there are
+            not three, one of more than 1000 times the model's own norm, or 1000.
         labels: names of the classes, which each site compares with its own; None: not compared.
 
     Raises:
