@@ -39,6 +39,53 @@ def test_a_row_that_is_mostly_zeros_travels_as_numbers_and_places():
     assert bits(unpack(pack({"row": nothing}), {"row": (torch.float32, (64,))})["row"]) == bits(nothing)
 
 
+@pytest.mark.parametrize("colours", [1, 2, 3, 256])
+def test_a_row_of_few_different_numbers_travels_as_bytes_or_bits(colours):
+    drawn = torch.Generator().manual_seed(1)
+    row = torch.randint(colours, (5000,), generator=drawn).float() + 0.5
+    row[4000:] *= -0.1
+    record = pack({"row": row}, [0, 17, 4000, 5000])
+    assert sorted(record) == ["row.bounds", "row.codes", "row.counts", "row.palette"]
+    width = 5000 // 8 if colours <= 2 else 5000
+    assert sum(len(array.data) for array in record.values()) < width + 4 * 3 * colours + 900
+    assert bits(unpack(record, {"row": (torch.float32, (5000,))})["row"]) == bits(row)
+
+
+def test_a_row_of_many_different_numbers_travels_as_it_is():
+    for row in (torch.arange(600.0) + 1, torch.cat([torch.ones(5000), torch.arange(300.0)])):
+        record = pack({"row": row}, [0, 300, len(row)])
+        assert list(record) == ["row"]
+        assert bits(unpack(record, {"row": (torch.float32, (len(row),))})["row"]) == bits(row)
+
+
+def coded(codes, palette, counts, bounds):
+    made = {"codes": np.array(codes, np.uint8), "palette": np.array(palette, np.float32), "counts": np.array(counts, np.int64)}
+    return ArrayRecord({f"row.{part}": Array(array) for part, array in {**made, "bounds": np.array(bounds, np.int64)}.items()})
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (coded([0] * 8, [1, 2, 3], [3], [0, 7]), "the parts of 'row' do not make up 8 numbers"),
+        (coded([0] * 8, [1, 2, 3], [3], [1, 8]), "the parts of 'row'"),
+        (coded([0] * 8, [1, 2, 3], [2, 1], [0, 8, 8]), "the parts of 'row'"),
+        (coded([0] * 8, [1, 2, 3], [3, 0], [0, 4, 8]), "the parts of 'row'"),
+        (coded([0] * 8, [1, 2, 3], [-3, 6], [0, 4, 8]), "the parts of 'row'"),
+        (coded([0] * 8, [1, 2, 3], [2**40], [0, 8]), "the parts of 'row'"),
+        (coded([0] * 8, [], [], [8]), "the parts of 'row'"),
+        (coded([0] * 8, [1, 2], [3], [0, 8]), r"'row.palette' is \[2\], and must be \[3\]"),
+        (coded([0] * 8, [1, 2, 3], [3, 3], [0, 8]), r"'row.counts' is \[2\], and must be \[1\]"),
+        (coded([0] * 7, [1, 2, 3], [3], [0, 8]), r"'row.codes' is \[7\], and must be \[8\]"),
+        (coded([3] + [0] * 7, [1, 2, 3], [3], [0, 8]), "a code of 'row' is none of its palette's"),
+        (coded([1], [1], [1], [0, 8]), "a code of 'row' is none of its palette's"),
+        (coded([0], [1, 2, 3], [3], list(range(20))), "'row.bounds' is .20., and must be one row of at most 9"),
+    ],
+)
+def test_palettes_that_do_not_fit_are_refused(record, reason):
+    with pytest.raises(BadUpdate, match=reason):
+        unpack(record, ROW)
+
+
 def test_what_comes_out_can_be_written_to():
     unpack(pack({"row": torch.ones(8)}), ROW)["row"].add_(1)
 

@@ -183,6 +183,22 @@ def test_rounds_across_sites_are_the_simulation_s_to_the_bit(case, tmp_path):
     assert any(not torch.equal(a, b) for a, b in zip(start.parameters(), serving.model().parameters(), strict=True))
 
 
+def test_what_is_narrowed_is_sent_in_fewer_bytes(tmp_path):
+    def sent(**options):
+        serving = Serving(tmp_path / str(len(options)), **options)
+        update = serving.sites[0].handle(serving.request(0))["update"]
+        return set(update), sum(len(array.data) - 128 for array in update.values())  # without NumPy's headers
+
+    names, whole = sent()
+    assert names == {"update"}
+    names, part = sent(compression={"name": "topk", "fraction": 0.05})
+    assert names == {"update.places", "update.values"}
+    assert part < whole / 5
+    names, part = sent(compression="1bit")
+    assert names == {"update.codes", "update.palette", "update.counts", "update.bounds"}
+    assert part < whole / 2
+
+
 @pytest.mark.parametrize("case", [{"algorithm": "scaffold"}, {"algorithm": "fedbn", "norm": True, "compression": "1bit"}])
 def test_what_a_site_keeps_survives_its_restart(case, tmp_path):
     serving = Serving(tmp_path, **case)

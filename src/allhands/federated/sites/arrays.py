@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,8 +13,10 @@ from flwr.app import Array, ArrayRecord
 
 from allhands.errors import AllhandsError, UserError
 
-# Names of the two arrays in which a row travels that is mostly zeros.
+# Names of the arrays in which a row travels that is mostly zeros, or has few different numbers in each part.
 _PLACES, _VALUES = "places", "values"
+_CODES, _PALETTE, _COUNTS, _BOUNDS = "codes", "palette", "counts", "bounds"
+_MOST_COLOURS = 256  # different numbers of a part, so that one byte says which
 _STYPE = "numpy.ndarray"
 _DTYPES = {torch.float64: "<f8", torch.float32: "<f4", torch.float16: "<f2", torch.int64: "<i8"}
 Expected = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -23,9 +26,14 @@ class BadUpdate(AllhandsError, ValueError):
     """What came from a peer is not what it must be; the message says in what."""
 
 
-def pack(rows: Mapping[str, torch.Tensor]) -> ArrayRecord:
-    """Tensors by name as a record. One of floating point that has more zeros than other numbers travels as the others and their
+def pack(rows: Mapping[str, torch.Tensor], bounds: Sequence[int] | None = None) -> ArrayRecord:
+    """Tensors by name as a record. A row of floating point that has more zeros than other numbers travels as the others and their
     places, if that is shorter.
+
+    Args:
+        rows: the tensors.
+        bounds: where parts of the rows begin, from 0, and their length at the end; a row that has at most 256 different numbers
+            in each part travels as those and a byte (or a bit) for each number. None: rows are not looked at for it.
 
     Raises:
         UserError: a tensor of a type that cannot travel, such as bfloat16.
@@ -34,11 +42,15 @@ def pack(rows: Mapping[str, torch.Tensor]) -> ArrayRecord:
     for name, tensor in rows.items():
         check_dtype(name, tensor.dtype)
         values = tensor.detach().cpu().contiguous().numpy()
-        places = _others(values) if tensor.is_floating_point() and tensor.dim() == 1 else None
-        if places is None:
-            record[name] = _packed(values)
-        else:
+        is_row = tensor.is_floating_point() and tensor.dim() == 1
+        places = _others(values) if is_row else None
+        coded = _coded(values, bounds) if is_row and places is None and bounds is not None else None
+        if places is not None:
             record[f"{name}.{_PLACES}"], record[f"{name}.{_VALUES}"] = _packed(places), _packed(values[places])
+        elif coded is not None:
+            record.update({f"{name}.{part}": _packed(array) for part, array in coded.items()})
+        else:
+            record[name] = _packed(values)
     return record
 
 
@@ -58,10 +70,12 @@ def unpack(record: Mapping[str, Array], expected: Expected) -> dict[str, torch.T
             kind = np.dtype(_DTYPES[dtype])
             made[name] = torch.from_numpy(_read(name, left.pop(name), (kind,), shape, math.prod(shape)))
             continue
-        places, values = left.pop(f"{name}.{_PLACES}", None), left.pop(f"{name}.{_VALUES}", None)
-        if places is None or values is None or len(shape) != 1 or not dtype.is_floating_point:
+        for parts, read in (((_PLACES, _VALUES), _scattered), ((_CODES, _PALETTE, _COUNTS, _BOUNDS), _decoded)):
+            if all(f"{name}.{part}" in left for part in parts) and len(shape) == 1 and dtype.is_floating_point:
+                made[name] = read(name, *(left.pop(f"{name}.{part}") for part in parts), dtype, shape[0])  # type: ignore[operator]
+                break
+        else:
             raise BadUpdate(f"it has no array '{name}', it has {_names(record)}")
-        made[name] = _scattered(name, places, values, dtype, shape[0])
     if left:
         raise BadUpdate(f"it has an array '{_shown(next(iter(left)))}' that was not asked for")
     return made
@@ -82,6 +96,25 @@ def _others(values: np.ndarray) -> np.ndarray | None:
     if count * 2 >= len(values) or count * (width + values.dtype.itemsize) >= values.nbytes:
         return None
     return np.flatnonzero(bits).astype(f"<i{width}")
+
+
+def _coded(values: np.ndarray, bounds: Sequence[int]) -> dict[str, np.ndarray] | None:
+    """A row as a palette for each part and a code for each number; None where some part has too many different numbers."""
+    bits = values.view(f"<u{values.dtype.itemsize}")
+    codes, palettes = np.empty(len(values), dtype=np.uint8), []
+    for begin, end in itertools.pairwise(bounds):
+        if len(np.unique(bits[begin : begin + 4 * _MOST_COLOURS])) > _MOST_COLOURS:  # spares sorting what will not do
+            return None
+        palette, found = np.unique(bits[begin:end], return_inverse=True)
+        if len(palette) > _MOST_COLOURS:
+            return None
+        codes[begin:end] = found
+        palettes.append(palette)
+    counts = np.array([len(palette) for palette in palettes], dtype=np.int64)
+    if counts.max(initial=0) <= 2:
+        codes = np.packbits(codes)
+    return {_CODES: codes, _PALETTE: np.concatenate(palettes).view(values.dtype), _COUNTS: counts,
+            _BOUNDS: np.array(bounds, dtype=np.int64)}  # fmt: skip
 
 
 def _packed(values: np.ndarray) -> Array:
@@ -119,6 +152,27 @@ def _scattered(name: str, places: Array, values: Array, dtype: torch.dtype, leng
     row = torch.zeros(length, dtype=dtype)
     row[torch.from_numpy(at.astype(np.int64))] = torch.from_numpy(those)
     return row
+
+
+def _decoded(
+    name: str, codes: Array, palette: Array, counts: Array, bounds: Array, dtype: torch.dtype, length: int
+) -> torch.Tensor:
+    """A row from palettes and codes."""
+    whole = np.dtype("<i8")
+    edges = _read(f"{name}.{_BOUNDS}", bounds, (whole,), None, length + 1)
+    many = _read(f"{name}.{_COUNTS}", counts, (whole,), (max(len(edges) - 1, 0),), length)
+    good = len(edges) > 1 and edges[0] == 0 and edges[-1] == length and bool((np.diff(edges) > 0).all())
+    if not good or many.min() < 1 or many.max() > _MOST_COLOURS:
+        raise BadUpdate(f"the parts of '{name}' do not make up {length} numbers")
+    colours = _read(f"{name}.{_PALETTE}", palette, (np.dtype(_DTYPES[dtype]),), (int(many.sum()),), length * _MOST_COLOURS)
+    packed = many.max() <= 2
+    given = _read(f"{name}.{_CODES}", codes, (np.dtype(np.uint8),), (-(-length // 8) if packed else length,), length)
+    if packed:
+        given = np.unpackbits(given, count=length)
+    sizes = np.diff(edges)
+    if (given >= np.repeat(many, sizes)).any():
+        raise BadUpdate(f"a code of '{name}' is none of its palette's")
+    return torch.from_numpy(colours[np.repeat(np.cumsum(many) - many, sizes) + given])
 
 
 def _names(record: Mapping[str, Array]) -> str:

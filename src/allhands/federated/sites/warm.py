@@ -210,7 +210,8 @@ class SiteWorker:
         self.say(f"round {round_ + 1}: {figures['samples']:,.0f} samples, {figures['steps']:.0f} steps, loss "
                  f"{figures['loss']:.4f}, {figures['seconds']:.2f} s")  # fmt: skip
         reply = self._reply({"status": "ok", "run": run, "round": round_}, figures)
-        reply["update"] = pack(update)
+        edges = {0, self.layout.length, *(edge for place in self.layout.places for edge in (place.start, place.stop))}
+        reply["update"] = pack(update, sorted(edges) if self.definition.strategy.compression is not None else None)
         return reply
 
     def _made(self, rounds: Rounds, trained: Trained, seconds: float) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
