@@ -301,6 +301,15 @@ def test_nothing_at_all(tmp_path):
     assert trial.same(model, reference(ROUNDS, True))
 
 
+def test_no_message_can_be_guessed_from_that_of_another_site(tmp_path):
+    grid = trial.grid(tmp_path, rounds=ROUNDS, **BRIEF)
+    run(grid, tmp_path)
+    asked = [dict(request["allhands"]) for node in grid.nodes.values() for request in node.asked]
+    secret = [config.get("nonce", config.get("challenge")) for config in asked]
+    assert len(set(secret)) == len(asked) == len(grid.nodes) * (1 + ROUNDS)
+    assert all(len(each) >= 32 for each in secret)
+
+
 def test_the_same_reply_again_counts_once(tmp_path):
     grid = trial.grid(tmp_path, rounds=ROUNDS, **BRIEF)
     for node in grid.nodes.values():

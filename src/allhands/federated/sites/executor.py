@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -82,6 +83,9 @@ class SiteExecutor(Executor):
             "kind": kind, "run": self.roll.run, "round": self.server.round, "client": client, "clients": len(self.work.clients),
             "seed": self.work.seed, "lr": [float(group.get("lr", 0.0)) for group in groups], "options": json.dumps(options),
             "cohort": cohort, "since": self.taken.get(client, -1),
+            # Flower's name of a message is a hash of it, and a reply is taken by that name: nobody but the site that gets the
+            # message shall be able to find it out.
+            "nonce": secrets.token_hex(16),
         })  # fmt: skip
 
     def _model(self, beside: Mapping[str, torch.Tensor]) -> ArrayRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import math
 import secrets
 import time
@@ -74,9 +75,10 @@ class Roll:
         self.round = 0  # the one that is next or under way, for the events
         self._asked: dict[str, tuple[Sent, str]] = {}  # greetings under way by id, with the node's time of activation
         self._met: set[tuple[int, str]] = set()  # nodes (number and time of activation) that were greeted before
-        # Sites that lack nothing but a line in the file of tokens, which may be added at any time.
-        self._tokenless: dict[str, Present] = {}
-        self._challenge = secrets.token_hex(16)
+        # Nodes, as in `_met`, that are sites but for a line in the file of tokens, which may be added at any time, or but for
+        # another node of that name, which may be one that has died and is not missed yet.
+        self._aside: dict[tuple[int, str], tuple[str, Present]] = {}
+        self._secret = secrets.token_bytes(32)
         # Nodes (number and time of activation) that are not greeted before this time.
         self._turned_away: dict[tuple[int, str], float] = {}
 
@@ -108,20 +110,19 @@ class Roll:
             objection = self._no_token(site, there)
             if objection is not None:
                 self._leave(site, objection)
-                self._turn_away(there.node, there.since)
-                self._tokenless[site] = there
+                self._put_aside(site, there)
         for sent, since in list(self._asked.values()):
             info = nodes.get(sent.node)
             if info is None or info.last_activated_at != since:
                 self._drop(sent)
         for key in [key for key in self._turned_away if key[0] not in nodes]:
             del self._turned_away[key]
-        for site, there in list(self._tokenless.items()):
+        for key, (site, there) in list(self._aside.items()):
             info = nodes.get(there.node)
             if info is None or info.last_activated_at != there.since:
-                del self._tokenless[site]
+                del self._aside[key]
             elif site not in self.present and self._no_token(site, there) is None:
-                del self._tokenless[site]
+                del self._aside[key]
                 self._admit(site, replace(there, at=time.monotonic()))
         self._greet_new(nodes)
         self._answers()
@@ -152,8 +153,8 @@ class Roll:
         })})  # fmt: skip
 
     def _challenge_of(self, node: int, since: str) -> str:
-        """What a node proves its token by: the proof is of no use to another node, or once this one was started anew."""
-        return f"{self._challenge} {node} {since}"
+        """What a node proves its token by: nobody else knows it, and the proof is of no use once the node was started anew."""
+        return hmac.new(self._secret, f"{node} {since}".encode(), "sha256").hexdigest()
 
     def _answers(self) -> None:
         for sent, since in list(self._asked.values()):
@@ -178,9 +179,9 @@ class Roll:
         reason = self._objection(site, sent, config, samples, tests)
         there = Present(sent.node, since, samples, tests, time.monotonic(), proof if isinstance(proof, str) else None)
         if reason is None:
-            reason = self._no_token(site, there)
+            reason = self._taken(site, there) or self._no_token(site, there)
             if reason is not None:
-                self._tokenless[site] = there
+                self._put_aside(site, there)
         if reason is not None:
             self._turn_away(sent.node, since)
             self.events.say("refused", site=site or str(sent.node), reason=reason)
@@ -200,12 +201,17 @@ class Roll:
             return f"it is called '{site}', and the run's sites are {', '.join(self.names)}; give it one of these names"
         if sent.site and config.get("site") not in (None, sent.site):
             return f"its key is that of '{sent.site}', and it calls itself '{last_line(config.get('site'), 63)}'"
-        other = self.present.get(site)
-        if other is not None and other.node != sent.node:
-            return f"another node is connected as '{site}'; names are given once"
         if samples < 0 or tests < 0:
             return "it does not say how many samples it has"
         return "it has no sample to train on" if samples == 0 else None
+
+    def _taken(self, site: str, there: Present) -> str | None:
+        other = self.present.get(site)
+        return None if other is None or other.node == there.node else f"another node is connected as '{site}'"
+
+    def _put_aside(self, site: str, there: Present) -> None:
+        self._turn_away(there.node, there.since)
+        self._aside[there.node, there.since] = site, there
 
     def _no_token(self, site: str, there: Present) -> str | None:
         """What is wrong with a site's token; None where nothing is, or none is asked for. The file is read anew."""
