@@ -1,200 +1,117 @@
-"""`allhands federated server` and `site`: what they refuse from their files, before anything starts."""
+"""The commands of a training across sites: what they refuse before anything starts."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from allhands.cli import main
+from allhands.errors import UserError
+
 pytest.importorskip("flwr")
+from allhands.federated.sites import server, trial_keys
 
-from allhands.cli.main import run
-from allhands.federated.sites import trial_keys
-
-RUN = """
-data: {name: digits, batch_size: 32}
-model: {name: simple_cnn, width: 4}
-criterion: cross_entropy
-optimizer: {name: sgd, lr: 0.1}
-strategy: {name: federated, rounds: 2}
-logdir: logs
-"""
-SERVER = {
-    "certificate": "server.crt",
-    "key": "server.key",
-    "authority": "authority.crt",
-    "sites": "sites.txt",
-    "tokens": "tokens",
-}
-SITE = {"key": "sites/a.key", "authority": "authority.crt", "token-file": "token"}
-Change = Callable[[Path], None]
+RUN = "data: digits\nstrategy: {name: federated, sites: {names: [north, south]}}\nlogdir: logs\n"
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
-    trial_keys.make(folder / "keys", ["127.0.0.1"], ["a", "b"])
-    trial_keys.make(folder / "other", ["127.0.0.1"], ["a"])
-    for name, text in (("tokens", "a 0123456789abcdef\nb fedcba9876543210\n"), ("token", "0123456789abcdef\n")):
-        (folder / "keys" / name).write_text(text)
-        (folder / "keys" / name).chmod(0o600)
-    (folder / "run.yml").write_text(RUN)
-    (folder / "data").mkdir()
-    return folder
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with keys for two sites."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yml").write_text(RUN)
+    trial_keys.make(Path("keys"), ["127.0.0.1"], ["north", "south"])
+    (tmp_path / "rows").mkdir()
+    return tmp_path
 
 
-@pytest.fixture
-def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of all files, to which a test may do what it wants; nothing can be started here."""
-
-    def started(*command: object, **_: object) -> None:
-        raise AssertionError(f"it starts {command}")
-
-    shutil.copytree(made, tmp_path / "here")
-    monkeypatch.setattr("subprocess.Popen", started)
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.delenv("ALLHANDS_SITE_TOKEN", raising=False)
-    return tmp_path / "here" / "keys"
-
-
-def words(options: dict[str, str]) -> list[str]:
-    return [
-        word for name, path in options.items() for word in (f"--{name}", path if Path(path).is_absolute() else f"keys/{path}")
-    ]
-
-
-def server(options: dict[str, str], *more: str) -> int:
-    return run(["federated", "server", "-C", "run.yml", *words(options), *more])
-
-
-def site(options: dict[str, str], *more: str) -> int:
-    # Nobody listens at port 9.
-    needed = ["--server", "127.0.0.1:9", "--data", "data", "--name", "a"]
-    return run(["federated", "site", "-C", "run.yml", *needed, *words(options), *more])
-
-
-def cut(name: str) -> Change:
-    return lambda keys: (keys / name).write_bytes((keys / name).read_bytes()[:90]) and None
-
-
-def replaced(name: str, by: str) -> Change:
-    return lambda keys: shutil.copy(keys / by, keys / name) and None
-
-
-def empty(name: str) -> Change:
-    return lambda keys: (keys / name).write_bytes(b"") and None
-
-
-def open_to_all(name: str) -> Change:
-    return lambda keys: (keys / name).chmod(0o644)
-
-
-def other(name: str) -> Change:
-    return lambda keys: shutil.copy(keys.parent / "other" / name, keys / name) and None
-
-
-def gone(name: str) -> Change:
-    return lambda keys: (keys / name).unlink()
+SECURE = ["--certificate", "keys/server.crt", "--key", "keys/server.key", "--authority", "keys/authority.crt"]
+SITE = ["--server", "127.0.0.1:9", "--data", "rows", "--name", "north"]
+SITE_KEYS = ["--key", "keys/sites/north.key", "--authority", "keys/authority.crt"]
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("words", "text"),
     [
-        (gone("server.crt"), "the server's certificate (--certificate): there is no file"),
-        (empty("server.crt"), "is empty"),
-        (cut("server.crt"), "server.crt' is cut"),
-        (cut("server.key"), "server.key' is cut or damaged"),
-        (open_to_all("server.key"), "chmod 600"),
-        (replaced("server.key", "server.crt"), "holds no private key"),
-        (replaced("server.crt", "server.key"), "holds a private key; give the certificate"),
-        (other("server.key"), "does not belong to the certificate"),
-        (other("authority.crt"), "and not by the authority in"),
-        (gone("sites.txt"), "the list of sites (--sites): there is no file"),
-        (empty("sites.txt"), "sites.txt' is empty"),
-        (cut("sites.txt"), "the key of 'a' is cut"),
-        (open_to_all("tokens"), "the file of tokens (--tokens): others than its owner"),
-        (empty("tokens"), "tokens' is empty"),
+        (["server"], "--certificate, --key, --authority missing: `allhands federated certificates` makes them"),
+        (["server", *SECURE[:4], "--sites", "keys/sites.txt"], "--authority missing"),
+        (["server", *SECURE], "--sites missing: the file with each site's name and public key"),
+        (["server", "--insecure", *SECURE], "--insecure has no use for a certificate"),
+        (["server", "--insecure", "--sites", "keys/sites.txt"], "write the sites' names into the run file"),
+        (["server", "--insecure", "strategy=ddp"], "sites train by rounds; write strategy: {name: federated, …}"),
+        (["server", "--insecure", "logdir=null"], "name a folder"),
+        (["server", *SECURE, "--sites", "nowhere.txt"], "nowhere.txt"),
+        (["server", *SECURE, "--sites", "keys/sites.txt", "--tokens", "none.txt"], "none.txt"),
+        (["site", *SITE], "--key and --authority missing; for plain text"),
+        (["site", *SITE, "--insecure", *SITE_KEYS], "--insecure has no use for --key and --authority"),
+        (["site", *SITE, "--insecure", "--data", "nowhere"], "--data nowhere is not a folder"),
+        (["site", *SITE, "--insecure", "--name", "no/name"], "no/name"),
+        (["site", *SITE, "--insecure", "--server", "127.0.0.1"], "write HOST:PORT"),
+        (["site", "--insecure"], "Missing option"),
     ],
 )
-def test_a_server_refuses_files_that_it_cannot_use(
-    folder: Path, change: Change, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    change(folder)
-    for plan in ((), ("--plan",)):
-        assert server(SERVER, *plan) == 2
-        assert said in capsys.readouterr().err
+@pytest.mark.parametrize("plan", [[], ["--plan"]], ids=["run", "plan"])
+def test_mistakes(words: list[str], plan: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["federated", words[0], "-C", "run.yml", *words[1:], *plan]) == 2
+    assert text in capsys.readouterr().err
     assert not Path("logs").exists()
 
 
-@pytest.mark.parametrize("missing", ["certificate", "key", "authority", "sites"])
-def test_a_server_without_a_file_says_which_and_how_to_have_it(
-    folder: Path, missing: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert server({name: path for name, path in SERVER.items() if name != missing}) == 2
-    assert f"--{missing} missing" in capsys.readouterr().err
-    assert server({missing: SERVER[missing]}, "--insecure") == 2
-    assert "--insecure" in capsys.readouterr().err
+@pytest.mark.parametrize("verb", [["server", *SECURE, "--sites", "keys/sites.txt"], ["site", *SITE, *SITE_KEYS]])
+def test_a_plan_finds_what_sites_cannot_train(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["federated", verb[0], "-C", "run.yml", *verb[1:], "strategy.algorithm=fedbuff", "--plan"]
+    assert main.run(given) == 2
+    assert "algorithm='fedbuff' goes by virtual time" in capsys.readouterr().err
+    assert main.run([word for word in given if "fedbuff" not in word]) == 0
+    assert not Path("logs").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (gone("sites/a.key"), "the site's private key (--key): there is no file"),
-        (empty("sites/a.key"), "a.key' is empty"),
-        (cut("sites/a.key"), "a.key' is cut or damaged"),
-        (open_to_all("sites/a.key"), "chmod 600"),
-        (replaced("sites/a.key", "sites/a.key.pub"), "holds a public key"),
-        (replaced("sites/a.key", "server.key"), "no private key in OpenSSH's format"),
-        (gone("authority.crt"), "the authority (--authority): there is no file"),
-        (cut("authority.crt"), "authority.crt' is cut"),
-        (replaced("authority.crt", "server.crt"), "and no authority"),
-        (open_to_all("token"), "the site's token (--token-file): others than its owner"),
-        (empty("token"), "token' is empty"),
-        (lambda keys: os.environ.__setitem__("ALLHANDS_SITE_TOKEN", "0123456789abcdef"), "leave one of them out"),
-    ],
-)
-def test_a_site_refuses_files_that_it_cannot_use(
-    folder: Path, change: Change, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ALLHANDS_SITE_TOKEN", "")  # so that it is what it was when the test has ended
-    monkeypatch.delenv("ALLHANDS_SITE_TOKEN")
-    change(folder)
-    assert site(SITE) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert "0123456789abcdef" not in error
+def test_the_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["federated"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in ("certificates", "server", "site", "app"))
+    assert main.run(["federated", "site", "--nothing"]) == 2
+    assert "see `allhands federated site --help`" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("missing", ["key", "authority"])
-def test_a_site_without_a_file_says_which(folder: Path, missing: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert site({name: path for name, path in SITE.items() if name != missing}) == 2
-    assert f"--{missing} missing" in capsys.readouterr().err
-    assert site({missing: SITE[missing]}, "--insecure") == 2
-    assert "--insecure has no use for" in capsys.readouterr().err
+def test_the_app_is_written_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["federated", "app", "-C", "run.yml", "--out", "app"]) == 0
+    assert "names:" in Path("app/allhands_training/run.yml").read_text()
+    assert main.run(["federated", "app", "-C", "run.yml", "--out", "app"]) == 2
+    assert "is not an empty folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--server", "127.0.0.1"], "write HOST:PORT"),
-        (["--server", "127.0.0.1:http"], "write HOST:PORT"),
-        (["--name", "a b"], "write letters, digits"),
-        (["--data", "nowhere"], "--data nowhere is not a folder"),
-    ],
-)
-def test_a_site_refuses_what_is_no_address_name_or_folder(
-    folder: Path, given: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert site(SITE, *given) == 2
-    assert said in capsys.readouterr().err
+def options(**changes: object) -> server.ServerOptions:
+    """A server with the trial's certificate."""
+    keys = Path("keys").absolute()
+    given = {"config": [], "overrides": [], "host": "127.0.0.1", "port": 8000, "state": Path("state").absolute(),
+             "certificate": keys / "server.crt", "key": keys / "server.key", "authority": keys / "authority.crt",
+             "sites": keys / "sites.txt", "tokens": None, "data": None}  # fmt: skip
+    return server.ServerOptions(**(given | changes))
 
 
-def test_a_server_refuses_a_port_that_is_taken(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert server(SERVER, "--port", port) == 2
-    assert port in capsys.readouterr().err
+@pytest.mark.parametrize(("host", "own"), [("0.0.0.0", "127.0.0.1"), ("localhost", "127.0.0.1"), ("10.1.2.3", "localhost")])
+def test_the_servers_own_processes_use_a_name_of_the_certificate(host: str, own: str) -> None:
+    if host == "10.1.2.3":  # not of the certificate, and no loopback
+        assert server.own_host(options(host=host)) in ("127.0.0.1", "localhost")
+        assert server.own_host(options(host=host, certificate=None)) == host
+        return
+    assert server.own_host(options(host=host)) == own
+
+
+def test_a_port_that_is_taken_is_refused_by_name() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"--port {port} cannot be listened on"), server.Server(options(port=port), "", {}):
+            raise AssertionError("it listens on a port of another")
+
+
+def test_what_the_server_writes_down_is_for_its_owner_only() -> None:
+    with server.Server(options(), "", {}):
+        assert Path("state").stat().st_mode & 0o777 == 0o700
+        for name in (server.SETTINGS, server._SECRET):
+            assert (Path("state") / name).stat().st_mode & 0o777 == 0o600

@@ -84,8 +84,13 @@ def serve(options: ServerOptions, run_file: RunFile) -> int:
 
 
 def server_plan(options: ServerOptions, run_file: RunFile) -> str:
-    """What `serve` would run."""
+    """What `serve` would run.
+
+    Raises:
+        UserError: something that was asked for cannot be honoured.
+    """
     events, keys = events_of(run_file), check_files(options)
+    _check_training(run_file)
     secure = "plain text, INSECURE" if options.insecure else "TLS; sites prove their keys"
     lines = ["Processes:", *_commands(sites_server.commands(options))]
     lines += ["  serverapp (started by Flower's superexec)", "    allhands.federated.sites.server_process", "Ports:"]
@@ -104,7 +109,13 @@ def take_part(options: SiteOptions, run_file: RunFile) -> int:
 
 
 def site_plan(options: SiteOptions, run_file: RunFile) -> str:
-    """What `take_part` would run."""
+    """What `take_part` would run.
+
+    Raises:
+        UserError: something that was asked for cannot be honoured.
+    """
+    sites_site.check(options)
+    _check_training(run_file)
     secure = "plain text, INSECURE" if options.authority is None else "TLS"
     lines = [
         "Processes:",
@@ -120,6 +131,12 @@ def site_plan(options: SiteOptions, run_file: RunFile) -> str:
         lines += ["Key:", f"  {options.name}  {fingerprint(read_site_key(options.key))}"]
     lines += ["This site sends:", *(f"  {line}" for line in LEAVES)]
     return "\n".join(lines) + "\n"
+
+
+def _check_training(run_file: RunFile) -> None:
+    from allhands.cli.objects import definition
+
+    definition(run_file).validate()
 
 
 def _commands(commands: dict[str, list[str]]) -> Iterable[str]:
