@@ -101,8 +101,22 @@ def test_without_keys_a_name_is_given_once(make):
     here.roll.wait_for(1)
     assert here.roll.connected() == {"north": 1}
     reasons = [event["reason"] for event in here.said("refused")]
-    assert reasons[0] == "another node is connected as 'north'; names are given once"
+    assert reasons[0] == "another node is connected as 'north'"
     assert reasons[1].startswith("it is called 'nord [2J', and the run's sites are north, south")
+
+
+def test_a_site_that_was_killed_comes_back_when_its_old_node_is_missed(make):
+    here = make()
+    here.grid.add(1, answering("north"))
+    here.roll.wait_for(1)
+    here.grid.add(2, answering("north", samples=6.0))  # without a key Flower takes it for another one
+    here.roll.wait_for(1)
+    assert here.roll.connected() == {"north": 1}
+    del here.grid.nodes[1]
+    here.roll.wait_for(1)
+    assert here.roll.connected() == {"north": 2}
+    assert here.roll.present["north"].samples == 6
+    assert len(here.grid.nodes[2].asked) == 1
 
 
 @pytest.mark.parametrize("samples", [float("nan"), -1.0, 2.5, 1e300])
@@ -142,7 +156,7 @@ def test_a_token_counts_as_long_as_its_line_is_in_the_file(make, tmp_path):
     here.roll.wait_for(0)
     assert len(node.asked) == 1  # nothing of it takes a message
     assert good not in here.path.read_text()
-    assert good not in repr(here.roll._tokenless)
+    assert good not in repr(here.roll._aside)
 
 
 def test_a_node_that_says_nothing_is_waited_for_once(make, monkeypatch):

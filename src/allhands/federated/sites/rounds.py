@@ -71,16 +71,16 @@ class SiteRounds(Rounds):
         self._begun = False
 
         # The sites know the run's seed, and whoever knows it could take noise away again, or tell who was in a cohort.
-        self._hides = self.privacy is not None and self.privacy.noise_multiplier > 0
-        if self.privacy is not None and self._hides:
+        if self.privacy is not None and self.privacy.noise_multiplier > 0:
             self.privacy.secret = secrets.randbits(62)
 
     # ------------------------------------------------------------------ the stages
 
     def select(self, round_: int) -> list[int]:
-        if self.privacy is None or not self._hides or self.privacy.sampling == "poisson":
+        privacy = self.privacy
+        if privacy is None or privacy.secret is None or privacy.sampling == "poisson":
             return super().select(round_)
-        drawn = random.Random(derive_seed(self.privacy.secret, "cohort", round_))
+        drawn = random.Random(derive_seed(privacy.secret, "cohort", round_))
         return sorted(drawn.sample(range(len(self.clients)), self.per_round))
 
     def arrive(self, selected: list[int], round_: int) -> list[int]:
