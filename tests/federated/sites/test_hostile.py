@@ -275,6 +275,19 @@ def test_a_set_bound_of_the_norm_is_kept(tmp_path):
     assert trial.same(model, reference(ROUNDS, True))
 
 
+def test_an_update_that_was_not_clipped_would_break_the_guarantee(tmp_path):
+    clip = {"clip": 0.05, "noise_multiplier": 0.0, "sampling": "fixed"}
+    options = {"algorithm": {"name": "fedavg", "weighted": False}, "privacy": clip}
+    grid, longer = trial.grid(tmp_path, rounds=ROUNDS, **BRIEF, **options), update(lambda row: row * 2)
+    grid.nodes[NODE].spoil = lambda kind, reply: longer(reply) or reply if kind == "train" else reply
+    _, history, events = run(grid, tmp_path, options=options)
+    bad = of(events, "bad")
+    assert [(event["site"], event["round"]) for event in bad] == [(WEST, round_) for round_ in range(ROUNDS)]
+    assert all("the norm 0.1, and privacy's clip is 0.05: it has not clipped it" in event["reason"] for event in bad), bad
+    assert all(event["norm"] <= 0.05 * 1.00001 for event in of(events, "update"))
+    finished(events, history)
+
+
 def test_a_bad_update_ends_the_run_where_it_shall(tmp_path):
     from allhands.federated.rounds import BadUpdateError
 
