@@ -237,7 +237,7 @@ def test_a_server_that_is_not_there_is_waited_for_and_said(watched, monkeypatch,
 
 @pytest.mark.serial
 def test_two_sites_do_not_share_a_folder(state, tmp_path, run_file):
-    with site._alone(state), pytest.raises(UserError, match="another site uses the folder"):
+    with site.alone(state, "site"), pytest.raises(UserError, match="another site uses the folder"):
         site.run(options(tmp_path), run_file.read_text())
 
 

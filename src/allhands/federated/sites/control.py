@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from allhands.errors import UserError
 from allhands.federated.sites import app
+
+
+class Unanswered(Exception):
+    """The SuperLink has not answered, or not with what was asked for."""
 
 
 class Control:
@@ -29,17 +34,34 @@ class Control:
             interceptors=[RuntimeVersionHttpInterceptor(component_name="allhands")],
         )
 
+    def _ask(self, name: str, request: Any) -> Any:
+        import httpx
+
+        try:
+            return getattr(self._client, name)(request)
+        except httpx.HTTPError as error:
+            raise Unanswered(f"{name}: {error or type(error).__name__}") from error
+
     def register(self, keys: Mapping[str, bytes]) -> None:
-        """Let exactly these keys connect; by the sites' names."""
+        """Let exactly these keys connect; by the sites' names.
+
+        Raises:
+            UserError: a key was on the list, then off it, and is on it again, which Flower's database does not allow.
+        """
         from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
 
-        known = {node.public_key: node.node_id for node in self._client.ListNodes(ListNodesRequest()).nodes_info}
-        for key, node_id in known.items():
+        nodes = self._ask("ListNodes", ListNodesRequest()).nodes_info
+        let_in = {node.public_key: node.node_id for node in nodes if node.status != "unregistered"}
+        gone = {node.public_key for node in nodes} - let_in.keys()
+        for key, node_id in let_in.items():
             if key not in keys.values():
-                self._client.UnregisterNode(UnregisterNodeRequest(node_id=node_id))
+                self._ask("UnregisterNode", UnregisterNodeRequest(node_id=node_id))
         for name, key in keys.items():
-            if key not in known:
-                self._client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
+            if key in gone:
+                raise UserError(f"the key of {name} was taken off the list of sites before, and Flower lets no such key in "
+                                "again; make a new one, or delete superlink.db in the state folder")  # fmt: skip
+            if key not in let_in:
+                self._ask("RegisterNode", RegisterNodeRequest(public_key=key, name=name))
 
     def start(self, text: str) -> int:
         """Submit the run, after stopping those that an earlier server has left; the run's id.
@@ -54,12 +76,12 @@ class Control:
 
         for run in self._runs().values():
             if run.status.status != "finished":
-                self._client.StopRun(StopRunRequest(run_id=run.run_id))
+                self._ask("StopRun", StopRunRequest(run_id=run.run_id))
         content, _ = build_fab_from_files(app.files(text))
         fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
-        started = self._client.StartRun(StartRunRequest(fab=fab_to_proto(fab)))
+        started = self._ask("StartRun", StartRunRequest(fab=fab_to_proto(fab)))
         if not started.HasField("run_id"):
-            raise RuntimeError("the SuperLink refused the run; see superlink.log in the state folder")
+            raise Unanswered("it has refused the run")
         return int(started.run_id)
 
     def ended(self, run_id: int) -> tuple[str, str] | None:
@@ -76,4 +98,4 @@ class Control:
     def _runs(self) -> Any:
         from flwr.proto.control_pb2 import ListRunsRequest
 
-        return self._client.ListRuns(ListRunsRequest()).run_dict
+        return self._ask("ListRuns", ListRunsRequest()).run_dict

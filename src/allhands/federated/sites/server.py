@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import json
 import os
@@ -21,15 +22,15 @@ from typing import Any
 from allhands.errors import UserError
 from allhands.federated.sites import flower
 from allhands.federated.sites.certificates import names_of, read_certificates
-from allhands.federated.sites.control import Control
+from allhands.federated.sites.control import Control, Unanswered
 from allhands.federated.sites.server_process import LOG, PID, RUN_ID, STATE
 from allhands.launch import processes
 
 #: The file of the state folder from which the ServerApp knows what to run.
 SETTINGS = "server.json"
 _SECRET = "superexec.secret"
-# Seconds: until the SuperLink listens; for the ServerApp to abandon its round; between two looks at the run.
-_START, _GRACE, _EVERY = 60.0, 20.0, 1.0
+# Seconds: until the SuperLink listens; for the ServerApp to abandon its round; between two looks at the run; without an answer.
+_START, _GRACE, _EVERY, _SILENCE = 60.0, 20.0, 1.0, 120.0
 
 
 @dataclass(frozen=True)
@@ -132,16 +133,22 @@ class Server:
 
     def __enter__(self) -> Server:
         state = self.options.state
-        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(alone(state, "server"))
+            _refuse_taken(self.options.host, self.options.port)
+            self._held = stack.pop_all()
         for name in (RUN_ID, PID):
             (state / name).unlink(missing_ok=True)
         _write_secretly(state / _SECRET, secrets.token_bytes(32))
         _write_secretly(state / SETTINGS, json.dumps(_settings(self.options)).encode())
         flower.write_commands(state, {"flwr-serverapp": "allhands.federated.sites.server_process"})
-        _refuse_taken(self.options.host, self.options.port)
         return self
 
     def __exit__(self, *_: object) -> None:
+        with self._held:
+            self._end()
+
+    def _end(self) -> None:
         self._end_app()
         for child in reversed(self._children.values()):
             child.terminate()
@@ -170,9 +177,15 @@ class Server:
                                 f"{self.options.state / 'superlink.out'}")  # fmt: skip
             time.sleep(0.1)
         self.control = Control(address(host, self.options.port), self.options.authority)
-        if not self.options.insecure:
-            self.control.register(self.keys)
-        self._run = self.control.start(self.text)
+        try:
+            if not self.options.insecure:
+                self.control.register(self.keys)
+            self._run = self.control.start(self.text)
+        except Unanswered as error:
+            self.check()
+            raise UserError(
+                f"the SuperLink does not take the run: {error}; see {self.options.state / 'superlink.out'}"
+            ) from error
         aside = self.options.state / f".{RUN_ID}.part"
         aside.write_text(str(self._run), encoding="utf-8")
         aside.replace(self.options.state / RUN_ID)
@@ -184,12 +197,18 @@ class Server:
         Raises:
             UserError: the run failed; with its reason.
         """
-        asked = 0.0
+        asked, answered = 0.0, time.monotonic()
         while True:
             self.check()
             if time.monotonic() - asked > _EVERY:
                 asked = time.monotonic()
-                ended = self.control.ended(self._run)
+                try:
+                    ended, answered = self.control.ended(self._run), asked
+                except Unanswered as error:  # it is busy, or has ended, which the next look tells
+                    if asked - answered > _SILENCE:
+                        raise UserError(f"the SuperLink does not answer: {error}; see "
+                                        f"{self.options.state / 'superlink.out'}") from error  # fmt: skip
+                    ended = None
                 if ended is not None and ended[0] == "completed":
                     return
                 if ended is not None:
@@ -226,6 +245,18 @@ class Server:
                     os.kill(pid, signal.SIGKILL)
                     return
                 time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def alone(state: Path, what: str) -> Iterator[None]:
+    """Make a state folder, and hold it. Raises `UserError` when another server, or another site, does."""
+    state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(state / f"{what}.lock", "w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another {what} uses the folder {state}; name another --state, or end that one") from None
+        yield
 
 
 @contextlib.contextmanager

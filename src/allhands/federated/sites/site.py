@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
@@ -12,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from allhands.errors import UserError
 from allhands.federated.sites import client_app, flower
 from allhands.federated.sites.certificates import check_authority, probe
 from allhands.federated.sites.keys import check_name, fingerprint, read_site_key, site_token
-from allhands.federated.sites.server import Stopped, signals
+from allhands.federated.sites.server import Stopped, alone, signals
 from allhands.launch import processes
 
 _SECRET = "superexec.secret"
@@ -120,7 +118,7 @@ def run(options: SiteOptions, text: str, define: str = client_app.DEFINE) -> int
     if options.insecure:
         _say("INSECURE: plain text, and nobody proves who they are")
     try:
-        with signals(), _alone(options.state), Site(options, text, define) as site:
+        with signals(), alone(options.state, "site"), Site(options, text, define) as site:
             site.start()
             while True:
                 site.watch()
@@ -246,18 +244,6 @@ class Site:
         if now - self._said.get(line, -_SAY_AGAIN) >= _SAY_AGAIN:
             self._said[line] = now
             _say(line)
-
-
-@contextlib.contextmanager
-def _alone(state: Path) -> Iterator[None]:
-    """Hold the state folder. Raises `UserError` when another site does."""
-    state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with open(state / "site.lock", "w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another site uses the folder {state}; name another --state, or end that one") from None
-        yield
 
 
 def _write(path: Path, content: bytes) -> None:
