@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import weakref
 
 import pytest
@@ -172,6 +173,20 @@ def test_too_few_sites_are_waited_for_where_that_is_asked_for(tmp_path):
     model, _ = serve(given, sites={"wait": 0.1, "below": "wait"}, logdir=tmp_path / "log")
     assert len(events(tmp_path / "log", "waiting")) >= 2
     assert same(model, simulate()[0])
+
+
+def test_waiting_for_sites_is_no_part_of_a_rounds_seconds(tmp_path, monkeypatch):
+    real = training.Roll.wait_for
+
+    def slow(self):
+        time.sleep(0.4)
+        real(self)
+
+    monkeypatch.setattr(training.Roll, "wait_for", slow)
+    given = grid(tmp_path)
+    began = time.perf_counter()
+    _, history = serve(given)
+    assert 0 < sum(history["seconds"]) < time.perf_counter() - began - 3 * 0.4
 
 
 @pytest.mark.parametrize("options", [

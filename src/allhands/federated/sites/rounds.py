@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,8 +54,8 @@ class SiteRounds(Rounds):
     Args:
         measures: the sites measure the model, on test samples of their own, whenever the global one is measured.
 
-    The history has three lists more: ``absent``, the clients that were drawn and were not connected; ``late`` are in ``failed``;
-    bytes are those of arrays as they were sent.
+    The history has a list more, ``absent``: the clients that were drawn and were not connected. Those that were late are in
+    ``failed``; bytes are those of arrays as they were sent, and seconds are without waiting for sites.
     """
 
     executor: SiteExecutor
@@ -68,6 +69,7 @@ class SiteRounds(Rounds):
         self.roll.run = secrets.token_hex(8)
         self.history["absent"] = []
         self._absent: list[int] = []
+        self._waited = 0.0
         self._begun = False
 
         # The sites know the run's seed, and whoever knows it could take noise away again, or tell who was in a cohort.
@@ -90,7 +92,9 @@ class SiteRounds(Rounds):
             self._begun = True
             self.events.say("begin", sites=self.roll.names, needed=self.roll.needed, per_round=self.per_round,
                             rounds=self.rounds, round=round_, algorithm=self.algorithm.name)  # fmt: skip
+        began = time.perf_counter()
         self.roll.wait_for()
+        self._waited = time.perf_counter() - began
         for client, name in enumerate(self.roll.names):
             there = self.roll.present.get(name)
             if there is not None:
@@ -144,7 +148,7 @@ class SiteRounds(Rounds):
 
     def _note(self, round_: int, cohort: list[int], figures: dict[str, torch.Tensor], values: dict[str, dict[str, float]],
               seconds: float) -> None:  # fmt: skip
-        super()._note(round_, cohort, figures, values, seconds)
+        super()._note(round_, cohort, figures, values, seconds - self._waited)
         self.history["bytes_up"][-1] = float(self.executor.received)
         self.history["bytes_down"][-1] = float(self.executor.sent)
         self.history["absent"].append(self._absent)
