@@ -239,7 +239,7 @@ def _data_options(run_file: RunFile) -> dict[str, Any]:
             if getattr(data, key) is not None:
                 raise run_file.error(("data", key), f"the catalogue's sets have it; write data.options.{key} for a function")
         root = None if data.root is None else str(Path(data.root).expanduser().absolute())
-        return located(run_file, ("data",), lambda: own_data.options_of(data.name, root, data.options))  # type: ignore[no-any-return]
+        return located(run_file, ("data",), lambda: own_data.options_of(data.name, root, data.options))
     if data.options:
         raise run_file.error(("data", "options"), f"they are for a function, and '{data.name}' is in the catalogue; remove them")
     wanted = run_file.config.data.model_dump(include={"root", "limit", "normalize", "labels"})

@@ -72,7 +72,7 @@ def unpack(record: Mapping[str, Array], expected: Expected) -> dict[str, torch.T
             continue
         for parts, read in (((_PLACES, _VALUES), _scattered), ((_CODES, _PALETTE, _COUNTS, _BOUNDS), _decoded)):
             if all(f"{name}.{part}" in left for part in parts) and len(shape) == 1 and dtype.is_floating_point:
-                made[name] = read(name, *(left.pop(f"{name}.{part}") for part in parts), dtype, shape[0])  # type: ignore[operator]
+                made[name] = read(name, [left.pop(f"{name}.{part}") for part in parts], dtype, shape[0])
                 break
         else:
             raise BadUpdate(f"it has no array '{name}', it has {_names(record)}")
@@ -144,7 +144,9 @@ def _read(name: str, array: Array, kinds: tuple[np.dtype, ...], shape: tuple[int
     return values.astype(kind.newbyteorder("="))  # a copy: what is read from bytes cannot be written to
 
 
-def _scattered(name: str, places: Array, values: Array, dtype: torch.dtype, length: int) -> torch.Tensor:
+def _scattered(name: str, arrays: Sequence[Array], dtype: torch.dtype, length: int) -> torch.Tensor:
+    """A row from the places of what is not zero, and that."""
+    places, values = arrays
     at = _read(f"{name}.{_PLACES}", places, (np.dtype("<i4"), np.dtype("<i8")), None, length)
     those = _read(f"{name}.{_VALUES}", values, (np.dtype(_DTYPES[dtype]),), at.shape, length)
     if len(at) and (at[0] < 0 or at[-1] >= length or not (np.diff(at) > 0).all()):
@@ -154,10 +156,9 @@ def _scattered(name: str, places: Array, values: Array, dtype: torch.dtype, leng
     return row
 
 
-def _decoded(
-    name: str, codes: Array, palette: Array, counts: Array, bounds: Array, dtype: torch.dtype, length: int
-) -> torch.Tensor:
+def _decoded(name: str, arrays: Sequence[Array], dtype: torch.dtype, length: int) -> torch.Tensor:
     """A row from palettes and codes."""
+    codes, palette, counts, bounds = arrays
     whole = np.dtype("<i8")
     edges = _read(f"{name}.{_BOUNDS}", bounds, (whole,), None, length + 1)
     many = _read(f"{name}.{_COUNTS}", counts, (whole,), (max(len(edges) - 1, 0),), length)

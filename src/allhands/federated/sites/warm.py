@@ -156,7 +156,7 @@ class SiteWorker:
             kind = asked.text("kind")
             if kind not in ("hello", "train", "evaluate"):
                 raise _Refusal("this site knows no such message; install the server's version of allhands")
-            return getattr(self, f"_{kind}")(asked)  # type: ignore[no-any-return]
+            return getattr(self, f"_{kind}")(asked)
         except ClientError as error:
             traceback.print_exception(error.__cause__ or error, file=sys.stderr)
             reason = _last_line(error.__cause__ or error)
