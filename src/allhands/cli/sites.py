@@ -20,7 +20,7 @@ from allhands.federated.sites.site import SiteOptions
 #: What a site sends, for the plan; docs/federated_sites.md says it in full.
 LEAVES = (
     "its name, the number of its training and test samples, and a proof that it knows its token",
-    "a description of the model and the settings (names and shapes of weights, class labels), before the first round",
+    "where its training is not the server's: in what (a setting, the shape of a weight, the names of classes)",
     "after each round: the update of the weights (or what compression and clipping leave of it) and the integers of BatchNorm",
     "after each round: samples, steps, loss before and after, seconds; after an evaluation: samples, loss, right answers",
     "when something fails: the last line of the error",

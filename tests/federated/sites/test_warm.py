@@ -250,11 +250,11 @@ def description_of(serving, **changed):
     return describe(given, serving.server, serving.definition.strategy)
 
 
-def test_a_site_greets_with_its_samples_its_labels_and_its_token(tmp_path):
+def test_a_site_greets_with_how_many_samples_it_has_and_that_it_knows_its_token(tmp_path):
     serving = Serving(tmp_path, token="secret", test_fraction=0.2)
     reply = greet(serving.sites[1], description_of(serving), challenge="a challenge")
     proof = prove("secret", "a challenge", "east")
-    assert dict(reply["allhands"]) == {"status": "ok", "proof": proof, "labels": [0, 1, 2], "site": "east"}
+    assert dict(reply["allhands"]) == {"status": "ok", "proof": proof, "site": "east"}
     assert dict(reply["figures"]) == {"samples": 21.0, "tests": 5.0}
 
 
@@ -294,6 +294,8 @@ def test_labels_and_versions_are_compared(tmp_path):
     theirs = {**description_of(serving), "labels": ["dog", "cat", "owl"]}
     assert greet(site, theirs)["allhands"]["reason"] == "the classes are cat, dog, owl here and dog, cat, owl at the server"
     assert greet(site, {**theirs, "labels": None})["allhands"]["status"] == "ok"
+    unnamed = greet(SiteWorker(define(rows_of(0)), "north", tmp_path / "more"), {**theirs, "labels": ["dog", "cat"]})
+    assert unnamed["allhands"]["reason"] == "a sample here is of class 2, and the server names 2 classes, from 0"
     assert "install the server's version" in greet(site, {**theirs, "allhands": "9.9"})["allhands"]["reason"]
     for wrong in ([], {}, {"allhands": theirs["allhands"], "weights": 3}, None):
         assert greet(site, wrong)["allhands"]["reason"] == "the server's description cannot be read"

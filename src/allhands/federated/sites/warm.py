@@ -174,6 +174,9 @@ class SiteWorker:
         except ValueError:
             raise _Refusal("the server's description is not JSON") from None
         found = differences(self.description, theirs)
+        classes, highest = theirs.get("labels") if isinstance(theirs, dict) else None, self._highest_class()
+        if not found and isinstance(classes, list) and highest >= len(classes):
+            found = [f"a sample here is of class {highest}, and the server names {len(classes)} classes, from 0"]
         if found:
             reason = "; ".join(found)
             self.say(f"this site does not match the server: {reason}")
@@ -181,9 +184,6 @@ class SiteWorker:
         config: dict[str, Any] = {"status": "ok"}
         if self.token is not None:
             config["proof"] = prove(self.token, asked.text("challenge"), self.name)
-        labels = self._targets()
-        if labels:
-            config["labels"] = labels
         self.say(f"the server and this site agree: {self.num_samples:,} samples to train on, {self.num_tests:,} to test")
         return self._reply(config, {"samples": self.num_samples, "tests": self.num_tests})
 
@@ -302,12 +302,10 @@ class SiteWorker:
                     raise _Refusal(f"the optimizer has no option '{name}' here")
                 own[name] = tuple(value) if isinstance(value, list) else value
 
-    def _targets(self) -> list[int]:
-        """The classes that the site has samples of; empty where targets are no classes."""
+    def _highest_class(self) -> int:
+        """The highest class that the site has samples of; -1 where targets are no classes, or cannot be seen at once."""
         targets = self.samples.targets()
-        if targets is None or targets.dim() != 1 or targets.is_floating_point():
-            return []
-        return [int(label) for label in targets.unique()]
+        return -1 if targets is None or targets.dim() != 1 or targets.is_floating_point() else int(targets.max())
 
     def _reply(self, config: dict[str, Any], figures: dict[str, float] | None = None) -> RecordDict:
         reply = RecordDict({"allhands": ConfigRecord({**config, "site": self.name})})
