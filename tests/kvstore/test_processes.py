@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 from allhands.kvstore import handshake
 from tests.launch.conftest import Job, mark, wait_until  # noqa: F401
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(120)]
 
 LEASE = 2.0
 WITHIN = LEASE + 1.0
@@ -116,7 +116,7 @@ def job(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:  # n
 
 def launched(job: Job, text: str, *words: str, argument: str = "{}") -> tuple[int, str, list[str]]:
     """Exit code, output, and what the launcher reported; nothing is left five seconds later."""
-    code, out, err = job.run(*words, job.script(BEGIN + text), argument, timeout=45)
+    code, out, err = job.run(*words, job.script(BEGIN + text), argument, timeout=90)
     assert wait_until(lambda: not job.alive(), 5), f"left behind: {job.alive()}"
     told = [re.sub(r"pid \d+", "PID", line) for line in err.splitlines() if line.startswith("allhands: ")]
     return code, out + err, told
@@ -250,7 +250,7 @@ def test_wherever_a_worker_fails_the_others_are_told_its_name_and_why(servers: l
     script.write_text(PAIRS)
     done = subprocess.run(
         [sys.executable, "-P", str(script), json.dumps(servers), json.dumps(cases)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for how in HOWS:
