@@ -314,6 +314,9 @@ def on_another_number(folder: str) -> dict[str, Any]:
     found["went on"] = relative_difference(model.state_dict(), expected)
     model, _, _ = train(DDP(), resume=f"{folder}/other", **options)
     found["under ddp"] = bool(torch.isfinite(torch.cat([p.flatten() for p in model.parameters()])).all())
+    train(DDP(), epochs=1, logdir=f"{folder}/ddp")
+    ddp, ours = (train(strategy, epochs=2, resume=f"{folder}/ddp")[0] for strategy in (DDP(), LocalSGD(every=1)))
+    found["from ddp"] = relative_difference(ours.state_dict(), ddp.state_dict())
     for name, strategy in (("fragments", LocalSGD(4, NESTEROV, fragments=2)), ("outer", LocalSGD(4))):
         with pytest.raises(UserError) as error:
             train(strategy, resume=f"{folder}/other", **options)
@@ -343,6 +346,7 @@ def test_an_interruption_changes_nothing(tmp_path: Path) -> None:
         assert found["saved"] < 1e-6
         assert found["went on"] < 1e-6
         assert found["under ddp"]
+        assert found["from ddp"] < 1e-6
         assert "set fragments to 1" in found["fragments"]
         assert "set outer to {'name': 'nesterov', 'lr': 0.5, 'momentum': 0.8}" in found["outer"]
         assert "the weights of '0.weight' were changed" in found["changed"]
