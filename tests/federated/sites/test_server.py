@@ -26,7 +26,7 @@ from allhands.federated import Federated
 from allhands.runner import SupervisedRunner
 from tests.examples.running import program
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.slow]
 
 PAGE = (Path(__file__).parents[3] / "docs" / "federated_sites.md").read_text(encoding="utf-8")
 NAMES, SIZES = ("north", "east", "south"), (10, 26, 18)
