@@ -135,7 +135,7 @@ def ask(address: Path, content: RecordDict, patience: float = 60.0) -> RecordDic
         try:
             token = token_of(address).read_bytes()
         except OSError as error:
-            raise SocketError(f"the token of the site's warm process cannot be read: {error}") from None
+            raise SocketError(f"the token of the site's warm process cannot be read: {error.strerror}") from None
         try:
             _send(peer, token, *_parts(content))
             return _received(peer)
@@ -153,8 +153,9 @@ def _connect(peer: socket.socket, address: Path, patience: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise SocketError(f"the site's warm process does not listen at {address} ({error.strerror or error}); look into "
-                                  "the site's output for why it does not start") from None  # fmt: skip
+                # Without the path: the server gets this text.
+                raise SocketError(f"the site's warm process does not listen ({error.strerror or error}); the site's output says "
+                                  "why it does not start") from None  # fmt: skip
         time.sleep(0.1)
 
 

@@ -53,17 +53,18 @@ class SiteState:
             return None
         if since is None or since not in kept:
             wanted = f"after round {since}" if since is not None else f"before round {before}"
-            raise UserError(f"this site keeps no state {wanted} of the run {run!r} in {self._place(run)}; it has those after "
-                            f"round {', '.join(map(str, kept)) or '-'}: start the run anew, or bring the file back")  # fmt: skip
+            raise UserError(f"this site keeps no state {wanted} of the run {run!r}; it has those after round "
+                            f"{', '.join(map(str, kept)) or '-'}: start the run anew, or bring the file back")  # fmt: skip
         path = self._file(run, since)
         try:
             vectors = load_file(path)
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} cannot be read: {error}; start the run anew, or bring the file back") from None
+            raise UserError(f"the site's {path.name} cannot be read ({type(error).__name__}); start the run anew, or bring the "
+                            "file back") from None  # fmt: skip
         found = {name: (vector.numel(), vector.dtype) for name, vector in vectors.items()}
         if found != {name: (length, self.dtype) for name, length in self.lengths.items()}:
-            raise UserError(f"{path} was written by another training: it keeps {', '.join(found) or 'nothing'}; give this run a "
-                            "name of its own")  # fmt: skip
+            raise UserError(f"the site's {path.name} was written by another training: it keeps {', '.join(found) or 'nothing'}; "
+                            "give this run a name of its own")  # fmt: skip
         return vectors
 
     def save(self, run: str, round_: int, since: int | None, vectors: dict[str, torch.Tensor]) -> None:
