@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -354,3 +355,19 @@ def test_a_resumed_epoch_cuts_the_same_batches_at_the_same_places_in_memory(
                 for (x,), (y,) in zip(one, other, strict=True):
                     assert torch.equal(x, y)
                     assert x.storage_offset() == y.storage_offset()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("count", [2, 10])
+@pytest.mark.parametrize("data", [Numbers(40), Stream(40)], ids=["map", "stream"])
+def test_loader_processes_end_with_the_epoch_or_with_the_feed(data: Any, count: int, persistent: bool) -> None:
+    loader = DataLoader(data, batch_size=4, num_workers=1, persistent_workers=persistent)
+    (feed,) = loader_feeds(loader, 1)
+    steps = feed.epoch(0)
+    for _ in range(count):
+        next(steps)
+    steps.close()
+    stays = persistent and isinstance(data, Numbers)
+    assert len(multiprocessing.active_children()) == (1 if stays else 0)
+    feed.close()
+    assert not multiprocessing.active_children()

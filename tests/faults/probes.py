@@ -93,8 +93,6 @@ def run_in_world(workers: int) -> Found:
 
 def _run_all(probes: dict[str, Callable[[], Any]], folder: str) -> None:
     """Write every probe's result or traceback on this rank, as soon as it is there."""
-    # Of an iterator with loader processes that the garbage collector finds, PyTorch waits so long for each of them, in vain.
-    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
     world = allhands.current_world()
     assert world is not None
     with (Path(folder) / str(world.rank)).open("wb") as file:

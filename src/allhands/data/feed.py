@@ -11,6 +11,7 @@ import itertools
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,9 @@ class Feed(ABC):
         """Go on from what `state_dict` gave."""
         if self.order is not None:
             self.order.load_state_dict(state)
+
+    def close(self) -> None:
+        """End what outlives an epoch; no epoch is read afterwards."""
 
 
 class InMemoryFeed(Feed):
@@ -190,9 +194,12 @@ class LoaderFeed(Feed):
         self._batches.batches = [(seed, first, batch) for batches, _, _ in steps for first, batch in batches]
         # What loader processes draw outside of samples, in a worker_init_fn: others in each epoch and on each rank.
         self._generator.manual_seed(derive_seed(self.seed, "loader", self.name, epoch, self.rank))
-        loaded = iter(self.loader)
-        for batches, total, idle in steps:
-            yield [next(loaded) for _ in batches], [len(batch) for _, batch in batches], total, idle
+        with _reading(self.loader) as loaded:
+            for batches, total, idle in steps:
+                yield [next(loaded) for _ in batches], [len(batch) for _, batch in batches], total, idle
+
+    def close(self) -> None:
+        _end_processes(self.loader._iterator)
 
     def _plan(self, epoch: int, skip: int) -> list[tuple[list[tuple[int, list[int]]], int, bool]]:
         """For each step: this rank's batches, as the position of their first sample in the epoch and the sample indices; the
@@ -253,9 +260,10 @@ class IterableFeed(Feed):
         set_epoch = getattr(self._stream.dataset, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        for batches, counts, total, fingerprint in self.loader:
-            self._check_same_stream(total, fingerprint)
-            yield batches, counts, total, total < self.world.world_size
+        with _reading(self.loader) as loaded:
+            for batches, counts, total, fingerprint in loaded:
+                self._check_same_stream(total, fingerprint)
+                yield batches, counts, total, total < self.world.world_size
         self._check_same_stream(0, 0)
 
     def _check_same_stream(self, total: int, fingerprint: int) -> None:
@@ -272,6 +280,26 @@ class IterableFeed(Feed):
                 "give the same samples in the same order on every rank (allhands deals them out); remove its own sharding "
                 "by rank, or derive its shuffling from a fixed seed"
             )
+
+
+@contextmanager
+def _reading(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
+    """An iterator whose loader processes end with the block, unless they serve the next epoch too.
+
+    Where that is left to the garbage collector, which may take their queues apart first, PyTorch waits five seconds for each.
+    """
+    loaded = iter(loader)
+    try:
+        yield loaded
+    finally:
+        if not loader.persistent_workers:
+            _end_processes(loaded)
+
+
+def _end_processes(loaded: Any) -> None:
+    end = getattr(loaded, "_shutdown_workers", None)  # PyTorch's own; an iterator without processes has none
+    if end is not None:
+        end()
 
 
 class _RankBatches:

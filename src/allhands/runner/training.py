@@ -168,6 +168,8 @@ class Training:
                 self.memory.close(failed=True)
                 raise
             finally:
+                for feed in self.feeds.values():
+                    feed.close()
                 loggers.close()
                 self.reporter.close()
             settings.strategy.finish()
