@@ -172,10 +172,11 @@ class Group:
         return {**kept, **silent, **more}
 
     def start(self, name: str, *command: str, **more: str) -> subprocess.Popen[bytes]:
-        """Start a process whose output goes into NAME.log."""
+        """Start a process whose output goes into NAME.log, in a session of its own: Linux divides a busy machine among sessions."""
         with (self.folder / f"{name}.log").open("wb") as log:
             self.started[name] = subprocess.Popen([str(BIN / command[0]), *command[1:]], cwd=self.folder, stdout=log, stderr=log,
-                                                  stdin=subprocess.DEVNULL, env=self.environment(**more))  # fmt: skip
+                                                  stdin=subprocess.DEVNULL, env=self.environment(**more),
+                                                  start_new_session=True)  # fmt: skip
         return self.started[name]
 
     def members(self) -> list[psutil.Process]:
@@ -252,13 +253,12 @@ def ours(model: dict[str, Any], sites: int, rounds: int, loading: float) -> dict
             raise SystemExit(f"the server failed:\n{group.said(['server'])}")
         took = time.time() - began
         events = [json.loads(line) for line in (group.folder / "logs" / "events.jsonl").read_text().splitlines()]
-        launches = group.launches()
         logs = "".join((group.folder / f"{name}.log").read_text(errors="replace") for name in names)
     ends = [event["time"] for event in events if event["kind"] == "round_end"]
     count = {kind: sum(event["kind"] == kind for event in events) for kind in ("update", "late", "failed", "bad", "dropped")}
     return {
         "rounds": [after - before for before, after in itertools.pairwise(ends)], "first": ends[0] - began, "all": took,
-        "events": count, "launches": launches, "trained": len(re.findall(r"round \d+: .* steps", logs)),
+        "events": count, "trained": len(re.findall(r"round \d+: .* steps", logs)),
         "started_again": logs.count("started again"),
         "peak_MB": {role: round(peak) for role, peak in group.peaks.items()},
     }  # fmt: skip
