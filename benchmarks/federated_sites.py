@@ -172,7 +172,7 @@ class Group:
         return {**kept, **silent, **more}
 
     def start(self, name: str, *command: str, **more: str) -> subprocess.Popen[bytes]:
-        """Start a process whose output goes into NAME.log, in a session of its own: Linux divides a busy machine among sessions."""
+        """Start a process whose output goes into NAME.log; in a session of its own, among which Linux divides the machine."""
         with (self.folder / f"{name}.log").open("wb") as log:
             self.started[name] = subprocess.Popen([str(BIN / command[0]), *command[1:]], cwd=self.folder, stdout=log, stderr=log,
                                                   stdin=subprocess.DEVNULL, env=self.environment(**more),
