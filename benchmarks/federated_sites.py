@@ -203,13 +203,13 @@ class Group:
     def look(self, roles: dict[str, str]) -> None:
         """Remember the most memory that each role has had, in MB."""
         for member in self.members():
-            with contextlib.suppress(psutil.Error, OSError, AttributeError):
+            with contextlib.suppress(psutil.Error, OSError):
                 line = " ".join(member.cmdline())
                 for role, part in roles.items():
                     if part in line:
                         status = Path(f"/proc/{member.pid}/status").read_text()
-                        peak = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 1e3
-                        self.peaks[role] = max(self.peaks.get(role, 0.0), peak)
+                        found = re.search(r"VmHWM:\s+(\d+) kB", status)  # a process that ends has none
+                        self.peaks[role] = max(self.peaks.get(role, 0.0), int(found[1]) / 1e3 if found else 0.0)
 
     def launches(self) -> int:
         """Processes of messages that sites have started: more than messages, where Flower gave one up and began anew."""
