@@ -45,6 +45,7 @@ def is_local(scope: dict[str, Any]) -> bool:
 def main() -> None:
     """`flower-superlink`, with its own arguments."""
     flower.require()
+    from flwr.supercore import sql_mixin
     from flwr.superlink import extensions
     from starlette.middleware import Middleware
 
@@ -52,6 +53,9 @@ def main() -> None:
     if before is None:
         raise UserError(f"this Flower has no hook for middleware, so that its control interface would be open: {flower.INSTALL}")
     extensions.get_middleware = lambda: (Middleware(LocalControl), *before())
+    # Flower gives each connection to the database 64 MB of cache and a view of 256 MB of the file, and has up to 15 of them: the
+    # messages on their way would be in memory after all.
+    sql_mixin.SQLITE_PRAGMAS = tuple({**dict(sql_mixin.SQLITE_PRAGMAS), "cache_size": "-4000", "mmap_size": "0"}.items())
     from flwr.superlink.cli import flower_superlink
 
     flower_superlink()
