@@ -55,7 +55,8 @@ def main() -> None:
     extensions.get_middleware = lambda: (Middleware(LocalControl), *before())
     # Flower gives each connection to the database 64 MB of cache and a view of 256 MB of the file, and has up to 15 of them: the
     # messages on their way would be in memory after all.
-    sql_mixin.SQLITE_PRAGMAS = tuple({**dict(sql_mixin.SQLITE_PRAGMAS), "cache_size": "-4000", "mmap_size": "0"}.items())
+    pragmas: Any = {**dict(sql_mixin.SQLITE_PRAGMAS), "cache_size": "-4000", "mmap_size": "0"}.items()
+    sql_mixin.SQLITE_PRAGMAS = tuple(pragmas)
     from flwr.superlink.cli import flower_superlink
 
     flower_superlink()
