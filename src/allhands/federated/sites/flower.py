@@ -87,8 +87,8 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
-        # A SuperLink has several copies of the pieces (5 MB) of arrays that are on their way. glibc would keep what they took, in a
-        # heap for each thread; what is larger than this is given back at once.
+        # A SuperLink has several copies of the pieces (5 MB) of arrays that are on their way. glibc would keep what they took, in
+        # a heap for each thread; what is larger than this is given back at once.
         "MALLOC_MMAP_THRESHOLD_": kept.get("MALLOC_MMAP_THRESHOLD_", str(1 << 18)),
         "MALLOC_ARENA_MAX": kept.get("MALLOC_ARENA_MAX", "2"),
         # Flower's processes of one machine talk over loopback, which a proxy could not reach.
