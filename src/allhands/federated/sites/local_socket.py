@@ -137,7 +137,9 @@ def ask(address: Path, content: RecordDict, patience: float = 60.0) -> RecordDic
         except OSError as error:
             raise SocketError(f"the token of the site's warm process cannot be read: {error.strerror}") from None
         try:
-            _send(peer, token, *_parts(content))
+            # One that refuses has not read everything; its answer is there, though sending fails.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                _send(peer, token, *_parts(content))
             return _received(peer)
         except (OSError, ValueError, struct.error) as error:
             raise SocketError("the site's warm process ended in the middle of the request; the site starts it again, and the "
