@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 
 import torch
@@ -25,9 +26,13 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, float], Callable[[Iterable[nn.Paramet
 }
 
 
+_ONE_AT_A_TIME = threading.Lock()  # workers are threads here, and draw from one generator
+
+
 def model(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
+    with _ONE_AT_A_TIME:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
