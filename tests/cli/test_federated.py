@@ -10,7 +10,7 @@ from allhands.cli import main
 from allhands.errors import UserError
 
 pytest.importorskip("flwr")
-from allhands.federated.sites import server, trial_keys
+from allhands.federated.sites import server, supervision, trial_keys
 
 RUN = "data: digits\nstrategy: {name: federated, sites: {names: [north, south]}}\nlogdir: logs\n"
 
@@ -113,5 +113,5 @@ def test_a_port_that_is_taken_is_refused_by_name() -> None:
 def test_what_the_server_writes_down_is_for_its_owner_only() -> None:
     with server.Server(options(), "", {}):
         assert Path("state").stat().st_mode & 0o777 == 0o700
-        for name in (server.SETTINGS, server._SECRET):
+        for name in (server.SETTINGS, supervision.SECRET):
             assert (Path("state") / name).stat().st_mode & 0o777 == 0o600

@@ -14,8 +14,9 @@ from allhands.federated.sites.certificates import check_server
 from allhands.federated.sites.display import Display
 from allhands.federated.sites.events import Follower
 from allhands.federated.sites.keys import fingerprint, read_allow_list, read_site_key, read_tokens
-from allhands.federated.sites.server import Server, ServerOptions, Stopped
+from allhands.federated.sites.server import Server, ServerOptions
 from allhands.federated.sites.site import SiteOptions
+from allhands.federated.sites.supervision import Stopped, signals
 
 #: What a site sends, for the plan; docs/federated_sites.md says it in full.
 LEAVES = (
@@ -68,7 +69,7 @@ def serve(options: ServerOptions, run_file: RunFile) -> int:
                 display.take(event)
 
     try:
-        with sites_server.signals(), Server(options, run_file.to_yaml(), keys) as server, Display() as display:
+        with signals(), Server(options, run_file.to_yaml(), keys) as server, Display() as display:
             display.say(f"server for {options.host}:{options.port}, {len(keys) or 'any'} sites; its files are in {options.state}")
             try:
                 server.start()

@@ -25,6 +25,7 @@ from flwr.clientapp import ClientApp
 
 from allhands.errors import UserError
 from allhands.federated.sites.local_socket import SocketError, ask
+from allhands.federated.sites.supervision import write_secretly
 
 #: The variable that names a generated app's run file.
 RUN_FILE = "ALLHANDS_SITES_RUN"
@@ -79,15 +80,19 @@ def settings_of(state: Path, name: str, config: list[str], data: Any, token_file
             "idle": idle}  # fmt: skip
 
 
-def command(state: Path, settings: Mapping[str, Any]) -> list[str]:
-    """Write down what the warm process shall do; returns what starts it."""
-    path = state / "warm.json"
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        json.dump(settings, file)
-    aside.replace(path)
+def warm_command(state: Path) -> list[str]:
+    """What starts the warm process of a state folder."""
     # -P: a file that lies in the working folder cannot stand for a module.
-    return [sys.executable, "-P", "-m", "allhands.federated.sites.warm_process", str(path)]
+    return [sys.executable, "-P", "-m", "allhands.federated.sites.warm_process", str(_task(state))]
+
+
+def write_task(state: Path, settings: Mapping[str, Any]) -> None:
+    """Write down what the warm process shall do."""
+    write_secretly(_task(state), json.dumps(settings).encode())
+
+
+def _task(state: Path) -> Path:
+    return state / "warm.json"
 
 
 def _start(state: Path, settings: Mapping[str, Any]) -> None:
@@ -97,8 +102,9 @@ def _start(state: Path, settings: Mapping[str, Any]) -> None:
         if _runs(state):
             return
         log = state / "warm.out"
+        write_task(state, settings)
         with log.open("wb") as out:
-            made = subprocess.Popen(command(state, settings), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            made = subprocess.Popen(warm_command(state), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                                     start_new_session=True)  # fmt: skip
         deadline = time.monotonic() + _START
         while not _runs(state):

@@ -9,9 +9,10 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from allhands.errors import UserError
 
@@ -35,6 +36,13 @@ def require() -> str:
     if found.split(".")[:2] != RELEASE.split("."):
         raise UserError(f"flwr {found} is installed, and its commands change from release to release: {INSTALL}")
     return found
+
+
+def require_names(module: Any, names: Iterable[str], what: str) -> None:
+    """Raise `UserError` unless the module of Flower's that is called `what` has the names that are to be replaced in it."""
+    absent = [name for name in names if not hasattr(module, name)]
+    if absent:
+        raise UserError(f"this Flower's {what} has no {', '.join(absent)}: {INSTALL}")
 
 
 def command(name: str) -> str:

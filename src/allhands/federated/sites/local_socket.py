@@ -21,6 +21,7 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from allhands.errors import AllhandsError, UserError
+from allhands.federated.sites.supervision import write_secretly
 
 _TOKEN_BYTES = 32
 _LENGTH = struct.Struct("<Q")
@@ -38,11 +39,7 @@ class SocketError(AllhandsError, RuntimeError):
 def write_token(path: Path) -> bytes:
     """A new token in a file that only its user can read."""
     token = secrets.token_bytes(_TOKEN_BYTES)
-    aside = path.with_name(f".{path.name}.part")
-    aside.unlink(missing_ok=True)
-    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(token)
-    aside.replace(path)
+    write_secretly(path, token)
     return token
 
 

@@ -21,9 +21,7 @@ def replace_loading(module: Any) -> None:
     Raises:
         UserError: this Flower has not the names that are replaced.
     """
-    absent = [name for name in _REPLACED if not hasattr(module, name)]
-    if absent:
-        raise UserError(f"this Flower's run_clientapp has no {', '.join(absent)}: {flower.INSTALL}")
+    flower.require_names(module, _REPLACED, "run_clientapp")
 
     def load(*_: Any) -> Any:
         from allhands.federated.sites.client_app import app

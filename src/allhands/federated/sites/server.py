@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import ipaddress
 import json
 import os
@@ -16,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from allhands.errors import UserError
@@ -24,11 +22,11 @@ from allhands.federated.sites import flower
 from allhands.federated.sites.certificates import names_of, read_certificates
 from allhands.federated.sites.control import Control, Unanswered
 from allhands.federated.sites.server_process import LOG, PID, RUN_ID, STATE
+from allhands.federated.sites.supervision import SECRET, alone, spawn, write_secretly
 from allhands.launch import processes
 
 #: The file of the state folder from which the ServerApp knows what to run.
 SETTINGS = "server.json"
-_SECRET = "superexec.secret"
 # Seconds: until the SuperLink listens; for the ServerApp to abandon its round; between two looks at the run; without an answer.
 _START, _GRACE, _EVERY, _SILENCE = 60.0, 20.0, 1.0, 120.0
 
@@ -94,7 +92,7 @@ def commands(options: ServerOptions) -> dict[str, list[str]]:
     if not options.insecure:
         tls = ["--ssl-certfile", str(options.certificate), "--ssl-keyfile", str(options.key),
                "--ssl-ca-certfile", str(options.authority), "--enable-supernode-auth"]  # fmt: skip
-    secret = ["--superexec-auth-secret-file", str(options.state / _SECRET)]
+    secret = ["--superexec-auth-secret-file", str(options.state / SECRET)]
     trust = ["--insecure"] if options.insecure else ["--root-certificates", str(options.authority)]
     return {
         "superlink": [
@@ -107,14 +105,6 @@ def commands(options: ServerOptions) -> dict[str, list[str]]:
             *trust, *secret,
         ],
     }  # fmt: skip
-
-
-class Stopped(Exception):
-    """A signal asked the server to end. `number` is the signal's."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"signal {number}")
-        self.number = number
 
 
 class Server:
@@ -139,8 +129,8 @@ class Server:
             self._held = stack.pop_all()
         for name in (RUN_ID, PID):
             (state / name).unlink(missing_ok=True)
-        _write_secretly(state / _SECRET, secrets.token_bytes(32))
-        _write_secretly(state / SETTINGS, json.dumps(_settings(self.options)).encode())
+        write_secretly(state / SECRET, secrets.token_bytes(32))
+        write_secretly(state / SETTINGS, json.dumps(_settings(self.options)).encode())
         flower.write_commands(state, {"flwr-serverapp": "allhands.federated.sites.server_process"})
         return self
 
@@ -186,9 +176,7 @@ class Server:
             raise UserError(
                 f"the SuperLink does not take the run: {error}; see {self.options.state / 'superlink.out'}"
             ) from error
-        aside = self.options.state / f".{RUN_ID}.part"
-        aside.write_text(str(self._run), encoding="utf-8")
-        aside.replace(self.options.state / RUN_ID)
+        write_secretly(self.options.state / RUN_ID, str(self._run).encode())
         self._spawn("superexec", wanted["superexec"])
 
     def wait(self) -> Iterator[None]:
@@ -224,14 +212,8 @@ class Server:
                 raise UserError(f"the {name} ended with code {child.returncode}: {' | '.join(lines[-5:])}")
 
     def _spawn(self, name: str, command: list[str]) -> None:
-        parent = os.getpid()
         environment = flower.environment(self.options.state, **{STATE: str(self.options.state)})
-        with (self.options.state / f"{name}.out").open("wb") as out:
-            # A session of its own: Ctrl-C in the terminal is for this process, which ends the others in order.
-            self._children[name] = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
-                preexec_fn=lambda: processes.die_with_parent(parent),  # noqa: PLW1509 - before the display has a thread
-            )  # fmt: skip
+        self._children[name] = spawn(command, environment, self.options.state / f"{name}.out")
 
     def _end_app(self) -> None:
         """Let the ServerApp abandon its round."""
@@ -247,49 +229,12 @@ class Server:
                 time.sleep(0.05)
 
 
-@contextlib.contextmanager
-def alone(state: Path, what: str) -> Iterator[None]:
-    """Make a state folder, and hold it. Raises `UserError` when another server, or another site, does."""
-    state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with open(state / f"{what}.lock", "w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another {what} uses the folder {state}; name another --state, or end that one") from None
-        yield
-
-
-@contextlib.contextmanager
-def signals() -> Iterator[None]:
-    """Turns SIGTERM and SIGINT into `Stopped`, once."""
-
-    def stop(number: int, _: FrameType | None) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
-        raise Stopped(number)
-
-    before: dict[Any, Any] = {signal.SIGTERM: None, signal.SIGINT: None}
-    for number in before:
-        before[number] = signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _settings(options: ServerOptions) -> dict[str, Any]:
     def text(path: Path | None) -> str | None:
         return None if path is None else str(path)
 
     return {"config": [str(path) for path in options.config], "overrides": list(options.overrides), "data": text(options.data),
             "allow": text(options.sites), "tokens": text(options.tokens), "insecure": options.insecure}  # fmt: skip
-
-
-def _write_secretly(path: Path, content: bytes) -> None:
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
 
 
 def _listens(host: str, port: int) -> bool:

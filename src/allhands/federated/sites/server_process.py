@@ -56,9 +56,7 @@ def replace_loading(module: Any, state: Path) -> None:
     Raises:
         UserError: this Flower has not the names that are replaced.
     """
-    absent = [name for name in _REPLACED if not hasattr(module, name)]
-    if absent:
-        raise UserError(f"this Flower's run_serverapp has no {', '.join(absent)}: {flower.INSTALL}")
+    flower.require_names(module, _REPLACED, "run_serverapp")
 
     def app() -> Any:
         from allhands.federated.sites.server_app import app

@@ -19,10 +19,9 @@ from allhands.errors import UserError
 from allhands.federated.sites import client_app, flower
 from allhands.federated.sites.certificates import check_authority, probe
 from allhands.federated.sites.keys import check_name, fingerprint, read_site_key, site_token
-from allhands.federated.sites.server import Stopped, alone, signals
+from allhands.federated.sites.supervision import SECRET, Stopped, alone, signals, spawn, write_secretly
 from allhands.launch import processes
 
-_SECRET = "superexec.secret"
 # Seconds: between two looks at the children; between two tries to reach the server; from asking a child to end to killing it.
 _EVERY, _RETRY, _GRACE = 0.2, 2.0, 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE, _STEADY = 1.0, 60.0, 60.0  # before a child is started again; it runs steadily after the last
@@ -70,9 +69,9 @@ def commands(options: SiteOptions) -> dict[str, list[str]]:
     state, port = options.state, options.port or _free_port()
     trust = ["--insecure"] if options.insecure else ["--root-certificates", str(options.authority)]
     key = [] if options.key is None else ["--auth-supernode-private-key", str(options.key)]
-    secret = ["--superexec-auth-secret-file", str(state / _SECRET)]
+    secret = ["--superexec-auth-secret-file", str(state / SECRET)]
     return {
-        "warm": [sys.executable, "-P", "-m", "allhands.federated.sites.warm_process", str(state / "warm.json")],
+        "warm": client_app.warm_command(state),
         "supernode": [
             sys.executable, "-P", "-m", "allhands.federated.sites.supernode", *trust, "--superlink", options.server, *key,
             "--isolation", "process", *secret, "--host", "127.0.0.1", "--port", str(port),
@@ -142,11 +141,11 @@ class Site:
     def __enter__(self) -> Site:
         state = self.options.state
         run_file = state / "run.yml"
-        _write(run_file, self.text.encode())
-        _write(state / _SECRET, secrets.token_bytes(32))
+        write_secretly(run_file, self.text.encode())
+        write_secretly(state / SECRET, secrets.token_bytes(32))
         settings = client_app.settings_of(state, self.options.name, [str(run_file)], None, self.options.token_file, None,
                                           self.define)  # fmt: skip
-        client_app.command(state, settings)
+        client_app.write_task(state, settings)
         flower.write_commands(state, {"flwr-clientapp": "allhands.federated.sites.message_process"})
         self.commands = commands(self.options)
         return self
@@ -215,17 +214,13 @@ class Site:
         return (self.options.state / "warm.sock").exists()
 
     def _spawn(self, name: str) -> None:
-        state, parent = self.options.state, os.getpid()
+        state = self.options.state
         if name == "warm":
             (state / "warm.sock").unlink(missing_ok=True)
-        with contextlib.ExitStack() as stack:
             # What the warm process says is for whoever started the site; Flower's processes have files.
-            out = None if name == "warm" else stack.enter_context((state / f"{name}.out").open("wb"))
-            self._children[name] = subprocess.Popen(
-                self.commands[name], env=os.environ if name == "warm" else flower.environment(state),
-                stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
-                preexec_fn=lambda: processes.die_with_parent(parent),  # noqa: PLW1509 - this process has one thread
-            )  # fmt: skip
+            self._children[name] = spawn(self.commands[name], os.environ, None)
+        else:
+            self._children[name] = spawn(self.commands[name], flower.environment(state), state / f"{name}.out")
         self._began[name] = time.monotonic()
 
     def _end(self, name: str) -> None:
@@ -244,12 +239,6 @@ class Site:
         if now - self._said.get(line, -_SAY_AGAIN) >= _SAY_AGAIN:
             self._said[line] = now
             _say(line)
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
 
 
 def _free_port() -> int:
