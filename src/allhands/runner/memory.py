@@ -18,6 +18,7 @@ from allhands.runner.checkpoint import tree
 from allhands.runner.generators import generator_states, set_generator_states
 from allhands.runner.loggers import set_earlier_run_aside
 from allhands.runner.position import Position
+from allhands.strategies import STRATEGIES
 from allhands.world.jobs import jobs_around
 
 if TYPE_CHECKING:
@@ -296,10 +297,7 @@ class Memory:
         (written,) = state["strategy"]
         if written == strategy.name and strategy.load_own_tensors(kept):
             return
-        if written == "local_sgd":
-            said = "what each worker had for itself (its weights and its optimizer's state); all go on with the means of them"
-        else:
-            said = f"what compression had left over of the gradients; it is not used, as {strategy.name} does not compress now"
+        said = STRATEGIES[written].own_in_words.format(strategy=strategy.name)
         self.training.reporter.line(f"note: the checkpoint holds {said}")
 
     def continue_epoch(self, position: Position) -> None:

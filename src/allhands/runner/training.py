@@ -86,10 +86,9 @@ class Training:
         self._to_device()
         self.precision = Precision(settings.precision, world.device)
         if self.precision.scaler is not None and settings.strategy.takes_step:
-            instead = ", or KVStore(update='worker')" if settings.strategy.name == "kvstore" else ""
             raise UserError(
                 f"precision='fp16' scales the loss, and strategy '{settings.strategy.name}' takes the optimizer's step where the "
-                f"scale is not known; write precision='bf16'{instead}"
+                "scale is not known; write precision='bf16', or KVStore(update='worker')"
             )
         self.wrapped = settings.strategy.prepare(self.model, world)
         if isinstance(self.criterion, nn.Module):

@@ -1,7 +1,8 @@
-"""Keeping what should be the same on all ranks the same: buffers before they matter, and a comparison of weights."""
+"""Keeping what should be the same on all ranks the same: buffers before they matter, a comparison of weights, and all ranks."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import torch
@@ -10,8 +11,21 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from allhands.comm import broadcast_tensors, mean_buffers
-from allhands.errors import WorldError
+from allhands.errors import UserError, WorldError
 from allhands.world import World
+
+
+def refuse_going_on(why: str, again: str) -> None:
+    """Raise `UserError` when the launcher was told to go on without a worker that is lost.
+
+    Args:
+        why: who cannot do so, and why, as the middle of a sentence.
+        again: what to write beside ``--max-restarts 3``, and what that does.
+    """
+    chosen = os.environ.get("ALLHANDS_ON_WORKER_FAILURE", "stop")
+    if chosen != "stop":
+        raise UserError(f"the job was started with --on-worker-failure {chosen}, but {why}, and cannot go on without one; write "
+                        f"--on-worker-failure stop, with --max-restarts 3{again}")  # fmt: skip
 
 
 def make_buffers_equal(model: nn.Module, world: World) -> None:

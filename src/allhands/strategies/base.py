@@ -30,6 +30,8 @@ class Strategy(ABC):
     alone: bool = False
     #: Whether `exchange_all` also takes the optimizer's step.
     takes_step: bool = False
+    #: What `own_tensors` are, and what becomes of them in a training by another ``{strategy}``.
+    own_in_words: str = "what compression had left over of the gradients; it is not used, as {strategy} does not compress now"
     #: Whether `load_state_dict` also takes the state that another number of ranks has saved.
     resumes_anywhere: bool = False
     #: Where `takes_step`: called before each step with the exchanged gradients in the parameters; for looking only, and slow.

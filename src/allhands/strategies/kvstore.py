@@ -20,7 +20,7 @@ from allhands.kvstore.optimizers import OptimizerSpec, hyper, spec_of_torch
 from allhands.kvstore.params import Slot, load_into, state_of
 from allhands.kvstore.rules import rules_of
 from allhands.kvstore.store import Share
-from allhands.strategies.alike import check_weights_equal, make_buffers_equal
+from allhands.strategies.alike import check_weights_equal, make_buffers_equal, refuse_going_on
 from allhands.strategies.base import Strategy
 from allhands.world import World
 
@@ -183,12 +183,9 @@ class KVStore(Strategy):
             raise self._needs_servers()
         if self.options.keys() & {"snapshot_every", "mirror"} and not there:
             raise self._needs_restarts("has no servers", self.options)
-        if there and os.environ.get("ALLHANDS_ON_WORKER_FAILURE", "stop") != "stop":
-            raise UserError(
-                f"the job was started with --on-worker-failure {os.environ['ALLHANDS_ON_WORKER_FAILURE']}, but the workers of "
-                "this training evaluate and save together, and cannot go on without one; write --on-worker-failure stop, with "
-                "--max-restarts 3 and a logdir to start all of them again from the newest checkpoint"
-            )
+        if there:
+            refuse_going_on("the workers of this training evaluate and save together",
+                            " and a logdir to start all of them again from the newest checkpoint")  # fmt: skip
 
     # ------------------------------------------------------------------ the store
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,7 @@ from allhands.comm import broadcast_tensors, calls, sum_gradients
 from allhands.errors import UserError
 from allhands.step.loss import LossRule
 from allhands.step.update import update_function
-from allhands.strategies.alike import check_weights_equal, make_buffers_equal
+from allhands.strategies.alike import check_weights_equal, make_buffers_equal, refuse_going_on
 from allhands.strategies.base import Strategy
 from allhands.strategies.local_sgd_exchange import (
     FORMATS,
@@ -63,6 +62,7 @@ class LocalSGD(Strategy):
     """
 
     name = "local_sgd"
+    own_in_words = "what each worker had for itself (its weights and its optimizer's state); all go on with the means of them"
     exact = False
     alone = True
     takes_step = True
@@ -103,13 +103,8 @@ class LocalSGD(Strategy):
             )
 
     def check(self, world: World) -> None:
-        chosen = os.environ.get("ALLHANDS_ON_WORKER_FAILURE", "stop")
-        if chosen != "stop":
-            raise UserError(
-                f"the job was started with --on-worker-failure {chosen}, but workers of local_sgd exchange weights among "
-                "themselves, and cannot go on without one; write --on-worker-failure stop, with --max-restarts 3, a logdir and "
-                "save_every to start again from the newest checkpoint"
-            )
+        refuse_going_on("workers of local_sgd exchange weights among themselves",
+                        ", a logdir and save_every to start again from the newest checkpoint")  # fmt: skip
 
     # ------------------------------------------------------------------ before the first step
 
