@@ -87,7 +87,8 @@ def test_palettes_that_do_not_fit_are_refused(record, reason):
 
 
 def test_what_comes_out_can_be_written_to():
-    unpack(pack({"row": torch.ones(8)}), ROW)["row"].add_(1)
+    row = unpack(pack({"row": torch.ones(8)}), ROW)["row"].add_(1)
+    assert row.tolist() == [2.0] * 8
 
 
 def test_bfloat16_is_refused_by_name():

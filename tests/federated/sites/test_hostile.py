@@ -1,21 +1,13 @@
-"""Peers that are wrong, broken or ill-meaning, one by one: named in the events with the reason, never in the average, and the
-server goes on.
-
-The site west is the one that is asked to train and answers something else in every round; others are refused at the door. The
-reference is a simulation in one process: with a west whose model comes out with NaN, and so is left out of every round, or
-without west.
-"""
+"""Sites that answer something else than an update when they are asked to train, one by one: named in the events with the reason,
+never in the average, and the server goes on."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import io
-import json
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,71 +18,23 @@ import torch
 pytest.importorskip("flwr")
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-import allhands
-from allhands.federated.sites import keys, training
 from allhands.federated.sites.arrays import pack, unpack
-from allhands.federated.sites.events import Events
-from allhands.federated.sites.training import Across
 from tests.federated.sites import across as trial
 from tests.federated.sites.fake_grid import FakeGrid
+from tests.federated.sites.hostile import (
+    BRIEF,
+    NODE,
+    NOISE,
+    ROUNDS,
+    WEST,
+    a_world_and_no_waiting,  # noqa: F401
+    finished,
+    of,
+    reference,
+    run,
+)
 
-WEST, NODE, ROUNDS = "west", 103, 2
-HONEST = ["north", "east", "south"]
 LENGTH = sum(-(-numbers // 32) * 32 for numbers in (54, 9, 27, 3))  # of a row of the model
-NOISE = bytes(range(256))
-BRIEF = {"local_epochs": 1}
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch) -> Iterator[None]:
-    from allhands.federated.sites import post, roll
-
-    monkeypatch.setattr(post, "_INTERVAL", 0.005)
-    monkeypatch.setattr(roll, "_INTERVAL", 0.005)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # models are so small that threads only wait for one another
-    allhands.init(device="cpu")
-    yield
-    allhands.finalize()
-    torch.set_num_threads(threads)
-
-
-def run(grid: FakeGrid | Across, folder: Path, rounds: int = ROUNDS, options: dict[str, Any] | None = None, **sites: Any,
-        ) -> tuple[torch.nn.Module, dict[str, Any], list[dict[str, Any]]]:  # fmt: skip
-    """The model, the history and the events of a run for which three sites are enough."""
-    path = folder / "events.jsonl"
-    with pytest.MonkeyPatch.context() as patch:  # events alone: a logdir would have checkpoints written
-        patch.setattr(training, "Events", lambda _: Events(path))
-        model, history = trial.serve(grid, sites={"min": 3, **sites}, rounds=rounds, **BRIEF, **(options or {}))
-    return model, history, [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def of(events: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]]:
-    return [event for event in events if event["kind"] in kinds]
-
-
-@functools.cache
-def reference(rounds: int, asked: bool) -> torch.nn.Module:
-    """The simulation in which west has brought nothing: `asked` and left out, or never there."""
-    (x, y), sizes = copy.deepcopy(trial.data()), trial.SIZES
-    x[sum(sizes[:3]) :] = math.nan
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "data", lambda: (x, y) if asked else (x[: sum(sizes[:3])], y[: sum(sizes[:3])]))
-        patch.setattr(trial, "SIZES", sizes if asked else sizes[:3])
-        return trial.simulate(rounds=rounds, **BRIEF, **({"on_bad_update": "skip"} if asked else {}))[0]
-
-
-def finished(events: list[dict[str, Any]], history: dict[str, Any], rounds: int = ROUNDS) -> None:
-    """All rounds, with what the honest ones have brought and nothing of west's."""
-    assert history["round"] == list(range(rounds))
-    assert not any(history["unchanged"])
-    assert [event["brought"] for event in of(events, "round_end")] == [HONEST] * rounds
-    assert {event["site"] for event in of(events, "update")} == set(HONEST)
-    assert events[-1]["kind"] == "end"
-    assert events[-1]["reason"] == "finished"
-
-
-# ---------------------------------------------------------------------- what it answers when it is asked to train
 
 
 def update(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[RecordDict], None]:
@@ -172,7 +116,8 @@ def bomb() -> bytes:
     return stream.getvalue() + NOISE
 
 
-BAD = {
+Cases = dict[str, tuple[Callable[[RecordDict], Any], str]]
+BAD: Cases = {
     "NaN": (update(at(3, math.nan)), "NaN in '0.weight'"),
     "Inf": (update(at(3, -math.inf)), "Inf in '0.weight'"),
     "a number between the weights": (update(at(60, 1.0)), "the gaps between weights"),
@@ -211,7 +156,7 @@ BAD = {
     "no loss": (figures(loss=None), "no figure 'loss'"),
     "no figures": (without("figures"), "no figure 'samples'"),
 }
-FAILED = {
+FAILED: Cases = {
     "a reply of another round": (words(round=7), "another round or run"),
     "a reply of another run": (words(run="another"), "another round or run"),
     "an update without a word": (without("allhands"), ""),
@@ -235,16 +180,20 @@ def in_turn(folder: Path, cases: list[Callable[[RecordDict], Any]]) -> FakeGrid:
     return made
 
 
+def one_a_case(events: list[dict[str, Any]], cases: Cases) -> list[dict[str, Any]]:
+    """What is said of west's updates: in each round one thing, with the reason of its case."""
+    found = {event["round"]: event for event in of(events, "bad", "failed")}
+    assert sorted(found) == list(range(len(cases)))
+    for round_, (case, (_, reason)) in enumerate(cases.items()):
+        assert found[round_]["site"] == WEST, case
+        assert reason in found[round_]["reason"], case
+    return list(found.values())
+
+
 def test_no_update_enters_the_average_that_must_not(tmp_path, capsys):
     rounds = len(BAD)
     model, history, events = run(in_turn(tmp_path, [spoil for spoil, _ in BAD.values()]), tmp_path, rounds)
-    found = {event["round"]: event for event in of(events, "bad", "failed")}
-    for round_, (case, (_, reason)) in enumerate(BAD.items()):
-        event = found.pop(round_, None)
-        assert event is not None, case
-        assert (event["kind"], event["site"]) == ("bad", WEST), case
-        assert reason in event["reason"], case
-    assert not found
+    assert all(event["kind"] == "bad" for event in one_a_case(events, BAD))
     assert history["skipped"] == [[3]] * rounds
     assert f"site {WEST} is left out" in capsys.readouterr().out
     finished(events, history, rounds)
@@ -255,14 +204,7 @@ def test_no_update_enters_the_average_that_must_not(tmp_path, capsys):
 def test_replies_that_are_no_answers(tmp_path):
     rounds = len(FAILED)
     model, history, events = run(in_turn(tmp_path, [spoil for spoil, _ in FAILED.values()]), tmp_path, rounds)
-    found = {event["round"]: event for event in of(events, "bad", "failed")}
-    for round_, (case, (_, reason)) in enumerate(FAILED.items()):
-        event = found.pop(round_, None)
-        assert event is not None, case
-        assert event["site"] == WEST, case
-        assert event["reason"], case
-        assert reason in event["reason"], case
-    assert not found
+    assert all(event["reason"] for event in one_a_case(events, FAILED))
     finished(events, history, rounds)
     assert trial.same(model, reference(rounds, True))
 
@@ -348,195 +290,3 @@ def test_what_a_site_measured_is_checked_before_it_is_averaged(tmp_path):
     assert all(reason in event["reason"] for event, (_, reason) in zip(failed, cases, strict=True)), failed
     assert len(history["clients"]["loss"]) == len(cases)
     assert all(math.isfinite(loss) for loss in history["clients"]["loss"])
-
-
-# ---------------------------------------------------------------------- refused at the door
-
-
-def crowd(folder: Path, handlers: list[Callable[[RecordDict], RecordDict]]) -> FakeGrid:
-    """Three honest sites, and beside them these."""
-    made = trial.grid(folder, rounds=ROUNDS, **BRIEF)
-    del made.nodes[NODE]
-    for place, handler in enumerate(handlers):
-        made.add(200 + place, handler)
-    return made
-
-
-def turned_away(grid: FakeGrid, tmp_path: Path, **across: Any) -> list[dict[str, Any]]:
-    """The events of a run in which only the honest ones take part."""
-    model, history, events = run(Across(grid, **across), tmp_path)
-    finished(events, history)
-    assert trial.same(model, reference(ROUNDS, False))
-    for number, node in grid.nodes.items():
-        assert number < 200 or all(asked["allhands"]["kind"] == "hello" for asked in node.asked)
-    return events
-
-
-def test_the_reference_is_what_three_sites_give(tmp_path):
-    turned_away(crowd(tmp_path, []), tmp_path)
-
-
-def test_sites_that_train_something_else(tmp_path):
-    version = trial.site(3, tmp_path / "version", rounds=ROUNDS, **BRIEF)
-    version.description["allhands"] = "0.0.1"
-    labels = trial.site(3, tmp_path / "labels", rounds=ROUNDS, **BRIEF)
-    labels.description["labels"] = ["healthy", "ill", "who knows"]
-    cases = {
-        "allhands is 0.0.1 here and": version.handle,
-        "1.weight": trial.site(3, tmp_path / "model", norm=True, rounds=ROUNDS, **BRIEF).handle,
-        "local_epochs is 5 here and 1 at the server": trial.site(3, tmp_path / "epochs", rounds=ROUNDS, local_epochs=5).handle,
-        "the classes are healthy, ill, who knows here and healthy, ill, dead at the server": labels.handle,
-    }
-    grid = crowd(tmp_path, list(cases.values()))
-    model, history, events = run(grid, tmp_path, labels=["healthy", "ill", "dead"])
-    found = [event["reason"] for event in of(events, "refused")]
-    assert len(found) == len(cases)
-    for words_ in cases:
-        assert any(words_ in reason for reason in found), words_
-    finished(events, history)
-    assert trial.same(model, reference(ROUNDS, False))
-
-
-def answer(config: dict[str, Any] | None = None, **counts: Any) -> Callable[[RecordDict], RecordDict]:
-    """A peer that says this to everything."""
-
-    def handle(request: RecordDict) -> RecordDict:
-        del request
-        reply = RecordDict()
-        if config is not None:
-            reply["allhands"] = ConfigRecord(config)
-        if counts:
-            reply["figures"] = MetricRecord(counts)
-        return reply
-
-    return handle
-
-
-OK = {"status": "ok", "site": WEST}
-DOOR = {
-    "no samples": (answer(OK, samples=0.0, tests=0.0), "no sample to train on"),
-    "half a sample": (answer(OK, samples=2.5, tests=0.0), "how many samples"),
-    "NaN samples": (answer(OK, samples=math.nan, tests=0.0), "how many samples"),
-    "a list of samples": (answer(OK, samples=[3.0, 3.0], tests=0.0), "how many samples"),
-    "more samples than there can be": (answer(OK, samples=1e300, tests=0.0), "how many samples"),
-    "fewer tests than none": (answer(OK, samples=3.0, tests=-1.0), "how many samples"),
-    "no word of samples": (answer(OK), "how many samples"),
-    "no status": (answer({"site": WEST}, samples=3.0), "does not say why"),
-    "a name of nobody": (answer({"status": "ok", "site": "mallory"}, samples=3.0), "it is called 'mallory'"),
-    "another site's name": (answer({"status": "ok", "site": "north"}, samples=3.0), "another node is connected as 'north'"),
-    "a name that is none": (answer({"status": "ok", "site": [1, 2]}, samples=3.0), "it is called '[1, 2]'"),
-    "bytes for a name": (answer({"status": "ok", "site": b"\x00west"}, samples=3.0), "give it one of these names"),
-}
-
-
-def test_answers_to_hello_that_cannot_be(tmp_path):
-    events = turned_away(crowd(tmp_path, [handler for handler, _ in DOOR.values()]), tmp_path)
-    found = of(events, "refused")
-    assert len(found) == len(DOOR)
-    for case, (_, reason) in DOOR.items():
-        assert any(reason in event["reason"] for event in found), case
-
-
-def test_an_answer_to_hello_without_anything_is_a_failure(tmp_path):
-    assert of(turned_away(crowd(tmp_path, [answer()]), tmp_path), "failed")
-
-
-# ---------------------------------------------------------------------- keys and tokens
-
-
-@pytest.fixture
-def pairs(tmp_path) -> dict[str, bytes]:
-    """Public keys of the four sites and of a stranger."""
-    made = {}
-    for name in (*trial.NAMES, "stranger"):
-        keys.make_site_key(tmp_path / f"{name}.key", name)
-        made[name] = keys.read_site_key(tmp_path / f"{name}.key")
-    return made
-
-
-def test_nodes_whose_keys_are_not_on_the_list(tmp_path, pairs):
-    honest = trial.site(3, tmp_path / "west", rounds=ROUNDS, **BRIEF).handle
-    strangers = {pairs["stranger"]: keys.fingerprint(pairs["stranger"]), b"": "no key", b"north": "no key", NOISE: "no key"}
-    grid = crowd(tmp_path, [honest] * len(strangers))
-    for place, key in enumerate(strangers):
-        grid.nodes[200 + place].key = key
-    for client, name in enumerate(HONEST):
-        grid.nodes[100 + client].key = pairs[name]
-    events = turned_away(grid, tmp_path, allowed={name: pairs[name] for name in trial.NAMES})
-    found = of(events, "stranger")
-    assert [event["node"] for event in found] == [str(200 + place) for place in range(len(strangers))]
-    assert all(words_ in event["reason"] for event, words_ in zip(found, strangers.values(), strict=True))
-    assert all(grid.nodes[200 + place].asked == [] for place in range(len(strangers)))
-
-
-def test_a_site_that_calls_itself_by_the_name_of_another(tmp_path, pairs):
-    grid = crowd(tmp_path, [trial.site(0, tmp_path / "other", rounds=ROUNDS, **BRIEF).handle])
-    for node, name in zip(grid.nodes.values(), trial.NAMES, strict=True):
-        node.key = pairs[name]
-    events = turned_away(grid, tmp_path, allowed={name: pairs[name] for name in trial.NAMES})
-    (event,) = of(events, "refused")
-    assert event["site"] == WEST
-    assert "its key is that of 'west', and it calls itself 'north'" in event["reason"]
-
-
-def with_token(handler: Callable[[RecordDict], RecordDict], token: Any) -> Callable[[RecordDict], RecordDict]:
-    def handle(request: RecordDict) -> RecordDict:
-        reply = handler(request)
-        if request["allhands"]["kind"] == "hello" and token is not None:
-            known = dict(reply["allhands"])
-            proof = keys.prove(token, request["allhands"]["challenge"], known["site"]) if isinstance(token, str) else token
-            reply["allhands"] = ConfigRecord({**known, "proof": proof})
-        return reply
-
-    return handle
-
-
-def write_tokens(file: Path, *names: str) -> None:
-    file.write_text("".join(f"{name} {name}-secret-0123456789\n" for name in names))
-    file.chmod(0o600)
-
-
-def test_tokens_that_are_wrong_or_missing(tmp_path):
-    write_tokens(tmp_path / "tokens", *trial.NAMES)
-    west = trial.site(3, tmp_path / "west", rounds=ROUNDS, **BRIEF).handle
-    cases = {
-        None: "it has no token", "": "is not the one", "west-secret-0123456788": "is not the one",
-        "north-secret-0123456789": "is not the one", b"west-secret-0123456789": "it has no token",
-    }  # fmt: skip
-    grid = crowd(tmp_path, [with_token(west, token) for token in cases])
-    for client, name in enumerate(HONEST):
-        grid.nodes[100 + client].handler = with_token(grid.nodes[100 + client].handler, f"{name}-secret-0123456789")
-    events = turned_away(grid, tmp_path, tokens=tmp_path / "tokens")
-    found = of(events, "refused")
-    assert {event["site"] for event in found} == {WEST}
-    assert len({event["reason"] for event in found}) == len(set(cases.values()))
-    for reason in cases.values():
-        assert any(reason in event["reason"] for event in found)
-    assert "secret" not in (tmp_path / "events.jsonl").read_text()
-
-
-def test_a_token_that_is_taken_away_ends_a_site_in_mid_run_and_one_that_is_given_lets_it_in(tmp_path, monkeypatch):
-    from allhands.federated.sites import roll
-
-    monkeypatch.setattr(roll, "_AGAIN", 0.0)
-    file = tmp_path / "tokens"
-    write_tokens(file, *trial.NAMES)
-    grid = trial.grid(tmp_path, rounds=5, **BRIEF)
-    for node, name in zip(grid.nodes.values(), trial.NAMES, strict=True):
-        node.handler = with_token(node.handler, f"{name}-secret-0123456789")
-    trained, first = grid.nodes[100].handler, []
-
-    def handler(request: RecordDict) -> RecordDict:
-        if request["allhands"]["kind"] == "train":  # north is the first to be asked in a round
-            first.append(request["allhands"]["round"])
-            write_tokens(file, *(trial.NAMES if len(first) not in (2, 3) else HONEST))
-        return trained(request)
-
-    grid.nodes[100].handler = handler
-    _, _, events = run(Across(grid, tokens=file), tmp_path, rounds=5)
-    assert first == [0, 1, 2, 3, 4]
-    assert [WEST in event["brought"] for event in of(events, "round_end")] == [True, True, False, False, True]
-    (left,) = of(events, "left")
-    assert left["site"] == WEST
-    assert "there is no token of 'west'" in left["reason"]
-    assert "secret" not in (tmp_path / "events.jsonl").read_text()
