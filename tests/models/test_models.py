@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from allhands.errors import UserError
-from allhands.models import GPT, MLP, ResNet18, SimpleCNN, build, gpt, mlp, names, resnet18, simple_cnn
+from allhands.models import GPT, MLP, NextToken, ResNet18, SimpleCNN, build, gpt, mlp, names, resnet18, simple_cnn
+from allhands.step.loss import LossRule
 
 # name, options, shape of a batch of four, shape of the output, parameters counted by hand
 CASES: list[tuple[str, dict[str, Any], tuple[int, ...], tuple[int, ...], int]] = [
@@ -149,3 +150,20 @@ def test_wrong_arguments(name: str, options: dict[str, Any], message: str) -> No
 def test_gpt_refuses_a_longer_sample() -> None:
     with pytest.raises(UserError, match="9 tokens in a sample, but this GPT was made with block_size=8"):
         gpt(block_size=8)(torch.zeros(1, 9, dtype=torch.int64))
+
+
+def test_next_token_is_the_mean_over_the_tokens_that_count() -> None:
+    torch.manual_seed(0)
+    logits, tokens = torch.randn(2, 3, 5), torch.tensor([[1, 4, 0], [2, -100, 3]])
+    by_hand = -logits.log_softmax(-1)[tokens >= 0].gather(1, tokens[tokens >= 0].unsqueeze(1)).mean()
+    torch.testing.assert_close(NextToken()(logits, tokens), by_hand)
+    torch.testing.assert_close(NextToken(reduction="sum")(logits, tokens), 5 * by_hand)
+    rule = LossRule(NextToken())
+    assert rule.counts_targets
+    assert rule.count_targets([tokens]).tolist() == [5.0]
+    rule.check_counts(logits, tokens, rule.call(logits, tokens))
+
+
+def test_next_token_refuses_samples_and_positions_in_another_order() -> None:
+    with pytest.raises(UserError, match=r"gave \[3, 2, 5\] for a target of \[2, 3\]"):
+        NextToken()(torch.randn(3, 2, 5), torch.zeros(2, 3, dtype=torch.int64))

@@ -36,6 +36,7 @@ _CRITERIA = {
     "huber": nn.HuberLoss,
     "bce": nn.BCELoss,
     "bce_with_logits": nn.BCEWithLogitsLoss,
+    "next_token": models.NextToken,
 }
 # Scheduler arguments that are the length of the training, in the scheduler's own steps.
 _LENGTHS = ("total_steps", "T_max")

@@ -70,7 +70,8 @@ class Model(Named):
 
 
 class Criterion(Named):
-    """A loss: cross_entropy, mse, l1, …, or a class of torch.nn such as HuberLoss; other keys are its arguments."""
+    """A loss: cross_entropy, next_token (of the gpt), mse, l1, …, or a class of torch.nn such as HuberLoss; other keys are its
+    arguments."""
 
     name: str = Field(default="cross_entropy", min_length=1)
 

@@ -2,8 +2,8 @@
 
     model = allhands.models.build("simple_cnn", in_channels=1, num_classes=10, image_size=8)
 
-and layers that crop and flip images at random while a model trains. Weights are drawn from torch's global generator: call
-`torch.manual_seed` first to get the same ones again.
+layers that crop and flip images at random while a model trains, and the criterion `NextToken` for the GPT. Weights are drawn
+from torch's global generator: call `torch.manual_seed` first to get the same ones again.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from allhands.errors import UserError
 from allhands.models.augment import RandomCrop, RandomFlip
 from allhands.models.images import MLP, SimpleCNN
 from allhands.models.resnet import ResNet18
-from allhands.models.transformer import GPT
+from allhands.models.transformer import GPT, NextToken
 
 _MODELS: dict[str, type[nn.Module]] = {"mlp": MLP, "simple_cnn": SimpleCNN, "resnet18": ResNet18, "gpt": GPT}
 
 # The plain names of the run files work as constructors too.
 mlp, simple_cnn, resnet18, gpt = MLP, SimpleCNN, ResNet18, GPT
 
-__all__ = ["GPT", "MLP", "RandomCrop", "RandomFlip", "ResNet18", "SimpleCNN", "build", "gpt", "mlp", "names", "resnet18",
-           "simple_cnn"]  # fmt: skip
+__all__ = ["GPT", "MLP", "NextToken", "RandomCrop", "RandomFlip", "ResNet18", "SimpleCNN", "build", "gpt", "mlp", "names",
+           "resnet18", "simple_cnn"]  # fmt: skip
 
 
 def names() -> tuple[str, ...]:

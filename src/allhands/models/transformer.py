@@ -119,3 +119,20 @@ class GPT(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
+
+
+class NextToken(nn.CrossEntropyLoss):
+    """The cross entropy of what `GPT` predicts: output N x T x V logits, target N x T tokens (int64).
+
+    It takes torch.nn.CrossEntropyLoss's arguments; the mean is over all tokens that are not `ignore_index`.
+
+    Raises `UserError` when the two do not have the same samples and positions.
+    """
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        if output.shape[:-1] != target.shape:  # flattened, they might still have as many rows
+            raise UserError(
+                f"NextToken compares N x T x V logits with N x T tokens, but the model gave {list(output.shape)} for a target of "
+                f"{list(target.shape)}."
+            )
+        return super().forward(output.flatten(0, -2), target.flatten())
