@@ -371,3 +371,38 @@ def test_loader_processes_end_with_the_epoch_or_with_the_feed(data: Any, count: 
     assert len(multiprocessing.active_children()) == (1 if stays else 0)
     feed.close()
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("data", [*SETS.values(), Stream(23)], ids=[*SETS, "stream"])
+def test_level_shares_give_every_rank_as_many_micro_batches(data: Any, size: int, accumulate: int) -> None:
+    """The samples are those of one process; a rank that is short of them gets a real sample that counts as none."""
+    for batch in (2, 3):
+        ranks = []
+        for rank in range(size):
+            sources = sources_from_loaders({"train": DataLoader(data, batch)})
+            # Each rank stands for two of the world, as where a model's layers are cut over two.
+            feeds = build_feeds(sources, world_of(0, 1), 1, accumulate, True, place=(rank, size), level=True)
+            ranks.append(list(feeds["train"].epoch(0)))
+        found: list[int] = []
+        for step in zip(*ranks, strict=True):
+            assert len({len(batches) for batches, _, _, _ in step}) == 1
+            assert not any(idle for _, _, _, idle in step)
+            assert {total for _, _, total, _ in step} == {sum(sum(counts) for _, counts, _, _ in step)}
+            for batches, counts, _, _ in step:
+                for rows, count in zip(batches, counts, strict=True):
+                    values = rows[0] if isinstance(rows, (tuple, list)) else rows
+                    assert len(values) == max(1, count)
+                    found += [int(value) for value in values[:count]]
+        assert found == list(range(23))
+
+
+def test_level_shares_of_batches_that_a_sampler_has_made() -> None:
+    made = [[0, 1], [2, 3, 4], [5]]
+    for rank in range(4):
+        sources = sources_from_loaders({"train": DataLoader(Numbers(6), batch_sampler=made)})
+        (feed,) = build_feeds(sources, world_of(0, 1), 1, same_everywhere=True, place=(rank, 4), level=True).values()
+        ((batches, counts, total, idle),) = feed.epoch(0)
+        assert [list(counts), total, idle] == [[len(made[rank]) if rank < 3 else 0], 6, False]
+        assert [int(value) for value in batches[0]] == (made[rank] if rank < 3 else [0])

@@ -61,9 +61,18 @@ class Source:
 
 
 def build_feeds(sources: Mapping[str, Source], world: World, seed: int, accumulate: int = 1,
-                same_everywhere: bool = False) -> dict[str, Feed]:  # fmt: skip
-    """One feed a source. `accumulate` applies to training loaders; `same_everywhere` skips the check that all ranks hold
-    the same data, for data that one process has sent to all.
+                same_everywhere: bool = False, place: tuple[int, int] | None = None,
+                level: bool = False) -> dict[str, Feed]:  # fmt: skip
+    """One feed a source.
+
+    Args:
+        sources: as the user described them.
+        world: the processes.
+        seed: of the samples' order.
+        accumulate: micro-batches in a step of a loader that is trained on.
+        same_everywhere: skip the check that all ranks hold the same data, for data that one process has sent to all.
+        place: whose share of the samples this rank gets, and among how many; None gives each rank one of its own.
+        level: give all ranks the same number of micro-batches in every step, see `allhands.data.feed`.
 
     Raises:
         UserError: a setting cannot be honoured in this world; the message names it and its replacement.
@@ -72,7 +81,7 @@ def build_feeds(sources: Mapping[str, Source], world: World, seed: int, accumula
     for name, source in sources.items():
         if not same_everywhere:
             source.dataset = share_data(name, source.dataset, world)
-        feeds[name] = _build_feed(source, world, seed, accumulate if source.trains else 1)
+        feeds[name] = _build_feed(source, world, seed, accumulate if source.trains else 1, place, level)
     return feeds
 
 
@@ -211,28 +220,30 @@ def _refuse_distributed_sampler(name: str, sampler: Any) -> None:
         )
 
 
-def _build_feed(source: Source, world: World, seed: int, accumulate: int) -> Feed:
+def _build_feed(source: Source, world: World, seed: int, accumulate: int, place: tuple[int, int] | None, level: bool) -> Feed:
     name, dataset = source.name, source.dataset
+    rank, size = place if place is not None else (world.rank, world.world_size)
     if source.batch_sampler is None and (not isinstance(source.batch_size, int) or source.batch_size < 1):
         raise UserError(f"loader {name!r} has batch_size={source.batch_size!r}; it must be a whole number of at least 1")
     deal = {
         "batch_size": source.batch_size if source.batch_sampler is None else 1,
-        "world_size": world.world_size,
+        "world_size": size,
         "accumulate": accumulate,
         "drop_last": source.drop_last,
+        "level": level,
     }
     options = dict(source.options)
     if world.device.type == "cuda" and options.get("collate_fn") in (None, default_collate):
         options.setdefault("pin_memory", True)
     if isinstance(dataset, IterableDataset):
-        return IterableFeed(name, dataset, deal, world, seed, _iterable_options(source, world))
+        return IterableFeed(name, dataset, deal, rank, world, seed, _iterable_options(source, world))
     if len(dataset) == 0:
         raise UserError(f"the data set of loader {name!r} is empty")
     order = _order_of(source, world, seed)
     tensors = None if isinstance(order, BatchSource) else _tensors_of(dataset, options)
     if tensors is not None:
-        return InMemoryFeed(name, tensors, order, deal, world.rank, world.device)  # type: ignore[arg-type]
-    return LoaderFeed(name, dataset, order, deal, world.rank, seed, options)
+        return InMemoryFeed(name, tensors, order, deal, rank, world.device)  # type: ignore[arg-type]
+    return LoaderFeed(name, dataset, order, deal, rank, seed, options)
 
 
 def _order_of(source: Source, world: World, seed: int) -> OrderSource:

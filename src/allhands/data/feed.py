@@ -3,6 +3,9 @@
 A feed yields, for each optimizer step, ``(batches, counts, total, idle)``: this rank's micro-batches (possibly none), the
 number of samples in each, the number of samples of the whole global batch over all ranks, and whether some rank has none.
 Every rank gets the same number of steps in an epoch.
+
+Where ranks must call the model equally often (``level``), a rank that is short of samples gets micro-batches of one sample that
+count as 0 samples, and no rank is without a micro-batch.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 
 from allhands.comm import all_gather_rows
 from allhands.data.agree import checksum
-from allhands.data.order import Dealer, StepShare, split_share
+from allhands.data.order import Dealer, StepShare
 from allhands.data.random import derive_seed
 from allhands.data.seeded import Request, Samples, SeededDataset, StreamGenerators, seeded_collate
 from allhands.data.sources import BatchSource, IndexSource, OrderSource
@@ -141,10 +144,13 @@ class InMemoryFeed(Feed):
                     yield micro_batches, counts, dealer.global_batch, False
         if full < dealer.num_steps:
             first = full * dealer.global_batch
-            share = split_share(first, len(order) - first, self.rank, dealer.world_size, size)
-            rows = self._gather(order[share.start : share.start + sum(share.sizes)])
-            last = list(zip(*(t.split(list(share.sizes)) for t in rows), strict=True)) if share.sizes else []
-            yield last, share.sizes, share.total, share.total < dealer.world_size
+            share = dealer.share(first, len(order) - first, self.rank)
+            parts = [part for _, part in _cut(order, share)]
+            last = []
+            if parts:
+                rows = self._gather(torch.cat(parts))
+                last = list(zip(*(t.split([len(part) for part in parts]) for t in rows), strict=True))
+            yield last, share.sizes, share.total, _idle(share, dealer)
 
     def _gather(self, indices: torch.Tensor) -> list[torch.Tensor]:
         on_data = indices.to(self.tensors[0].device)
@@ -191,20 +197,19 @@ class LoaderFeed(Feed):
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[StepBatch]:
         steps = self._plan(epoch, skip)
         seed = derive_seed(self.seed, "sample", self.name, epoch)
-        self._batches.batches = [(seed, first, batch) for batches, _, _ in steps for first, batch in batches]
+        self._batches.batches = [(seed, first, batch) for batches, _, _, _ in steps for first, batch in batches]
         # What loader processes draw outside of samples, in a worker_init_fn: others in each epoch and on each rank.
         self._generator.manual_seed(derive_seed(self.seed, "loader", self.name, epoch, self.rank))
         with _reading(self.loader) as loaded:
-            for batches, total, idle in steps:
-                yield [next(loaded) for _ in batches], [len(batch) for _, batch in batches], total, idle
+            for batches, counts, total, idle in steps:
+                yield [next(loaded) for _ in batches], counts, total, idle
 
     def close(self) -> None:
         _end_processes(self.loader._iterator)
 
-    def _plan(self, epoch: int, skip: int) -> list[tuple[list[tuple[int, list[int]]], int, bool]]:
+    def _plan(self, epoch: int, skip: int) -> list[tuple[list[tuple[int, list[int]]], list[int], int, bool]]:
         """For each step: this rank's batches, as the position of their first sample in the epoch and the sample indices; the
-        samples of the whole step; whether a rank has none."""
-        world_size = self.deal["world_size"]
+        samples of each; those of the whole step; whether a rank has none."""
         if isinstance(self.order, BatchSource):
             made = self.order.batches(epoch)
             starts = list(itertools.accumulate(map(len, made), initial=0))
@@ -220,13 +225,16 @@ class LoaderFeed(Feed):
                 first = left + number * dealer.global_batch
                 samples = starts[first + share.total] - starts[first]
                 mine = range(left + share.start, left + share.start + sum(share.sizes))
-                steps.append(([(starts[i], made[i]) for i in mine], samples, share.total < world_size))
+                batches, counts = [(starts[i], made[i]) for i in mine], [len(made[i]) for i in mine]
+                short = len(share.sizes) - len(batches)
+                batches += [(starts[first], made[first][:1])] * short
+                steps.append((batches, counts + [0] * short, samples, _idle(share, dealer)))
             return steps
         assert isinstance(self.order, IndexSource)
         order = self.order.indices(epoch)[skip:].tolist()
+        dealer = Dealer(len(order), **self.deal)
         return [
-            (_cut(order, share, skip), share.total, share.total < world_size)
-            for share in Dealer(len(order), **self.deal).shares(self.rank)
+            (_cut(order, share, skip), list(share.sizes), share.total, _idle(share, dealer)) for share in dealer.shares(self.rank)
         ]
 
 
@@ -237,9 +245,9 @@ class IterableFeed(Feed):
     a single process. The dealing happens in the loader process where there is one.
     """
 
-    def __init__(self, name: str, dataset: IterableDataset[Any], deal: dict[str, Any], world: World, seed: int,
+    def __init__(self, name: str, dataset: IterableDataset[Any], deal: dict[str, Any], rank: int, world: World, seed: int,
                  options: dict[str, Any]) -> None:  # fmt: skip
-        dealer = Dealer(0, **deal)
+        self.dealer = dealer = Dealer(0, **deal)
         self.name = name
         self.world = world
         self.kind = "an iterable, read on every rank and dealt out"
@@ -249,7 +257,7 @@ class IterableFeed(Feed):
         self._generator = torch.Generator()
         options = dict(options)
         options.pop("persistent_workers", None)  # a process is started for each epoch, so that it knows which one it is
-        self._stream = _DealtStream(dataset, dealer, world.rank, options.pop("collate_fn", None))
+        self._stream = _DealtStream(dataset, dealer, rank, options.pop("collate_fn", None))
         self.loader: DataLoader[Any] = DataLoader(self._stream, batch_size=None, generator=self._generator, **options)
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[StepBatch]:
@@ -263,7 +271,7 @@ class IterableFeed(Feed):
         with _reading(self.loader) as loaded:
             for batches, counts, total, fingerprint in loaded:
                 self._check_same_stream(total, fingerprint)
-                yield batches, counts, total, total < self.world.world_size
+                yield batches, counts, total, not self.dealer.level and total < self.dealer.world_size
         self._check_same_stream(0, 0)
 
     def _check_same_stream(self, total: int, fingerprint: int) -> None:
@@ -342,7 +350,7 @@ class _DealtStream(IterableDataset[Any]):
             first += size
 
     def _deal(self, block: list[Any], first: int) -> tuple[Sequence[Any], Sequence[int], int, int]:
-        share = split_share(0, len(block), self.rank, self.dealer.world_size, self.dealer.batch_size)
+        share = self.dealer.share(0, len(block), self.rank)
         collate = self.collate or default_collate
         batches = [collate(Samples(self.seed, position, part)) for position, part in _cut(block, share, first)]
         return batches, share.sizes, share.total, _fingerprint([block[0], block[-1]])
@@ -361,11 +369,17 @@ def _fingerprint(sample: Any) -> int:
     return zlib.crc32(repr(sample).encode()) if isinstance(sample, (int, float, str, bytes, bool)) else 0
 
 
-def _cut(items: list[Any], share: StepShare, offset: int = 0) -> list[tuple[int, list[Any]]]:
+def _idle(share: StepShare, dealer: Dealer) -> bool:
+    """Whether some rank has no micro-batch in this step."""
+    return not dealer.level and share.total < dealer.world_size
+
+
+def _cut(items: Any, share: StepShare, offset: int = 0) -> list[tuple[int, Any]]:
     """The micro-batches of a share, out of all the items of the epoch (or of the block that the share is of), each with the
-    position of its first item, counted from `offset`."""
+    position of its first item, counted from `offset`. One of size 0 gets the first item of the global batch."""
     parts, start = [], share.start
     for size in share.sizes:
-        parts.append((offset + start, items[start : start + size]))
+        first, stop = (start, start + size) if size else (share.first, share.first + 1)
+        parts.append((offset + first, items[first:stop]))
         start += size
     return parts

@@ -33,12 +33,14 @@ class StepShare:
     """One rank's part of one optimizer step.
 
     `start` is the position in the epoch's global order of this rank's first item, `sizes` the items in each of its
-    micro-batches (empty when the rank has nothing to do in this step), `total` the items of the whole global batch.
+    micro-batches (empty when the rank has nothing to do in this step), `total` the items of the whole global batch, which begins
+    at position `first`. Where the shares are level, a size may be 0.
     """
 
     start: int
     sizes: tuple[int, ...]
     total: int
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Dealer:
         world_size: number of workers.
         accumulate: micro-batches of one rank in one optimizer step.
         drop_last: leave out a last global batch that is short.
+        level: every rank has as many micro-batches in a step as any other, some of them without an item if need be.
     """
 
     num_items: int
@@ -60,6 +63,7 @@ class Dealer:
     world_size: int = 1
     accumulate: int = 1
     drop_last: bool = False
+    level: bool = False
 
     @property
     def global_batch(self) -> int:
@@ -77,13 +81,18 @@ class Dealer:
         for step in range(self.num_steps):
             first = step * self.global_batch
             total = min(self.global_batch, self.num_items - first)
-            yield split_share(first, total, rank, self.world_size, self.batch_size)
+            yield self.share(first, total, rank)
+
+    def share(self, first: int, total: int, rank: int) -> StepShare:
+        """`rank`'s part of a global batch of `total` items that begins at position `first`."""
+        return split_share(first, total, rank, self.world_size, self.batch_size, self.level)
 
 
-def split_share(first: int, total: int, rank: int, world_size: int, batch_size: int) -> StepShare:
-    """`rank`'s part of a global batch of `total` items that begins at position `first`."""
+def split_share(first: int, total: int, rank: int, world_size: int, batch_size: int, level: bool = False) -> StepShare:
+    """`rank`'s part of a global batch of `total` items that begins at position `first`; `level` as for `Dealer`."""
     start, stop = share_of(total, rank, world_size)
-    chunks = -(-(stop - start) // batch_size)
+    most = share_of(total, 0, world_size)[1] if level else stop - start  # rank 0's share is never smaller than another's
+    chunks = -(-most // batch_size)
     # A short share is cut into even micro-batches: 9 items as 5 and 4, not 8 and 1, which BatchNorm could not train on.
     bounds = [share_of(stop - start, chunk, chunks) for chunk in range(chunks)]
-    return StepShare(first + start, tuple(b - a for a, b in bounds), total)
+    return StepShare(first + start, tuple(b - a for a, b in bounds), total, first)

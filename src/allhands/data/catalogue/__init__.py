@@ -14,7 +14,7 @@ from allhands.data.catalogue.cifar import CIFAR10, CIFAR100
 from allhands.data.catalogue.digits import DIGITS
 from allhands.data.catalogue.entry import Entry, Options, data_root
 from allhands.data.catalogue.mnist import MNIST
-from allhands.data.catalogue.shakespeare import SHAKESPEARE, VOCABULARY
+from allhands.data.catalogue.shakespeare import SHAKESPEARE, VOCABULARY, in_blocks
 from allhands.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _ENTRIES = {entry.name: entry for entry in (DIGITS, MNIST, CIFAR10, CIFAR100, SHAKESPEARE)}
 
-__all__ = ["VOCABULARY", "Entry", "info", "load", "names"]
+__all__ = ["VOCABULARY", "Entry", "in_blocks", "info", "load", "names"]
 
 
 def names() -> tuple[str, ...]:

@@ -50,13 +50,19 @@ def _read(options: Options, entry: Entry) -> TensorDataset:
     return TensorDataset(text[:size].view(blocks, options.block).clone(), text[1 : size + 1].view(blocks, options.block).clone())
 
 
-SHAKESPEARE = Entry(
-    name="shakespeare",
-    num_classes=len(VOCABULARY),
-    input_shape=(_BLOCK,),
-    sizes={"train": (_TRAIN_BYTES - 1) // _BLOCK} | dict.fromkeys(("valid", "test"), (_BYTES - _TRAIN_BYTES - 1) // _BLOCK),
-    source="A. Karpathy, char-rnn, at github.com/karpathy/char-rnn (data/tinyshakespeare/input.txt)",
-    reader=_read,
-    classes=tuple(VOCABULARY),
-    options=("block",),
-)
+def in_blocks(block: int = _BLOCK) -> Entry:
+    """What is known of the text, cut into samples of `block` characters."""
+    valid = (_BYTES - _TRAIN_BYTES - 1) // block
+    return Entry(
+        name="shakespeare",
+        num_classes=len(VOCABULARY),
+        input_shape=(block,),
+        sizes={"train": (_TRAIN_BYTES - 1) // block, "valid": valid, "test": valid},
+        source="A. Karpathy, char-rnn, at github.com/karpathy/char-rnn (data/tinyshakespeare/input.txt)",
+        reader=_read,
+        classes=tuple(VOCABULARY),
+        options=("block",),
+    )
+
+
+SHAKESPEARE = in_blocks()
