@@ -152,7 +152,6 @@ def test_data_options():
     assert built(objects._data_options, "data.limit=5") == {"limit": 5}
     assert "the data set 'digits' has no such option" in refused(objects._data_options, "data.labels=fine")
     assert "Did you mean 'cifar10'" in refused(objects._entry, "data=cifar1")
-    assert "name a function of your own" in refused(objects._entry, "data=shakespeare")
     made = objects.load_datasets("digits", {"limit": 5})
     assert [len(made[split]) for split in ("train", "valid")] == [5, 5]
     assert len(catalogue.load("digits", "train")) == 1437
@@ -198,3 +197,30 @@ def test_federated_training_goes_by_rounds():
 def test_a_federated_run_file_is_not_compared_step_by_step():
     with pytest.raises(UserError, match=r"strategy.name = .federated.*leave it out"):
         objects.verify(run_file(*FEDERATED), ["ddp", "federated"], [1, 2], 3)
+
+
+TEXT = ("data=shakespeare", "model=gpt", "criterion=next_token", "metrics=[]")
+
+
+def test_text_fills_in_the_sizes_of_the_gpt_and_the_length_of_the_training():
+    made = built(model_of, *TEXT, "data.block=16", "model.width=8")
+    assert made.embed.weight.shape == (65, 8)
+    assert made.position.weight.shape == (16, 8)
+    assert built(model_of, *TEXT, "model.width=8").position.weight.shape == (128, 8)
+    assert built(objects._data_options, *TEXT, "data.block=16", "data.limit=5") == {"limit": 5, "block": 16}
+    schedule = ("scheduler=OneCycleLR", "scheduler.max_lr=0.1", "num_epochs=2", "workers=2", "device=cpu", "data.block=64")
+    assert built(scheduler_of, *TEXT, *schedule)[0].total_steps == 2 * 246  # 15,685 samples, 64 in a step
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model=mlp", "write model.name: gpt"),
+        ("criterion=cross_entropy", "write criterion: next_token"),
+        ("metrics=[accuracy]", "write metrics: []"),
+        ("strategy=federated", "name a function of your own"),
+    ],
+)
+def test_what_has_no_meaning_for_text_is_refused(override, said):
+    assert said in refused(objects._entry, *TEXT, override)
+    assert "the data set 'digits' has no such option" in refused(objects._data_options, "data.block=16")

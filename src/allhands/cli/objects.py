@@ -224,26 +224,46 @@ def _entry(run_file: RunFile) -> catalogue.Entry | None:
     if own_data.is_function(run_file.config.data.name):
         return None
     entry = located(run_file, path, lambda: catalogue.info(run_file.config.data.name))
-    if len(entry.input_shape) != 3:
-        raise run_file.error(
-            path,
-            "it is no set of images, such as digits, mnist, cifar10 or cifar100; name a function of your own that makes "
-            "its data sets, package.module:function or file.py:function",
-        )
+    if _is_text(entry):
+        return _text(run_file, entry)
     return entry
+
+
+def _is_text(entry: catalogue.Entry | None) -> bool:
+    return entry is not None and len(entry.input_shape) == 1
+
+
+def _text(run_file: RunFile, entry: catalogue.Entry) -> catalogue.Entry:
+    """The entry for samples as long as the run file says; refuses what has no meaning for tokens."""
+    given = run_file.config
+    if _is_federated(run_file):
+        raise run_file.error(
+            ("data", "name"),
+            "tokens have no label by which clients could get them; name a function of your own that makes its data sets, "
+            "package.module:function or file.py:function",
+        )
+    if given.model.name in models.names() and given.model.name != "gpt":
+        problem = f"the data set '{entry.name}' is tokens, which {given.model.name} does not take; write model.name: gpt"
+        raise run_file.error(("model", "name"), problem)
+    if given.criterion.name == "cross_entropy":
+        problem = "it compares one prediction a sample, and here each token has one; write criterion: next_token"
+        raise run_file.error(("criterion", "name"), problem)
+    if "accuracy" in given.metrics:
+        raise run_file.error(("metrics",), "accuracy is of one prediction a sample, not of one a token; write metrics: []")
+    return catalogue.in_blocks(given.data.block) if given.data.block is not None else entry
 
 
 def _data_options(run_file: RunFile) -> dict[str, Any]:
     data = run_file.config.data
     if own_data.is_function(data.name):
-        for key in ("limit", "normalize", "labels"):
+        for key in ("limit", "normalize", "labels", "block"):
             if getattr(data, key) is not None:
                 raise run_file.error(("data", key), f"the catalogue's sets have it; write data.options.{key} for a function")
         root = None if data.root is None else str(Path(data.root).expanduser().absolute())
         return located(run_file, ("data",), lambda: own_data.options_of(data.name, root, data.options))
     if data.options:
         raise run_file.error(("data", "options"), f"they are for a function, and '{data.name}' is in the catalogue; remove them")
-    wanted = run_file.config.data.model_dump(include={"root", "limit", "normalize", "labels"})
+    wanted = run_file.config.data.model_dump(include={"root", "limit", "normalize", "labels", "block"})
     if wanted["root"] is not None:
         wanted["root"] = str(Path(wanted["root"]).expanduser().absolute())
     options = {key: value for key, value in wanted.items() if value is not None}
@@ -260,7 +280,9 @@ def _data_options(run_file: RunFile) -> dict[str, Any]:
 def _model(run_file: RunFile, entry: catalogue.Entry | None) -> nn.Module:
     section = run_file.config.model
     sizes = {}
-    if entry is not None:
+    if entry is not None and _is_text(entry):
+        sizes = {"vocab_size": entry.num_classes, "block_size": entry.input_shape[0]}
+    elif entry is not None:
         classes = 20 if run_file.config.data.labels == "coarse" else entry.num_classes
         channels, height, width = entry.input_shape
         sizes = {

@@ -46,7 +46,8 @@ class Data(Section):
 
     name: str = Field(
         default="digits",
-        description="a set of images (digits, mnist, cifar10, cifar100), or a function: package.module:name, data.py:name",
+        description="a set of the catalogue (digits, mnist, cifar10, cifar100, shakespeare), or a function: package.module:name, "
+        "data.py:name",
     )
     root: str | None = Field(default=None, description="folder of its files; null looks in ALLHANDS_DATA")
     batch_size: Count = Field(default=32, description="samples per worker and micro-batch")
@@ -55,6 +56,7 @@ class Data(Section):
     limit: Count | None = Field(default=None, description="use only the first so many samples of each part")
     normalize: Flag | None = Field(default=None, description="images: subtract the mean; null takes the set's default")
     labels: Literal["fine", "coarse"] | None = Field(default=None, description="cifar100: which labels; null: fine")
+    block: Count | None = Field(default=None, description="shakespeare: characters in a sample; null: 128")
     options: dict[str, Any] = Field(default={}, description="further arguments of the function that `name` names")
 
     @model_validator(mode="before")
