@@ -36,7 +36,7 @@ _LAZY = {
     "Federated": "allhands.federated",
 }
 _PACKAGES = (
-    "comm", "config", "data", "errors", "federated", "kvstore", "launch", "models", "runner",
+    "comm", "config", "data", "errors", "federated", "horovod", "kvstore", "launch", "models", "runner",
     "step", "strategies", "verify", "world",
 )  # fmt: skip
 _SUBMODULES = {"slurm": "allhands.world.slurm", "utils": "allhands.runner.utils"}

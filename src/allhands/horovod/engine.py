@@ -1,0 +1,454 @@
+"""The collective operations of one rank: submitted by any thread, matched by name over the ranks, run by one thread in one order.
+
+Every operation takes a list of tensors, which travel together and are all or nothing; one tensor is a list of one. It returns a
+`Handle` at once. Tensors are torch's, on the CPU or a GPU, and are not to be changed before the handle's `wait` has returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allhands.errors import UserError
+from allhands.horovod import collectives, objects
+from allhands.horovod.checks import Ask
+from allhands.horovod.exceptions import HorovodInternalError, NotInitializedError
+from allhands.horovod.handles import Handle
+from allhands.horovod.link import Link
+from allhands.horovod.matcher import GLOBAL_SET, Key, Matcher
+from allhands.horovod.process_sets import ProcessSet, global_process_set
+from allhands.horovod.reduce_ops import Adasum, Average, ReduceOp, Sum
+from allhands.horovod.settings import Settings
+from allhands.horovod.timeline import Timeline
+from allhands.world import DEFAULT_TIMEOUT, World
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass
+class _Job:
+    """This rank's part of an operation. A rank that has joined makes one of zeros."""
+
+    ask: Ask
+    set: ProcessSet
+    tensors: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    handle: Handle
+    ready: Any = None  # a torch.cuda.Event behind what wrote the tensors
+    made_set: ProcessSet | None = None
+
+
+class Engine:
+    """Made by `basics.init`, the same on all ranks.
+
+    Args:
+        world: the processes; with their torch group, unless there is only one.
+        settings: see `settings.Settings`.
+        store: for the ranks of this engine alone; None for a process alone.
+    """
+
+    def __init__(self, world: World, settings: Settings, store: Any) -> None:
+        self.world, self.settings = world, settings
+        self.timeline = Timeline(world.rank)
+        self._lock = threading.RLock()
+        self._jobs: dict[Key, _Job] = {}
+        self._unnamed: Counter[tuple[int, str]] = Counter()
+        self._sets: dict[int, ProcessSet] = {}
+        self._joining: Handle | None = None
+        self._broken = ""
+        self._closed = False
+        self._buffers = collectives.Buffers()
+        self._stream: Any = None
+        matcher = None
+        if world.rank == 0:
+            matcher = Matcher(world.world_size, settings.fusion_threshold, settings.stall_warn, settings.stall_stop)
+        group = None if world.is_alone else self._new_group(list(range(world.world_size)))
+        self._put_in_use(global_process_set, GLOBAL_SET, list(range(world.world_size)), group)
+        self._link = Link(world, store, matcher, settings.cache_capacity)
+        self._thread = threading.Thread(target=self._run, name="allhands-horovod", daemon=True)
+        self._thread.start()
+        if settings.timeline:
+            self.timeline.start(settings.timeline)
+
+    # ------------------------------------------------------------------ operations
+
+    def allreduce(
+        self, tensors: Tensors, *, name: str | None = None, op: ReduceOp = Average, prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set, outputs: Tensors | None = None,
+        tensor_names: Sequence[str] = (), absent: Sequence[int] = (),
+    ) -> Handle:  # fmt: skip
+        """Reduce each tensor over the ranks; the result is post times the reduction of pre times the values.
+
+        `outputs` may be the tensors themselves; None makes new ones. `tensor_names` are for messages. `absent` are the places
+        of tensors that this rank has no value for and gives zeros. The result is the list of outputs, with None in the places
+        that are absent on every rank.
+        """
+        if op == Adasum and process_set.size() & (process_set.size() - 1):
+            raise UserError(
+                f"op Adasum needs a power of two of ranks, and there are {process_set.size()}; set op to hvd.Average, or train "
+                "with 2, 4, 8 ... ranks"
+            )
+        made = [torch.empty_like(tensor) for tensor in tensors] if outputs is None else list(outputs)
+        ask = self._ask("allreduce", tensors, tensor_names, absent=tuple(absent), op=op, pre=float(prescale_factor),
+                        post=float(postscale_factor))  # fmt: skip
+        return self._submit(name, ask, process_set, tensors, made)
+
+    def allgather(
+        self, tensors: Tensors, *, name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> Handle:  # fmt: skip
+        """All ranks' rows of each tensor, in the order of the ranks; the first dimension may differ between them."""
+        self._need_rows("allgather", tensors)
+        return self._submit(name, self._ask("allgather", tensors), process_set, tensors, [])
+
+    def broadcast(
+        self, tensors: Tensors, root_rank: int, *, name: str | None = None, process_set: ProcessSet = global_process_set,
+        outputs: Tensors | None = None, tensor_names: Sequence[str] = (),
+    ) -> Handle:  # fmt: skip
+        """Rank `root_rank`'s tensors, on all ranks. It is counted in the whole world, also in a process set."""
+        members = process_set._members()
+        if root_rank not in members:
+            raise UserError(f"broadcast: root_rank={root_rank} is none of the ranks {members}; set root_rank to one of them")
+        made = [torch.empty_like(tensor) for tensor in tensors] if outputs is None else list(outputs)
+        ask = self._ask("broadcast", tensors, tensor_names, root=int(root_rank))
+        return self._submit(name, ask, process_set, tensors, made)
+
+    def alltoall(
+        self, tensor: torch.Tensor, splits: Any = None, *, name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> Handle:
+        """The rows that each rank has for this one, and how many came from each (int32).
+
+        `splits`: how many rows go to each rank, in the order of the ranks; None deals them evenly.
+        """
+        self._need_rows("alltoall", [tensor])
+        size = process_set.size()
+        given = [int(number) for number in splits] if splits is not None else [len(tensor) // size] * size
+        if len(given) != size or min(given) < 0 or sum(given) != len(tensor):
+            raise UserError(
+                f"alltoall: the splits {given} of {len(tensor)} rows over {size} ranks; set splits to {size} numbers of at "
+                f"least 0 whose sum is {len(tensor)}"
+            )
+        return self._submit(name, self._ask("alltoall", [tensor], splits=tuple(given)), process_set, [tensor], [])
+
+    def reducescatter(
+        self, tensors: Tensors, *, name: str | None = None, op: ReduceOp = Average, prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+    ) -> Handle:  # fmt: skip
+        """This rank's rows of each reduced tensor; the first ranks have one more where they do not divide evenly."""
+        self._need_rows("reducescatter", tensors)
+        if op not in (Average, Sum):
+            raise UserError(f"reducescatter: op {op} is not possible; set op to hvd.Average or hvd.Sum")
+        ask = self._ask("reducescatter", tensors, op=op, pre=float(prescale_factor), post=float(postscale_factor))
+        return self._submit(name, ask, process_set, tensors, [])
+
+    def barrier(self, process_set: ProcessSet = global_process_set) -> None:
+        """Wait until all ranks have come here."""
+        self._submit(None, Ask("barrier"), process_set, [], []).wait()
+
+    def join(self) -> int:
+        """Wait until all ranks have joined, giving zeros to their allreduces meanwhile; the rank that joined last."""
+        with self._lock:
+            self._check_usable()
+            if self._joining is not None:
+                raise UserError("join() is called a second time before the first is over; call it once")
+            self._joining = handle = Handle("join")
+        self._link.join()
+        return int(handle.wait())
+
+    def broadcast_object(
+        self, obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> Any:
+        """Rank `root_rank`'s object, which consists of plain values, containers, tensors and numpy arrays.
+
+        Raises:
+            UserError: on all ranks, when it holds something else.
+        """
+        name = self._named("broadcast_object", name, process_set)
+        data = objects.pack(obj) if self.world.rank == root_rank else torch.zeros(0, dtype=torch.uint8)
+        length = torch.tensor([len(data)])
+        (length,) = self.broadcast([length], root_rank, name=f"{name}.length", process_set=process_set).wait()
+        whole = data if self.world.rank == root_rank else torch.zeros(int(length), dtype=torch.uint8)
+        (whole,) = self.broadcast([whole], root_rank, name=f"{name}.data", process_set=process_set).wait()
+        return objects.unpack(whole)
+
+    def allgather_object(self, obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+        """Every rank's object, in the order of the ranks; see `broadcast_object`."""
+        name = self._named("allgather_object", name, process_set)
+        data = objects.pack(obj)
+        handle = self.allgather([torch.tensor([len(data)]), data], name=name, process_set=process_set)
+        lengths, whole = handle.wait()
+        return [objects.unpack(part) for part in whole.split(lengths.tolist())]
+
+    def add_set(self, process_set: ProcessSet) -> ProcessSet:
+        """Put a process set in use; all ranks call it, with the same ranks."""
+        if process_set.process_set_id is not None:
+            raise UserError(f"{process_set} is in use already")
+        ranks = process_set.ranks or []
+        if ranks[-1] >= self.world.world_size:
+            raise UserError(f"{process_set}: rank {ranks[-1]} does not exist; the ranks are 0 to {self.world.world_size - 1}")
+        same = [other for other in self._sets.values() if other.ranks == ranks]
+        if same:
+            raise UserError(
+                f"a process set of the ranks {ranks} is in use already, number {same[0].process_set_id}; use that one"
+            )
+        name = ",".join(map(str, ranks))
+        self._submit(name, Ask("add_set", splits=tuple(ranks)), global_process_set, [], [], process_set).wait()
+        return process_set
+
+    def remove_set(self, process_set: ProcessSet) -> bool:
+        """Put a process set away; all ranks call it. False: it is not in use, or the global one."""
+        if process_set.process_set_id in (None, GLOBAL_SET):
+            return False
+        number = process_set.process_set_id
+        ask = Ask("remove_set", root=number or 0, splits=tuple(process_set._members()))
+        self._submit(str(number), ask, global_process_set, [], [], process_set).wait()
+        return True
+
+    def set_by_id(self, number: int) -> ProcessSet | None:
+        """The process set with this number that is in use."""
+        return self._sets.get(number)
+
+    def close(self) -> None:
+        """End: what waits on this rank fails, and what other ranks ask it for from now on."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._link.leave(1.0)
+        self._thread.join(5.0)
+        self._fail_all("hvd.shutdown() was called")
+        self.timeline.stop()
+        groups = [process_set.group for process_set in self._sets.values() if process_set.group is not None]
+        for process_set in self._sets.values():
+            process_set.put_away()
+        self._sets.clear()
+        for group in groups:
+            if self.world.backend == "gloo" and dist.is_initialized():  # nccl's wait for ranks that may be gone
+                with contextlib.suppress(RuntimeError, ValueError):
+                    dist.destroy_process_group(group)
+
+    # ------------------------------------------------------------------ asking
+
+    def _ask(self, kind: str, tensors: Tensors, names: Sequence[str] = (), **more: Any) -> Ask:
+        if not tensors:
+            raise UserError(f"{kind}: the list of tensors is empty; give at least one tensor")
+        for place, tensor in enumerate(tensors):
+            label = repr(names[place]) if names else f"number {place}"
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+                raise UserError(f"{kind}: tensor {label} is {_kind(tensor)}, and has to be a dense torch.Tensor")
+            if not tensor.is_contiguous():
+                raise UserError(f"{kind}: tensor {label} is not contiguous; give tensor.contiguous()")
+        devices = {tensor.device.type for tensor in tensors}
+        if len(devices) > 1 or not devices <= {"cpu", "cuda"}:
+            raise UserError(
+                f"{kind}: tensors of one call lie on {' and '.join(sorted(devices))}; they have to be on the CPU, or a GPU"
+            )
+        if "cuda" in devices and self.world.backend != "nccl" and not self.world.is_alone:
+            raise UserError(
+                f"{kind}: the tensors are on a GPU, and the ranks are connected by {self.world.backend}; give tensor.cpu(), or "
+                "start processes that see one GPU each"
+            )
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        dtypes = tuple(str(tensor.dtype)[6:] for tensor in tensors)
+        return Ask(kind, shapes, dtypes, tuple(names), device=devices.pop(), **more)
+
+    def _need_rows(self, kind: str, tensors: Tensors) -> None:
+        for tensor in tensors:
+            if not tensor.dim():
+                raise UserError(f"{kind}: a tensor without dimensions has no rows; give tensor.reshape(1)")
+
+    def _named(self, kind: str, name: str | None, process_set: ProcessSet) -> str:
+        if name is not None:
+            return name
+        key = (process_set.process_set_id or 0, kind)
+        with self._lock:
+            self._unnamed[key] += 1
+            return f"{kind}.noname.{self._unnamed[key]}"
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise NotInitializedError
+        if self._broken:
+            raise HorovodInternalError(self._broken)
+
+    def _submit(
+        self, name: str | None, ask: Ask, process_set: ProcessSet, tensors: Tensors, outputs: Tensors,
+        made_set: ProcessSet | None = None,
+    ) -> Handle:  # fmt: skip
+        with self._lock:
+            self._check_usable()
+            process_set.rank()  # refuses a set that is not in use, or that this rank is not in
+            own = self._named(ask.kind, name, process_set)
+            key = (process_set.process_set_id or 0, ask.kind, own)
+            if key in self._jobs:
+                raise UserError(
+                    f"{ask.kind} {own!r}: rank {self.world.rank} has begun an operation of this name that is not over; wait for "
+                    "it with hvd.synchronize(), or give each its own name"
+                )
+            ready = None
+            if ask.device == "cuda":
+                ready = torch.cuda.Event()
+                ready.record()
+            handle = Handle(f"{ask.kind} {own!r}")
+            self._jobs[key] = _Job(
+                ask, process_set, [tensor.detach() for tensor in tensors], [output.detach() for output in outputs], handle, ready,
+                made_set,
+            )  # fmt: skip
+        self.timeline.asked(key)
+        self._link.ask(key, ask, remember=name is not None)
+        return handle
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            for message in self._link.messages():
+                if "run" in message:
+                    self._do(message["run"], message["active"])
+                elif "fail" in message:
+                    for set_id, kind, name in message["fail"]:
+                        self._take((set_id, kind, name)).handle.fail(message["error"])
+                elif "joined" in message:
+                    self._unnamed.clear()  # ranks that joined early have made fewer calls
+                    joining, self._joining = self._joining, None
+                    if joining is not None:
+                        joining.finish(message["joined"])
+                else:
+                    self._fail_all(message["broken"])
+            if not self._closed:
+                self._fail_all("rank 0 is gone without a word: killed, crashed, or its host is down")
+        except Exception as error:
+            self._fail_all(f"the engine of rank {self.world.rank} failed: {type(error).__name__}: {error}")
+
+    def _take(self, key: Key) -> _Job:
+        with self._lock:
+            return self._jobs.pop(key)
+
+    def _fail_all(self, text: str) -> None:
+        with self._lock:
+            self._broken = self._broken or text
+            handles = [job.handle for job in self._jobs.values()] + ([self._joining] if self._joining is not None else [])
+            self._jobs.clear()
+            self._joining = None
+        for handle in handles:
+            handle.fail(text)
+
+    def _do(self, entries: list[dict[str, Any]], active: int) -> None:
+        keys: list[Key] = [(entry["key"][0], entry["key"][1], entry["key"][2]) for entry in entries]
+        jobs = []
+        for key, entry in zip(keys, entries, strict=True):
+            with self._lock:
+                job = self._jobs.get(key)
+            jobs.append(job if job is not None else self._zeros(key, Ask.read(entry["ask"])))
+        self.timeline.began(keys)
+        stream = None
+        try:
+            if jobs[0].ask.device == "cuda":
+                stream = self._stream = self._stream or torch.cuda.Stream(self.world.device)
+                with torch.cuda.stream(stream):
+                    for job in jobs:
+                        if job.ready is not None:
+                            stream.wait_event(job.ready)
+                        for tensor in (*job.tensors, *job.outputs):
+                            tensor.record_stream(stream)
+                    results = self._results(jobs, entries, active)
+                    done = torch.cuda.Event()
+                    done.record(stream)
+            else:
+                results, done = self._results(jobs, entries, active), None
+        except Exception as error:
+            text = f"{jobs[0].ask.kind} {keys[0][2]!r} failed on rank {self.world.rank}: {type(error).__name__}: {error}"
+            self._link.stop_all(text)
+            return self._fail_all(text)
+        self.timeline.ended(keys)
+        for key, job, result in zip(keys, jobs, results, strict=True):
+            with self._lock:
+                self._jobs.pop(key, None)
+            job.handle.finish(result, done)
+        return None
+
+    def _zeros(self, key: Key, ask: Ask) -> _Job:
+        device = self.world.device if ask.device == "cuda" else torch.device("cpu")
+        tensors = [
+            torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+            for shape, dtype in zip(ask.shapes, ask.dtypes, strict=True)
+        ]
+        return _Job(ask, self._sets[key[0]], tensors, tensors, Handle(f"{ask.kind} {key[2]!r}"))
+
+    def _results(self, jobs: list[_Job], entries: list[dict[str, Any]], active: int) -> list[Any]:
+        ask, process_set, entry = jobs[0].ask, jobs[0].set, entries[0]
+        group, size = process_set.group, process_set.size()
+        if ask.kind == "allreduce":
+            tensors = [tensor for job in jobs for tensor in job.tensors]
+            outputs = [output for job in jobs for output in job.outputs]
+            collectives.allreduce(tensors, outputs, ask.op, ask.pre, ask.post, size, active, group, self._buffers)
+            results: list[Any] = []
+            for job, own in zip(jobs, entries, strict=True):
+                unused = own.get("absent", ())
+                results.append([None if place in unused else output for place, output in enumerate(job.outputs)])
+            return results
+        job = jobs[0]
+        if ask.kind == "broadcast":
+            collectives.broadcast(job.tensors, job.outputs, ask.root, group)
+            return [job.outputs]
+        if ask.kind == "allgather":
+            return [collectives.allgather(job.tensors, entry["rows"], group)]
+        if ask.kind == "alltoall":
+            place = process_set.rank()
+            received = torch.tensor([own[place] for own in entry["splits"]], dtype=torch.int32)
+            return [(collectives.alltoall(job.tensors[0], entry["splits"], place, group), received)]
+        if ask.kind == "reducescatter":
+            whole = [torch.empty_like(tensor) for tensor in job.tensors]
+            collectives.allreduce(job.tensors, whole, ask.op, ask.pre, ask.post, size, active, group, self._buffers)
+            parts = [collectives.rows_of(len(tensor), size, process_set.rank()) for tensor in whole]
+            return [[tensor[first : first + rows].clone() for tensor, (first, rows) in zip(whole, parts, strict=True)]]
+        if ask.kind == "add_set":
+            assert job.made_set is not None
+            ranks = list(ask.splits)
+            self._put_in_use(job.made_set, entry["set"], ranks, self._new_group(ranks) if not self.world.is_alone else None)
+        elif ask.kind == "remove_set":
+            removed = self._sets.pop(ask.root)
+            removed.put_away()
+        return [None]
+
+    def _new_group(self, ranks: list[int]) -> Any:
+        backend = "cpu:gloo,cuda:nccl" if self.world.backend == "nccl" else "gloo"
+        group = dist.new_group(ranks, timeout=timedelta(seconds=DEFAULT_TIMEOUT.total_seconds()), backend=backend)
+        return group if self.world.rank in ranks and len(ranks) > 1 else None
+
+    def _put_in_use(self, process_set: ProcessSet, number: int, ranks: list[int], group: Any) -> None:
+        process_set.put_in_use(number, ranks, self.world.rank, group)
+        self._sets[number] = process_set
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of layout {value.layout}"
+    return f"a {type(value).__name__}"
+
+
+_current: Engine | None = None
+
+
+def current() -> Engine:
+    """The engine of this process.
+
+    Raises:
+        NotInitializedError: before ``hvd.init()``, and after ``hvd.shutdown()``.
+    """
+    if _current is None:
+        raise NotInitializedError
+    return _current
+
+
+def set_current(engine: Engine | None) -> None:
+    """Called by `basics`."""
+    global _current
+    _current = engine

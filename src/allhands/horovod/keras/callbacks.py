@@ -1,0 +1,17 @@
+"""Horovod's older name for `allhands.horovod.tensorflow.keras.callbacks`."""
+
+from __future__ import annotations
+
+from allhands.horovod.tensorflow.keras.callbacks import (
+    BroadcastGlobalVariablesCallback,
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
+    MetricAverageCallback,
+)
+
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]

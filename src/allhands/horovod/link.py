@@ -1,0 +1,129 @@
+"""A rank's connection to the coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from allhands.errors import WorldError
+from allhands.horovod.checks import Ask
+from allhands.horovod.coordinator import Coordinator
+from allhands.horovod.matcher import Key, Matcher
+from allhands.world import World
+from allhands.world.interface import outward_addresses
+from allhands.world.links import keep_alive
+from allhands.world.roster import host_id
+
+_PATIENCE_S = 60.0
+
+
+class Link:
+    """What this rank says and hears. Rank 0's holds the coordinator as well.
+
+    Args:
+        world: the processes.
+        store: a `torch.distributed.Store` that they share, for this link alone; None for a process alone.
+        matcher: on rank 0, what matches the operations.
+        slots: how many different operations are remembered, so that they are named by a number when they come again.
+    """
+
+    def __init__(self, world: World, store: Any, matcher: Matcher | None, slots: int) -> None:
+        self._coordinator: Coordinator | None = None
+        self._lock = threading.Lock()
+        self._slots = slots
+        self._known: OrderedDict[tuple[Key, Ask], int] = OrderedDict()
+        if matcher is not None:
+            token = secrets.token_hex(16)
+            self._coordinator = Coordinator(matcher, token)
+            self._coordinator.start()
+            addresses = ["127.0.0.1"]
+            if store is not None:
+                own = [*outward_addresses(), socket.gethostname()]
+                where = {"host": host_id(), "port": self._coordinator.port, "token": token, "addresses": own}
+                store.set("coordinator", json.dumps(where))
+            port = self._coordinator.port
+        else:
+            where = json.loads(store.get("coordinator"))
+            port, token = int(where["port"]), str(where["token"])
+            addresses = [*(["127.0.0.1"] if where["host"] == host_id() else []), *where["addresses"]]
+        self._socket = _connect(addresses, port, world.rank)
+        self._say({"rank": world.rank, "token": token})
+        os.register_at_fork(after_in_child=self._socket.close)
+
+    def ask(self, key: Key, ask: Ask, remember: bool) -> None:
+        """This rank is ready for an operation. `remember`: it is likely to come again."""
+        number = None
+        with self._lock:
+            if remember and self._slots:
+                known = (key, ask)
+                number = self._known.get(known)
+                if number is not None:
+                    self._known.move_to_end(known)
+                    return self._send({"again": number})
+                number = self._known.popitem(last=False)[1] if len(self._known) >= self._slots else len(self._known)
+                self._known[known] = number
+            return self._send({"ask": ask.message(), "key": key, "number": number})
+
+    def join(self) -> None:
+        """This rank has no more data."""
+        self._say({"join": True})
+
+    def stop_all(self, text: str) -> None:
+        """This rank has failed in the middle of an operation, after which no rank can rely on any other."""
+        self._say({"broken": text})
+
+    def leave(self, patience: float) -> None:
+        """This rank asks for nothing more. Rank 0 waits so many seconds for the others to say that as well."""
+        self._say({"leave": True})
+        if self._coordinator is not None:
+            self._coordinator.stop(patience)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """What the coordinator says, until the connection ends."""
+        data = b""
+        while True:
+            try:
+                piece = self._socket.recv(2**18)
+            except OSError:
+                return
+            if not piece:
+                return
+            *lines, data = (data + piece).split(b"\n")
+            for line in lines:
+                yield json.loads(line)
+
+    def _say(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            self._send(message)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the reading thread sees the end of the connection as well, and says so
+            self._socket.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+
+def _connect(addresses: list[str], port: int, rank: int) -> socket.socket:
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        for address in addresses:
+            with contextlib.suppress(OSError):
+                link = socket.create_connection((address, port), timeout=5.0)
+                link.settimeout(None)
+                keep_alive(link)
+                return link
+        if time.monotonic() > deadline:
+            raise WorldError(
+                f"rank {rank} ({socket.gethostname()}) cannot reach rank 0 at {' or '.join(addresses)}, port {port}: workers "
+                "talk to one another on ports that the system chooses; open the firewall between the hosts"
+            )
+        time.sleep(0.2)

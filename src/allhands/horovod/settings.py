@@ -1,0 +1,62 @@
+"""Horovod's variables that mean something here."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from allhands.errors import UserError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the engine works.
+
+    Attributes:
+        fusion_threshold: bytes up to which reductions travel together; 0: each by itself.
+        cache_capacity: how many operations are known by a number when they come again.
+        stall_warn: seconds after which a call that some rank has not made is reported on stderr; 0: never.
+        stall_stop: seconds after which it is an error on all ranks; 0: never.
+        timeline: a file for `start_timeline`; "" for none.
+    """
+
+    fusion_threshold: int = 128 * 2**20
+    cache_capacity: int = 1024
+    stall_warn: float = 60.0
+    stall_stop: float = 600.0
+    timeline: str = ""
+
+
+def read(environ: Mapping[str, str] = os.environ) -> Settings:
+    """The settings that HOROVOD_FUSION_THRESHOLD, HOROVOD_CACHE_CAPACITY, HOROVOD_STALL_CHECK_TIME_SECONDS,
+    HOROVOD_STALL_CHECK_DISABLE, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS and HOROVOD_TIMELINE name.
+
+    Raises:
+        UserError: one of them is no number of at least 0.
+    """
+    plain = Settings()
+    warn = _number(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", plain.stall_warn)
+    if environ.get("HOROVOD_STALL_CHECK_DISABLE", "0").strip() not in ("", "0"):
+        warn = 0.0
+    return Settings(
+        fusion_threshold=int(_number(environ, "HOROVOD_FUSION_THRESHOLD", plain.fusion_threshold)),
+        cache_capacity=int(_number(environ, "HOROVOD_CACHE_CAPACITY", plain.cache_capacity)),
+        stall_warn=warn,
+        stall_stop=_number(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", plain.stall_stop),
+        timeline=environ.get("HOROVOD_TIMELINE", "").strip(),
+    )
+
+
+def _number(environ: Mapping[str, str], name: str, otherwise: float) -> float:
+    text = environ.get(name, "").strip()
+    if not text:
+        return otherwise
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise UserError(f"{name}={text!r}: set {name} to a number of at least 0, or unset it")
+    return number

@@ -1,0 +1,222 @@
+"""TensorFlow's tensors through the engine, eagerly and inside ``tf.function``.
+
+In a graph a collective is two operations. The first hands the tensors over and is stateful, so that TensorFlow runs those of one
+graph in the order of the program, none waiting for another. The second waits for the result and is stateless, so that nothing but
+its readers waits with it: gradients are exchanged while later ones are computed, and ranks whose programs are ordered differently
+do not wait for one another in a circle.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import sys
+import threading
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import torch
+
+from allhands.errors import UserError
+
+# Takes torch tensors that share TensorFlow's memory and a name (None: the engine counts), and returns the engine's handle.
+Submit = Callable[[list[torch.Tensor], str | None], Any]
+
+_KEPT = 256  # results that no operation asked for, because TensorFlow had pruned it
+
+_BF16 = tf.bfloat16.as_numpy_dtype
+_KNOWN = {
+    tf.bool, tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64,
+}  # fmt: skip
+# Moved as they are, these may travel under the signed type of the same width; a sum of them would not be one.
+_UNSIGNED = {tf.uint16: np.int16, tf.uint32: np.int32, tf.uint64: np.int64}
+
+with warnings.catch_warnings():
+    # torch says once in a process that an array is not writable. The engine only reads what it is given.
+    warnings.simplefilter("ignore")
+    _read_only = np.zeros(1)
+    _read_only.flags.writeable = False
+    torch.from_numpy(_read_only)
+
+
+def exchange(
+    submit: Submit,
+    tensors: Sequence[Any],
+    *,
+    kind: str,
+    name: str | None,
+    shapes: Sequence[Any],
+    dtypes: Sequence[Any] | None = None,
+    reduces: bool = False,
+    ignore_name_scope: bool = False,
+) -> list[Any]:
+    """Run one collective of the engine on TensorFlow tensors.
+
+    Args:
+        submit: hands torch tensors to the engine under a name.
+        tensors: any number of ``tf.Tensor``, variables or what converts to one.
+        kind: what the collective is called where no name is given, such as "allreduce".
+        name: of the collective; None: made from the place in the graph, or counted by the engine in eager mode.
+        shapes: the static shapes of the results.
+        dtypes: of the results; None: those of the tensors.
+        reduces: whether the collective computes, which unsigned integers of more than 8 bits refuse.
+        ignore_name_scope: leave out TensorFlow's name scopes.
+
+    Returns:
+        One tensor for each of `shapes`.
+
+    Raises:
+        UserError: a dtype cannot be sent, or this is inside a function that XLA compiles.
+        HorovodInternalError: eagerly, when the ranks disagree or one is missing; inside ``tf.function`` the same message comes
+            in a ``tf.errors.OpError``.
+    """
+    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    for tensor in tensors:
+        _check_dtype(tensor.dtype, kind, name, reduces)
+    results = [tensor.dtype for tensor in tensors] if dtypes is None else list(dtypes)
+    if tf.executing_eagerly():
+        handle = submit([to_torch(tensor.numpy()) for tensor in tensors], name)
+        return [tf.constant(array) for array in _arrays(handle.wait(), results)]
+    return _in_graph(submit, tensors, _graph_name(kind, name, ignore_name_scope), shapes, results)
+
+
+def to_torch(array: Any) -> torch.Tensor:
+    """A torch tensor on the memory of a NumPy array, or of a copy where it is a scalar."""
+    array = np.asarray(array)
+    if array.dtype == _BF16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    signed = _UNSIGNED.get(tf.as_dtype(array.dtype))
+    return torch.from_numpy(array if signed is None else array.view(signed))
+
+
+def to_array(tensor: torch.Tensor, dtype: Any) -> Any:
+    """A NumPy array of TensorFlow's `dtype` on the memory of a torch tensor."""
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(_BF16)
+    array = tensor.numpy()
+    return array.view(dtype.as_numpy_dtype) if dtype in _UNSIGNED else array
+
+
+def _arrays(result: Any, dtypes: Sequence[Any]) -> list[Any]:
+    return [to_array(tensor, dtype) for tensor, dtype in zip(result, dtypes, strict=True)]
+
+
+def _check_dtype(dtype: Any, kind: str, name: str | None, reduces: bool) -> None:
+    if dtype in _KNOWN or (dtype in _UNSIGNED and not reduces):
+        return
+    what = f"{kind} of {name!r}" if name else kind
+    known = ", ".join(sorted(known.name for known in _KNOWN))
+    raise UserError(f"{what}: the tensor is {dtype.name}; cast it to one of {known}")
+
+
+class _Calls:
+    """The collectives of graphs that this process has handed over and not yet read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tickets = itertools.count(1)
+        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._last: dict[str, weakref.ref[Any]] = {}
+
+    def start(self, submit: Submit, name: str, arrays: Sequence[Any]) -> Any:
+        known = self._last.get(name)
+        before = known() if known is not None else None
+        if before is not None and not before.done():
+            _settle(before)  # iterations of a loop overlap
+        handle = submit([to_torch(array) for array in arrays], name)
+        with self._lock:
+            self._last[name] = weakref.ref(handle)
+            ticket = next(self._tickets)
+            self._open[ticket] = handle
+            while len(self._open) > _KEPT:
+                self._open.popitem(last=False)
+        return np.int64(ticket)
+
+    def finish(self, ticket: Any, dtypes: Sequence[Any]) -> list[Any]:
+        with self._lock:
+            handle = self._open.pop(int(ticket))
+        return _arrays(handle.wait(), dtypes)
+
+
+_calls = _Calls()
+
+
+def _settle(handle: Any) -> None:
+    try:
+        handle.wait()
+    except RuntimeError:
+        pass  # said to the operation that reads the result
+
+
+def _in_graph(submit: Submit, tensors: list[Any], name: str, shapes: Sequence[Any], dtypes: list[Any]) -> list[Any]:
+    _refuse_xla(name)
+    with tf.name_scope("allhands"):
+        ticket = tf.numpy_function(lambda *arrays: _calls.start(submit, name, arrays), tensors, tf.int64)
+        results = tf.numpy_function(lambda ticket: _calls.finish(ticket, dtypes), [ticket], dtypes, stateful=False)
+    for result, shape in zip(results, shapes, strict=True):
+        result.set_shape(shape)
+    return list(results)
+
+
+def _graph_name(kind: str, name: str | None, ignore_name_scope: bool) -> str:
+    """A name that the same place of the same program has on every rank, however often each one traced it."""
+    graph = tf.compat.v1.get_default_graph()
+    if name is not None:
+        if not ignore_name_scope:
+            return str(graph.unique_name(name))
+        with tf.name_scope("/"):
+            return str(graph.unique_name(name))
+    path = [str(graph.unique_name(kind))]
+    while graph is not None and hasattr(graph, "outer_graph"):
+        # The branches of a condition are functions whose names end in a number that counts over the whole process.
+        path.append(re.sub(r"[_\d]+$", "", str(graph.name)))
+        graph = graph.outer_graph
+    return "/".join(reversed(path))
+
+
+def _refuse_xla(name: str) -> None:
+    """XLA cannot call Python, and would say so in words that nobody connects with us."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name in {"_call", "__call__"} else None
+        if owner is not None and getattr(owner, "_jit_compile", None) is True and hasattr(owner, "python_function"):
+            raise UserError(
+                f"{name}: an exchange between processes cannot be part of a function that XLA compiles: set jit_compile=False "
+                "(in tf.function, or in model.compile)"
+            )
+        frame = frame.f_back
+
+
+def differentiable(
+    tensors: list[Any],
+    forward: Callable[..., list[Any]],
+    backward: Callable[..., list[Any]],
+    with_results: bool = False,
+) -> list[Any]:
+    """`forward` of the tensors, whose gradient is `backward` of the gradients of its results (after the results, if asked)."""
+
+    @tf.custom_gradient
+    def run(*parts: Any) -> Any:
+        results = forward(*parts)
+        return results, functools.partial(backward, results) if with_results else backward
+
+    results = run(*tensors)
+    return list(results) if isinstance(results, list | tuple) else [results]
+
+
+def derived(name: str | None, suffix: str) -> str | None:
+    """The name of an exchange that belongs to another."""
+    return None if name is None else f"{name}.{suffix}"
+
+
+def check_device(argument: str, device: Any) -> None:
+    """Refuse a device that tensors are not exchanged on."""
+    if device and "cpu" not in str(device).lower():
+        raise UserError(f"{argument}={device!r}: tensors are exchanged through the memory of the host: leave {argument} out")
