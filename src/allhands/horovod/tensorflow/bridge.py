@@ -17,13 +17,16 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
 import torch
 
-from allhands.errors import UserError
+from allhands.errors import AllhandsError, UserError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Takes torch tensors that share TensorFlow's memory and a name (None: the engine counts), and returns the engine's handle.
 Submit = Callable[[list[torch.Tensor], str | None], Any]
@@ -43,6 +46,20 @@ with warnings.catch_warnings():
     _read_only = np.zeros(1)
     _read_only.flags.writeable = False
     torch.from_numpy(_read_only)
+
+
+def as_written(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep AutoGraph from rewriting a function of ours, and its errors from being wrapped where a user's code is rewritten."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except AllhandsError as error:
+            error.ag_pass_through = True  # type: ignore[attr-defined]
+            raise
+
+    return cast(Callable[P, R], tf.autograph.experimental.do_not_convert(run))
 
 
 def exchange(

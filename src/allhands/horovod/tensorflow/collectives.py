@@ -12,13 +12,14 @@ from allhands.errors import UserError
 from allhands.horovod import basics, engine, reduce_ops
 from allhands.horovod.process_sets import ProcessSet, global_process_set
 from allhands.horovod.reduce_ops import ReduceOp
-from allhands.horovod.tensorflow.bridge import check_device, derived, differentiable, exchange
+from allhands.horovod.tensorflow.bridge import as_written, check_device, derived, differentiable, exchange
 from allhands.horovod.tensorflow.compression import Compression
 from allhands.horovod.tensorflow.queries import number_from
 
 _DIFFERENTIABLE = {reduce_ops.Average, reduce_ops.Sum}
 
 
+@as_written
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -60,6 +61,7 @@ def allreduce(
     )[0]  # fmt: skip
 
 
+@as_written
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -184,6 +186,7 @@ def _reduced_slices(
     ]
 
 
+@as_written
 def allgather(
     tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = global_process_set
 ) -> Any:
@@ -194,6 +197,7 @@ def allgather(
     return grouped_allgather([tensor], name, ignore_name_scope, process_set, kind="allgather")[0]
 
 
+@as_written
 def grouped_allgather(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -228,6 +232,7 @@ def grouped_allgather(
     return differentiable(tensors, forward, backward)
 
 
+@as_written
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -272,6 +277,7 @@ def broadcast_all(
     return exchange(submit, tensors, kind=kind, name=name, shapes=shapes, ignore_name_scope=ignore_name_scope)
 
 
+@as_written
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -315,6 +321,7 @@ def alltoall(
     return received if splits is None else (received, counts)
 
 
+@as_written
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -336,6 +343,7 @@ def reducescatter(
     )[0]  # fmt: skip
 
 
+@as_written
 def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",
@@ -379,6 +387,7 @@ def grouped_reducescatter(
     return [compression.decompress(result, ctx) for result, (_, ctx) in zip(reduced, packed, strict=True)]
 
 
+@as_written
 def join() -> Any:
     """Say that this rank has no more data, and wait until every rank has. Meanwhile it gives zeros to the others' reductions.
 
@@ -388,6 +397,7 @@ def join() -> Any:
     return number_from(lambda: engine.current().join())
 
 
+@as_written
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank of the process set is here. Eager mode only."""
     if not tf.executing_eagerly():

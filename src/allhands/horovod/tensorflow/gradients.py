@@ -12,7 +12,7 @@ from allhands.errors import UserError, kind_of
 from allhands.horovod import engine, reduce_ops
 from allhands.horovod.process_sets import ProcessSet, global_process_set
 from allhands.horovod.reduce_ops import ReduceOp
-from allhands.horovod.tensorflow.bridge import check_device
+from allhands.horovod.tensorflow.bridge import as_written, check_device
 from allhands.horovod.tensorflow.collectives import grouped_allreduce
 from allhands.horovod.tensorflow.compression import Compression
 
@@ -161,7 +161,7 @@ def _bytes(gradient: Any) -> int:
     return _BUCKET_BYTES if count is None else int(count * values.dtype.size)
 
 
-class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
+class _DistributedGradientTape(tf.GradientTape):
     """The methods that a distributed tape has over the tape that it was made of."""
 
     _reduction: GradientReduction
@@ -170,6 +170,7 @@ class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
         """Leave this variable's gradient as it is on each rank, divided by the number of ranks."""
         self._reduction.register_local(source)
 
+    @as_written
     def gradient(
         self,
         target: Any,
@@ -183,6 +184,7 @@ class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
         reduced = self._reduction(_flat(gradients), _flat(sources))
         return tf.nest.pack_sequence_as(sources, reduced)
 
+    @as_written
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[Any], list[Any]]:
@@ -199,6 +201,7 @@ def _flat(structure: Any) -> list[Any]:
     return list(tf.nest.flatten(structure))
 
 
+@as_written
 def DistributedGradientTape(
     gradtape: Any,
     device_dense: str = "",
@@ -234,7 +237,7 @@ def DistributedGradientTape(
     if not isinstance(gradtape, tf.GradientTape):
         raise UserError(f"DistributedGradientTape takes a tf.GradientTape; this is {kind_of(gradtape)}")
     cls = type(gradtape)
-    tape = object.__new__(type(cls.__name__, (_DistributedGradientTape, cls), {}))
+    tape: Any = object.__new__(type(cls.__name__, (_DistributedGradientTape, cls), {}))
     tape.__dict__.update(gradtape.__dict__)
     tape._reduction = GradientReduction(
         "DistributedGradientTape",
@@ -252,6 +255,7 @@ def DistributedGradientTape(
     return tape
 
 
+@as_written
 def PartialDistributedGradientTape(
     gradtape: Any,
     device_dense: str = "",

@@ -10,28 +10,34 @@ import tensorflow as tf
 from allhands.errors import UserError
 from allhands.horovod import basics, engine
 from allhands.horovod.process_sets import ProcessSet
+from allhands.horovod.tensorflow.bridge import as_written
 
 
+@as_written
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """The number of ranks when the graph runs, an int32 scalar."""
     return number_from(lambda: _set_of(process_set_id).size(), name)
 
 
+@as_written
 def rank_op(name: str | None = None) -> Any:
     """The rank when the graph runs, an int32 scalar."""
     return number_from(basics.rank, name)
 
 
+@as_written
 def local_rank_op(name: str | None = None) -> Any:
     """The local rank when the graph runs, an int32 scalar."""
     return number_from(basics.local_rank, name)
 
 
+@as_written
 def local_size_op(name: str | None = None) -> Any:
     """The number of ranks of this host when the graph runs, an int32 scalar."""
     return number_from(basics.local_size, name)
 
 
+@as_written
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """1 when the graph runs on a rank of the process set, else 0: an int32 scalar."""
     return number_from(lambda: int(_set_of(process_set_id).included()), name)

@@ -8,10 +8,11 @@ import tensorflow as tf
 
 from allhands.errors import UserError
 from allhands.horovod import reduce_ops
+from allhands.horovod.tensorflow.bridge import as_written
 from allhands.horovod.tensorflow.collectives import allreduce
 
 
-class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc]
+class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
     """`tf.keras.layers.BatchNormalization` whose mean and variance are those of all ranks' samples together.
 
     Each sample counts once, so that ranks may have batches of different sizes. Sums travel as float64.
@@ -29,6 +30,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
             raise UserError("SyncBatchNormalization(fused=True): set fused=False")
         super().__init__(**kwargs)
 
+    @as_written
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         axes = self._reduction_axes
         values = tf.cast(inputs, tf.float64)

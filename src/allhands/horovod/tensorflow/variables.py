@@ -10,9 +10,11 @@ import tensorflow as tf
 from allhands.errors import UserError, kind_of
 from allhands.horovod import engine
 from allhands.horovod.process_sets import ProcessSet, global_process_set
+from allhands.horovod.tensorflow.bridge import as_written
 from allhands.horovod.tensorflow.collectives import broadcast_all
 
 
+@as_written
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
 ) -> None:
@@ -48,6 +50,7 @@ def broadcast_variables(
         variable.assign(value)
 
 
+@as_written
 def broadcast_(
     variables: Iterable[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:

@@ -15,7 +15,7 @@ from allhands.horovod.tensorflow.collectives import grouped_allreduce
 from allhands.horovod.tensorflow.variables import broadcast_variables
 
 
-class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
+class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     """Give all ranks the weights and the optimizer's state of global rank `root_rank`, once.
 
     This happens before the first batch where model and optimizer are built by then, else after it, as in Horovod.
@@ -54,7 +54,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
         self.broadcast_done = True
 
 
-class MetricAverageCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
+class MetricAverageCallback(tf.keras.callbacks.Callback):
     """Replace every value of an epoch's logs by its mean over the ranks, each rank counted once.
 
     Put it before callbacks that read the logs (ReduceLROnPlateau, EarlyStopping, ModelCheckpoint).
@@ -73,7 +73,7 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
             logs[name] = float(mean)
 
 
-class LearningRateScheduleCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
+class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
     """Set the learning rate to ``initial_lr * multiplier(epoch)`` from `start_epoch` until `end_epoch`.
 
     Args:
@@ -152,7 +152,7 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):  # type: ignore
         optimizer.learning_rate = now
         velocities = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
         # Adam's momentums are means of gradients, without a learning rate in them; it has no attribute "momentum".
-        if self.momentum_correction and getattr(optimizer, "momentum", 0) and before not in (0.0, now):
+        if self.momentum_correction and getattr(optimizer, "momentum", None) and before not in (0.0, now):
             for velocity in velocities:
                 velocity.assign(velocity * (now / before))
 

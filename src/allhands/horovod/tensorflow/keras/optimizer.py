@@ -11,6 +11,7 @@ from allhands.errors import UserError, kind_of
 from allhands.horovod import reduce_ops
 from allhands.horovod.process_sets import ProcessSet, global_process_set
 from allhands.horovod.reduce_ops import ReduceOp
+from allhands.horovod.tensorflow.bridge import as_written
 from allhands.horovod.tensorflow.compression import Compression
 from allhands.horovod.tensorflow.gradients import GradientReduction
 
@@ -73,6 +74,7 @@ class _Distributed:
         """Leave this variable's gradient as it is on each rank, divided by the number of ranks."""
         self._reduction.register_local(variable)
 
+    @as_written
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Reduce the gradients over the ranks and update the variables with the result. Clipping acts on the result."""
         own: Any = self
