@@ -15,6 +15,9 @@ import pytest
 # Seconds for which the process that imports torch for workers waits for the next test that starts some. Tests about the start and
 # end of processes unset it (tests/launch).
 os.environ.setdefault("ALLHANDS_KEEPER_IDLE", "120")
+# Threads of torch that wait for one another sleep. Several processes of tests share the cores, and threads that spin instead keep
+# those from working that they wait for: a test took forty times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Folders of tests are in memory where there is enough of it: hundreds of checkpoints are saved, and each waits for the disk.
 MEMORY = Path("/dev/shm")
