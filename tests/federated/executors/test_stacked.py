@@ -81,20 +81,31 @@ def test_an_algorithm_that_corrects_and_keeps_states_and_asks_for_the_loss_at_th
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"stride": 2, "padding": 1}, {"dilation": 2, "bias": False}, {"stride": (1, 3), "padding": (0, 2)}], ids=str
-)
-@pytest.mark.parametrize("channels", [3, 6])
-def test_a_convolution_as_a_product_of_patches(options, channels):
-    layer = nn.Conv2d(channels, 5, (3, 2), **options).double()
-    x = torch.randn(4, channels, 9, 8, dtype=torch.float64, requires_grad=True)
-    expected = layer(x)
+    "options",
+    [{}, {"stride": 2, "padding": 1}, {"dilation": 2, "bias": False}, {"stride": (1, 3), "padding": (0, 2)},
+     {"kernel_size": 1}, {"kernel_size": 1, "stride": 2}, {"padding": 4}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize(("channels", "side"), [(3, 9), (40, 9), (3, 19), (40, 19)])  # all forms: few and many, small and large
+def test_a_convolution_as_a_product_of_patches(options, channels, side):
+    made_of = {"kernel_size": (3, 2), **options}
+    clients = [nn.Conv2d(channels, 5, **made_of).double() for _ in range(3)]
+    x = torch.randn(3, 4, channels, side, side - 1, dtype=torch.float64, requires_grad=True)
+    expected = torch.stack([layer(one) for layer, one in zip(clients, x, strict=True)])
+    layer = nn.Conv2d(channels, 5, **made_of).double()
     unfold_convolutions(layer)
     assert type(layer) is UnfoldedConv2d
-    made = layer(x)
+    weights, _ = torch.func.stack_module_state(clients)
+    made = torch.func.vmap(lambda own, one: torch.func.functional_call(layer, own, one))(weights, x)
     assert (made - expected).abs().max() < 1e-12
     probe = torch.randn_like(made)
-    ours, theirs = (torch.autograd.grad((y * probe).sum(), [x, *layer.parameters()]) for y in (made, expected))
-    assert all((a - b).abs().max() < 1e-11 for a, b in zip(ours, theirs, strict=True))
+    ours = torch.autograd.grad((made * probe).sum(), [x, *weights.values()])
+    theirs = torch.autograd.grad((expected * probe).sum(), [x, *(p for layer in clients for p in layer.parameters())])
+    assert (ours[0] - theirs[0]).abs().max() < 1e-11
+    for number, name in enumerate(weights):
+        for client in range(3):
+            own = theirs[1 + client * len(weights) + number]
+            assert (ours[1 + number][client] - own).abs().max() < 1e-11, name
 
 
 def test_stacked_with_convolutions_as_products(monkeypatch):
