@@ -33,6 +33,8 @@ _LAZY = {
     "DDP": "allhands.strategies",
     "KVStore": "allhands.strategies",
     "LocalSGD": "allhands.strategies",
+    "FSDP": "allhands.strategies",
+    "Mesh": "allhands.strategies",
     "Federated": "allhands.federated",
 }
 _PACKAGES = (
@@ -44,12 +46,14 @@ _SUBMODULES = {"slurm": "allhands.world.slurm", "utils": "allhands.runner.utils"
 __all__ = [
     "DDP",
     "DP",
+    "FSDP",
     "AllhandsError",
     "Callback",
     "EarlyStopping",
     "Federated",
     "KVStore",
     "LocalSGD",
+    "Mesh",
     "Single",
     "Strategy",
     "SupervisedRunner",
@@ -70,7 +74,7 @@ if TYPE_CHECKING:
     from allhands.errors import AllhandsError, UserError, WorkerError, WorldError
     from allhands.federated.strategy import Federated
     from allhands.runner import Callback, EarlyStopping, SupervisedRunner, load_checkpoint, utils
-    from allhands.strategies import DDP, DP, KVStore, LocalSGD, Single, Strategy
+    from allhands.strategies import DDP, DP, FSDP, KVStore, LocalSGD, Mesh, Single, Strategy
     from allhands.verify.compare import verify
     from allhands.world import World, current_world, finalize, init
 

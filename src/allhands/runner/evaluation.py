@@ -77,6 +77,8 @@ def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: F
             for batches, counts, _, _ in steps:
                 for batch, count in zip(batches, counts, strict=True):
                     output, target = forward(batch)
+                    if not count:
+                        continue  # it was there for the ranks that call the model with this one
                     if done == 0:
                         rule.check_shapes(output, target)
                     if rule.counts_targets:

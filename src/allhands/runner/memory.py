@@ -105,14 +105,25 @@ class Memory:
             self._saver.close(5.0 if failed else None)
             self._saver = None
 
+    def plain_state(self) -> dict[str, Any]:
+        """What is handed back: of the caller's own objects, once the strategy has given them back."""
+        settings = self.training.settings
+        settings.strategy.collect()
+        return {
+            "model": settings.model.state_dict(),
+            "optimizer": settings.optimizer.state_dict(),
+            "scheduler": self.training.schedule.state_dict(),
+            "callbacks": [callback.state_dict() for callback in settings.callbacks],
+        }
+
     def state(self) -> dict[str, Any]:
         """What all ranks hold alike."""
         training = self.training
         training.settings.strategy.collect()
         return {
             "format": FORMAT,
-            "model": training.model.state_dict(),
-            "optimizer": training.optimizer.state_dict(),
+            "model": training.settings.strategy.model_state(training.model),
+            "optimizer": training.settings.strategy.optimizer_state(training.optimizer),
             "scheduler": training.schedule.state_dict(),
             "scaler": training.precision.scaler.state_dict() if training.precision.scaler is not None else None,
             "epoch": training.epoch,
@@ -124,9 +135,22 @@ class Memory:
             "strategy": {training.settings.strategy.name: training.settings.strategy.state_dict()},
             "seed": training.settings.seed,
             "world_size": training.world.world_size,
+            "layout": training.settings.strategy.layout(training.world),
         }
 
     # ------------------------------------------------------------------ going on
+
+    @property
+    def _reads_whole(self) -> bool:
+        """Whether this rank needs all weights of a checkpoint; where it holds a part of the model, it reads that alone."""
+        return not self.training.settings.strategy.takes_meta
+
+    def load_weights(self, path: Path) -> None:
+        """Take the model's weights from a checkpoint, and leave all else."""
+        training, path = self.training, checkpoint.resolve(path)
+        state = checkpoint.load(path, self._reads_whole)
+        with checkpoint.reader(path) as read:
+            training.settings.strategy.load_model_state(training.model, state["model"], read)
 
     def restore(self) -> None:
         """Put the training where the checkpoint that was asked for left off.
@@ -187,10 +211,10 @@ class Memory:
         reporter = self.training.reporter
         if resume != "auto":
             path = checkpoint.resolve(Path(resume))
-            state = checkpoint.load(path)
+            state = checkpoint.load(path, self._reads_whole)
         else:
             assert self.folder is not None
-            found = checkpoint.newest(self.folder)
+            found = checkpoint.newest(self.folder, self._reads_whole)
             if found is None:
                 return None, None
             path, state, passed_over = found
@@ -203,7 +227,7 @@ class Memory:
         said = ""
         if state is None:
             try:
-                state = checkpoint.load(path)
+                state = checkpoint.load(path, self._reads_whole)
             except UserError as error:
                 said = str(error)
         for rank, text in enumerate(all_gather_text(said, self.training.world)):
@@ -227,8 +251,9 @@ class Memory:
                 f"{len(settings.callbacks)}; pass the same callbacks in the same order"
             )
         try:
-            training.model.load_state_dict(state["model"])
-            training.optimizer.load_state_dict(state["optimizer"])
+            with checkpoint.reader(path) as read:
+                settings.strategy.load_model_state(training.model, state["model"], read)
+                settings.strategy.load_optimizer_state(training.optimizer, state["optimizer"], read)
         except (RuntimeError, ValueError, KeyError) as error:
             raise UserError(f"resume: the checkpoint is of another model or optimizer: {error}") from None
         training.schedule.load_state_dict(state["scheduler"])
@@ -254,6 +279,7 @@ class Memory:
             if name in feeds:
                 feed.load_state_dict(feeds[name])
         before, strategy = state["world_size"], training.settings.strategy
+        alike = before == world.world_size and state.get("layout", "") == strategy.layout(world)
         if before == world.world_size or strategy.resumes_anywhere:
             strategy.load_state_dict(state["strategy"].get(strategy.name, {}))
         self._load_strategys_own(path, state, first)
@@ -264,7 +290,7 @@ class Memory:
         unknown = [name for name in position.done if name not in training.feeds]
         if unknown:
             raise UserError(f"resume: the checkpoint was written with a loader '{unknown[0]}', which this run does not have")
-        if before == world.world_size:
+        if alike:
             own = first if world.rank == 0 else checkpoint.load_own(path, world.rank)
             self._own = [own]
             self._generators = _under(own, "generators/")
@@ -272,12 +298,13 @@ class Memory:
             for name, buffer in training.model.named_buffers():
                 buffer.copy_(values[name])
             return
+        laid_out = f" ({state['layout']})" if state.get("layout") else ""
         training.reporter.line(
-            f"the checkpoint was written by {before} worker{'s' if before > 1 else ''}, and {world.world_size} go on: with the "
-            "same samples in the same order; dropout draws anew"
+            f"the checkpoint was written by {before} worker{'s' if before > 1 else ''}{laid_out}, and "
+            f"{world.world_size} go on: with the same samples in the same order; dropout draws anew"
         )
         # Sums over ranks stay what they are when one rank holds all of them.
-        if world.rank == 0:
+        if world.rank == all_gather_text("counts" if strategy.counts(world) else "", world).index("counts"):
             self._own = [first, *(checkpoint.load_own(path, rank) for rank in range(1, before))]
 
     def _load_strategys_own(self, path: Path, state: dict[str, Any], first: dict[str, torch.Tensor]) -> None:
@@ -303,11 +330,11 @@ class Memory:
     def continue_epoch(self, position: Position) -> None:
         """Set generators and metrics to where they were, just before the interrupted epoch goes on."""
         training = self.training
-        settings, rank = training.settings, training.world.rank
+        settings = training.settings
         if self._generators is not None:
             set_generator_states(self._generators)
         else:
-            seed_everything(derive_seed(settings.seed, "resumed", training.epoch, rank, training.step))
+            seed_everything(derive_seed(settings.seed, "resumed", training.epoch, training.stream, training.step))
         if training.measuring is not None and position.steps:
             training.measuring.take_up([_under(own, "metrics/") for own in self._own])
             training.logged.take_up([_under(own, "logged/") for own in self._own], self._logged)

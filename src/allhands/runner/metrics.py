@@ -76,10 +76,17 @@ class LoaderMetrics:
 
     On a CPU every loss is read at once, and a training loss that is not finite raises before it reaches the weights. On
     other devices the sums stay on the device; `check_finite` reads them.
+
+    Args:
+        metrics: by name.
+        world: the processes.
+        trains: whether the loader is trained on.
+        counts: False where another rank sees the same samples, and its sums are those that count.
     """
 
-    def __init__(self, metrics: Mapping[str, MetricLike], world: World, trains: bool) -> None:
+    def __init__(self, metrics: Mapping[str, MetricLike], world: World, trains: bool, counts: bool = True) -> None:
         self.world = world
+        self.counts = counts
         self.trains = trains
         self.where = ""
         self._functions: dict[str, Callable[..., Any]] = {}
@@ -122,7 +129,7 @@ class LoaderMetrics:
         else:
             self._loss += loss.detach() * factor
         self._count += count
-        if self._functions or self._modules:
+        if self.counts and (self._functions or self._modules):
             self._keep(output, target)
 
     def _keep(self, output: Any, target: Any) -> None:
@@ -191,6 +198,8 @@ class LoaderMetrics:
     def partial(self) -> dict[str, torch.Tensor]:
         """What this rank has measured since `start`, for a checkpoint."""
         numbers = [self.batches, self.samples, self._loss, self._count, *self._sums.values()]
+        if not self.counts:
+            numbers = [0.0] * len(numbers)
         parts = {"numbers": torch.stack([torch.as_tensor(n, dtype=torch.float64).reshape(()).cpu() for n in numbers])}
         # What is kept for the next group stays as it is, so that sums are rounded as they would have been without the save.
         for number, (output, target) in enumerate(zip(self._outputs, self._targets, strict=True)):
@@ -227,6 +236,8 @@ class LoaderMetrics:
         self._flush()
         calls.note(("metrics of", self.where))
         sums = [self._loss, self._count, self.samples, self.batches > 0, *self._sums.values()]
+        if not self.counts:
+            sums = [0.0] * len(sums)
         totals = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.world.device).reshape(()) for v in sums])
         all_reduce_sum([totals], self.world)
         loss, count, samples, ranks, *functions = totals.tolist()
@@ -267,7 +278,9 @@ def _shape_empty_states(module: Metric, world: World) -> None:
     ]
     kept = {key: getattr(metric, name)[0] for key, metric, name in lists if getattr(metric, name)}
     forms = {key: [list(value.shape[1:]), str(value.dtype)] for key, value in kept.items()}
-    known = json.loads(all_gather_text(json.dumps(forms), world)[0])  # rank 0 has a sample whenever any rank has one
+    known: dict[str, Any] = {}
+    for text in all_gather_text(json.dumps(forms), world):
+        known |= json.loads(text)
     for key, metric, name in lists:
         if key in known and key not in kept:
             shape, dtype = known[key]

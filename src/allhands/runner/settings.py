@@ -141,6 +141,26 @@ def check_model(model: Any) -> None:
         raise UserError(f"model is {kind_of(model)}; pass a torch.nn.Module")
 
 
+def is_meta(model: nn.Module) -> bool:
+    """Whether parameters of it are on the meta device, where they have no values."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def check_meta(settings: TrainSettings) -> None:
+    """Raise `UserError` for a model on the meta device that cannot be trained, or whose trained weights would be lost."""
+    if not is_meta(settings.model):
+        return
+    if not settings.strategy.takes_meta:
+        raise UserError(
+            f"the model is on the meta device and has no weights, and strategy '{settings.strategy.name}' needs them; write "
+            "distributed='fsdp', or build the model on the CPU"
+        )
+    if settings.logdir is None:
+        raise UserError(
+            "the model is on the meta device, so there is no place for its trained weights but a checkpoint; pass logdir=…"
+        )
+
+
 def callback_list(callbacks: Any) -> list[Callback]:
     """Callbacks as a list, from a list, a dict (its values), one callback, or None."""
     if callbacks is None:

@@ -17,7 +17,7 @@ from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule, predic
 from allhands.runner.loggers import prepare_logdir
 from allhands.runner.metrics import LoaderMetrics, named_metrics
 from allhands.runner.reporter import Reporter
-from allhands.runner.settings import Data, TrainSettings, callback_list, check_model
+from allhands.runner.settings import Data, TrainSettings, callback_list, check_meta, check_model, is_meta
 from allhands.runner.training import History, Training
 from allhands.step import Precision
 from allhands.strategies import Strategy
@@ -179,6 +179,8 @@ class SupervisedRunner:
         plan = self._plan(distributed, workers)
         settings.strategy = plan.strategy
         settings.strategy.check_settings(settings)
+        check_meta(settings)
+        settings.strategy.check_training(settings, plan.world_size)
         # It takes half a second to import, so once for all workers.
         preload = ["torch.distributed.checkpoint"] if settings.logdir is not None or settings.resume is not None else []
         state: dict[str, Any] = plan.run(_train, self, settings, verbose=verbose, preload=preload)
@@ -189,7 +191,7 @@ class SupervisedRunner:
     @staticmethod
     def _take_back(settings: TrainSettings, state: dict[str, Any]) -> None:
         """Put what a worker has trained into the caller's own objects; nothing to do where they were trained in place."""
-        if "model" not in state:
+        if state.get("model") is None:
             return
         settings.model.load_state_dict(state["model"])
         if "optimizer" not in state:
@@ -292,6 +294,7 @@ def _train(runner: SupervisedRunner, settings: TrainSettings, world: World, repo
     home = next(settings.model.parameters(), torch.empty(0)).device
     training = Training(runner, settings, world, reporter)
     history = training.run()
+    settings.strategy.give_back(keep=not shipped or world.local_rank == 0)
     if not shipped:
         if home != world.device:
             settings.model.to(home)
@@ -299,7 +302,9 @@ def _train(runner: SupervisedRunner, settings: TrainSettings, world: World, repo
             if isinstance(settings.criterion, nn.Module):
                 settings.criterion.to(home)
         return {"history": history}
-    memory = training.memory.state()
+    if is_meta(settings.model):  # its weights are in the checkpoints
+        return {"history": history}
+    memory = training.memory.plain_state()
     return {key: memory[key] for key in ("model", "optimizer", "scheduler", "callbacks")} | {"history": history}
 
 

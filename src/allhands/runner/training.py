@@ -15,7 +15,6 @@ from torch import nn
 from allhands.comm import calls
 from allhands.data import Feed, build_feeds, derive_seed, preserved_generators, seed_everything
 from allhands.errors import UserError
-from allhands.runner import checkpoint
 from allhands.runner.agreement import SIGNALS, Agreement, requeue_if_asked
 from allhands.runner.announce import announce, report_epoch
 from allhands.runner.callbacks import overridden
@@ -80,24 +79,33 @@ class Training:
             settings.seed,
             settings.accumulate,
             settings.data.same_everywhere,
+            settings.strategy.place(world),
+            settings.strategy.level,
         )
         self.trained = [feed for name, feed in self.feeds.items() if name.startswith("train")]
         self.valid_loader = self._choose_valid_loader()
-        self._to_device()
+        if not settings.strategy.takes_meta:
+            self._to_device()
         self.precision = Precision(settings.precision, world.device)
         if self.precision.scaler is not None and settings.strategy.takes_step:
             raise UserError(
                 f"precision='fp16' scales the loss, and strategy '{settings.strategy.name}' takes the optimizer's step where the "
                 "scale is not known; write precision='bf16', or KVStore(update='worker')"
             )
+        settings.strategy.seed = settings.seed
         self.wrapped = settings.strategy.prepare(self.model, world)
+        self.model = settings.strategy.own_module(self.model)
+        settings.strategy.bind(self.optimizer)
         if isinstance(self.criterion, nn.Module):
             self.criterion.to(world.device)
         self.forward = Forward(runner, self.wrapped, world.device)
         self.rules = {name: loss_rule(self.criterion, feed, runner) for name, feed in self.feeds.items()}
         self.schedule = Schedule(settings.scheduler)
+        self.stream = settings.strategy.stream(world)
+        counts = settings.strategy.counts(world)
         self.metrics = {
-            name: LoaderMetrics(settings.metrics, world, trains=feed in self.trained) for name, feed in self.feeds.items()
+            name: LoaderMetrics(settings.metrics, world, trains=feed in self.trained, counts=counts)
+            for name, feed in self.feeds.items()
         }
         self._step_hooks = overridden(settings.callbacks, "on_step_end")
         self.logged = Logged(world)
@@ -212,7 +220,7 @@ class Training:
         if self.position is None:
             self.position = Position(rates=learning_rates(self.optimizer))
             # Dropout in this process: other draws in each epoch and on each rank, repeated when the run is.
-            seed_everything(derive_seed(self.settings.seed, "train", self.epoch, self.world.rank))
+            seed_everything(derive_seed(self.settings.seed, "train", self.epoch, self.stream))
             self._hook("on_epoch_start")
         position, number = self.position, self.epoch + 1
         earlier = position.seconds
@@ -229,7 +237,7 @@ class Training:
         values = dict(position.done)
         for name, feed in self.feeds.items():
             if feed not in self.trained:
-                seed_everything(derive_seed(self.settings.seed, "evaluate", name, self.epoch, self.world.rank))
+                seed_everything(derive_seed(self.settings.seed, "evaluate", name, self.epoch, self.stream))
                 position.seconds = time.perf_counter() - started + earlier
                 values[name] = self._evaluate_epoch(feed, number)
         self.epoch = number
@@ -244,7 +252,7 @@ class Training:
             self.agreement.saved()
             self._signal = self.agreement.ask(self.step + self._evaluated).signal
         elif improved and self.settings.load_best_on_end:
-            self._best_state = {key: value.detach().cpu().clone() for key, value in self.model.state_dict().items()}
+            self._best_state = strategy.copy_weights(self.model)
         loggers.epoch(number, self.step, values, position.rates, self.history["seconds"][-1])
         place, seconds = f"{self.epoch}/{self.num_epochs}", self.history["seconds"][-1]
         report_epoch(self.reporter, "epoch", place, values, position.rates[0], seconds, improved)
@@ -382,9 +390,10 @@ class Training:
             return
         if self.memory.folder is not None:
             self.memory.wait()
-            self._best_state = checkpoint.load(self.memory.folder / "best")["model"]
-        if self._best_state is not None:
-            self.model.load_state_dict(self._best_state)
+            self.memory.load_weights(self.memory.folder / "best")
+        elif self._best_state is not None:
+            self.settings.strategy.restore_weights(self.model, self._best_state)
+        if self.memory.folder is not None or self._best_state is not None:
             self.reporter.line(f"loaded the weights of the best epoch, {self.best_epoch}")
 
     # ------------------------------------------------------------------ small things

@@ -89,6 +89,8 @@ def plan(distributed: bool | str | Strategy, count: int | None, device: str | No
             count, circle = gather_nodes(task, count, device)
             return Plan(strategy, 0 if circle is None else count, device, circle)
     around = world_around()
+    if strategy is not None and around:
+        strategy.check_size(around)
     if around:
         if count is not None and count != around:
             raise UserError(
@@ -103,9 +105,10 @@ def plan(distributed: bool | str | Strategy, count: int | None, device: str | No
         return Plan(strategy or Single(), 0, device)
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if count is None:
-        count = gpus or cores()
-    elif too_many := _more_than_gpus(count, gpus):
+        count = strategy.size_wanted() or gpus or cores()
+    if too_many := _more_than_gpus(count, gpus):
         raise UserError(too_many)
+    strategy.check_size(count)
     strategy.servers_to_start()  # refuses now what it would refuse when workers start
     return Plan(strategy, count, device)
 

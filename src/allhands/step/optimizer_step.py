@@ -30,6 +30,9 @@ class Exchange(Protocol):
     def after_backward(self) -> bool: ...
 
     alone: bool
+    level: bool
+
+    def place(self, world: World) -> tuple[int, int]: ...
 
     def gradient_scale(self, world: World) -> float: ...
 
@@ -81,7 +84,10 @@ class OptimizerStep:
         self.clip_norm = clip_norm
         self.scale = exchange.gradient_scale(world)
         self.several = world.world_size > 1
-        self.after_backward, self.alone = exchange.after_backward, exchange.alone
+        self.after_backward, self.alone, self.level = exchange.after_backward, exchange.alone, exchange.level
+        # So many ranks see the same samples, and count the same targets.
+        self.copies = world.world_size // exchange.place(world)[1]
+        self._failed: NonFiniteLossError | None = None
         self._weights: dict[float, torch.Tensor] = {}
         self._loss_dtype = torch.float64  # until the first loss shows its own
         self._loss: Criterion = self._first_loss
@@ -101,16 +107,19 @@ class OptimizerStep:
         if self.alone:
             total = sum(counts)
         if self.rule.counts_targets:
-            weights, factors, counted = self._count_targets(batches)
+            weights, factors, counted = self._count_targets(batches, counts)
         elif self.rule.sums:
-            weights, factors, counted = [self._weight(self.scale)] * len(batches), [1.0] * len(batches), counts
+            weights = [self._weight(self.scale if count else 0.0) for count in counts]
+            factors, counted = [1.0] * len(batches), counts
         else:
             weights, factors, counted = [self._weight(self.scale * count / total) for count in counts], counts, counts
         last = len(batches) - 1
-        failed: NonFiniteLossError | None = None
+        failed = self._failed = None
         try:
             for number, batch in enumerate(batches):
-                if idle or number < last:
+                if self.level and not counts[number]:
+                    self._fill(batch, weights[number])
+                elif idle or number < last:
                     with self.exchange.no_exchange():
                         self._micro_batch(batch, weights[number], factors[number], counted[number])
                 else:
@@ -122,7 +131,7 @@ class OptimizerStep:
             if not self.after_backward:
                 self._spoil(idle)
         if self.after_backward:
-            self._exchange_all(failed, sum(counts), total)
+            self._exchange_all(failed or self._failed, sum(counts), total)
             return
         if idle:
             self.exchange.exchange_missing()
@@ -149,13 +158,35 @@ class OptimizerStep:
                 f"BatchNorm cannot train on one sample, the whole batch{where} in this step. When the last global batch is "
                 "short, write drop_last=True for this loader or choose a batch_size that leaves more; or use GroupNorm"
             ) from error
-        self.observe(output, target, loss, factor, count)
+        try:
+            self.observe(output, target, loss, factor, count)
+        except NonFiniteLossError as error:
+            if not (self.level and self.several):
+                raise
+            self._failed = self._failed or error  # the others wait for this rank's backward pass
         # The weight enters as the gradient of the loss, which costs nothing; multiplying the loss would add an operation.
         scaler = self.precision.scaler
         if scaler is None:
             loss.backward(weight if weight.dtype == loss.dtype else weight.to(loss.dtype))
         else:
             scaler.scale(loss * weight).backward()
+
+    def _fill(self, batch: Any, weight: torch.Tensor) -> None:
+        """Pass a batch that counts for nothing through the model, for the sake of the ranks that wait for it in their own pass.
+
+        The model is in evaluation mode, so that neither running statistics nor random draws know of it.
+        """
+        module: nn.Module = self.forward.module  # type: ignore[attr-defined]
+        modes = [(child, child.training) for child in module.modules()]
+        module.eval()
+        try:
+            with self.precision.autocast():
+                output, target = self.forward(batch)
+                loss = self._loss(output, target)
+            loss.backward(weight.to(loss.dtype))
+        finally:
+            for child, training in modes:
+                child.training = training
 
     def _exchange_all(self, failed: NonFiniteLossError | None, own: int, total: int) -> None:
         if failed is not None and self.alone:
@@ -215,17 +246,22 @@ class OptimizerStep:
                 self._weights[value] = weight
         return weight
 
-    def _count_targets(self, batches: Sequence[Any]) -> tuple[Any, Any, Any]:
+    def _count_targets(self, batches: Sequence[Any], counts: Sequence[int]) -> tuple[Any, Any, Any]:
         """Weights, loss factors and counts of the micro-batches; the global count needs one small all-reduce."""
         counted = self.rule.count_targets([self.target_of(batch) for batch in batches])
         total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
         if counted is not None:
+            if self.level and not all(counts):
+                counted = counted * torch.tensor(
+                    [float(count > 0) for count in counts], dtype=counted.dtype, device=counted.device
+                )
             total += counted.sum()
         if not self.alone:
             all_reduce_sum([total], self.world)
         # When no target at all counts, every loss is a sum over nothing, 0, and so is its gradient.
-        weight = (self.scale / total.clamp_min(1e-30)).to(self._loss_dtype)[0]
-        return [weight] * len(batches), [1.0] * len(batches), counted
+        weight = (self.scale * self.copies / total.clamp_min(1e-30)).to(self._loss_dtype)[0]
+        weights = [weight if count else self._weight(0.0) for count in counts]
+        return weights, [1.0] * len(batches), counted
 
     def _update(self) -> None:
         scaler = self.precision.scaler

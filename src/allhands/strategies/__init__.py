@@ -9,15 +9,17 @@ from allhands.errors import UserError
 from allhands.strategies.base import Strategy
 from allhands.strategies.ddp import DDP
 from allhands.strategies.dp import DP
+from allhands.strategies.fsdp import FSDP
 from allhands.strategies.kvstore import KVStore
 from allhands.strategies.local_sgd import LocalSGD
+from allhands.strategies.meshed import Mesh
 from allhands.strategies.single import Single
 
-STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (Single, DP, DDP, KVStore, LocalSGD)}
+STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (Single, DP, DDP, KVStore, LocalSGD, FSDP)}
 # Strategies that stand on layers above this one, imported when they are asked for: name -> (module, class).
 _ABOVE = {"federated": ("allhands.federated", "Federated")}
 
-__all__ = ["DDP", "DP", "STRATEGIES", "KVStore", "LocalSGD", "Single", "Strategy", "strategy_named"]
+__all__ = ["DDP", "DP", "FSDP", "STRATEGIES", "KVStore", "LocalSGD", "Mesh", "Single", "Strategy", "strategy_named"]
 
 
 def strategy_named(name: str) -> Strategy:

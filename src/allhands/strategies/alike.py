@@ -51,7 +51,7 @@ def check_weights_equal(model: nn.Module, trained: Iterable[str], where: str) ->
         where: at which step, for the message.
     """
     # The bits of each parameter, summed as integers: equal sums on all ranks mean equal weights for any real fault.
-    sums = torch.stack([_bit_sum(p) for p in model.parameters()])
+    sums = torch.stack([bit_sum(p) for p in model.parameters()])
     smallest, largest = sums.clone(), sums.clone()
     dist.all_reduce(smallest, dist.ReduceOp.MIN)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
@@ -71,7 +71,8 @@ def check_weights_equal(model: nn.Module, trained: Iterable[str], where: str) ->
         )
 
 
-def _bit_sum(parameter: torch.Tensor) -> torch.Tensor:
+def bit_sum(parameter: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's bits, as whole numbers of the size of its elements."""
     value = parameter.detach().contiguous()
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(value.element_size())
     if value.is_complex() or whole is None:

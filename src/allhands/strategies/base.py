@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from allhands.strategies.held import Read
 from allhands.world import World
+
+
+class OutputElsewhere(BaseException):
+    """The model that handle_batch was given has its output on another rank; past a user's ``except Exception``."""
 
 
 class Strategy(ABC):
@@ -34,12 +39,28 @@ class Strategy(ABC):
     own_in_words: str = "what compression had left over of the gradients; it is not used, as {strategy} does not compress now"
     #: Whether `load_state_dict` also takes the state that another number of ranks has saved.
     resumes_anywhere: bool = False
+    #: Whether every rank must call the model equally often, in training and evaluation; see `allhands.data.feed`.
+    level: bool = False
+    #: Whether a model on the meta device can be trained, whose weights come into being on the workers.
+    takes_meta: bool = False
+    #: The training's seed, set before `prepare`.
+    seed: int = 42
     #: Where `takes_step`: called before each step with the exchanged gradients in the parameters; for looking only, and slow.
     before_step: Callable[[], None] | None = None
 
     def exact_for(self, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> bool:
         """Whether it is exact in a training with this optimizer and this bound of the gradient's norm."""
         return self.exact
+
+    def check_size(self, workers: int) -> None:
+        """Raise `UserError` when it cannot run with so many workers, before any is started."""
+
+    def size_wanted(self) -> int | None:
+        """How many workers to start where nobody says; None leaves it to the machine."""
+        return None
+
+    def check_training(self, settings: Any, workers: int) -> None:
+        """Raise `UserError` for a model (of `TrainSettings`) that it cannot train with so many workers, before any is started."""
 
     @abstractmethod
     def check(self, world: World) -> None:
@@ -48,6 +69,29 @@ class Strategy(ABC):
     @abstractmethod
     def prepare(self, model: nn.Module, world: World) -> nn.Module:
         """The module to call in the forward pass, made from `model`, which is on the world's device already."""
+
+    def own_module(self, model: nn.Module) -> nn.Module:
+        """After `prepare`: the module that is evaluated and asked for its parameters; `model`, unless it was taken apart."""
+        return model
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """After `prepare`: the optimizer of the training, before it goes on from a checkpoint."""
+
+    def place(self, world: World) -> tuple[int, int]:
+        """Whose share of the samples this rank gets, and among how many."""
+        return world.rank, world.world_size
+
+    def counts(self, world: World) -> bool:
+        """Whether what this rank measures counts; where several have seen the same samples, it does on one of them."""
+        return True
+
+    def stream(self, world: World) -> int:
+        """Number of the stream from which dropout draws; ranks that compute the same layer on the same samples share one."""
+        return world.rank
+
+    def layout(self, world: World) -> str:
+        """How the model lies on the ranks, in words; "" where all of them hold all of it."""
+        return ""
 
     def gradient_scale(self, world: World) -> float:
         """What to multiply each rank's share of the loss by, because of how the exchange combines gradients."""
@@ -129,6 +173,47 @@ class Strategy(ABC):
             for name, buffer in model.named_buffers():
                 if name in own:
                     buffer.copy_(own[name])
+
+    # ------------------------------------------------------------------ the whole model, where ranks hold parts
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """The plain model's ``state_dict``, of tensors, or of what this rank holds of them (`Held`)."""
+        return model.state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The same of the plain optimizer; all ranks call it together."""
+        return optimizer.state_dict()
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], read: Read) -> None:
+        """Go on from the plain model's ``state_dict``; ``read(value, held)`` brings slices of a value of it into ``held.local``.
+
+        Raises:
+            ValueError, RuntimeError, KeyError: it is of another model.
+        """
+        model.load_state_dict(state)
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], read: Read) -> None:
+        """The same for the optimizer."""
+        optimizer.load_state_dict(dict(state))
+
+    def copy_weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """A copy of this rank's weights and buffers in the processor's memory, for `restore_weights`."""
+        return {key: value.detach().cpu().clone() for key, value in model.state_dict().items()}
+
+    def restore_weights(self, model: nn.Module, copy: dict[str, torch.Tensor]) -> None:
+        """Go back to the weights of `copy_weights`."""
+        model.load_state_dict(copy)
+
+    def whole_parameters(self) -> dict[str, torch.Tensor] | None:
+        """Every parameter of the plain model, on every rank, which all call it together; None where the module's own are whole."""
+        return None
+
+    def whole_gradients(self) -> dict[str, torch.Tensor] | None:
+        """The same of the gradients, from within `before_step`."""
+        return None
+
+    def give_back(self, keep: bool) -> None:
+        """Put what was trained into the objects that `prepare` and `bind` got, on ranks that `keep` it; all call it together."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed training needs, the same on all ranks; of tensors, strings, numbers, lists and dicts."""

@@ -7,10 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from allhands.runner.checkpoint.files import INDEX_FILE, MANIFEST_FILE, STATE_FILE
-from allhands.runner.checkpoint.folder import found_in, load, load_own, newest, resolve
+from allhands.runner.checkpoint.folder import found_in, load, load_own, newest, reader, resolve
 from allhands.runner.checkpoint.saver import Saver
 
-__all__ = ["INDEX_FILE", "MANIFEST_FILE", "STATE_FILE", "Saver", "found_in", "load", "load_own", "newest", "resolve", "save"]
+__all__ = [
+    "INDEX_FILE",
+    "MANIFEST_FILE",
+    "STATE_FILE",
+    "Saver",
+    "found_in",
+    "load",
+    "load_own",
+    "newest",
+    "reader",
+    "resolve",
+    "save",
+]
 
 
 def save(folder: Path, state: Mapping[str, Any], summary: Mapping[str, Any], best: bool) -> Path:

@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ import torch
 from allhands.errors import UserError
 from allhands.runner.checkpoint import tree
 from allhands.runner.checkpoint.files import INDEX_FILE, MANIFEST_FILE, STATE_FILE, sha256, sync
+from allhands.strategies.held import Held, Read
 
 _NAME = re.compile(r"epoch-(\d{4,})(?:-step-(\d{9,}))?")
 _OWN = "rank-{}/"
@@ -47,11 +48,12 @@ def own_key(rank: int, name: str) -> str:
     return _OWN.format(rank) + name
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path, weights: bool = True) -> dict[str, Any]:
     """Read the state that all ranks share, onto the CPU.
 
     Args:
         path: a checkpoint's folder, a file in it, a link, a ``checkpoints`` folder, or a logdir (then its newest).
+        weights: False leaves marks in the places of the model's and the optimizer's large tensors, for `reader`.
 
     Raises:
         UserError: it is absent, incomplete or damaged; the message names the file and what can be used instead.
@@ -60,7 +62,8 @@ def load(path: Path) -> dict[str, Any]:
     check_files(path)
     try:
         rest = torch.load(path / STATE_FILE, map_location="cpu", weights_only=True)
-        return tree.join(rest, _read(path, lambda key: not key.startswith("rank-")))
+        left = ("rank-",) if weights else ("rank-", "model/", "optimizer/")
+        return tree.join(rest, _read(path, lambda key: not key.startswith(left)))
     except (KeyError, ValueError, TypeError) as error:  # an index that was not written by us
         raise _unusable(path, f"its files do not fit together ({type(error).__name__}: {error})") from None
 
@@ -69,6 +72,48 @@ def load_own(path: Path, rank: int) -> dict[str, torch.Tensor]:
     """The tensors that rank `rank` alone had stored, by name; the files were checked by `load`."""
     prefix = _OWN.format(rank)
     return {key.removeprefix(prefix): value for key, value in _read(path, lambda key: key.startswith(prefix)).items()}
+
+
+@contextlib.contextmanager
+def reader(path: Path) -> Iterator[Read]:
+    """A function ``(value, held)`` that brings the slices that a rank holds of a tensor of the checkpoint into ``held.local``.
+
+    `value` is the tensor, or the mark that ``load(path, weights=False)`` left in its place; such a one is read at the end of the
+    block, together with all others, and of the files only what this rank holds.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    index = json.loads((path / INDEX_FILE).read_text())
+    wanted: dict[str, Held] = {}
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def read(value: Any, held: Held) -> None:
+        key = tree.path_in(value)
+        size = tuple(value.shape) if key is None else tuple(index[key]["size"])
+        if size != held.shape:
+            raise ValueError(f"a tensor {'' if key is None else repr(key) + ' '}of shape {list(size)} and not {list(held.shape)}")
+        assert held.local is not None
+        if key is None:
+            held.take(value, held.local)
+        elif held.pieces:
+            dtype = dtype_named(index[key]["dtype"])
+            if held.local.device.type == "cpu" and held.local.dtype == dtype:
+                wanted[key] = held
+                return
+            local = torch.empty(held.local.shape, dtype=dtype, device="cpu")
+            copies.append((held.local, local))
+            wanted[key] = held.with_local(local)
+
+    from allhands.runner.checkpoint.storage import dtype_named
+
+    yield read
+    if wanted:
+        from allhands.runner.checkpoint.pieces import read_pieces
+
+        read_pieces(path, wanted)
+        for target, source in copies:
+            target.copy_(source)
 
 
 def _read(path: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
@@ -90,12 +135,12 @@ def _read(path: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def newest(folder: Path) -> tuple[Path, dict[str, Any], list[str]] | None:
-    """The newest checkpoint in a ``checkpoints`` folder that is whole: its path, its state, and what was passed over."""
+def newest(folder: Path, weights: bool = True) -> tuple[Path, dict[str, Any], list[str]] | None:
+    """The newest checkpoint in a ``checkpoints`` folder that is whole: its path, its state (see `load`), what was passed over."""
     passed_over: list[str] = []
     for candidate in reversed(found_in(folder)):
         try:
-            return candidate, load(candidate), passed_over
+            return candidate, load(candidate, weights), passed_over
         except UserError as error:
             passed_over.append(str(error))
     if passed_over:

@@ -20,6 +20,7 @@ from allhands.comm import broadcast_ints
 from allhands.errors import WorldError
 from allhands.runner.checkpoint import folder as folders
 from allhands.runner.checkpoint import tree
+from allhands.strategies.held import Held
 from allhands.world import World
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Saver:
     """Writes checkpoints of a training, one at a time, in a thread of its own.
 
     Making, saving, waiting and closing are for all ranks together. What all ranks hold alike is dealt out among them, so that
-    each copies and writes only its part.
+    each copies and writes only its part; of tensors that lie in parts on the ranks (`Held`), each writes its own.
 
     Args:
         folder: the ``checkpoints`` folder, on a file system that all ranks share; made when absent.
@@ -137,10 +138,12 @@ class Saver:
                 dist.destroy_process_group(self.group)
             self.group = None
 
-    def _write(self, staged: dict[str, torch.Tensor], writer: Writer) -> None:
+    def _write(self, staged: dict[str, Any], writer: Writer) -> None:
         from torch.distributed import checkpoint as dcp
 
-        planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        from allhands.runner.checkpoint.pieces import SavePieces
+
+        planner = SavePieces()
         self._check_same(writer.aside.name)
         # PyTorch's own CRC-32 takes four times as long as the SHA-256 that every file gets.
         crc = torch.serialization.get_crc32_options()
@@ -170,31 +173,35 @@ class Saver:
                 "the same step: call them without `if rank == 0`"
             )
 
-    def _my_share(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    def _my_share(self, tensors: Mapping[str, Any]) -> list[str]:
         """The keys that this rank writes: the largest first, always to the rank that has least so far."""
         loads = [0] * self.size
         mine = []
-        for key in sorted(tensors, key=lambda key: (-tensors[key].nbytes, key)):
+        parts = {key for key, value in tensors.items() if isinstance(value, Held)}
+        mine += [key for key in tensors if key in parts and tensors[key].first and tensors[key].local is not None]
+        for key in sorted(tensors.keys() - parts, key=lambda key: (-tensors[key].nbytes, key)):
             rank = loads.index(min(loads))
             loads[rank] += tensors[key].nbytes
             if rank == self.rank:
                 mine.append(key)
         return mine
 
-    def _stage(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _stage(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Copies in the processor's memory, in the buffers of the save before where they fit."""
-        staged = {}
+        staged, buffers = {}, {}
         on_device = False
-        for key, value in tensors.items():
+        for key, given in tensors.items():
+            value = given.local if isinstance(given, Held) else given
             buffer = self._buffers.get(key)
             if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
                 buffer = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=value.device.type == "cuda")
             buffer.copy_(value, non_blocking=True)
             on_device |= value.device.type == "cuda"
-            staged[key] = buffer
+            buffers[key] = buffer
+            staged[key] = given.with_local(buffer) if isinstance(given, Held) else buffer
         if on_device:
             torch.cuda.current_stream().synchronize()
-        self._buffers = staged
+        self._buffers = buffers
         return staged
 
 

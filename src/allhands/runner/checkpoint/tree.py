@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from allhands.errors import UserError
+from allhands.strategies.held import Held
 
 # Tensors of up to so many elements stay with the rest: an optimizer keeps a counter for each parameter, and a file entry for
 # each of them would cost more than its content.
@@ -18,15 +19,16 @@ _MARK = "tensor of the checkpoint"
 _PLAIN = (torch.Tensor, int, float, complex, str, bytes, bool, type(None), torch.Size, torch.dtype, torch.device)
 
 
-def split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The large tensors of a state by the path to them (``"model/fc.weight"``), and the state with a mark in their places.
 
+    Tensors of which this rank holds a part (`Held`) count as large, since rank 0, which writes the rest, may have none of them.
     The small tensors of the rest are copies; the large ones are not.
 
     Raises:
         UserError: the state holds an object that could only be stored by executing code on loading.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Any] = {}
     return tensors, {str(key): _strip(value, str(key), tensors) for key, value in state.items()}
 
 
@@ -35,7 +37,10 @@ def join(rest: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[s
     return {key: _fill(value, tensors) for key, value in rest.items()}
 
 
-def _strip(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _strip(value: Any, path: str, tensors: dict[str, Any]) -> Any:
+    if isinstance(value, Held):
+        tensors[path] = value
+        return (_MARK, path)
     if isinstance(value, torch.Tensor):
         if value.numel() <= SMALL or value.layout != torch.strided or value.is_quantized:
             return value.detach().cpu().clone()
@@ -56,9 +61,15 @@ def _strip(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     return value
 
 
+def path_in(value: Any) -> str | None:
+    """The path that a mark names; None when the value is no mark."""
+    return value[1] if type(value) is tuple and len(value) == 2 and value[0] == _MARK else None
+
+
 def _fill(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if type(value) is tuple and len(value) == 2 and value[0] == _MARK:
-        return tensors.get(value[1], value)
+    path = path_in(value)
+    if path is not None:
+        return tensors.get(path, value)
     if type(value) in (dict, OrderedDict, Counter):
         filled = {key: _fill(item, tensors) for key, item in value.items()}
         return type(value)(filled) if type(value) is not dict else filled

@@ -1,0 +1,253 @@
+"""Sharded data parallelism: each worker holds 1/N of every parameter, gradient and optimizer state (PyTorch's fully_shard)."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from allhands.errors import UserError
+from allhands.strategies.mesh import Degrees
+from allhands.strategies.meshed import Meshed
+from allhands.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from allhands.strategies.values import Values
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NO_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+# What training keeps of a parameter on the processor under cpu_offload, in its sizes: itself, its gradient, two moments.
+_KEPT = 4
+
+
+class FSDP(Meshed):
+    """1/N of every parameter, gradient and optimizer state on each worker; layers are gathered when they are computed.
+
+    Stands on torch.distributed.fsdp.fully_shard (FSDP2); the idea is ZeRO's third stage (Rajbhandari et al., ZeRO: Memory
+    Optimizations Toward Training Trillion Parameter Models, SC 2020). Gradients are reduced in each micro-batch, so that no
+    worker ever holds all of them. Alone, it shards over all workers; in a `Mesh`, over dp.shard. With one worker there is
+    nothing to shard, and no setting has an effect.
+
+    Args:
+        wrap: what is gathered together. "auto": each child of the outermost lists and sequences of layers; the name of a class,
+            or a list of names of classes or of modules (``["Layer"]``, ``["encoder", "decoder"]``); or ``{"min_params": n}``:
+            the innermost modules of at least n parameters. What is left is gathered with the whole model.
+        reshard_after_forward: free a gathered layer after its forward pass and gather it again for the backward pass; False
+            keeps it, which takes more memory and less time.
+        param_dtype: "bf16", "fp16" or "fp32": the format in which parameters are gathered and layers computed; None leaves it.
+            Weights that the optimizer changes, and checkpoints, keep their own.
+        reduce_dtype: the format in which gradients are added up; None takes `param_dtype`.
+        output_dtype: the format of the model's output; None leaves it.
+        buffer_dtype: the format of floating-point buffers; None leaves it.
+        cpu_offload: keep shards, gradients and the optimizer's state in the processor's memory, and update there. Needs GPUs.
+        checkpoint_activations: compute each wrapped layer again in the backward pass instead of keeping what it computed (Chen
+            et al., Training Deep Nets with Sublinear Memory Cost, 2016).
+
+    Raises:
+        UserError: a setting that there is not.
+    """
+
+    name = "fsdp"
+
+    def __init__(self, wrap: str | Sequence[str] | Mapping[str, int] = "auto", reshard_after_forward: bool = True,
+                 param_dtype: str | None = None, reduce_dtype: str | None = None, output_dtype: str | None = None,
+                 buffer_dtype: str | None = None, cpu_offload: bool = False,
+                 checkpoint_activations: bool = False) -> None:  # fmt: skip
+        for option, value in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype), ("output_dtype", output_dtype),
+                              ("buffer_dtype", buffer_dtype)):  # fmt: skip
+            if value is not None and value not in DTYPES:
+                raise UserError(f"FSDP({option}={value!r}); it must be one of {', '.join(map(repr, DTYPES))}, or None")
+        for option, flag in (("reshard_after_forward", reshard_after_forward), ("cpu_offload", cpu_offload),
+                             ("checkpoint_activations", checkpoint_activations)):  # fmt: skip
+            if not isinstance(flag, bool):
+                raise UserError(f"FSDP({option}={flag!r}); it must be True or False")
+        self.wrap = _wrapping(wrap)
+        self.reshard_after_forward = reshard_after_forward
+        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        self.output_dtype, self.buffer_dtype = output_dtype, buffer_dtype
+        self.cpu_offload = cpu_offload
+        self.checkpoint_activations = checkpoint_activations
+        self.fsdp = self
+
+    def degrees_for(self, workers: int) -> Degrees:
+        return Degrees(shard=workers)
+
+    def check(self, world: World) -> None:
+        super().check(world)
+        self.check_device(world)
+
+    def check_device(self, world: World) -> None:
+        """Raise `UserError` when there is nothing to offload from."""
+        if self.cpu_offload and world.device.type != "cuda":
+            raise UserError(
+                f"FSDP(cpu_offload=True) keeps shards out of a GPU's memory, and the device is '{world.device.type}'; set "
+                "cpu_offload to False"
+            )
+
+    def check_wrapping(self, model: nn.Module) -> None:
+        """Raise `UserError` when `wrap` names what the model has not, or would tear tied parameters apart."""
+        self.units(model)
+
+    def units(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """The modules that are gathered as one, inner ones first; without the model itself."""
+        outside = _shared_outside(model)
+        if isinstance(self.wrap, int):
+            return _by_size(model, self.wrap, outside)
+        if self.wrap == "auto":
+            return [(name, module) for name, module in _layers(model) if not outside(module)]
+        return _by_name(model, self.wrap, outside)
+
+    def shard(self, model: nn.Module, mesh: DeviceMesh, values: Values, world: World) -> None:
+        """Shard a model, or a stage of one, in place. Values come in one wrapped module at a time."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        if self.cpu_offload:
+            _check_memory(model, mesh.size(mesh.ndim - 1), world.local_world_size, _free_memory())
+        dtypes = [None if name is None else DTYPES[name] for name in (self.param_dtype, self.reduce_dtype, self.output_dtype)]
+        policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=True)
+        offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
+        if self.buffer_dtype is not None:
+            for module in model.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and buffer.is_floating_point():
+                        module._buffers[name] = buffer.to(DTYPES[self.buffer_dtype])
+        # Whole layers are drawn or received, sharded, and let go of, before the next one.
+        for _, module in [*self.units(model), ("", model)]:
+            values.settle(model, list(module.parameters()))
+            if self.checkpoint_activations and module is not model:
+                _checkpoint(module)
+            fully_shard(
+                module, mesh=mesh, mp_policy=policy, offload_policy=offload,
+                reshard_after_forward=self.reshard_after_forward and module is not model,
+                ignored_params={p for p in module.parameters() if p.dim() == 0} or None,
+            )  # fmt: skip
+
+
+def _wrapping(wrap: Any) -> str | list[str] | int:
+    if isinstance(wrap, Mapping):
+        number = wrap.get("min_params")
+        if set(wrap) != {"min_params"} or isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise UserError(f"FSDP(wrap={dict(wrap)!r}); a dict must be {{'min_params': n}} with a whole number n of at least 1")
+        return number
+    if wrap == "auto":
+        return "auto"
+    names = [wrap] if isinstance(wrap, str) else list(wrap) if isinstance(wrap, (list, tuple)) else []
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise UserError(
+            f"FSDP(wrap={wrap!r}); write 'auto', the name of a class such as 'Layer', a list of names of classes or modules, or "
+            "{'min_params': 1_000_000}"
+        )
+    return names
+
+
+def _layers(model: nn.Module, prefix: str = "") -> Iterable[tuple[str, nn.Module]]:
+    """The children with parameters of the outermost lists and sequences of layers."""
+    for name, child in model.named_children():
+        path = f"{prefix}{name}"
+        in_list = isinstance(model, (nn.ModuleList, nn.Sequential))
+        if in_list and not isinstance(child, _NO_FORWARD) and _has_parameters(child):
+            yield path, child
+        else:
+            yield from _layers(child, f"{path}.")
+
+
+def _by_size(model: nn.Module, least: int, outside: Any) -> list[tuple[str, nn.Module]]:
+    chosen: list[tuple[str, nn.Module]] = []
+    taken: set[int] = set()
+
+    def visit(module: nn.Module, path: str) -> None:
+        for name, child in module.named_children():
+            visit(child, f"{path}.{name}" if path else name)
+        left = [p for p in module.parameters() if id(p) not in taken]
+        if module is model or isinstance(module, _NO_FORWARD) or outside(module) or sum(p.numel() for p in left) < least:
+            return
+        taken.update(map(id, left))
+        chosen.append((path, module))
+
+    visit(model, "")
+    return chosen
+
+
+def _by_name(model: nn.Module, wanted: list[str], outside: Any) -> list[tuple[str, nn.Module]]:
+    modules = {name: module for name, module in model.named_modules() if module is not model}
+    classes = {type(module).__name__ for module in modules.values()}
+    for name in wanted:
+        if name not in modules and name not in classes:
+            near = difflib.get_close_matches(name, [*classes, *modules], n=1)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise UserError(
+                f"FSDP(wrap=…) names '{name}', and the model has no module and no class of that name{hint} Its classes are: "
+                f"{', '.join(sorted(classes))}"
+            )
+    found = [
+        (name, module)
+        for name, module in modules.items()
+        if (name in wanted or type(module).__name__ in wanted) and _has_parameters(module)
+    ]
+    for name, module in found:
+        if isinstance(module, _NO_FORWARD):
+            raise UserError(f"FSDP(wrap=…) names '{name}', a {type(module).__name__}, which is never called; name its members")
+        if torn := outside(module):
+            raise UserError(
+                f"FSDP(wrap=…) names '{name}', whose parameter '{torn}' is also used outside of it (tied weights); leave it out "
+                "of wrap, so that it is gathered with the whole model"
+            )
+    return sorted(found, key=lambda pair: -pair[0].count("."))  # inner ones first
+
+
+def _shared_outside(model: nn.Module) -> Any:
+    """A function: the name of a parameter of a module that is also used outside of it, or None."""
+    uses: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+
+    def outside(module: nn.Module) -> str | None:
+        inside: dict[int, int] = {}
+        for child in module.modules():
+            for parameter in child._parameters.values():
+                if parameter is not None:
+                    inside[id(parameter)] = inside.get(id(parameter), 0) + 1
+        return next((name for name, p in module.named_parameters() if inside[id(p)] < uses[id(p)]), None)
+
+    return outside
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _checkpoint(module: nn.Module) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+
+
+def _check_memory(model: nn.Module, shards: int, here: int, free: int) -> None:
+    """Raise `UserError` when offloaded shards do not fit into the processor's memory.
+
+    Args:
+        model: what is sharded.
+        shards: into how many parts.
+        here: workers on this machine.
+        free: bytes that they may take together.
+    """
+    needed = _KEPT * sum(p.numel() * p.element_size() for p in model.parameters()) // shards * here
+    if needed > free:
+        raise UserError(
+            f"FSDP(cpu_offload=True) keeps weights, gradients and the optimizer's state of {here} worker"
+            f"{'s' if here > 1 else ''} in this machine's memory, about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are "
+            "free; set cpu_offload to False, or use more machines"
+        )
+
+
+def _free_memory() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,453 @@
+"""What the strategies on a mesh share: a model of which each rank holds a part, and an optimizer that works on that part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from allhands.comm import calls
+from allhands.errors import UserError, WorldError, kind_of
+from allhands.step.update import update_function
+from allhands.strategies.alike import bit_sum
+from allhands.strategies.base import Strategy
+from allhands.strategies.held import Held, held, nowhere
+from allhands.strategies.mesh import Degrees, read_degrees
+from allhands.strategies.repoint import Read, Repointed, check_optimizer
+from allhands.strategies.values import Values
+from allhands.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from allhands.strategies.fsdp import FSDP
+    from allhands.strategies.pipeline import Pipeline
+    from allhands.strategies.tensor import Tensor
+
+
+class Meshed(Strategy):
+    """The base of the strategies on a mesh.
+
+    The user's model is not touched: a copy of its structure is cut into stages, its layers into slices, and those into shards,
+    and the optimizer is pointed at what is left on this rank. Samples are dealt out over dp alone: ranks that differ only in tp
+    or pp see the same ones. When the training has ended, `give_back` writes into the user's own objects.
+
+    Attributes:
+        fsdp, tensor, pipeline: how parts are made along dp.shard, tp and pp; an axis of degree 1 leaves its own unused.
+        module: after `prepare`, what this rank has of the model, under the plain model's names.
+        held: after `prepare`, what this rank has of each parameter and buffer of the plain model, by name.
+    """
+
+    takes_step = True
+    level = True
+    resumes_anywhere = True
+    takes_meta = True
+    check_weights_every = 1000
+
+    fsdp: FSDP | None = None
+    tensor: Tensor | None = None
+    pipeline: Pipeline | None = None
+
+    def degrees_for(self, workers: int) -> Degrees:
+        """How many workers lie along each axis."""
+        raise TypeError(f"{type(self).__name__} does not say its degrees")
+
+    # ------------------------------------------------------------------ before anything is started
+
+    def check_size(self, workers: int) -> None:
+        self.degrees_for(workers).check(workers)
+
+    def check(self, world: World) -> None:
+        self.check_size(world.world_size)
+
+    def check_settings(self, settings: Any) -> None:
+        check_optimizer(settings.optimizer, self.name)
+        if settings.precision == "fp16":
+            raise UserError(
+                f"precision='fp16' scales the loss, and strategy '{self.name}' takes the optimizer's step where the scale is not "
+                "known; write precision='bf16'"
+            )
+
+    def check_training(self, settings: Any, workers: int) -> None:
+        degrees, model = self.degrees_for(workers), settings.model
+        if degrees.pp > 1 and self.pipeline is not None:
+            self.pipeline.check_model(model, degrees.pp)
+        if degrees.tp > 1 and self.tensor is not None:
+            self.tensor.check_model(model, degrees.tp)
+            if any(parameter.is_meta for parameter in model.parameters()):
+                raise UserError(
+                    f"the model is on the meta device and tp is {degrees.tp}; slices of layers are cut from weights that are "
+                    "there. Set tp to 1, or build the model on the CPU"
+                )
+        if degrees.shard > 1 and self.fsdp is not None:
+            self.fsdp.check_wrapping(model)
+
+    # ------------------------------------------------------------------ who sees what
+
+    def place(self, world: World) -> tuple[int, int]:
+        degrees = self.degrees_for(world.world_size)
+        return world.rank // degrees.tp % degrees.dp, degrees.dp
+
+    def counts(self, world: World) -> bool:
+        degrees = self.degrees_for(world.world_size)
+        at = degrees.coordinates(world.rank)
+        return at["tp"][0] == 0 and at["pp"][0] == degrees.pp - 1
+
+    def stream(self, world: World) -> int:
+        return world.rank // self.degrees_for(world.world_size).tp
+
+    def layout(self, world: World) -> str:
+        return str(self.degrees_for(world.world_size))
+
+    # ------------------------------------------------------------------ the model in parts
+
+    def prepare(self, model: nn.Module, world: World) -> nn.Module:
+        self.world, self.degrees = world, self.degrees_for(world.world_size)
+        self.at = self.degrees.coordinates(world.rank)
+        self.mesh: DeviceMesh | None = self.degrees.layout(world) if world.world_size > 1 else None
+        self.plain = model
+        skeleton = _skeleton(model)
+        values = Values(model, skeleton, world, self.seed)
+        chunks, orders = [skeleton], {}
+        if self.degrees.pp > 1:
+            assert self.pipeline is not None
+            assert self.mesh is not None
+            self.pipeline.whole_mesh, self.pipeline.degrees = self.mesh, self.degrees
+            chunks = self.pipeline.cut(skeleton, self.mesh["pp"], world)
+            values.settle_stages(chunks)
+        for chunk in chunks:
+            if self.degrees.tp > 1:
+                assert self.tensor is not None
+                assert self.mesh is not None
+                values.settle(chunk)
+                orders |= self.tensor.parallelize(chunk, self.mesh["tp"])
+            if self.degrees.shard > 1:
+                assert self.fsdp is not None
+                assert self.mesh is not None
+                axes = ("dp_replicate", "dp_shard") if self.degrees.replicate > 1 else "dp_shard"
+                self.fsdp.shard(chunk, self.mesh[axes], values, world)
+            values.settle(chunk)
+        self.module = skeleton if self.degrees.pp == 1 else self.pipeline.module()  # type: ignore[union-attr]
+        self.chunks = chunks
+        self._describe(orders)
+        return self.module
+
+    def _describe(self, orders: Mapping[str, torch.Tensor]) -> None:
+        own: dict[str, torch.Tensor] = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        shared = self.pipeline.shared if self.degrees.pp > 1 else {}  # type: ignore[union-attr]
+        self.names = [name for name, _ in self.plain.named_parameters()]
+        self.aliases = _aliases(self.plain)
+        self.parameters = {name: own[name] for name in self.names if name in own}
+        self.held: dict[str, Held] = {}
+        for name, value in [*self.plain.named_parameters(), *self.plain.named_buffers()]:
+            if name not in own:
+                self.held[name] = nowhere(value.shape, value.dtype)
+                continue
+            found = held(own[name], self.at, orders.get(name))
+            if name in shared:
+                stages = shared[name]
+                found = found.on_stages(self.at["pp"][0] == min(stages), len(stages))
+            self.held[name] = found
+        self.local = {name: self._local(name) for name in self.parameters}
+        # What no shard group exchanges: parameters that are whole on every rank of dp, or in slices of tp alone.
+        self.loose = [name for name, p in self.parameters.items() if not _over_dp(p) and p.requires_grad]
+        self.shared = {name: stages for name, stages in shared.items() if name in self.parameters}
+        self._shared_groups = {stages: _group_of_stages(self.mesh, stages) for stages in sorted(set(map(tuple, shared.values())))}
+
+    def _local(self, name: str) -> nn.Parameter:
+        """What the optimizer works on: a plain tensor over the same memory."""
+        parameter, part = self.parameters[name], self.held[name].local
+        if part is parameter:
+            return parameter  # type: ignore[return-value]
+        assert part is not None
+        return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+    def own_module(self, model: nn.Module) -> nn.Module:
+        return self.module
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        self.repointed = Repointed(optimizer, dict(self.plain.named_parameters()), self.held, self.local, self.world)
+        self._apply = update_function(optimizer)
+
+    # ------------------------------------------------------------------ a step
+
+    def gradient_scale(self, world: World) -> float:
+        return float(self.degrees.dp)  # the exchange divides by it
+
+    def exchange_all(self, own: int, total: int, clip_norm: float | None) -> bool:
+        calls.note("exchanging gradients")
+        gradients = {name: self._gradient(name) for name in self.parameters}
+        self._sum_loose(gradients)
+        for name, local in self.local.items():
+            gradient = gradients[name]
+            if gradient is not None and local.untyped_storage().data_ptr() != self._storage(name):
+                raise WorldError(f"PyTorch has moved the part of '{name}' that the optimizer works on; please report this")
+            local.grad = gradient
+        if self.before_step is not None:
+            self.before_step()
+        if clip_norm is not None:
+            self._clip(clip_norm)
+        self._apply()
+        for parameter in (*self.local.values(), *self.parameters.values()):
+            parameter.grad = None
+        return True
+
+    def _storage(self, name: str) -> int:
+        parameter = self.parameters[name]
+        part = getattr(parameter, "_local_tensor", parameter)
+        return part.untyped_storage().data_ptr()
+
+    def _gradient(self, name: str) -> torch.Tensor | None:
+        """This rank's part of the gradient."""
+        parameter = self.parameters[name]
+        gradient = parameter.grad
+        if gradient is None or not hasattr(parameter, "placements"):
+            return gradient
+        if gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+            gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        part: torch.Tensor = gradient.to_local()  # type: ignore[attr-defined]
+        return part.wait() if hasattr(part, "wait") else part
+
+    def _sum_loose(self, gradients: dict[str, torch.Tensor | None]) -> None:
+        """Exchange what fully_shard does not: over dp, and between the stages that share a parameter."""
+        if self.degrees.dp > 1 and self.loose:
+            # A parameter that no rank has used keeps no gradient, and one that some have not used counts as 0 on those.
+            mine = [gradients[name] is not None for name in self.loose]
+            used = torch.tensor(mine, dtype=torch.float32, device=self.world.device)
+            dense = []
+            for name in self.loose:
+                gradient = gradients[name]
+                if gradient is None:
+                    gradient = torch.zeros_like(self.local[name], requires_grad=False)
+                gradients[name] = gradient.to_dense() if gradient.is_sparse else gradient
+                dense.append(gradients[name])
+            for axis in ("dp_shard", "dp_replicate"):
+                self._sum_over(axis, [*dense, used])
+            torch._foreach_div_(dense, float(self.degrees.dp))
+            if not all(mine):
+                for name, number in zip(self.loose, used.tolist(), strict=True):
+                    if not number:
+                        gradients[name] = None
+        for name, stages in self.shared.items():
+            part = self.held[name].local
+            assert part is not None
+            if gradients[name] is None:
+                gradients[name] = torch.zeros_like(part)
+            dist.all_reduce(gradients[name], group=self._shared_groups[tuple(stages)])
+
+    def _sum_over(self, axis: str, values: list[torch.Tensor]) -> None:
+        """Sum tensors over an axis in place, a message for each dtype."""
+        if self.at[axis][1] == 1 or not values:
+            return
+        assert self.mesh is not None
+        group = self.mesh.get_group(axis)
+        for dtype in dict.fromkeys(value.dtype for value in values):
+            members = [value for value in values if value.dtype == dtype]
+            flat = torch.cat([value.reshape(-1) for value in members])
+            dist.all_reduce(flat, group=group)
+            for value, part in zip(members, flat.split([value.numel() for value in members]), strict=True):
+                value.copy_(part.view_as(value))
+
+    def _clip(self, clip_norm: float) -> None:
+        """Scale gradients so that the norm of the whole model's is at most `clip_norm`, as clip_grad_norm_ does."""
+        found = [(self.held[name].copies, local.grad) for name, local in self.local.items() if local.grad is not None]
+        square = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        if found:
+            norms = torch._foreach_norm([gradient for _, gradient in found])
+            for (copies, _), norm in zip(found, norms, strict=True):
+                square += norm.to(self.world.device, torch.float64).square() / copies
+        if self.world.world_size > 1:
+            dist.all_reduce(square)
+        factor = (clip_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
+        for _, gradient in found:
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+
+    # ------------------------------------------------------------------ equal on all ranks
+
+    def sync_buffers(self) -> None:
+        if self.degrees.dp == 1:
+            return
+        averaged, others = _buffers(self.module)
+        for axis in ("dp_shard", "dp_replicate"):
+            self._sum_over(axis, averaged)
+        for value in averaged:
+            value.div_(self.degrees.dp)
+        first = self.at["dp_shard"][0] == self.at["dp_replicate"][0] == 0
+        for value in others:
+            whole = value.detach().clone() if first else torch.zeros_like(value)
+            # The bytes of all but the first are 0, so that they add up to the first's, whatever the dtype.
+            for axis in ("dp_shard", "dp_replicate"):
+                self._sum_over(axis, [whole.reshape(-1).view(torch.uint8)])
+            value.copy_(whole)
+
+    def check_equal(self, where: str) -> None:
+        if self.degrees.replicate == 1 or not self.local:
+            return
+        assert self.mesh is not None
+        group = self.mesh.get_group("dp_replicate")
+        sums = torch.stack([bit_sum(part) for part in self.local.values()]).to(self.world.device)
+        smallest, largest = sums.clone(), sums.clone()
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        names = [name for name, bad in zip(self.local, (smallest != largest).tolist(), strict=True) if bad]
+        if names:
+            raise WorldError(
+                f"{where}: the weights of copies along dp.replicate differ in {len(names)} parameter(s), first '{names[0]}'. "
+                "Call the model itself in the forward pass, and change weights only in ways that are the same on every rank"
+            )
+
+    # ------------------------------------------------------------------ the whole again
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        return {name: self.held[self.aliases[name]] for name in self.aliases} | _extra_state(self.plain)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return self.repointed.state_dict()
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], read: Read) -> None:
+        missing = sorted(set(self.aliases) - set(state))
+        unknown = sorted(set(state) - set(self.aliases) - set(_extra_state(self.plain)))
+        if missing or unknown:
+            raise ValueError(f"it has no {missing[0]}" if missing else f"it has {unknown[0]}, which this model has not")
+        for name, kept in self.held.items():
+            if kept.local is not None:
+                read(state[name], kept.with_local(kept.local.detach()))
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], read: Read) -> None:
+        self.repointed.load_state_dict(state, read)
+
+    def copy_weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        return {name: kept.local.detach().cpu().clone() for name, kept in self.held.items() if kept.local is not None}
+
+    def restore_weights(self, model: nn.Module, copy: dict[str, torch.Tensor]) -> None:
+        for name, value in copy.items():
+            self.held[name].local.detach().copy_(value)  # type: ignore[union-attr]
+
+    def whole_parameters(self) -> dict[str, torch.Tensor]:
+        return {name: self.held[name].whole(self.world.device) for name in self.names}
+
+    def whole_gradients(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for name in self.names:
+            kept = self.held[name]
+            if name in self.local:
+                assert kept.local is not None
+                gradient = self.local[name].grad
+                kept = kept.with_local(gradient if gradient is not None else torch.zeros_like(kept.local))
+            found[name] = kept.whole(self.world.device)
+        return found
+
+    def give_back(self, keep: bool) -> None:
+        meta = any(parameter.is_meta for parameter in self.plain.parameters())
+        targets: dict[str, torch.Tensor] = dict(self.plain.named_parameters()) | dict(self.plain.named_buffers())
+        with torch.no_grad():
+            for name, kept in self.held.items() if not meta else ():
+                whole = kept.whole(self.world.device) if self.mesh is not None else kept.local
+                if keep:
+                    assert whole is not None
+                    targets[name].copy_(whole)
+        self.repointed.give_back(keep and not meta, self.world.device)
+
+
+class Mesh(Meshed):
+    """Strategies together on one mesh of workers, with the axes pp, dp and tp.
+
+    Stages of a pipeline (pp) are furthest apart, slices of layers (tp) are neighbours. Ranks that differ only in pp or tp see the
+    same samples. Degree 1 leaves a part out, so that one script runs at any degrees.
+
+    Args:
+        pp: stages of the pipeline.
+        dp: a number, or ``{"replicate": 2, "shard": 4}``: whole copies, each in so many shards. A number is of shards where
+            `fsdp` is given, else of copies.
+        tp: slices of layers.
+        fsdp: how copies are sharded; None takes `FSDP()` where there are shards.
+        tensor: how layers are sliced; None takes `Tensor()` where tp is above 1.
+        pipeline: how the model is cut into stages; None takes `Pipeline()` where pp is above 1.
+
+    Raises:
+        UserError: a degree is no whole number of at least 1; a part is of another kind.
+    """
+
+    name = "mesh"
+
+    def __init__(self, pp: int = 1, dp: int | Mapping[str, int] = 1, tp: int = 1, fsdp: FSDP | None = None,
+                 tensor: Tensor | None = None, pipeline: Pipeline | None = None) -> None:  # fmt: skip
+        from allhands.strategies.fsdp import FSDP
+        from allhands.strategies.pipeline import Pipeline
+        from allhands.strategies.tensor import Tensor
+
+        for key, part, kind in (("fsdp", fsdp, FSDP), ("tensor", tensor, Tensor), ("pipeline", pipeline, Pipeline)):
+            if part is not None and not isinstance(part, kind):
+                raise UserError(f"Mesh({key}=…) is {kind_of(part)}; write {key}={kind.__name__}()")
+        self._degrees = read_degrees(pp, dp, tp, fsdp is not None)
+        self.fsdp = fsdp or (FSDP() if self._degrees.shard > 1 else None)
+        self.tensor = tensor or (Tensor() if tp > 1 else None)
+        self.pipeline = pipeline or (Pipeline() if pp > 1 else None)
+
+    def degrees_for(self, workers: int) -> Degrees:
+        return self._degrees
+
+    def size_wanted(self) -> int | None:
+        return self._degrees.product
+
+    def check(self, world: World) -> None:
+        super().check(world)
+        if self._degrees.shard > 1 and self.fsdp is not None:
+            self.fsdp.check_device(world)
+
+
+def _skeleton(model: nn.Module) -> nn.Module:
+    """The same modules with parameters of their own over the same memory; buffers are copies."""
+    parameters = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in model.parameters()}
+    made: nn.Module = copy.deepcopy(model, dict(parameters))
+    return made
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Every name in the model's state, and the first name of that tensor."""
+    firsts: dict[int, str] = {}
+    own = {id(value) for value in [*model.parameters(), *model.buffers()]}
+    found = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in own:
+            found[name] = firsts.setdefault(id(value), name)
+    return found
+
+
+def _extra_state(model: nn.Module) -> dict[str, Any]:
+    """What modules add to their state beside parameters and buffers."""
+    return {name: value for name, value in model.state_dict().items() if name.endswith("_extra_state")}
+
+
+def _over_dp(parameter: torch.Tensor) -> bool:
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh is not None and "dp_shard" in (mesh.mesh_dim_names or ())
+
+
+def _group_of_stages(mesh: DeviceMesh | None, stages: tuple[int, ...]) -> Any:
+    """The group of this rank's counterparts on some of the stages; every rank of the world makes all such groups."""
+    assert mesh is not None
+    mine = None
+    for ranks in mesh.mesh.flatten(1).t().tolist():
+        group = dist.new_group([ranks[stage] for stage in stages])
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
+
+
+def _buffers(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Running statistics, of which the mean over the ranks is taken, and other buffers."""
+    averaged = [
+        buffer
+        for child in module.modules()
+        if isinstance(child, _NormBase) and child.track_running_stats
+        for buffer in (child.running_mean, child.running_var)
+        if buffer is not None
+    ]
+    ids = {id(buffer) for buffer in averaged}
+    return averaged, [buffer for buffer in module.buffers() if id(buffer) not in ids]

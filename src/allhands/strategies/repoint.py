@@ -1,0 +1,185 @@
+"""The user's optimizer, made over the plain model's parameters, working on the parts that this rank holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from allhands.comm import all_gather_text
+from allhands.errors import UserError
+from allhands.strategies.held import Held, Read, nowhere
+from allhands.world import World
+
+# Each changes an element of a parameter by that element's own gradient and state alone, so that it may be given a part.
+ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta, optim.RMSprop,
+    optim.Rprop, optim.ASGD,
+)  # fmt: skip
+
+
+def check_optimizer(optimizer: optim.Optimizer, strategy: str) -> None:
+    """Raise `UserError` unless the optimizer can be given parts of parameters."""
+    if type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False):
+        return
+    kind = type(optimizer)
+    known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
+    raise UserError(
+        f"strategy '{strategy}' gives the optimizer parts of parameters, and {kind.__name__} may need whole ones. Use one of "
+        f"{known}" + ("" if kind.__module__.startswith("torch.") else
+        f"; or, if each element's update depends on that element's gradient and state alone, write `elementwise = True` into the "
+        f"class {kind.__name__}")
+    )  # fmt: skip
+
+
+class Repointed:
+    """The optimizer between `prepare` and the end of the training.
+
+    Its groups keep their options and their identity, so that schedulers go on working; their parameters become this rank's
+    parts, in the same order. A stage of a pipeline has only some of them.
+
+    Args:
+        optimizer: the user's.
+        plain: the plain model's parameters by name, which it was made over.
+        held: by name, what this rank has of each.
+        local: by name, the parameter that takes the place of the plain one; those of other stages are absent.
+        world: the processes.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, plain: Mapping[str, nn.Parameter], held: Mapping[str, Held],
+                 local: Mapping[str, nn.Parameter], world: World) -> None:  # fmt: skip
+        names = {id(parameter): name for name, parameter in plain.items()}
+        self.optimizer, self.held, self.local, self.world = optimizer, held, local, world
+        self._before = [list(group["params"]) for group in optimizer.param_groups]
+        self.names = [[names[id(parameter)] for parameter in members] for members in self._before]
+        before = dict(optimizer.state)
+        optimizer.state.clear()
+        for group, members in zip(optimizer.param_groups, self.names, strict=True):
+            group["params"] = [local[name] for name in members if name in local]
+            for name in members:
+                state = before.get(plain[name])
+                if state and name in local:
+                    optimizer.state[local[name]] = {key: self._part(name, value) for key, value in state.items()}
+
+    def _part(self, name: str, value: Any) -> Any:
+        """A rank's part of one entry of a parameter's state."""
+        kept = self.held[name]
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != kept.shape or not kept.shape:
+            return value
+        assert kept.local is not None
+        part = torch.zeros_like(kept.local, dtype=value.dtype)
+        kept.take(value, part)
+        return part
+
+    def _numbered(self) -> Iterator[tuple[int, str]]:
+        """All parameters in the order of the plain optimizer's, which numbers them in its ``state_dict``."""
+        return enumerate(name for members in self.names for name in members)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the plain optimizer's ``state_dict``, with `Held` where a tensor is shaped like its parameter. All ranks call it."""
+        described: dict[int, dict[str, Any]] = {}
+        parts: dict[int, dict[str, torch.Tensor]] = {}
+        for index, name in self._numbered():
+            if name in self.local:
+                entries = self.optimizer.state.get(self.local[name], {})
+                described[index] = {key: self._describe(name, key, value) for key, value in entries.items()}
+                parts[index] = entries
+        known: dict[int, dict[str, Any]] = {}
+        for text in all_gather_text(json.dumps(described), self.world):
+            known |= {int(index): entries for index, entries in json.loads(text).items() if entries}
+        state = {}
+        for index, name in self._numbered():
+            if index in known:
+                mine = parts.get(index, {})
+                state[index] = {key: self._entry(name, said, mine.get(key)) for key, said in known[index].items()}
+        groups, index = [], 0
+        for group, members in zip(self.optimizer.param_groups, self.names, strict=True):
+            options = {key: value for key, value in group.items() if key != "params"}
+            groups.append(options | {"params": list(range(index, index + len(members)))})
+            index += len(members)
+        return {"state": state, "param_groups": groups}
+
+    def _describe(self, name: str, key: str, value: Any) -> list[Any]:
+        if not isinstance(value, torch.Tensor):
+            return ["plain", value]
+        dtype = str(value.dtype).removeprefix("torch.")
+        local = self.local[name]
+        if value.shape == local.shape and self.held[name].shape:
+            return ["like", dtype]
+        if value.numel() > 1:
+            raise UserError(
+                f"the optimizer's state '{key}' of '{name}' has the shape {list(value.shape)} and the rank's part of it "
+                f"{list(local.shape)}; only states shaped like the parameter, and single numbers, can be stored"
+            )
+        return ["number", dtype, list(value.shape), value.item()]
+
+    def _entry(self, name: str, said: list[Any], value: torch.Tensor | None) -> Any:
+        if said[0] == "plain":
+            return said[1]
+        dtype = getattr(torch, said[1])
+        if said[0] == "number":
+            return torch.full(said[2], said[3], dtype=dtype)
+        kept = self.held[name]
+        return kept.with_local(value) if value is not None else nowhere(kept.shape, dtype)
+
+    def load_state_dict(self, state: Mapping[str, Any], read: Read) -> None:
+        """Go on from a plain optimizer's ``state_dict``, of whose tensors only this rank's slices are read.
+
+        Raises:
+            ValueError: it is of another optimizer.
+        """
+        groups = state["param_groups"]
+        sizes, own = [len(group["params"]) for group in groups], [len(members) for members in self.names]
+        if sizes != own:
+            raise ValueError(f"its optimizer has groups of {sizes} parameters, and this one of {own}")
+        numbers = [number for group in groups for number in group["params"]]
+        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        self.optimizer.state.clear()
+        for index, name in self._numbered():
+            entries = state["state"].get(numbers[index])
+            if not entries or name not in self.local:
+                continue
+            parameter, kept = self.local[name], self.held[name]
+            mine: dict[str, Any] = {}
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor) and (tuple(value.shape) != kept.shape or not kept.shape):
+                    mine[key] = self._placed(value, parameter, key, self.optimizer.param_groups)
+                elif isinstance(value, (torch.Tensor, tuple)):
+                    mine[key] = torch.zeros_like(parameter, requires_grad=False)
+                    read(value, kept.with_local(mine[key]))
+                else:
+                    mine[key] = value
+            self.optimizer.state[parameter] = mine
+
+    @staticmethod
+    def _placed(value: torch.Tensor, parameter: nn.Parameter, key: str, groups: list[dict[str, Any]]) -> torch.Tensor:
+        """Where PyTorch's optimizers keep a number: counters on the processor, unless the kernel reads them on the device."""
+        group = next(group for group in groups if any(member is parameter for member in group["params"]))
+        on_device = key != "step" or group.get("capturable") or group.get("fused")
+        return value.to(parameter.device) if on_device else value.clone()
+
+    def give_back(self, keep: bool, device: torch.device) -> None:
+        """Put the optimizer back over the plain model's parameters, with the whole state where `keep` says so.
+
+        All ranks call it together.
+        """
+        state = self.state_dict()
+        numbered = dict(enumerate(p for members in self._before for p in members))
+        whole: dict[nn.Parameter, dict[str, Any]] = {}
+        for index, entries in state["state"].items():
+            home = numbered[index]
+            for key, value in entries.items():
+                made = value
+                if isinstance(value, Held):
+                    made = value.whole(device)  # all ranks take part, whoever keeps it
+                    made = made.to(home.device) if keep else None
+                if keep:
+                    whole.setdefault(home, {})[key] = made
+        self.optimizer.state.clear()
+        self.optimizer.state.update(whole)
+        for group, members in zip(self.optimizer.param_groups, self._before, strict=True):
+            group["params"] = members
