@@ -8,6 +8,7 @@ do not wait for one another in a circle.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
@@ -186,9 +187,7 @@ def _graph_name(kind: str, name: str | None, ignore_name_scope: bool) -> str:
     """A name that the same place of the same program has on every rank, however often each one traced it."""
     graph = tf.compat.v1.get_default_graph()
     if name is not None:
-        if not ignore_name_scope:
-            return str(graph.unique_name(name))
-        with tf.name_scope("/"):
+        with graph.name_scope(None) if ignore_name_scope else contextlib.nullcontext():
             return str(graph.unique_name(name))
     path = [str(graph.unique_name(kind))]
     while graph is not None and hasattr(graph, "outer_graph"):

@@ -80,9 +80,6 @@ class GradientReduction:
         ]
         wanted = [i for i, g in enumerate(gradients) if g is not None and not self.is_local(variables[i])]
         ready = {i: _dense(gradients[i]) if self.sparse_as_dense else gradients[i] for i in wanted}
-        prefix = self.prefix
-        if not tf.executing_eagerly():
-            prefix = str(tf.compat.v1.get_default_graph().unique_name(prefix).rsplit("/", maxsplit=1)[-1])
         for number, bucket in enumerate(self._buckets(ready, variables)):
             reduced = grouped_allreduce(
                 [ready[i] for i in bucket],
@@ -92,7 +89,7 @@ class GradientReduction:
                 postscale_factor=self.predivide,
                 process_set=self.process_set,
                 ignore_name_scope=True,
-                name=f"{prefix}.{number}",
+                name=f"{self.prefix}.{number}",
                 tensor_names=[f"gradient {i} of {_label(variables[i])}" for i in bucket],
             )
             for i, result in zip(bucket, reduced, strict=True):
