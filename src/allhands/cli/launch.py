@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from allhands.errors import UserError
+from allhands.launch import horovod as alias
 from allhands.launch.hosts import read_hosts
 from allhands.launch.job import Job
 from allhands.launch.local import LocalHost
@@ -124,6 +125,12 @@ def launch(
         str | None, typer.Option(help='More options for the MPI launcher, with --launcher mpi: "--bind-to none".')
     ] = None,
     python: Annotated[str | None, typer.Option(help="The Python on the other hosts. Default: the path of this one.")] = None,
+    horovod: Annotated[
+        bool,
+        typer.Option(
+            "--horovod", help="`import horovod` means allhands.horovod, and options are horovodrun's. See docs/horovod.md."
+        ),
+    ] = False,
 ) -> int:
     """Run a script, module or program in several workers, on this machine or on others.
 
@@ -152,6 +159,10 @@ def launch(
     )
     chosen = _module(command) if module else parse(command, elsewhere=elsewhere)
     variables = read_env(env or [])
+    if horovod:
+        variables[alias.VARIABLE] = "1"
+        if chosen_launcher is Launcher.mpi:  # its workers have no keeper of ours
+            variables["PYTHONPATH"] = alias.search_path(os.environ)
     if not elsewhere and workers is None:
         workers = default_workers()
     options = Options(

@@ -69,7 +69,9 @@ def run(argv: list[str]) -> int:
     if wanted is not None and argv == [wanted] and wanted in SUBCOMMANDS and SUBCOMMANDS[wanted].group:
         argv = [wanted, "--help"]
     try:
-        result = _app(wanted)(args=argv or ["--help"], prog_name="allhands", standalone_mode=False, obj=argv)
+        app = _app(wanted)
+        words = _horovod(app, argv) if wanted == "launch" and "--horovod" in argv else argv
+        result = app(args=words or ["--help"], prog_name="allhands", standalone_mode=False, obj=argv)
     except WorkerError as error:
         return _refuse(str(error), error.exit_code)
     except (UserError, WorldError, AllhandsError) as error:
@@ -98,6 +100,19 @@ def nearest(word: str, names: Any) -> str:
 def _refuse(message: str, code: int = 2) -> int:
     print(f"allhands: error: {message}", file=sys.stderr)
     return code
+
+
+def _horovod(app: Any, argv: list[str]) -> list[str]:
+    """The command line of a launch with --horovod, whose options are horovodrun's as well."""
+    import typer.main
+
+    from allhands.cli import horovodrun
+
+    group: Any = typer.main.get_command(app)
+    params = group.commands["launch"].params
+    arity = {name: 0 if param.is_flag else 1 for param in params if param.opts[0].startswith("-")
+             for name in (*param.opts, *param.secondary_opts)}  # fmt: skip
+    return ["launch", *horovodrun.translated(argv[argv.index("launch") + 1 :], {**arity, "-h": 0, "--help": 0})]
 
 
 def _unused() -> None:

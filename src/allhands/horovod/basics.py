@@ -35,7 +35,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         return
     chosen = settings.read(os.environ)
     _made_world = _made_world or worlds.current_world() is None
-    world = worlds.init()
+    world = worlds.current_world() or worlds.init(timeout=chosen.start_timeout)
     try:
         _check_comm(comm, world.world_size)
         if isinstance(process_sets, str) and process_sets != "dynamic":

@@ -20,6 +20,7 @@ class Settings:
         stall_warn: seconds after which a call that some rank has not made is reported on stderr; 0: never.
         stall_stop: seconds after which it is an error on all ranks; 0: never.
         timeline: a file for `start_timeline`; "" for none.
+        start_timeout: seconds within which all ranks must have called `init`; None: those of `allhands.init`.
     """
 
     fusion_threshold: int = 128 * 2**20
@@ -27,11 +28,12 @@ class Settings:
     stall_warn: float = 60.0
     stall_stop: float = 600.0
     timeline: str = ""
+    start_timeout: float | None = None
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
     """The settings that HOROVOD_FUSION_THRESHOLD, HOROVOD_CACHE_CAPACITY, HOROVOD_STALL_CHECK_TIME_SECONDS,
-    HOROVOD_STALL_CHECK_DISABLE, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS and HOROVOD_TIMELINE name.
+    HOROVOD_STALL_CHECK_DISABLE, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, HOROVOD_TIMELINE and HOROVOD_START_TIMEOUT name.
 
     Raises:
         UserError: one of them is no number of at least 0.
@@ -46,6 +48,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
         stall_warn=warn,
         stall_stop=_number(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", plain.stall_stop),
         timeline=environ.get("HOROVOD_TIMELINE", "").strip(),
+        start_timeout=_number(environ, "HOROVOD_START_TIMEOUT", 0.0) or None,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from allhands.errors import UserError
-from allhands.launch import processes
+from allhands.launch import horovod, processes
 from allhands.launch.python import versions
 
 
@@ -32,6 +32,7 @@ def set_up(
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    horovod.provide()
     if cwd is not None:
         try:
             os.chdir(cwd)

@@ -113,7 +113,8 @@ class Reducer:
 
     def _send(self, bucket: _Bucket) -> None:
         bucket.sent = True
-        values, absent = [], []
+        values: list[torch.Tensor] = []
+        absent: list[int] = []
         for param in bucket.params:
             gradient = param.grad
             if gradient is not None and gradient.is_sparse:

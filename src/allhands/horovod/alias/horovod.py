@@ -1,0 +1,82 @@
+"""`import horovod.torch` gives `allhands.horovod.torch`, and so on, where this file's folder is on Python's path.
+
+`allhands launch --horovod` puts it there for the processes that it starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+# The release whose names these are; scripts compare it.
+__version__ = "0.28.1"
+__path__: list[str] = []
+
+_NAMES = {
+    "horovod.common": "allhands.horovod",
+    "horovod.common.exceptions": "allhands.horovod.exceptions",
+    "horovod.common.process_sets": "allhands.horovod.process_sets",
+    "horovod.torch": "allhands.horovod.torch",
+    "horovod.torch.compression": "allhands.horovod.torch.compression",
+    "horovod.torch.elastic": "allhands.horovod.torch.elastic",
+    "horovod.torch.elastic.sampler": "allhands.horovod.torch.elastic",
+    "horovod.torch.elastic.state": "allhands.horovod.torch.elastic",
+    "horovod.torch.functions": "allhands.horovod.torch.functions",
+    "horovod.torch.mpi_ops": "allhands.horovod.torch",
+    "horovod.torch.optimizer": "allhands.horovod.torch.optimizer",
+    "horovod.torch.sync_batch_norm": "allhands.horovod.torch.sync_batch_norm",
+    "horovod.tensorflow": "allhands.horovod.tensorflow",
+    "horovod.tensorflow.keras": "allhands.horovod.tensorflow.keras",
+    "horovod.tensorflow.keras.callbacks": "allhands.horovod.tensorflow.keras.callbacks",
+    "horovod.keras": "allhands.horovod.tensorflow.keras",
+    "horovod.keras.callbacks": "allhands.horovod.tensorflow.keras.callbacks",
+}
+
+
+class _Finder:
+    """Finds the modules of the table, and refuses the others by name."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if not fullname.startswith("horovod."):
+            return None
+        if fullname not in _NAMES:
+            raise ModuleNotFoundError(
+                f"there is no {fullname!r} here: allhands has Horovod's names for torch, tensorflow and keras (docs/horovod.md "
+                "says what to use for the others)",
+                name=fullname,
+            )
+        loader: Any = _Loader(_NAMES[fullname])
+        return ModuleSpec(fullname, loader, is_package=True)
+
+
+class _Loader:
+    """Gives the module that there is, and leaves it as it was."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        module = importlib.import_module(self._name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: Any) -> None:
+        module.__spec__ = self._spec
+
+
+def __getattr__(name: str) -> Any:
+    if name == "run":
+        raise AttributeError(
+            "horovod.run is not here: write `allhands launch --horovod -np 4 script.py`, or allhands.launch.spawn(function, "
+            "args, workers=4)"
+        )
+    raise AttributeError(f"module 'horovod' has no attribute {name!r}")
+
+
+if not any(type(finder).__name__ == "_Finder" and type(finder).__module__ == __name__ for finder in sys.meta_path):
+    _finder: Any = _Finder()
+    sys.meta_path.insert(0, _finder)
