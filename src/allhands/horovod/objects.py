@@ -4,8 +4,10 @@ over the network can run."""
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,3 +57,16 @@ def unpack(data: torch.Tensor) -> Any:
 def _load(raw: bytes) -> Any:
     with torch.serialization.safe_globals(_NUMPY):
         return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+
+
+def write(obj: Any, path: Path) -> None:
+    """Write an object to a file that `read` reads, and see to it that it is on the disk."""
+    with path.open("wb") as file:
+        torch.save(obj, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: Path) -> Any:
+    """The object that `write` wrote; with what `unpack` allows."""
+    return _load(path.read_bytes())

@@ -31,8 +31,8 @@ _NAMES = {
     "horovod.tensorflow": "allhands.horovod.tensorflow",
     "horovod.tensorflow.keras": "allhands.horovod.tensorflow.keras",
     "horovod.tensorflow.keras.callbacks": "allhands.horovod.tensorflow.keras.callbacks",
-    "horovod.keras": "allhands.horovod.tensorflow.keras",
-    "horovod.keras.callbacks": "allhands.horovod.tensorflow.keras.callbacks",
+    "horovod.keras": "allhands.horovod.keras",
+    "horovod.keras.callbacks": "allhands.horovod.keras.callbacks",
 }
 
 

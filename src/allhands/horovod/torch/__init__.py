@@ -36,6 +36,7 @@ from allhands.horovod.basics import (
 )
 from allhands.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from allhands.horovod.reduce_ops import ActiveAverage, Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from allhands.horovod.torch import elastic
 from allhands.horovod.torch.compression import Compression
 from allhands.horovod.torch.functions import (
     allgather_object,
@@ -113,6 +114,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "get_process_set_ids_and_ranks",
     "global_process_set",
     "gloo_built",

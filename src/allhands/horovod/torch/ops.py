@@ -151,7 +151,7 @@ def allreduce(
     narrow, context = compression.compress(tensor)
     args = (checked(op, average), name, prescale_factor, postscale_factor, process_set)
     (result,) = _Allreduce.apply(args, narrow)
-    return compression.decompress(result, context)  # type: ignore[no-any-return]
+    return compression.decompress(result, context)
 
 
 def grouped_allreduce(
@@ -223,7 +223,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Proces
     Its gradient is the rows of the averaged gradient that came from this rank.
     """
     (result,) = _Allgather.apply((name, process_set), tensor)
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def grouped_allgather(

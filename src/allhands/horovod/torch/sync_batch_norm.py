@@ -41,7 +41,7 @@ class SyncBatchNorm(_BatchNorm):
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
                 unbiased = variance * count / (count - 1).clamp(min=1)
                 self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
-        return result  # type: ignore[no-any-return]
+        return result
 
 
 class _Normalize(torch.autograd.Function):
