@@ -8,12 +8,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # What was installed is remembered inside the environment, so that removing it starts afresh.
 DEMO := $(VENV)/installed-demo
 DEV := $(VENV)/installed-dev
+# TensorFlow has an environment of its own. It looks into the first one for torch, allhands and pytest, so that they are not
+# installed twice.
+TF_VENV ?= .venv-tensorflow
+TF_BIN := $(TF_VENV)/bin
+TENSORFLOW := $(TF_VENV)/installed
 
-.PHONY: help demo test test-cluster lint fix bench soak docs clean
+.PHONY: help demo test test-cluster test-tensorflow tensorflow-env lint fix bench soak docs clean
 
 help:
 	@echo "make demo   install, train on real digit images with two workers, say where to look"
 	@echo "make test   install, run all tests; make test-cluster: those on real ssh hosts, Slurm and MPI"
+	@echo "make test-tensorflow   those of allhands.horovod.tensorflow, in $(TF_VENV), which make tensorflow-env makes"
 	@echo "make lint   style, types, layers, documentation; make fix mends the style"
 	@echo "make soak   attack a parameter server for a minute while a worker trains through it (SECONDS=60)"
 	@echo "make bench  measure against peers; docs: serve the documentation; clean: remove what was made"
@@ -29,17 +35,24 @@ FILES := $(BIN)/python -m pytest -n 3 --dist loadfile
 unexport PYTHONDONTWRITEBYTECODE
 # The variable marks every process that a test starts; none with it may be left at the end.
 test: export ALLHANDS_TEST_RUN := make-test-$(shell date +%s)-$(shell echo $$PPID)
-test: $(DEV)
+test: $(DEV) $(TENSORFLOW)
 	@status=0; \
 	$(BIN)/python -m pytest -m "not serial and not cluster" -n 2 --dist worksteal || status=1; \
 	$(FILES) -m "serial and not cluster" || status=1; \
 	$(FILES) -m cluster || status=1; \
+	$(TF_TESTS) || status=1; \
 	$(BIN)/python .ci/no_process_left.py || status=1; \
 	if [ $$status -eq 0 ]; then echo "make test: passed"; else echo "make test: FAILED, see above"; fi; \
 	exit $$status
 
 test-cluster: $(DEV)
 	$(FILES) -m cluster
+
+TF_TESTS := $(TF_BIN)/python -m pytest tests/horovod/tensorflow
+test-tensorflow: $(TENSORFLOW)
+	$(TF_TESTS)
+
+tensorflow-env: $(TENSORFLOW)
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -82,3 +95,11 @@ $(DEMO): pyproject.toml constraints.txt | $(BIN)/python
 $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --quiet -e '.[dev]' -c constraints.txt
 	@touch $@ $(DEMO)
+
+$(TENSORFLOW): constraints.txt constraints-tensorflow.txt $(DEV)
+	$(BIN)/python -m venv --without-pip $(TF_VENV)
+	@echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> $$($(TF_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first_environment.pth
+	$(TF_BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile tensorflow-cpu \
+		-c constraints.txt -c constraints-tensorflow.txt
+	@touch $@
