@@ -35,6 +35,8 @@ _LAZY = {
     "LocalSGD": "allhands.strategies",
     "FSDP": "allhands.strategies",
     "Mesh": "allhands.strategies",
+    "Pipeline": "allhands.strategies",
+    "Tensor": "allhands.strategies",
     "Federated": "allhands.federated",
 }
 _PACKAGES = (
@@ -54,9 +56,11 @@ __all__ = [
     "KVStore",
     "LocalSGD",
     "Mesh",
+    "Pipeline",
     "Single",
     "Strategy",
     "SupervisedRunner",
+    "Tensor",
     "UserError",
     "WorkerError",
     "World",
@@ -74,7 +78,7 @@ if TYPE_CHECKING:
     from allhands.errors import AllhandsError, UserError, WorkerError, WorldError
     from allhands.federated.strategy import Federated
     from allhands.runner import Callback, EarlyStopping, SupervisedRunner, load_checkpoint, utils
-    from allhands.strategies import DDP, DP, FSDP, KVStore, LocalSGD, Mesh, Single, Strategy
+    from allhands.strategies import DDP, DP, FSDP, KVStore, LocalSGD, Mesh, Pipeline, Single, Strategy, Tensor
     from allhands.verify.compare import verify
     from allhands.world import World, current_world, finalize, init
 

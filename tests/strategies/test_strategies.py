@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allhands import DDP, DP, KVStore, LocalSGD, Single, UserError, World
+from allhands import DDP, DP, FSDP, KVStore, LocalSGD, Single, Tensor, UserError, World
 from allhands.strategies import STRATEGIES, strategy_named
 
 
@@ -18,6 +18,8 @@ def test_names_and_typos() -> None:
         "ddp": DDP,
         "kvstore": KVStore,
         "local_sgd": LocalSGD,
+        "fsdp": FSDP,
+        "tensor": Tensor,
     }
     with pytest.raises(UserError, match=r"no strategy 'dpp'; did you mean 'd"):
         strategy_named("dpp")

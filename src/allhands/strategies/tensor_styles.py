@@ -1,0 +1,332 @@
+"""What a style does to a module: its parameters become DTensors, and its forward pass runs on this worker's part of them.
+
+Between the modules of a block activations are plain tensors: whole ones, or this worker's part of the features. Only what is
+split along the sequence or the vocabulary is a DTensor, so that one that meets a whole tensor is an error, not another result.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn.modules.dropout import _DropoutNd
+
+from allhands.errors import UserError
+from allhands.strategies.tensor_plan import Style
+from allhands.strategies.tensor_region import Region
+
+_SEQUENCE = 1  # the dimension of tokens in an activation N x T x width
+
+
+def split(
+    model: nn.Module, styles: Mapping[str, Style], mesh: DeviceMesh, sequence: bool, split_loss: bool
+) -> dict[str, torch.Tensor]:
+    """Cut `model` in place; see `Tensor.parallelize`, of which these are the arguments and the result."""
+    place(model, styles, mesh)
+    region = Region(mesh, next((p.device for p in model.parameters()), torch.device("cpu")))
+    modules = dict(model.named_modules())
+    orders = {}
+    for name, module in modules.items():
+        style = styles.get(name)
+        if style is None and sequence and isinstance(module, _DropoutNd):
+            Sequence(name, module, mesh, region, sequence).follows = True
+        elif style is None or style.kind == "replicate":
+            if any(True for _ in module.parameters(recurse=False)):
+                Whole(name, module, mesh, region, sequence)
+        elif style.kind == "vocab" and isinstance(module, nn.Linear):
+            VocabColumns(name, module, mesh, region, sequence).split_loss = split_loss
+        else:
+            _KINDS[style.kind](name, module, mesh, region, sequence)
+        if style is not None and style.kind == "colwise":
+            # Where the forward pass is left half way: by an error, or by checkpointing, which has what it wanted.
+            modules[name.rpartition(".")[0]].register_forward_hook(region.close_after_error, always_call=True)
+            for key, parameter in module.named_parameters(recurse=False) if style.parts > 1 else ():
+                orders[f"{name}.{key}"] = by_rank(torch.arange(parameter.shape[0]), style.parts, mesh.size())
+    model.register_forward_pre_hook(lambda *_: region.close())
+    model.register_forward_hook(lambda *_: region.check_closed())
+    model.register_forward_hook(lambda *_: region.close(), always_call=True)
+    if sequence:
+        first = next(name for name, style in styles.items() if style.kind == "sequence")
+        if first not in modules:  # a stage that begins where activations are split along the sequence
+            model.register_forward_pre_hook(lambda _, inputs: tuple(_split_sequence(x, mesh) for x in inputs))
+        model.register_forward_hook(lambda _1, _2, output: _whole_sequence(output))
+    return orders
+
+
+def place(module: nn.Module, styles: Mapping[str, Style], mesh: DeviceMesh) -> None:
+    """Make every parameter of `module` a DTensor on `mesh`, of which this worker keeps its own part alone.
+
+    Args:
+        module: the model, or a part of it under the model's own names; equal on all workers of the mesh.
+        styles: by module name; modules that are not named are replicated.
+        mesh: one axis.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for name, owner in module.named_modules():
+        style = styles.get(name, Style("replicate"))
+        for key, parameter in list(owner.named_parameters(recurse=False)):
+            if id(parameter) not in made:
+                dim = style.dim_of(key)
+                part = _part(parameter.detach(), style, dim, mesh)
+                placement: Placement = Replicate() if dim is None else Shard(dim)
+                whole = DTensor.from_local(
+                    part, mesh, [placement], run_check=False, shape=parameter.shape, stride=_strides(parameter.shape)
+                )
+                made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            owner.register_parameter(key, made[id(parameter)])
+
+
+def _part(whole: torch.Tensor, style: Style, dim: int | None, mesh: DeviceMesh) -> torch.Tensor:
+    if dim is None:
+        return whole.clone()
+    whole = by_rank(whole, style.parts, mesh.size())
+    length = -(-whole.shape[dim] // mesh.size())
+    start = min(mesh.get_local_rank() * length, whole.shape[dim])
+    return whole.narrow(dim, start, min(length, whole.shape[dim] - start)).clone(memory_format=torch.contiguous_format)
+
+
+def by_rank(plain: torch.Tensor, parts: int, workers: int) -> torch.Tensor:
+    """Rows that lie part after part (q, k, v), laid worker after worker, each its share of every part."""
+    if parts == 1:
+        return plain
+    return plain.unflatten(0, (parts, workers, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+class Split(ABC):
+    """One module that runs on this worker's part: what comes in, the parameters that its forward pass sees, and what goes out.
+
+    Args:
+        name: the module's, for messages.
+        module: with DTensors for parameters (`place`).
+        mesh: the tensor-parallel axis.
+        region: the group's.
+        sequence: whether activations between blocks are split along the sequence.
+    """
+
+    def __init__(self, name: str, module: nn.Module, mesh: DeviceMesh, region: Region, sequence: bool) -> None:
+        self.name, self.mesh, self.region, self.sequence = name, mesh, region, sequence
+        self._before: list[tuple[str, Any]] = []
+        module.register_forward_pre_hook(self._enter)
+        module.register_forward_hook(self._unshadow, always_call=True)
+        module.register_forward_hook(lambda module, inputs, output: self.leave(module, output))
+
+    @abstractmethod
+    def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The inputs of the module's own forward pass; `shadow` sets what it must see otherwise."""
+
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        """What the module gives, from what its own forward pass gave."""
+        return output
+
+    def only(self, inputs: tuple[Any, ...]) -> torch.Tensor:
+        if len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor):
+            raise UserError(f"'{self.name}' is split over workers, and must be called with one tensor, by position")
+        return inputs[0]
+
+    def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                self.shadow(module, key, self.local(parameter))
+        return self.enter(module, inputs)
+
+    def local(self, parameter: Any) -> torch.Tensor:
+        """This worker's part of a parameter, whose gradient is that of the part."""
+        return parameter.to_local()
+
+    def shadow(self, module: nn.Module, key: str, value: Any) -> None:
+        """Let ``module.key`` be `value` during this forward pass: an object's own attribute comes before its parameters."""
+        self._before.append((key, module.__dict__.get(key, _NOTHING)))
+        module.__dict__[key] = value
+
+    def _unshadow(self, module: nn.Module, *_: Any) -> None:
+        while self._before:
+            key, value = self._before.pop()
+            if value is _NOTHING:
+                module.__dict__.pop(key, None)
+            else:
+                module.__dict__[key] = value
+
+    # What goes from one form to another; each is differentiable, with the collective that belongs to it on the way back.
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """The same whole activation on all workers, of which each will use a part; gradients of the parts are summed."""
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+    def summed(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of what each worker has, whole on each, or split along the sequence."""
+        partial = DTensor.from_local(part, self.mesh, [Partial()], run_check=False)
+        if not self.sequence:
+            return partial.redistribute(placements=[Replicate()]).to_local()
+        return partial.redistribute(placements=[Shard(_SEQUENCE)])
+
+
+class Colwise(Split):
+    """A Linear whose outputs are split; the input is whole, the output this worker's part."""
+
+    def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = self.only(inputs)
+        if x.shape[-1] != module.in_features:
+            raise UserError(
+                f"'{self.name}' (colwise) takes {module.in_features} features and got {x.shape[-1]}: a module before it is "
+                "colwise too; make that one 'vocab', which gathers its outputs, or this one 'rowwise'"
+            )
+        return (self.whole(x),)
+
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        self.region.open(self.name, draws=module.training and torch.is_grad_enabled())
+        return output
+
+
+class Rowwise(Split):
+    """A Linear whose inputs are split; the input is this worker's part, the output the sum over the workers."""
+
+    def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = self.only(inputs)
+        part = module.in_features // self.mesh.size()  # type: ignore[operator]
+        if x.shape[-1] != part:
+            raise UserError(
+                f"'{self.name}' (rowwise) takes this worker's part of the features, {part} of {module.in_features}, and got "
+                f"{x.shape[-1]}; make the module before it 'colwise', or this one 'replicate'"
+            )
+        if self.sequence:
+            _check_sequence(self.name, x)
+        self.region.close()
+        self._bias = module.__dict__.get("bias")
+        self.shadow(module, "bias", None)  # added once, after the sum
+        return inputs
+
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        total, bias = self.summed(output), self._bias
+        self._bias = None
+        if bias is None:
+            return total
+        if not isinstance(total, DTensor):
+            return total + bias
+        return _like(total.to_local() + bias, total)
+
+    def local(self, parameter: Any) -> torch.Tensor:
+        # With the sequence split, each worker's gradient of the bias is over its own positions.
+        partial = self.sequence and parameter.placements[0].is_replicate()
+        return parameter.to_local(grad_placements=[Partial()] if partial else None)
+
+
+class VocabRows(Split):
+    """An Embedding whose rows are split; a token that another worker has is 0 here, and the sum is exact."""
+
+    def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        tokens = self.only(inputs)
+        rows = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
+        weight, first = module.__dict__["weight"], self.mesh.get_local_rank() * -(-rows // self.mesh.size())
+        if not tokens.is_cuda and tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < rows:
+            raise IndexError(f"'{self.name}' has {rows} rows, and got tokens from {int(tokens.min())} to {int(tokens.max())}")
+        here = tokens - first
+        elsewhere = (here < 0) | (here >= len(weight))
+        # A GPU does not look at each token; one that no worker has must not pass for a 0.
+        self._kept = (~elsewhere).to(weight.dtype).masked_fill((tokens < 0) | (tokens >= rows), float("nan")).unsqueeze(-1)
+        if module.padding_idx is not None:
+            padding = module.padding_idx - first  # type: ignore[operator]
+            self.shadow(module, "padding_idx", padding if 0 <= padding < len(weight) else None)
+        return (here.masked_fill(elsewhere, 0),)
+
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        own = output * self._kept
+        del self._kept
+        return DTensor.from_local(own, self.mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+
+
+class VocabColumns(Split):
+    """A Linear whose outputs are split in parts of any size, and gathered, or left so for a loss that is split."""
+
+    split_loss = False
+
+    def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        self.region.refuse_inside(self.name, "vocab")
+        return (self.whole(self.only(inputs)),)
+
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        shape = torch.Size((*output.shape[:-1], module._parameters["weight"].shape[0]))  # type: ignore[union-attr]
+        dim = output.dim() - 1
+        split = DTensor.from_local(output, self.mesh, [Shard(dim)], run_check=False, shape=shape, stride=_strides(shape))
+        return split if self.split_loss else split.redistribute(placements=[Replicate()]).to_local()
+
+
+class Sequence(Split):
+    """A module that works on each position alone, run on this worker's part of the sequence.
+
+    With `follows`, only where its input is split along the sequence already.
+    """
+
+    follows = False
+    _form: DTensor | None = None
+
+    def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = self.only(inputs)
+        if self.follows and not isinstance(x, DTensor):
+            return inputs
+        self.region.refuse_inside(self.name, "sequence")
+        _check_sequence(self.name, x)
+        self._form = x = _split_sequence(x, self.mesh)
+        if module.training and torch.is_grad_enabled() and not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            self.region.open(self.name, draws=True)
+        return (x.to_local(),)
+
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        form, self._form = self._form, None
+        if form is None:
+            return output
+        self.region.close()
+        return _like(output, form)
+
+    def local(self, parameter: Any) -> torch.Tensor:
+        return parameter.to_local(grad_placements=[Partial()])
+
+
+class Whole(Split):
+    """A module with parameters that every worker runs alike, on whole inputs."""
+
+    def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        self.region.refuse_inside(self.name, "replicate")
+        return tuple(x.redistribute(placements=[Replicate()]).to_local() if isinstance(x, DTensor) else x for x in inputs)
+
+
+def _check_sequence(name: str, x: torch.Tensor) -> None:
+    if x.dim() <= _SEQUENCE + 1:
+        raise UserError(f"sequence_parallel=True splits N x T x width along T, and '{name}' got shape {list(x.shape)}; set "
+                        "sequence_parallel=False")  # fmt: skip
+
+
+def _split_sequence(x: Any, mesh: DeviceMesh) -> Any:
+    """A whole activation N x T x width, split along T; anything else as it is."""
+    if not isinstance(x, torch.Tensor) or x.dim() <= _SEQUENCE + 1 or not x.is_floating_point():
+        return x
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return x.redistribute(placements=[Shard(_SEQUENCE)])
+
+
+def _whole_sequence(x: Any) -> Any:
+    if not isinstance(x, DTensor) or x.dim() <= _SEQUENCE + 1 or not x.placements[0].is_shard(_SEQUENCE):
+        return x
+    return x.redistribute(placements=[Replicate()]).to_local()
+
+
+def _like(part: torch.Tensor, form: DTensor) -> DTensor:
+    """A DTensor of `form`'s shape and placements with this part."""
+    return DTensor.from_local(
+        part, form.device_mesh, form.placements, run_check=False, shape=form.shape, stride=_strides(form.shape)
+    )
+
+
+_NOTHING = object()
+_KINDS: dict[str, type[Split]] = {"colwise": Colwise, "rowwise": Rowwise, "vocab": VocabRows, "sequence": Sequence}
