@@ -90,7 +90,7 @@ def DistributedOptimizer(
         )
         made = {"_reducer": reducer, "_skips": False}
     base = type(optimizer)
-    wrapped = object.__new__(type(base.__name__, (mixin, base), {}))
+    wrapped: Any = object.__new__(type(base.__name__, (mixin, base), {}))
     # A scheduler that was made for it has put a `step` of its own there, bound to the optimizer of before.
     wrapped.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"}, **made)
     return wrapped
@@ -146,7 +146,7 @@ class _Reduced(torch.optim.Optimizer):
             raise UserError(f"set_backward_passes_per_step({passes}): it must be at least 1")
         self._reducer.passes = passes
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce the gradients, unless `synchronize` has, and make the optimizer's step.
 
         Raises:
@@ -161,13 +161,13 @@ class _Reduced(torch.optim.Optimizer):
                 self._reducer.synchronize()
                 return loss
 
-            loss = super().step(reduced)
+            loss: Any = super().step(reduced)
         else:
             if self._skips and not self._reducer.synchronized:
                 raise UserError("step() in skip_synchronize() without synchronize(); call optimizer.synchronize() before it")
             if not self._reducer.synchronized:
                 self._reducer.synchronize()
-            loss = super().step()  # type: ignore[func-returns-value]
+            loss = super().step()
         self._reducer.synchronized = False
         return loss
 
@@ -218,11 +218,11 @@ class _Adasum(torch.optim.Optimizer):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Any number of backward passes may add up before a step."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make the optimizer's own step, and replace what it changed by the ranks' changes, reduced by Adasum."""
         params = [param for _, param in self._named if param.requires_grad]
         before = [param.detach().clone() for param in params]
-        loss = super().step(closure)  # type: ignore[arg-type, func-returns-value]
+        loss = super().step(closure)
         with torch.no_grad():
             changes = [(param - old).contiguous() for param, old in zip(params, before, strict=True)]
             narrow = [self._compression.compress(change) for change in changes]
