@@ -59,7 +59,7 @@ class Stacked(Executor):
 
     Args:
         chunk: clients at once; None: as many as fit the memory, at most 64. Halved when memory runs out.
-        compile: fuse the step by `torch.compile`; the first chunk of each size takes a minute or more.
+        compile: fuse the step by `torch.compile`; the first chunk of each size takes longer by 15 to 35 s or more.
         record: record each step's gradient in a CUDA graph; None: on CUDA.
     """
 
