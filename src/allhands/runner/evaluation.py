@@ -15,6 +15,7 @@ from allhands.errors import UserError
 from allhands.runner.metrics import LoaderMetrics
 from allhands.runner.reporter import Pace, Reporter
 from allhands.step import LossRule, Precision
+from allhands.strategies.base import OutputElsewhere
 from allhands.world import World
 
 if TYPE_CHECKING:
@@ -76,7 +77,10 @@ def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: F
         with torch.no_grad(), precision.autocast():
             for batches, counts, _, _ in steps:
                 for batch, count in zip(batches, counts, strict=True):
-                    output, target = forward(batch)
+                    try:
+                        output, target = forward(batch)
+                    except OutputElsewhere:
+                        continue
                     if not count:
                         continue  # it was there for the ranks that call the model with this one
                     if done == 0:

@@ -82,11 +82,14 @@ class LoaderMetrics:
         world: the processes.
         trains: whether the loader is trained on.
         counts: False where another rank sees the same samples, and its sums are those that count.
+        slices: see `Strategy.slices`.
     """
 
-    def __init__(self, metrics: Mapping[str, MetricLike], world: World, trains: bool, counts: bool = True) -> None:
+    def __init__(self, metrics: Mapping[str, MetricLike], world: World, trains: bool, counts: bool = True,
+                 slices: Any = None) -> None:  # fmt: skip
         self.world = world
         self.counts = counts
+        self.slices = slices
         self.trains = trains
         self.where = ""
         self._functions: dict[str, Callable[..., Any]] = {}
@@ -129,6 +132,8 @@ class LoaderMetrics:
         else:
             self._loss += loss.detach() * factor
         self._count += count
+        if self.slices is not None and (self._functions or self._modules):
+            output = self.slices.full_output(output)
         if self.counts and (self._functions or self._modules):
             self._keep(output, target)
 

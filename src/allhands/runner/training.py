@@ -100,11 +100,15 @@ class Training:
             self.criterion.to(world.device)
         self.forward = Forward(runner, self.wrapped, world.device)
         self.rules = {name: loss_rule(self.criterion, feed, runner) for name, feed in self.feeds.items()}
+        slices = settings.strategy.slices(world)
+        if slices is not None:
+            for rule in self.rules.values():
+                rule.call, rule.mean_call = slices.loss_function(rule.call), slices.loss_function(rule.mean_call)
         self.schedule = Schedule(settings.scheduler)
         self.stream = settings.strategy.stream(world)
         counts = settings.strategy.counts(world)
         self.metrics = {
-            name: LoaderMetrics(settings.metrics, world, trains=feed in self.trained, counts=counts)
+            name: LoaderMetrics(settings.metrics, world, trains=feed in self.trained, counts=counts, slices=slices)
             for name, feed in self.feeds.items()
         }
         self._step_hooks = overridden(settings.callbacks, "on_step_end")

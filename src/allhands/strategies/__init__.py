@@ -12,7 +12,7 @@ from allhands.strategies.dp import DP
 from allhands.strategies.fsdp import FSDP
 from allhands.strategies.kvstore import KVStore
 from allhands.strategies.local_sgd import LocalSGD
-from allhands.strategies.meshed import Mesh
+from allhands.strategies.mesh import Mesh
 from allhands.strategies.pipeline import Pipeline
 from allhands.strategies.single import Single
 from allhands.strategies.tensor import Tensor
@@ -21,7 +21,10 @@ STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (Single, DP, D
 # Strategies that stand on layers above this one, imported when they are asked for: name -> (module, class).
 _ABOVE = {"federated": ("allhands.federated", "Federated")}
 
-__all__ = ["DDP", "DP", "FSDP", "STRATEGIES", "KVStore", "LocalSGD", "Mesh", "Pipeline", "Single", "Strategy", "Tensor", "strategy_named"]
+__all__ = [
+    "DDP", "DP", "FSDP", "STRATEGIES", "KVStore", "LocalSGD", "Mesh", "Pipeline", "Single", "Strategy", "Tensor",
+    "strategy_named",
+]  # fmt: skip
 
 
 def strategy_named(name: str) -> Strategy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -92,6 +92,35 @@ class Strategy(ABC):
     def layout(self, world: World) -> str:
         """How the model lies on the ranks, in words; "" where all of them hold all of it."""
         return ""
+
+    def slices(self, world: World) -> Any:
+        """Where outputs may be cut over ranks: what has ``loss_function(call)``, the criterion to call with them, and
+        ``full_output(output)``; else None."""
+        return None
+
+    # ------------------------------------------------------------------ a step
+
+    @property
+    def drives(self) -> bool:
+        """Whether `forward_backward` runs the passes of a step, in place of one micro-batch after another."""
+        return False
+
+    def divide(self, batches: Sequence[Any], counts: Sequence[int]) -> tuple[Sequence[Any], Sequence[int]]:
+        """The micro-batches that `forward_backward` is to be given, and the samples in each, out of this rank's in a step."""
+        return batches, counts
+
+    def forward_backward(self, batches: Sequence[Any], counts: Sequence[int], forward: Callable[[Any], tuple[Any, Any]],
+                         loss_of: Callable[[int, Any, Any], torch.Tensor],
+                         autocast: Callable[[], AbstractContextManager[Any]]) -> None:  # fmt: skip
+        """Add the gradients of a step's micro-batches up in the parameters; a strategy that `drives` defines it.
+
+        Args:
+            batches, counts: what `divide` gave.
+            forward: calls the runner's handle_batch with the module that `prepare` gave, for the output and the target.
+            loss_of: ``(number of the micro-batch, output, target)`` to the weighted loss that is differentiated; to be called for
+                each with a count, on the rank that has the output.
+            autocast: the context of forward passes and losses.
+        """
 
     def gradient_scale(self, world: World) -> float:
         """What to multiply each rank's share of the loss by, because of how the exchange combines gradients."""
@@ -205,7 +234,7 @@ class Strategy(ABC):
         model.load_state_dict(copy)
 
     def whole_parameters(self) -> dict[str, torch.Tensor] | None:
-        """Every parameter of the plain model, on every rank, which all call it together; None where the module's own are whole."""
+        """Every parameter of the plain model, on every rank; all call it together. None where the module's own are whole."""
         return None
 
     def whole_gradients(self) -> dict[str, torch.Tensor] | None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from allhands.errors import UserError
-from allhands.strategies.mesh import Degrees
+from allhands.strategies.degrees import Degrees
 from allhands.strategies.meshed import Meshed
 from allhands.world import World
 
@@ -44,7 +44,8 @@ class FSDP(Meshed):
         param_dtype: "bf16", "fp16" or "fp32": the format in which parameters are gathered and layers computed; None leaves it.
             Weights that the optimizer changes, and checkpoints, keep their own.
         reduce_dtype: the format in which gradients are added up; None takes `param_dtype`.
-        output_dtype: the format of the model's output; None leaves it.
+        output_dtype: the format of the model's output; None takes fp32 where `param_dtype` is narrower, since losses would be
+            rounded to it.
         buffer_dtype: the format of floating-point buffers; None leaves it.
         cpu_offload: keep shards, gradients and the optimizer's state in the processor's memory, and update there. Needs GPUs.
         checkpoint_activations: compute each wrapped layer again in the backward pass instead of keeping what it computed (Chen
@@ -110,7 +111,8 @@ class FSDP(Meshed):
 
         if self.cpu_offload:
             _check_memory(model, mesh.size(mesh.ndim - 1), world.local_world_size, _free_memory())
-        dtypes = [None if name is None else DTYPES[name] for name in (self.param_dtype, self.reduce_dtype, self.output_dtype)]
+        output = self.output_dtype or ("fp32" if self.param_dtype in ("bf16", "fp16") else None)
+        dtypes = [None if name is None else DTYPES[name] for name in (self.param_dtype, self.reduce_dtype, output)]
         policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=True)
         offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
         if self.buffer_dtype is not None:

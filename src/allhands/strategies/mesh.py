@@ -1,101 +1,69 @@
-"""How many workers lie along each axis of the mesh: read, checked and laid out here, and nowhere else."""
+"""Strategies put together on one mesh of workers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch.distributed as dist
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from allhands.errors import UserError, kind_of
+from allhands.strategies.degrees import Degrees, read_degrees
+from allhands.strategies.fsdp import FSDP
+from allhands.strategies.meshed import Meshed
+from allhands.strategies.pipeline import Pipeline
+from allhands.strategies.tensor import Tensor
 from allhands.world import World
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
-#: The axes, outermost first: ranks that differ in the last one only are neighbours.
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+class Mesh(Meshed):
+    """Strategies together on one mesh of workers, with the axes pp, dp and tp.
 
-# Making a mesh makes process groups; trainings that follow one another in a world share them.
-_made: dict[tuple[Any, ...], DeviceMesh] = {}
-
-
-class Degrees(NamedTuple):
-    """Workers along each axis: stages of a pipeline, whole copies, shards of a copy, slices of a layer."""
-
-    pp: int = 1
-    replicate: int = 1
-    shard: int = 1
-    tp: int = 1
-
-    @property
-    def dp(self) -> int:
-        """How many shares the samples are dealt out into."""
-        return self.replicate * self.shard
-
-    @property
-    def product(self) -> int:
-        """How many workers there must be."""
-        return self.pp * self.dp * self.tp
-
-    def __str__(self) -> str:
-        dp = f"dp {self.dp}" if 1 in (self.replicate, self.shard) else f"dp.replicate {self.replicate} x dp.shard {self.shard}"
-        return f"pp {self.pp} x {dp} x tp {self.tp}"
-
-    def check(self, workers: int) -> None:
-        """Raise `UserError` unless they multiply to the number of workers; says what would fit."""
-        if self.product == workers:
-            return
-        inner = self.pp * self.tp
-        fits = f"set dp to {workers // inner}, or " if workers % inner == 0 else ""
-        raise UserError(
-            f"mesh: {self} = {self.product}, but there {'are' if workers != 1 else 'is'} {workers} worker"
-            f"{'s' if workers != 1 else ''}; {fits}start {self.product} (workers={self.product})"
-        )
-
-    def coordinates(self, rank: int) -> dict[str, tuple[int, int]]:
-        """For each axis the index of `rank` on it, and how many there are."""
-        found = {}
-        for axis, count in zip(reversed(AXES), reversed(self), strict=True):
-            rank, found[axis] = rank // count, (rank % count, count)
-        return found
-
-    def layout(self, world: World) -> DeviceMesh:
-        """The mesh of these degrees over all ranks of the world, with the axes `AXES`."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        key = (id(dist.group.WORLD), world.device.type, *self)
-        if key not in _made:
-            for old in [old for old in _made if old[0] != key[0]]:
-                del _made[old]  # of a world that has ended
-            _made[key] = init_device_mesh(world.device.type, tuple(self), mesh_dim_names=AXES)
-        return _made[key]
-
-
-def read_degrees(pp: Any, dp: Any, tp: Any, shards: bool) -> Degrees:
-    """The degrees that were written.
+    Stages of a pipeline (pp) are furthest apart, slices of layers (tp) are neighbours. Ranks that differ only in pp or tp see the
+    same samples. Degree 1 leaves a part out, so that one script runs at any degrees.
 
     Args:
-        pp, tp: whole numbers.
-        dp: a whole number, or ``{"replicate": 2, "shard": 4}``.
-        shards: whether a plain number for dp is of shards, or of copies.
+        pp: stages of the pipeline.
+        dp: a number, or ``{"replicate": 2, "shard": 4}``: whole copies, each in so many shards. A number is of shards where
+            `fsdp` is given, else of copies.
+        tp: slices of layers.
+        fsdp: how copies are sharded; None takes `FSDP()` where there are shards.
+        tensor: how layers are sliced; None takes `Tensor()` where tp is above 1.
+        pipeline: how the model is cut into stages; None takes `Pipeline()` where pp is above 1.
 
     Raises:
-        UserError: one is no whole number of at least 1, or dp has other keys.
+        UserError: a degree is no whole number of at least 1; a part is of another kind.
     """
-    if isinstance(dp, Mapping):
-        unknown = sorted(set(dp) - {"replicate", "shard"})
-        if unknown:
-            raise UserError(f"mesh: dp has no '{unknown[0]}'; write dp: {{replicate: 2, shard: 4}}, or a whole number")
-        replicate, shard = _degree("dp.replicate", dp.get("replicate", 1)), _degree("dp.shard", dp.get("shard", 1))
-    else:
-        number = _degree("dp", dp)
-        replicate, shard = (1, number) if shards else (number, 1)
-    return Degrees(_degree("pp", pp), replicate, shard, _degree("tp", tp))
 
+    name = "mesh"
 
-def _degree(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        shown = repr(value) if isinstance(value, (int, float, str)) else kind_of(value)
-        raise UserError(f"mesh: {name} is {shown}; it must be a whole number of at least 1")
-    return value
+    def __init__(self, pp: int = 1, dp: int | Mapping[str, int] = 1, tp: int = 1, fsdp: FSDP | None = None,
+                 tensor: Tensor | None = None, pipeline: Pipeline | None = None) -> None:  # fmt: skip
+        for key, part, kind in (("fsdp", fsdp, FSDP), ("tensor", tensor, Tensor), ("pipeline", pipeline, Pipeline)):
+            if part is not None and not isinstance(part, kind):
+                raise UserError(f"Mesh({key}=…) is {kind_of(part)}; write {key}={kind.__name__}()")
+        self._degrees = read_degrees(pp, dp, tp, fsdp is not None)
+        self.fsdp = fsdp or (FSDP() if self._degrees.shard > 1 else None)
+        self.tensor = tensor or (Tensor() if tp > 1 else None)
+        self.pipeline = pipeline or (Pipeline() if pp > 1 else None)
+
+    def degrees_for(self, workers: int) -> Degrees:
+        return self._degrees
+
+    def size_wanted(self) -> int | None:
+        return self._degrees.product
+
+    def check(self, world: World) -> None:
+        super().check(world)
+        if self._degrees.shard > 1 and self.fsdp is not None:
+            self.fsdp.check_device(world)
+
+    @property
+    def drives(self) -> bool:
+        return self._degrees.pp > 1
+
+    def divide(self, batches: Sequence[Any], counts: Sequence[int]) -> tuple[Sequence[Any], Sequence[int]]:
+        assert self.pipeline is not None
+        return self.pipeline.divide(batches, counts)
+
+    def forward_backward(self, *args: Any) -> None:
+        assert self.pipeline is not None
+        self.pipeline.forward_backward(*args)

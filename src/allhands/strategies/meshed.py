@@ -12,14 +12,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from allhands.comm import calls
-from allhands.errors import UserError, WorldError, kind_of
+from allhands.errors import UserError, WorldError
 from allhands.step.update import update_function
 from allhands.strategies.alike import bit_sum
 from allhands.strategies.base import Strategy
+from allhands.strategies.degrees import Degrees
 from allhands.strategies.held import Held, held, nowhere
-from allhands.strategies.mesh import Degrees, read_degrees
 from allhands.strategies.repoint import Read, Repointed, check_optimizer
-from allhands.strategies.values import Values
+from allhands.strategies.values import Values, aliases
 from allhands.world import World
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from allhands.strategies.fsdp import FSDP
     from allhands.strategies.pipeline import Pipeline
     from allhands.strategies.tensor import Tensor
+
+# How far copies may differ, relative to the sum of their elements, where rounding may make them differ.
+_APART = 1e-3
 
 
 class Meshed(Strategy):
@@ -104,6 +107,9 @@ class Meshed(Strategy):
     def layout(self, world: World) -> str:
         return str(self.degrees_for(world.world_size))
 
+    def slices(self, world: World) -> Tensor | None:
+        return self.tensor if self.degrees_for(world.world_size).tp > 1 else None
+
     # ------------------------------------------------------------------ the model in parts
 
     def prepare(self, model: nn.Module, world: World) -> nn.Module:
@@ -114,6 +120,8 @@ class Meshed(Strategy):
         skeleton = _skeleton(model)
         values = Values(model, skeleton, world, self.seed)
         chunks, orders = [skeleton], {}
+        if self.degrees.tp > 1 and self.tensor is not None:
+            self.tensor.check_model(skeleton, self.degrees.tp)
         if self.degrees.pp > 1:
             assert self.pipeline is not None
             assert self.mesh is not None
@@ -141,7 +149,7 @@ class Meshed(Strategy):
         own: dict[str, torch.Tensor] = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         shared = self.pipeline.shared if self.degrees.pp > 1 else {}  # type: ignore[union-attr]
         self.names = [name for name, _ in self.plain.named_parameters()]
-        self.aliases = _aliases(self.plain)
+        self.aliases = aliases(self.plain)
         self.parameters = {name: own[name] for name in self.names if name in own}
         self.held: dict[str, Held] = {}
         for name, value in [*self.plain.named_parameters(), *self.plain.named_buffers()]:
@@ -286,19 +294,30 @@ class Meshed(Strategy):
             value.copy_(whole)
 
     def check_equal(self, where: str) -> None:
-        if self.degrees.replicate == 1 or not self.local:
+        copies = list(self.local)
+        sliced = {name for name in copies if any(p.is_shard() for p in getattr(self.parameters[name], "placements", ()))}
+        whole = [name for name in copies if name not in sliced]
+        self._check_copies("dp_replicate", copies, where)
+        # Each computes its own gradients of these. On GPUs, kernels that add in no fixed order let the last bits differ.
+        self._check_copies("tp", whole, where, bits=self.world.device.type == "cpu")
+
+    def _check_copies(self, axis: str, names: list[str], where: str, bits: bool = True) -> None:
+        if self.at[axis][1] == 1 or not names:
             return
         assert self.mesh is not None
-        group = self.mesh.get_group("dp_replicate")
-        sums = torch.stack([bit_sum(part) for part in self.local.values()]).to(self.world.device)
+        group = self.mesh.get_group(axis)
+        parts = [self.local[name].detach() for name in names]
+        sums = torch.stack([bit_sum(part) if bits else part.double().abs().sum() for part in parts]).to(self.world.device)
         smallest, largest = sums.clone(), sums.clone()
         dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        names = [name for name, bad in zip(self.local, (smallest != largest).tolist(), strict=True) if bad]
-        if names:
+        apart = smallest != largest if bits else largest - smallest > _APART * largest
+        differ = [name for name, bad in zip(names, apart.tolist(), strict=True) if bad]
+        if differ:
             raise WorldError(
-                f"{where}: the weights of copies along dp.replicate differ in {len(names)} parameter(s), first '{names[0]}'. "
-                "Call the model itself in the forward pass, and change weights only in ways that are the same on every rank"
+                f"{where}: the weights of copies along {axis.replace('_', '.')} differ in {len(differ)} parameter(s), first "
+                f"'{differ[0]}'. Call the model itself in the forward pass, and change weights only in ways that are the same on "
+                "every rank"
             )
 
     # ------------------------------------------------------------------ the whole again
@@ -315,7 +334,7 @@ class Meshed(Strategy):
         if missing or unknown:
             raise ValueError(f"it has no {missing[0]}" if missing else f"it has {unknown[0]}, which this model has not")
         for name, kept in self.held.items():
-            if kept.local is not None:
+            if kept.local is not None and name in self.aliases:  # other buffers are in no state
                 read(state[name], kept.with_local(kept.local.detach()))
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], read: Read) -> None:
@@ -354,69 +373,11 @@ class Meshed(Strategy):
         self.repointed.give_back(keep and not meta, self.world.device)
 
 
-class Mesh(Meshed):
-    """Strategies together on one mesh of workers, with the axes pp, dp and tp.
-
-    Stages of a pipeline (pp) are furthest apart, slices of layers (tp) are neighbours. Ranks that differ only in pp or tp see the
-    same samples. Degree 1 leaves a part out, so that one script runs at any degrees.
-
-    Args:
-        pp: stages of the pipeline.
-        dp: a number, or ``{"replicate": 2, "shard": 4}``: whole copies, each in so many shards. A number is of shards where
-            `fsdp` is given, else of copies.
-        tp: slices of layers.
-        fsdp: how copies are sharded; None takes `FSDP()` where there are shards.
-        tensor: how layers are sliced; None takes `Tensor()` where tp is above 1.
-        pipeline: how the model is cut into stages; None takes `Pipeline()` where pp is above 1.
-
-    Raises:
-        UserError: a degree is no whole number of at least 1; a part is of another kind.
-    """
-
-    name = "mesh"
-
-    def __init__(self, pp: int = 1, dp: int | Mapping[str, int] = 1, tp: int = 1, fsdp: FSDP | None = None,
-                 tensor: Tensor | None = None, pipeline: Pipeline | None = None) -> None:  # fmt: skip
-        from allhands.strategies.fsdp import FSDP
-        from allhands.strategies.pipeline import Pipeline
-        from allhands.strategies.tensor import Tensor
-
-        for key, part, kind in (("fsdp", fsdp, FSDP), ("tensor", tensor, Tensor), ("pipeline", pipeline, Pipeline)):
-            if part is not None and not isinstance(part, kind):
-                raise UserError(f"Mesh({key}=…) is {kind_of(part)}; write {key}={kind.__name__}()")
-        self._degrees = read_degrees(pp, dp, tp, fsdp is not None)
-        self.fsdp = fsdp or (FSDP() if self._degrees.shard > 1 else None)
-        self.tensor = tensor or (Tensor() if tp > 1 else None)
-        self.pipeline = pipeline or (Pipeline() if pp > 1 else None)
-
-    def degrees_for(self, workers: int) -> Degrees:
-        return self._degrees
-
-    def size_wanted(self) -> int | None:
-        return self._degrees.product
-
-    def check(self, world: World) -> None:
-        super().check(world)
-        if self._degrees.shard > 1 and self.fsdp is not None:
-            self.fsdp.check_device(world)
-
-
 def _skeleton(model: nn.Module) -> nn.Module:
     """The same modules with parameters of their own over the same memory; buffers are copies."""
     parameters = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in model.parameters()}
     made: nn.Module = copy.deepcopy(model, dict(parameters))
     return made
-
-
-def _aliases(model: nn.Module) -> dict[str, str]:
-    """Every name in the model's state, and the first name of that tensor."""
-    firsts: dict[int, str] = {}
-    own = {id(value) for value in [*model.parameters(), *model.buffers()]}
-    found = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) in own:
-            found[name] = firsts.setdefault(id(value), name)
-    return found
 
 
 def _extra_state(model: nn.Module) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from allhands.errors import UserError
 from allhands.step.loss import Criterion
-from allhands.strategies.mesh import Degrees
+from allhands.strategies.degrees import Degrees
 from allhands.strategies.meshed import Meshed
 from allhands.strategies.tensor_plan import check_plan, resolve
 

@@ -35,7 +35,7 @@ class Values:
         self.world = world
         self._settled: set[int] = set()
         self._meta = Drawn(skeleton, seed) if any(p.is_meta for p in plain.parameters()) else None
-        self._plain = dict(plain.named_parameters())
+        self._model, self._plain = plain, dict(plain.named_parameters())
         self._kept: list[nn.Parameter] = []  # a parameter's id names it only while it lives
         for module in skeleton.modules():
             for name, buffer in module._buffers.items():
@@ -56,7 +56,8 @@ class Values:
 
     def settle_stages(self, chunks: list[nn.Module]) -> None:
         """The same for stages, which differ between ranks."""
-        own = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
+        first = aliases(self._model)
+        own = {first.get(name, name): p for chunk in chunks for name, p in chunk.named_parameters(remove_duplicate=False)}
         if self._meta is not None:
             self._replace(chunks, self._meta.values(own.values(), self.world.device))
             return
@@ -91,6 +92,17 @@ class Values:
                         self._settled.add(id(made[key]))
                         self._kept += [parameter, made[key]]
                     module._parameters[name] = made[key]
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer in the model's state, and the first name of that tensor."""
+    firsts: dict[int, str] = {}
+    own = {id(value) for value in [*model.parameters(), *model.buffers()]}
+    found = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in own:
+            found[name] = firsts.setdefault(id(value), name)
+    return found
 
 
 class Drawn:

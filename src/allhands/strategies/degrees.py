@@ -1,0 +1,101 @@
+"""How many workers lie along each axis of the mesh: read, checked and laid out here, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.distributed as dist
+
+from allhands.errors import UserError, kind_of
+from allhands.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: The axes, outermost first: ranks that differ in the last one only are neighbours.
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+
+# Making a mesh makes process groups; trainings that follow one another in a world share them.
+_made: dict[tuple[Any, ...], DeviceMesh] = {}
+
+
+class Degrees(NamedTuple):
+    """Workers along each axis: stages of a pipeline, whole copies, shards of a copy, slices of a layer."""
+
+    pp: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tp: int = 1
+
+    @property
+    def dp(self) -> int:
+        """How many shares the samples are dealt out into."""
+        return self.replicate * self.shard
+
+    @property
+    def product(self) -> int:
+        """How many workers there must be."""
+        return self.pp * self.dp * self.tp
+
+    def __str__(self) -> str:
+        dp = f"dp {self.dp}" if 1 in (self.replicate, self.shard) else f"dp.replicate {self.replicate} x dp.shard {self.shard}"
+        return f"pp {self.pp} x {dp} x tp {self.tp}"
+
+    def check(self, workers: int) -> None:
+        """Raise `UserError` unless they multiply to the number of workers; says what would fit."""
+        if self.product == workers:
+            return
+        inner = self.pp * self.tp
+        fits = f"set dp to {workers // inner}, or " if workers % inner == 0 else ""
+        raise UserError(
+            f"mesh: {self} = {self.product}, but there {'are' if workers != 1 else 'is'} {workers} worker"
+            f"{'s' if workers != 1 else ''}; {fits}start {self.product} (workers={self.product})"
+        )
+
+    def coordinates(self, rank: int) -> dict[str, tuple[int, int]]:
+        """For each axis the index of `rank` on it, and how many there are."""
+        found = {}
+        for axis, count in zip(reversed(AXES), reversed(self), strict=True):
+            rank, found[axis] = rank // count, (rank % count, count)
+        return found
+
+    def layout(self, world: World) -> DeviceMesh:
+        """The mesh of these degrees over all ranks of the world, with the axes `AXES`."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        key = (id(dist.group.WORLD), world.device.type, *self)
+        if key not in _made:
+            for old in [old for old in _made if old[0] != key[0]]:
+                del _made[old]  # of a world that has ended
+            _made[key] = init_device_mesh(world.device.type, tuple(self), mesh_dim_names=AXES)
+        return _made[key]
+
+
+def read_degrees(pp: Any, dp: Any, tp: Any, shards: bool) -> Degrees:
+    """The degrees that were written.
+
+    Args:
+        pp, tp: whole numbers.
+        dp: a whole number, or ``{"replicate": 2, "shard": 4}``.
+        shards: whether a plain number for dp is of shards, or of copies.
+
+    Raises:
+        UserError: one is no whole number of at least 1, or dp has other keys.
+    """
+    if isinstance(dp, Mapping):
+        unknown = sorted(set(dp) - {"replicate", "shard"})
+        if unknown:
+            raise UserError(f"mesh: dp has no '{unknown[0]}'; write dp: {{replicate: 2, shard: 4}}, or a whole number")
+        replicate, shard = _degree("dp.replicate", dp.get("replicate", 1)), _degree("dp.shard", dp.get("shard", 1))
+    else:
+        number = _degree("dp", dp)
+        replicate, shard = (1, number) if shards else (number, 1)
+    return Degrees(_degree("pp", pp), replicate, shard, _degree("tp", tp))
+
+
+def _degree(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        shown = repr(value) if isinstance(value, (int, float, str)) else kind_of(value)
+        raise UserError(f"mesh: {name} is {shown}; it must be a whole number of at least 1")
+    return value
