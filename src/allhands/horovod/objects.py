@@ -3,6 +3,7 @@ over the network can run."""
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import pickle
@@ -16,7 +17,9 @@ import torch
 from allhands.errors import UserError
 
 _multiarray: Any = (getattr(np, "_core", None) or np.core).multiarray  # renamed by numpy 2
-_NUMPY: list[Any] = [
+# Besides what torch allows: numpy's arrays, and plain values that pickle makes by calling their type.
+_ALLOWED: list[Any] = [
+    bytes, bytearray, complex, frozenset, range, slice, codecs.encode,
     _multiarray._reconstruct, _multiarray.scalar, np.ndarray, np.dtype,
     *{type(np.dtype(name)) for name in ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")},
     *{type(np.dtype(name)) for name in ("float16", "float32", "float64", "complex64", "complex128")},
@@ -55,7 +58,7 @@ def unpack(data: torch.Tensor) -> Any:
 
 
 def _load(raw: bytes) -> Any:
-    with torch.serialization.safe_globals(_NUMPY):
+    with torch.serialization.safe_globals(_ALLOWED):
         return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
 
 
