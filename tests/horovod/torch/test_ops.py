@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -83,9 +83,9 @@ def gradients() -> dict[str, Any]:
     rank, found = hvd.rank(), {}
     for name, call in {
         "allreduce": lambda x: hvd.allreduce(x, op=hvd.Average),
-        "allgather": lambda x: hvd.allgather(x),
+        "allgather": hvd.allgather,
         "broadcast": lambda x: hvd.broadcast(x, 0),
-        "alltoall": lambda x: hvd.alltoall(x),
+        "alltoall": hvd.alltoall,
         "reducescatter": lambda x: hvd.reducescatter(x, op=hvd.Sum),
         "group": lambda x: sum(part.sum() for part in hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)),
     }.items():
@@ -171,8 +171,8 @@ def everything() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[list[dict[str, Any]]]:
-    yield in_world(SIZE, everything)
+def world() -> list[dict[str, Any]]:
+    return in_world(SIZE, everything)
 
 
 def test_queries(world: list[dict[str, Any]]) -> None:
