@@ -112,13 +112,22 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
-        if length > self.block_size:
-            raise UserError(f"{length} tokens in a sample, but this GPT was made with block_size={self.block_size}.")
-        x = self.dropout(self.embed(tokens) + self.position(torch.arange(length, device=tokens.device)))
+        x = self.begin(tokens)
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
+
+    def begin(self, tokens: Tensor) -> Tensor:
+        """What the first layer is given, N x T x width."""
+        length = tokens.shape[1]
+        if length > self.block_size:
+            raise UserError(f"{length} tokens in a sample, but this GPT was made with block_size={self.block_size}.")
+        return self.dropout(self.embed(tokens) + self.position(torch.arange(length, device=tokens.device)))
+
+    def chain(self) -> list[str | tuple[str, tuple[str, ...]]]:
+        """What `forward` calls one after another, for a pipeline: names of modules, and of a method with what it uses."""
+        layers = [f"layers.{number}" for number in range(len(self.layers))]
+        return [("begin", ("embed", "position", "dropout")), *layers, "norm", "head"]
 
 
 class NextToken(nn.CrossEntropyLoss):

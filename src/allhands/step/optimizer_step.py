@@ -19,6 +19,8 @@ from allhands.world import World
 
 # (micro-batch) -> (the model's output, the target)
 Forward = Callable[[Any], tuple[Any, Any]]
+# (number of the micro-batch, output, target) -> the loss, weighted as the gradient is
+LossOf = Callable[[int, Any, Any], torch.Tensor]
 # is told (output, target, loss, factor, count): `loss * factor` is the micro-batch's sum of losses, over `count` items
 Observer = Callable[[Any, Any, torch.Tensor, float, Any], None]
 
@@ -31,6 +33,14 @@ class Exchange(Protocol):
 
     alone: bool
     level: bool
+
+    @property
+    def drives(self) -> bool: ...
+
+    def divide(self, batches: Sequence[Any], counts: Sequence[int]) -> tuple[Sequence[Any], Sequence[int]]: ...
+
+    def forward_backward(self, batches: Sequence[Any], counts: Sequence[int], forward: Forward, loss_of: LossOf,
+                         autocast: Callable[[], AbstractContextManager[Any]]) -> None: ...  # fmt: skip
 
     def place(self, world: World) -> tuple[int, int]: ...
 
@@ -106,6 +116,9 @@ class OptimizerStep:
             parameter.grad = None
         if self.alone:
             total = sum(counts)
+        own = sum(counts)
+        if self.exchange.drives:
+            batches, counts = self.exchange.divide(batches, counts)
         if self.rule.counts_targets:
             weights, factors, counted = self._count_targets(batches, counts)
         elif self.rule.sums:
@@ -113,17 +126,12 @@ class OptimizerStep:
             factors, counted = [1.0] * len(batches), counts
         else:
             weights, factors, counted = [self._weight(self.scale * count / total) for count in counts], counts, counts
-        last = len(batches) - 1
         failed = self._failed = None
         try:
-            for number, batch in enumerate(batches):
-                if self.level and not counts[number]:
-                    self._fill(batch, weights[number])
-                elif idle or number < last:
-                    with self.exchange.no_exchange():
-                        self._micro_batch(batch, weights[number], factors[number], counted[number])
-                else:
-                    self._micro_batch(batch, weights[number], factors[number], counted[number])
+            if self.exchange.drives:
+                self._driven(batches, counts, weights, factors, counted)
+            else:
+                self._one_by_one(batches, counts, weights, factors, counted, idle)
         except NonFiniteLossError as error:
             if not self.several:
                 raise
@@ -131,7 +139,7 @@ class OptimizerStep:
             if not self.after_backward:
                 self._spoil(idle)
         if self.after_backward:
-            self._exchange_all(failed or self._failed, sum(counts), total)
+            self._exchange_all(failed or self._failed, own, total)
             return
         if idle:
             self.exchange.exchange_missing()
@@ -140,6 +148,32 @@ class OptimizerStep:
         if self.several and self.world.device.type == "cpu":
             self._stop_together(failed)
         self._update()
+
+    def _one_by_one(self, batches: Sequence[Any], counts: Sequence[int], weights: Any, factors: Any, counted: Any,
+                    idle: bool) -> None:  # fmt: skip
+        last = len(batches) - 1
+        for number, batch in enumerate(batches):
+            if self.level and not counts[number]:
+                self._fill(batch, weights[number])
+            elif idle or number < last:
+                with self.exchange.no_exchange():
+                    self._micro_batch(batch, weights[number], factors[number], counted[number])
+            else:
+                self._micro_batch(batch, weights[number], factors[number], counted[number])
+
+    def _driven(self, batches: Sequence[Any], counts: Sequence[int], weights: Any, factors: Any, counted: Any) -> None:
+        """The passes run as the strategy says, and it asks for each micro-batch's loss where its output is."""
+
+        def loss_of(number: int, output: Any, target: Any) -> torch.Tensor:
+            loss = self._loss(output, target)
+            self._observe(output, target, loss, factors[number], counted[number])
+            return loss * weights[number].to(loss.dtype)
+
+        try:
+            self.exchange.forward_backward(batches, counts, self.forward, loss_of, self.precision.autocast)
+        except ValueError as error:
+            self._explain(error)
+            raise
 
     def _micro_batch(self, batch: Any, weight: torch.Tensor, factor: float, count: Any) -> None:
         try:
@@ -151,25 +185,32 @@ class OptimizerStep:
                 output, target = self.forward(batch)
                 loss = self._loss(output, target)
         except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            where = f" of rank {self.world.rank}" if self.world.world_size > 1 else ""
-            raise UserError(
-                f"BatchNorm cannot train on one sample, the whole batch{where} in this step. When the last global batch is "
-                "short, write drop_last=True for this loader or choose a batch_size that leaves more; or use GroupNorm"
-            ) from error
-        try:
-            self.observe(output, target, loss, factor, count)
-        except NonFiniteLossError as error:
-            if not (self.level and self.several):
-                raise
-            self._failed = self._failed or error  # the others wait for this rank's backward pass
+            self._explain(error)
+            raise
+        self._observe(output, target, loss, factor, count)
         # The weight enters as the gradient of the loss, which costs nothing; multiplying the loss would add an operation.
         scaler = self.precision.scaler
         if scaler is None:
             loss.backward(weight if weight.dtype == loss.dtype else weight.to(loss.dtype))
         else:
             scaler.scale(loss * weight).backward()
+
+    def _observe(self, output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any) -> None:
+        try:
+            self.observe(output, target, loss, factor, count)
+        except NonFiniteLossError as error:
+            if not (self.level and self.several):
+                raise
+            self._failed = self._failed or error  # the others wait for this rank's backward pass
+
+    def _explain(self, error: ValueError) -> None:
+        if "more than 1 value per channel" not in str(error):
+            return
+        where = f" of rank {self.world.rank}" if self.world.world_size > 1 else ""
+        raise UserError(
+            f"BatchNorm cannot train on one sample, the whole batch{where} in this step. When the last global batch is "
+            "short, write drop_last=True for this loader or choose a batch_size that leaves more; or use GroupNorm"
+        ) from error
 
     def _fill(self, batch: Any, weight: torch.Tensor) -> None:
         """Pass a batch that counts for nothing through the model, for the sake of the ranks that wait for it in their own pass.

@@ -1,0 +1,110 @@
+"""Pipelines against a loop by hand in one process: every schedule, on two, three and four workers, with batches that leave rests."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from allhands import Pipeline, SupervisedRunner
+from allhands.models import GPT, NextToken
+from tests.reference import global_batches, relative_difference, train_by_hand
+from tests.worlds import in_world
+
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
+
+SAMPLES, BATCH, EPOCHS = 46, 10, 4  # 5 steps an epoch, the last of 6 samples; 10 leaves a rest in 4 micro-batches
+VOCABULARY, LENGTH = 13, 6
+
+
+def away_from_zero(model: nn.Module) -> nn.Module:
+    """Biases that begin at 0 stay so small that their relative difference is rounding."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+    return model
+
+
+def make_chain() -> nn.Module:
+    torch.manual_seed(3)
+    layers = [nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(8)]
+    return away_from_zero(nn.Sequential(*layers, nn.Linear(7, 4)))
+
+
+def make_gpt() -> nn.Module:
+    torch.manual_seed(3)
+    return away_from_zero(GPT(VOCABULARY, LENGTH, layers=6, heads=2, width=8))
+
+
+def labelled() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(SAMPLES, 7, generator=generator), torch.randint(0, 4, (SAMPLES,), generator=generator)
+    y[::3] = -100
+    return x, y
+
+
+def words() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(0, VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+WEIGHTED = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.5, 2.0]))
+MODELS: dict[str, Any] = {"chain": (make_chain, labelled, WEIGHTED), "gpt": (make_gpt, words, NextToken())}
+CASES: dict[str, dict[str, Any]] = {
+    "gpipe": {"model": "chain", "microbatches": 4, "accumulate": 2, "optimizer": "adamw"},
+    "1f1b": {"model": "gpt", "microbatches": 4, "clip_norm": 0.5},
+    "interleaved": {"model": "chain", "microbatches": None, "clip_norm": 0.1},
+    "zero_bubble": {"model": "gpt", "microbatches": None, "accumulate": 2},
+}
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def train(schedule: str, strategy: Any = None, epochs: int = EPOCHS) -> Any:
+    case = CASES[schedule]
+    make, data, criterion = MODELS[case["model"]]
+    model = make()
+    tensors = TensorDataset(*data())
+    accumulate = case.get("accumulate", 1)
+    history = SupervisedRunner(device="cpu").train(
+        model=model, criterion=criterion, optimizer=make_optimizer(case.get("optimizer", "sgd"), model), num_epochs=epochs,
+        loaders={"train": DataLoader(tensors, BATCH // accumulate, shuffle=True), "valid": DataLoader(tensors, BATCH)},
+        accumulate=accumulate, clip_norm=case.get("clip_norm"), verbose=False,
+        distributed=strategy or Pipeline(schedule=schedule, microbatches=case["microbatches"]),
+    )  # fmt: skip
+    return {name: value.clone() for name, value in model.state_dict().items()}, history
+
+
+def by_hand(schedule: str, share: int = 1, epochs: int = EPOCHS) -> Any:
+    case = CASES[schedule]
+    make, data, criterion = MODELS[case["model"]]
+    model = make()
+    optimizer = make_optimizer(case.get("optimizer", "sgd"), model)
+    batches = global_batches(SAMPLES, BATCH * share, 42)
+    steps = epochs * -(-SAMPLES // (BATCH * share))
+    losses = train_by_hand(model, criterion, optimizer, data(), batches, steps, case.get("clip_norm"))
+    model.eval()
+    with torch.no_grad():
+        return model.state_dict(), losses, float(criterion(model(data()[0]), data()[1]))
+
+
+def all_schedules() -> list[Any]:
+    return [train(schedule) for schedule in CASES]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_every_schedule_is_the_single_process(workers: int) -> None:
+    expected = [by_hand(schedule) for schedule in CASES]
+    for found in in_world(workers, all_schedules):
+        for schedule, (weights, history), (by_hand_weights, _, loss) in zip(CASES, found, expected, strict=True):
+            assert relative_difference(weights, copy.deepcopy(by_hand_weights)) < 1e-6, schedule
+            assert history["valid"]["loss"][-1] == pytest.approx(loss, rel=1e-5), schedule
