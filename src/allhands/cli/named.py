@@ -19,20 +19,26 @@ def make(run_file: RunFile, section: str, known: Mapping[str, Any], positional: 
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in chosen.options.items()}
     if getattr(chosen, "lr", None) is not None:
         options["lr"] = chosen.lr
+    return build(run_file, (section,), name, kind, options, positional, **filled)
+
+
+def build(run_file: RunFile, path: tuple[str, ...], name: str, kind: Any, options: Mapping[str, Any],
+          positional: tuple[Any, ...] = (), **filled: Any) -> Any:  # fmt: skip
+    """An object of the class `kind`, from the options that were written at `path`, which are checked first."""
     parameters = dict(list(inspect.signature(kind).parameters.items())[len(positional) :])
     for key, value in options.items():
         if key not in parameters:
-            raise run_file.error((section, key), f"{name} has no such option; {nearest(key, parameters)}")
+            raise run_file.error((*path, key), f"{name} has no such option; {nearest(key, parameters)}")
         problem = _mismatch(parameters[key], value)
         if problem:
-            raise run_file.error((section, key), problem)
-    options |= filled
+            raise run_file.error((*path, key), problem)
+    options = {**options, **filled}
     missing = [
         key for key, p in parameters.items() if p.default is p.empty and key not in options and p.kind is p.POSITIONAL_OR_KEYWORD
     ]
     if missing:
-        raise run_file.error((section,), f"{name} needs {', '.join(missing)}; write {section}.{missing[0]}: …")
-    return located(run_file, (section,), lambda: kind(*positional, **options))
+        raise run_file.error(path, f"{name} needs {', '.join(missing)}; write {'.'.join(path)}.{missing[0]}: …")
+    return located(run_file, path, lambda: kind(*positional, **options))
 
 
 def choose(run_file: RunFile, section: str, known: Mapping[str, Any]) -> tuple[str, Any]:
@@ -55,7 +61,9 @@ def is_kind(value: Any, bases: Any) -> bool:
 def _mismatch(option: inspect.Parameter, value: Any) -> str | None:
     """What a value must be, when it is not of the type of the option's default; None when it fits or none can be told."""
     default = option.default
-    if isinstance(value, dict) and any(kind in str(option.annotation) for kind in ("dict", "Any")):
+    if isinstance(value, dict) and any(kind in str(option.annotation) for kind in ("dict", "Mapping", "Any")):
+        return None
+    if isinstance(value, tuple) and any(kind in str(option.annotation) for kind in ("list", "Sequence")):
         return None
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "it must be true or false"

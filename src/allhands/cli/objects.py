@@ -14,6 +14,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from allhands import models
 from allhands.cli import own_data
+from allhands.cli.meshes import strategy_of
 from allhands.cli.named import choose, is_kind, located, make
 from allhands.config import RunFile
 from allhands.data import catalogue, derive_seed, seed_everything
@@ -67,7 +68,7 @@ def train(
             raise run_file.error(("strategy", "name"), "sites train together by strategy.name: federated")
         federated = strategy
         strategy = located(run_file, ("strategy",), lambda: across(federated))
-    objects = _objects(run_file, lambda: _world_size(strategy, given.workers, given.device))
+    objects = _objects(run_file, lambda: _shares(strategy, given.workers, given.device))
     # The stored run.yml has every default, and is read back.
     if isinstance(strategy, Federated) and given.num_epochs != type(given).model_fields["num_epochs"].default:
         raise run_file.error(("num_epochs",), "federated training goes by rounds; remove it, and write strategy.rounds: …")
@@ -124,11 +125,11 @@ def definition(run_file: RunFile) -> Definition:
     )  # fmt: skip
 
 
-def _world_size(strategy: Strategy, workers: int | None, device: str | None) -> int:
+def _shares(strategy: Strategy, workers: int | None, device: str | None) -> int:
     chosen = plan(strategy, workers, device)
     if chosen.circle is not None:
         chosen.circle.close()
-    return chosen.world_size
+    return chosen.strategy.shares(chosen.world_size)
 
 
 def verify(run_file: RunFile, strategies: Sequence[str] | None, workers: Sequence[int], steps: int) -> Report | RoundsReport:
@@ -356,5 +357,4 @@ def _is_federated(run_file: RunFile) -> bool:
 
 
 def _strategy(run_file: RunFile) -> Strategy:
-    made: Strategy = make(run_file, "strategy", STRATEGIES | {Federated.name: Federated}, ())
-    return made
+    return strategy_of(run_file, STRATEGIES | {Federated.name: Federated})

@@ -97,9 +97,23 @@ class Scheduler(Named):
 
 
 class Strategy(Named):
-    """What the workers exchange, and when: single, dp, ddp, kvstore, local_sgd or federated; other keys are its settings."""
+    """What the workers exchange, and when: single, dp, ddp, kvstore, local_sgd, fsdp, tensor, pipeline or federated.
+
+    Other keys are its settings. On a mesh, `fsdp`, `tensor` and `pipeline` are sections with the settings of the other parts.
+    """
 
     name: str = Field(default="ddp", min_length=1)
+
+
+class Mesh(Section):
+    """How many workers lie along each axis, for the strategies ddp, fsdp, tensor and pipeline; they multiply to all of them."""
+
+    pp: Count = Field(default=1, description="stages of a pipeline")
+    dp: Any = Field(
+        default=1,
+        description="shares of the samples: a whole number, of shards with fsdp and else of copies; or {replicate: 2, shard: 4}",
+    )
+    tp: Count = Field(default=1, description="slices of layers")
 
 
 class EarlyStopping(Section):
@@ -120,7 +134,10 @@ class RunConfig(Section):
     scheduler: Scheduler | None = Field(default=None, description="learning-rate schedule; null keeps the rate")
     metrics: list[str] = Field(default=["accuracy"], description="built-in metrics by name")
     strategy: Strategy = Strategy()
-    workers: Count | None = Field(default=None, description="processes to start; null: one a GPU, or a core without GPUs")
+    mesh: Mesh | None = Field(default=None, description="workers along each axis; null: all of them along the strategy's own")
+    workers: Count | None = Field(
+        default=None, description="processes to start; null: as many as the mesh has, or one a GPU, or a core without GPUs"
+    )
     device: Literal["cpu", "cuda"] | None = Field(default=None, description="null takes GPUs where there are some")
     num_epochs: Count = Field(default=10, description="epochs in all, those of a resumed checkpoint included")
     seed: Whole = Field(default=42, description="decides initial weights, sample order, dropout and loader processes")

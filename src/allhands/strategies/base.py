@@ -77,6 +77,10 @@ class Strategy(ABC):
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """After `prepare`: the optimizer of the training, before it goes on from a checkpoint."""
 
+    def shares(self, workers: int) -> int:
+        """Into how many shares the samples are dealt out, with so many workers."""
+        return workers
+
     def place(self, world: World) -> tuple[int, int]:
         """Whose share of the samples this rank gets, and among how many."""
         return world.rank, world.world_size

@@ -86,7 +86,7 @@ def read_degrees(pp: Any, dp: Any, tp: Any, shards: bool) -> Degrees:
     if isinstance(dp, Mapping):
         unknown = sorted(set(dp) - {"replicate", "shard"})
         if unknown:
-            raise UserError(f"mesh: dp has no '{unknown[0]}'; write dp: {{replicate: 2, shard: 4}}, or a whole number")
+            raise UserError(f"Mesh(dp=…) has no '{unknown[0]}'; write dp: {{replicate: 2, shard: 4}}, or a whole number")
         replicate, shard = _degree("dp.replicate", dp.get("replicate", 1)), _degree("dp.shard", dp.get("shard", 1))
     else:
         number = _degree("dp", dp)
@@ -97,5 +97,5 @@ def read_degrees(pp: Any, dp: Any, tp: Any, shards: bool) -> Degrees:
 def _degree(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         shown = repr(value) if isinstance(value, (int, float, str)) else kind_of(value)
-        raise UserError(f"mesh: {name} is {shown}; it must be a whole number of at least 1")
+        raise UserError(f"Mesh: {name} is {shown}; it must be a whole number of at least 1")
     return value

@@ -183,7 +183,7 @@ def _by_name(model: nn.Module, wanted: list[str], outside: Any) -> list[tuple[st
     for name in wanted:
         if name not in modules and name not in classes:
             near = difflib.get_close_matches(name, [*classes, *modules], n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
+            hint = f"; did you mean '{near[0]}'?" if near else "."
             raise UserError(
                 f"FSDP(wrap=…) names '{name}', and the model has no module and no class of that name{hint} Its classes are: "
                 f"{', '.join(sorted(classes))}"

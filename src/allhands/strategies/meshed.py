@@ -92,6 +92,9 @@ class Meshed(Strategy):
 
     # ------------------------------------------------------------------ who sees what
 
+    def shares(self, workers: int) -> int:
+        return self.degrees_for(workers).dp
+
     def place(self, world: World) -> tuple[int, int]:
         degrees = self.degrees_for(world.world_size)
         return world.rank // degrees.tp % degrees.dp, degrees.dp
