@@ -1,0 +1,83 @@
+"""Scripts written for Horovod run unchanged through `allhands launch --horovod`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+_START = time.time()
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(150)]
+
+
+def launch(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from allhands.cli.main import main; main()", "launch", "--horovod", *words]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=env)
+
+
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    [(2, ["--fp16-allreduce", "--gradient-predivide-factor", "2"]), (3, [])],
+)
+def test_mnist(workers: int, options: list[str], shared_data: Path, tmp_path: Path) -> None:
+    words = ["-np", str(workers), "-H", f"localhost:{workers}", "--timeline-filename", "trace.json"]
+    done = launch(*words, str(SCRIPTS / "mnist_torch.py"), "--data", str(shared_data), *options, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (accuracy,) = re.findall(r"Test set: Average loss: [\d.]+, Accuracy: ([\d.]+)%", done.stdout)
+    assert float(accuracy) > 80
+    ends = re.findall(r"\[(\d)\] rank (\d) of (\d) ends with weights ([\d.]+)", done.stdout)
+    assert sorted(end[0] for end in ends) == [str(rank) for rank in range(workers)]
+    assert len({end[3] for end in ends}) == 1, "all ranks have the same weights"
+    trace = (tmp_path / "trace.json").read_text()
+    assert "NEGOTIATE_ALLREDUCE" in trace
+    assert trace.endswith("{}]\n")
+
+
+def test_a_lost_worker_comes_back_and_the_training_is_the_same(tmp_path: Path) -> None:
+    script = str(SCRIPTS / "elastic_torch.py")
+    whole = launch("-np", "2", script, folder=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    lost = launch("-np", "2", "--min-np", "2", "--reset-limit", "1", script, "--lose", "7", folder=tmp_path)
+    assert lost.returncode == 0, lost.stderr
+    assert "rank 1" in lost.stderr
+    assert "killed by SIGKILL" in lost.stderr
+    assert "reset: 2 workers, step 6" in lost.stdout
+    ends = [sorted(re.findall(r"rank \d: 10 steps, weights .*", done.stdout)) for done in (whole, lost)]
+    assert len(ends[0]) == 2
+    assert ends[0] == ends[1]
+    left = [path for path in Path("/dev/shm").glob(f"allhands-elastic-{os.getuid()}-*") if path.stat().st_mtime > _START]
+    assert left == []
+
+
+def test_what_horovod_has_and_allhands_lacks_is_said(tmp_path: Path) -> None:
+    script = tmp_path / "asks.py"
+    script.write_text(
+        "import horovod\n"
+        "for name in ('spark', 'ray', 'mxnet'):\n"
+        "    try:\n        __import__(f'horovod.{name}')\n    except ImportError as error:\n        print(error)\n"
+        "try:\n    horovod.run\nexcept AttributeError as error:\n    print(error)\n"
+        "from horovod.torch.mpi_ops import allreduce\n"
+        "from horovod.common.exceptions import HorovodInternalError\n"
+        "print(horovod.__version__, allreduce.__module__)\n"
+    )
+    done = launch("-np", "1", str(script), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in ("spark", "ray", "mxnet"):
+        assert f"there is no 'horovod.{name}' here" in done.stdout
+    assert "horovod.run is not here: write `allhands launch --horovod -np 4 script.py`" in done.stdout
+    assert "0.28.1 allhands.horovod.torch.ops" in done.stdout
+
+
+def test_the_name_is_for_the_workers_alone(tmp_path: Path) -> None:
+    code = "import importlib.util; print(importlib.util.find_spec('horovod'))"
+    plain = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert plain.stdout.strip() == "None"
+    done = launch("-np", "1", "--", "sh", "-c", f'{sys.executable} -c "{code}"', folder=tmp_path)
+    assert "horovod.py" in done.stdout, done.stderr  # a Python that a worker starts has it too
