@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from allhands import Mesh, SupervisedRunner, Tensor, UserError
+from allhands import Mesh, SupervisedRunner, Tensor, UserError, load_checkpoint
 from allhands.models import GPT, MLP, NextToken
 from tests.reference import global_batches, relative_difference, train_by_hand
 from tests.worlds import in_world
@@ -86,34 +88,50 @@ TRAININGS: dict[str, tuple[Callable[[], Any], int, Any, Any, Any, Any]] = {
         lambda: Mesh(dp={"shard": 2}, tp=2, tensor=Tensor(sequence_parallel=True, loss_parallel=True)), 2, gpt, tokens,
         NextToken(), sgd,
     ),
-    "mlp": (lambda: Mesh(dp=2, tp=2), 2, mlp, features, nn.CrossEntropyLoss(), adamw),
+    "mlp": (lambda: Mesh(dp=2, tp=2, tensor=Tensor(loss_parallel=True)), 2, mlp, features, nn.CrossEntropyLoss(), adamw),
 }  # fmt: skip
 
 
-def train(name: str) -> tuple[dict[str, torch.Tensor], float]:
-    strategy, shares, make, data, criterion, optimizer = TRAININGS[name]
+def train(name: str, epochs: int | None = None, strategy: Any = None, **options: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    made, shares, make, data, criterion, optimizer = TRAININGS[name]
     model, samples = make(), TensorDataset(*data())
     history = SupervisedRunner(device="cpu").train(
-        model=model, criterion=criterion, optimizer=optimizer(model), num_epochs=5 * shares, accumulate=2, clip_norm=0.5,
+        model=model, criterion=criterion, optimizer=optimizer(model), num_epochs=epochs or 5 * shares,
+        accumulate=2, clip_norm=0.5,
         loaders={"train": DataLoader(samples, BATCH, shuffle=True), "valid": DataLoader(samples, 8)},
-        distributed=strategy(), verbose=False,
+        metrics=["accuracy"] if make is mlp else [], distributed=strategy or made(), verbose=False, **options,
     )  # fmt: skip
-    return model.state_dict(), history["valid"]["loss"][-1]
+    return model.state_dict(), {key: values[-1] for key, values in history["valid"].items()}
 
 
-def by_hand(name: str) -> tuple[dict[str, torch.Tensor], float]:
+def by_hand(name: str) -> tuple[dict[str, torch.Tensor], Any]:
     _, shares, make, data, criterion, optimizer = TRAININGS[name]
     model, size = make(), BATCH * shares * 2
     train_by_hand(model, criterion, optimizer(model), data(), global_batches(SAMPLES, size, 42), STEPS, clip_norm=0.5)
     with torch.no_grad():
-        loss = float(criterion(model.eval()(data()[0]), data()[1]))
-    return model.state_dict(), loss
+        output, target = model.eval()(data()[0]), data()[1]
+        values = {"loss": float(criterion(output, target))}
+        if make is mlp:
+            values["accuracy"] = float((output.argmax(1) == target).float().mean())
+    return model.state_dict(), values
+
+
+def resumed_by_hand() -> dict[str, torch.Tensor]:
+    """Two epochs of steps of 6 samples, and two of steps of 12."""
+    model = gpt()
+    optimizer = sgd(model)
+    small, large = global_batches(SAMPLES, 6, 42), global_batches(SAMPLES, 12, 42)
+    train_by_hand(model, NextToken(), optimizer, tokens(), small, 8, clip_norm=0.5)
+    for _ in range(4):
+        next(large)
+    train_by_hand(model, NextToken(), optimizer, tokens(), large, 4, clip_norm=0.5)
+    return model.state_dict()
 
 
 # ---------------------------------------------------------------------- sliced models without the runner
 
 
-def sliced(tensor: Tensor, model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def sliced(tensor: Tensor, model: nn.Module, mesh: DeviceMesh) -> tuple[Any, dict[str, torch.Tensor]]:
     model = copy.deepcopy(model)
     tensor.check_model(model, mesh.size())
     return model, tensor.parallelize(model, mesh)
@@ -132,7 +150,7 @@ def compared(mesh: DeviceMesh, options: dict[str, Any], make: Callable[..., nn.M
             optimizer.step()
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        whole = parameter.full_tensor().detach()  # type: ignore[attr-defined]
+        whole = parameter.full_tensor().detach()
         found[name] = torch.empty_like(whole).index_copy_(0, orders[name], whole) if name in orders else whole
     return relative_difference(found, {n: p.detach() for n, p in plain.named_parameters(remove_duplicate=False)})
 
@@ -154,15 +172,15 @@ def losses(mesh: DeviceMesh) -> dict[str, float]:
             if not target.dim() and "ignore_index" in options:
                 continue  # nothing would count
             plain = logits.clone().requires_grad_()
-            expected: torch.Tensor = F.cross_entropy(plain, target, **options)  # type: ignore[arg-type]
+            expected: torch.Tensor = F.cross_entropy(plain, target, **options)
             expected.sum().backward()
             dim = 1 if len(shape) > 1 else 0
             length = -(-10 // mesh.size())
             rank = mesh.get_local_rank()
             own = logits.narrow(dim, rank * length, max(0, min(length, 10 - rank * length))).clone().requires_grad_()
             whole = DTensor.from_local(own, mesh, [Shard(dim)], shape=logits.shape, stride=logits.stride())
-            call = Tensor(loss_parallel=True).loss_function(lambda o, t, options=options: F.cross_entropy(o, t, **options))
-            loss = call(whole, target)
+            call = functools.partial(F.cross_entropy, **options)
+            loss = Tensor(loss_parallel=True).loss_function(call)(whole, target)
             loss.sum().backward()
             assert plain.grad is not None
             gradient = plain.grad.narrow(dim, rank * length, own.shape[dim])
@@ -251,8 +269,10 @@ def dropout(mesh: DeviceMesh) -> dict[str, Any]:
     return {"output": output.detach(), "mask": mask, "after": after, "same again": torch.equal(gradient, again), **gpts}
 
 
-def everything() -> dict[str, Any]:
+def everything(logdir: str) -> dict[str, Any]:
     found: dict[str, Any] = {f"train {name}": train(name) for name in TRAININGS}
+    found["saved"], _ = train("tensor 4", 2, logdir=logdir)
+    found["resumed"], _ = train("tensor 4", 4, Mesh(dp=2, tp=2), logdir=logdir, resume="auto")
     for size in (3, 4):  # trainings are on 2 and 4
         mesh = DeviceMesh("cpu", list(range(size)), mesh_dim_names=("tp",))
         if mesh.get_coordinate() is None:
@@ -267,18 +287,33 @@ def everything() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
+def logdir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("sliced"))
+
+
+@pytest.fixture(scope="module")
+def results(logdir: str) -> list[dict[str, Any]]:
     """What each rank found."""
-    return in_world(4, everything)
+    return in_world(4, everything, logdir)
 
 
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_training_equals_the_hand_written_loop(results: list[dict[str, Any]], name: str) -> None:
-    expected, expected_loss = by_hand(name)
+    expected, expected_values = by_hand(name)
     for found in results:
-        weights, loss = found[f"train {name}"]
+        weights, values = found[f"train {name}"]
         assert relative_difference(weights, expected) < 1e-6
-        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert values == pytest.approx(expected_values, rel=1e-5)
+
+
+def test_a_checkpoint_of_slices_goes_on_on_another_mesh_and_alone(results: list[dict[str, Any]], logdir: str) -> None:
+    """It holds q, k and v in the model's own order, and the optimizer's momentum likewise."""
+    expected = resumed_by_hand()
+    for found in results:
+        assert relative_difference(found["resumed"], expected) < 1e-6
+    model = gpt()
+    model.load_state_dict(load_checkpoint(Path(logdir))["model"])
+    assert all(torch.equal(value, results[0]["resumed"][name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("name", [*PLANS, "mlp"])

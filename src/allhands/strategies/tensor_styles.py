@@ -211,6 +211,7 @@ class Rowwise(Split):
         self._bias = None
         if bias is None:
             return total
+        bias = bias.to(total.dtype)  # narrower under autocast, where a Linear would do the same
         if not isinstance(total, DTensor):
             return total + bias
         return _like(total.to_local() + bias, total)
