@@ -23,6 +23,9 @@ FOREIGN = re.compile(
     r"(SLURM|SBATCH|SRUN|PMI|PMIX|OMPI|MPI|HYDRA)_|(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|SSH_AUTH_SOCK)$"
 )
 
+# Variables of all tests (the Makefile, tests/conftest.py) that hold on the hosts too.
+OF_THE_TESTS = ("ALLHANDS_TEST_RUN", "OMP_WAIT_POLICY")
+
 # The first process of a host; it ends as its sshd, which also reaps orphans. A folder with code under /tmp stays visible.
 # /sys is mounted again, or /sys/class/net lists the driver's interfaces; that hides the cgroups, which slurmd wants to see.
 INIT = r"""
@@ -202,8 +205,8 @@ class Namespaces:
             (folder / "passwd").write_text(users(None))
             (folder / "shadow").write_text("root:*:19000:0:99999:7:::\n")  # not a locked account, which sshd refuses
             (folder / "shadow").chmod(0o600)
-            mark = os.environ.get("ALLHANDS_TEST_RUN")
-            environment = f'"PATH={self.path}"' + (f' "ALLHANDS_TEST_RUN={mark}"' if mark else "")
+            kept = [f"{key}={os.environ[key]}" for key in OF_THE_TESTS if key in os.environ]
+            environment = " ".join(f'"{setting}"' for setting in (f"PATH={self.path}", *kept))
             text = SSHD.format(address=self.address[name], folder=folder, root=self.folder, environment=environment)
             (folder / "sshd_config").write_text(text)
         keys_of = {name: (self.folder / name / "host_key.pub").read_text() for name in self.names}
@@ -257,7 +260,7 @@ class Namespaces:
 
     def _namespaces(self, name: str) -> subprocess.Popen[bytes]:
         environment = {
-            **{key: value for key, value in os.environ.items() if key == "ALLHANDS_TEST_RUN"},
+            **{key: os.environ[key] for key in OF_THE_TESTS if key in os.environ},
             "PATH": SYSTEM_PATH,
             "HOST_NAME": name,
             "HOST_FOLDER": str(self.folder / name),
