@@ -78,7 +78,7 @@ def broadcast_global_variables(root_rank: int) -> None:
 
 def is_generator_state(variable: Any) -> bool:
     """Whether a variable is the state of one of Keras's random generators."""
-    return getattr(variable, "name", "") == "seed_generator_state" and variable.dtype == "uint32"
+    return isinstance(variable, tf.keras.Variable) and variable.name == "seed_generator_state"
 
 
 def broadcast_object(

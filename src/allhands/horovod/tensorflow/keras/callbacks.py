@@ -18,7 +18,7 @@ from allhands.horovod.tensorflow.variables import broadcast_variables
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     """Give all ranks the weights and the optimizer's state of global rank `root_rank`, once.
 
-    This happens before the first batch where model and optimizer are built by then, else after it, as in Horovod.
+    This happens before the first batch where the model is built by then, else after it, as in Horovod.
 
     Args:
         root_rank: whose values are taken.
@@ -38,8 +38,10 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         self._local.append(id(variable))
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast, if everything is built."""
-        if self.model.built and self.model.optimizer.built:
+        """Broadcast, if the model is built."""
+        if self.model.built:
+            if not self.model.optimizer.built:
+                self.model.optimizer.build(self.model.trainable_variables)
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
