@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["163M", "1.1B"])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=180.0)
