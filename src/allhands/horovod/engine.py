@@ -10,7 +10,6 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +21,7 @@ from allhands.horovod import collectives, objects
 from allhands.horovod.checks import Ask
 from allhands.horovod.exceptions import HorovodInternalError, NotInitializedError
 from allhands.horovod.handles import Handle
+from allhands.horovod.jobs import Job, results, zeros
 from allhands.horovod.link import Link
 from allhands.horovod.matcher import GLOBAL_SET, Key, Matcher
 from allhands.horovod.process_sets import ProcessSet, global_process_set
@@ -31,19 +31,6 @@ from allhands.horovod.timeline import Timeline
 from allhands.world import DEFAULT_TIMEOUT, World
 
 Tensors = Sequence[torch.Tensor]
-
-
-@dataclass
-class _Job:
-    """This rank's part of an operation. A rank that has joined makes one of zeros."""
-
-    ask: Ask
-    set: ProcessSet
-    tensors: list[torch.Tensor]
-    outputs: list[torch.Tensor]
-    handle: Handle
-    ready: Any = None  # a torch.cuda.Event behind what wrote the tensors
-    made_set: ProcessSet | None = None
 
 
 class Engine:
@@ -59,7 +46,7 @@ class Engine:
         self.world, self.settings = world, settings
         self.timeline = Timeline(world.rank)
         self._lock = threading.RLock()
-        self._jobs: dict[Key, _Job] = {}
+        self._jobs: dict[Key, Job] = {}
         self._unnamed: Counter[tuple[int, str]] = Counter()
         self._sets: dict[int, ProcessSet] = {}
         self._joining: Handle | None = None
@@ -91,22 +78,28 @@ class Engine:
         of tensors that this rank has no value for and gives zeros. The result is the list of outputs, with None in the places
         that are absent on every rank.
         """
+        made = [torch.empty_like(tensor) for tensor in tensors] if outputs is None else outputs
+        ask = self.ask_allreduce(tensors, op, prescale_factor, postscale_factor, process_set, tensor_names, absent)
+        return self.begin(name, ask, process_set, tensors, made)
+
+    def ask_allreduce(
+        self, tensors: Tensors, op: ReduceOp, pre: float, post: float, process_set: ProcessSet, names: Sequence[str] = (),
+        absent: Sequence[int] = (),
+    ) -> Ask:  # fmt: skip
+        """What `allreduce` asks for, to be given to `begin` again and again with tensors like these."""
         if op == Adasum and process_set.size() & (process_set.size() - 1):
             raise UserError(
                 f"op Adasum needs a power of two of ranks, and there are {process_set.size()}; set op to hvd.Average, or train "
                 "with 2, 4, 8 ... ranks"
             )
-        made = [torch.empty_like(tensor) for tensor in tensors] if outputs is None else list(outputs)
-        ask = self._ask("allreduce", tensors, tensor_names, absent=tuple(absent), op=op, pre=float(prescale_factor),
-                        post=float(postscale_factor))  # fmt: skip
-        return self._submit(name, ask, process_set, tensors, made)
+        return self._ask("allreduce", tensors, names, absent=tuple(absent), op=op, pre=float(pre), post=float(post))
 
     def allgather(
         self, tensors: Tensors, *, name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> Handle:  # fmt: skip
         """All ranks' rows of each tensor, in the order of the ranks; the first dimension may differ between them."""
         self._need_rows("allgather", tensors)
-        return self._submit(name, self._ask("allgather", tensors), process_set, tensors, [])
+        return self.begin(name, self._ask("allgather", tensors), process_set, tensors, [])
 
     def broadcast(
         self, tensors: Tensors, root_rank: int, *, name: str | None = None, process_set: ProcessSet = global_process_set,
@@ -118,7 +111,7 @@ class Engine:
             raise UserError(f"broadcast: root_rank={root_rank} is none of the ranks {members}; set root_rank to one of them")
         made = [torch.empty_like(tensor) for tensor in tensors] if outputs is None else list(outputs)
         ask = self._ask("broadcast", tensors, tensor_names, root=int(root_rank))
-        return self._submit(name, ask, process_set, tensors, made)
+        return self.begin(name, ask, process_set, tensors, made)
 
     def alltoall(
         self, tensor: torch.Tensor, splits: Any = None, *, name: str | None = None, process_set: ProcessSet = global_process_set
@@ -135,7 +128,7 @@ class Engine:
                 f"alltoall: the splits {given} of {len(tensor)} rows over {size} ranks; set splits to {size} numbers of at "
                 f"least 0 whose sum is {len(tensor)}"
             )
-        return self._submit(name, self._ask("alltoall", [tensor], splits=tuple(given)), process_set, [tensor], [])
+        return self.begin(name, self._ask("alltoall", [tensor], splits=tuple(given)), process_set, [tensor], [])
 
     def reducescatter(
         self, tensors: Tensors, *, name: str | None = None, op: ReduceOp = Average, prescale_factor: float = 1.0,
@@ -146,11 +139,11 @@ class Engine:
         if op not in (Average, Sum):
             raise UserError(f"reducescatter: op {op} is not possible; set op to hvd.Average or hvd.Sum")
         ask = self._ask("reducescatter", tensors, op=op, pre=float(prescale_factor), post=float(postscale_factor))
-        return self._submit(name, ask, process_set, tensors, [])
+        return self.begin(name, ask, process_set, tensors, [])
 
     def barrier(self, process_set: ProcessSet = global_process_set) -> None:
         """Wait until all ranks have come here."""
-        self._submit(None, Ask("barrier"), process_set, [], []).wait()
+        self.begin(None, Ask("barrier"), process_set, [], []).wait()
 
     def join(self) -> int:
         """Wait until all ranks have joined, giving zeros to their allreduces meanwhile; the rank that joined last."""
@@ -199,7 +192,7 @@ class Engine:
                 f"a process set of the ranks {ranks} is in use already, number {same[0].process_set_id}; use that one"
             )
         name = ",".join(map(str, ranks))
-        self._submit(name, Ask("add_set", splits=tuple(ranks)), global_process_set, [], [], process_set).wait()
+        self.begin(name, Ask("add_set", splits=tuple(ranks)), global_process_set, [], [], process_set).wait()
         return process_set
 
     def remove_set(self, process_set: ProcessSet) -> bool:
@@ -208,7 +201,7 @@ class Engine:
             return False
         number = process_set.process_set_id
         ask = Ask("remove_set", root=number or 0, splits=tuple(process_set._members()))
-        self._submit(str(number), ask, global_process_set, [], [], process_set).wait()
+        self.begin(str(number), ask, global_process_set, [], [], process_set).wait()
         return True
 
     def set_by_id(self, number: int) -> ProcessSet | None:
@@ -278,10 +271,11 @@ class Engine:
         if self._broken:
             raise HorovodInternalError(self._broken)
 
-    def _submit(
+    def begin(
         self, name: str | None, ask: Ask, process_set: ProcessSet, tensors: Tensors, outputs: Tensors,
         made_set: ProcessSet | None = None,
     ) -> Handle:  # fmt: skip
+        """Begin what `ask` says; the operations above do it."""
         with self._lock:
             self._check_usable()
             process_set.rank()  # refuses a set that is not in use, or that this rank is not in
@@ -297,10 +291,7 @@ class Engine:
                 ready = torch.cuda.Event()
                 ready.record()
             handle = Handle(f"{ask.kind} {own!r}")
-            self._jobs[key] = _Job(
-                ask, process_set, [tensor.detach() for tensor in tensors], [output.detach() for output in outputs], handle, ready,
-                made_set,
-            )  # fmt: skip
+            self._jobs[key] = Job(ask, process_set, list(tensors), list(outputs), handle, ready, made_set)
         self.timeline.asked(key)
         self._link.ask(key, ask, remember=name is not None)
         return handle
@@ -308,6 +299,7 @@ class Engine:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
+        torch.set_grad_enabled(False)  # of this thread
         try:
             for message in self._link.messages():
                 if "run" in message:
@@ -327,7 +319,7 @@ class Engine:
         except Exception as error:
             self._fail_all(f"the engine of rank {self.world.rank} failed: {type(error).__name__}: {error}")
 
-    def _take(self, key: Key) -> _Job:
+    def _take(self, key: Key) -> Job:
         with self._lock:
             return self._jobs.pop(key)
 
@@ -346,7 +338,7 @@ class Engine:
         for key, entry in zip(keys, entries, strict=True):
             with self._lock:
                 job = self._jobs.get(key)
-            jobs.append(job if job is not None else self._zeros(key, Ask.read(entry["ask"])))
+            jobs.append(job if job is not None else zeros(Ask.read(entry["ask"]), self._sets[key[0]], self.world.device))
         self.timeline.began(keys)
         stream = None
         try:
@@ -374,48 +366,17 @@ class Engine:
             job.handle.finish(result, done)
         return None
 
-    def _zeros(self, key: Key, ask: Ask) -> _Job:
-        device = self.world.device if ask.device == "cuda" else torch.device("cpu")
-        tensors = [
-            torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
-            for shape, dtype in zip(ask.shapes, ask.dtypes, strict=True)
-        ]
-        return _Job(ask, self._sets[key[0]], tensors, tensors, Handle(f"{ask.kind} {key[2]!r}"))
-
-    def _results(self, jobs: list[_Job], entries: list[dict[str, Any]], active: int) -> list[Any]:
-        ask, process_set, entry = jobs[0].ask, jobs[0].set, entries[0]
-        group, size = process_set.group, process_set.size()
-        if ask.kind == "allreduce":
-            tensors = [tensor for job in jobs for tensor in job.tensors]
-            outputs = [output for job in jobs for output in job.outputs]
-            collectives.allreduce(tensors, outputs, ask.op, ask.pre, ask.post, size, active, group, self._buffers)
-            results: list[Any] = []
-            for job, own in zip(jobs, entries, strict=True):
-                unused = own.get("absent", ())
-                results.append([None if place in unused else output for place, output in enumerate(job.outputs)])
-            return results
+    def _results(self, jobs: list[Job], entries: list[dict[str, Any]], active: int) -> list[Any]:
         job = jobs[0]
-        if ask.kind == "broadcast":
-            collectives.broadcast(job.tensors, job.outputs, ask.root, group)
-            return [job.outputs]
-        if ask.kind == "allgather":
-            return [collectives.allgather(job.tensors, entry["rows"], group)]
-        if ask.kind == "alltoall":
-            place = process_set.rank()
-            received = torch.tensor([own[place] for own in entry["splits"]], dtype=torch.int32)
-            return [(collectives.alltoall(job.tensors[0], entry["splits"], place, group), received)]
-        if ask.kind == "reducescatter":
-            whole = [torch.empty_like(tensor) for tensor in job.tensors]
-            collectives.allreduce(job.tensors, whole, ask.op, ask.pre, ask.post, size, active, group, self._buffers)
-            parts = [collectives.rows_of(len(tensor), size, process_set.rank()) for tensor in whole]
-            return [[tensor[first : first + rows].clone() for tensor, (first, rows) in zip(whole, parts, strict=True)]]
-        if ask.kind == "add_set":
+        if job.ask.kind == "add_set":
             assert job.made_set is not None
-            ranks = list(ask.splits)
-            self._put_in_use(job.made_set, entry["set"], ranks, self._new_group(ranks) if not self.world.is_alone else None)
-        elif ask.kind == "remove_set":
-            removed = self._sets.pop(ask.root)
-            removed.put_away()
+            ranks = list(job.ask.splits)
+            group = None if self.world.is_alone else self._new_group(ranks)
+            self._put_in_use(job.made_set, entries[0]["set"], ranks, group)
+        elif job.ask.kind == "remove_set":
+            self._sets.pop(job.ask.root).put_away()
+        else:
+            return results(jobs, entries, active, self._buffers)
         return [None]
 
     def _new_group(self, ranks: list[int]) -> Any:

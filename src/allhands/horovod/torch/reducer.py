@@ -14,6 +14,7 @@ import torch
 
 from allhands.errors import UserError
 from allhands.horovod import engine
+from allhands.horovod.checks import Ask
 from allhands.horovod.handles import Handle
 from allhands.horovod.process_sets import ProcessSet
 from allhands.horovod.reduce_ops import Average, ReduceOp, Sum
@@ -34,6 +35,7 @@ class _Bucket:
     # What travels: each parameter, what the engine writes into, and what its gradient is made of it with.
     parts: list[tuple[torch.nn.Parameter, torch.Tensor, Any]] = field(default_factory=list)
     sparse: list[tuple[torch.nn.Parameter, Pending]] = field(default_factory=list)
+    usual: Ask | None = None  # what is asked for when all of its gradients are there and dense
 
 
 class Reducer:
@@ -130,12 +132,18 @@ class Reducer:
             narrow, context = self._compression.compress(gradient.detach().contiguous())
             values.append(narrow)
             bucket.parts.append((param, narrow, context))
-        if values:
-            bucket.handle = engine.current().allreduce(
-                values, name=bucket.name, op=self._op, prescale_factor=1 / self._predivide, postscale_factor=self._predivide,
-                process_set=self._process_set, outputs=values, absent=absent,
-                tensor_names=[self._names[param] for param, _, _ in bucket.parts],
+        if not values:
+            return
+        running = engine.current()
+        is_usual = not absent and not bucket.sparse
+        ask = bucket.usual if is_usual else None
+        if ask is None:
+            names = [self._names[param] for param, _, _ in bucket.parts]
+            ask = running.ask_allreduce(
+                values, self._op, 1 / self._predivide, self._predivide, self._process_set, names, absent
             )  # fmt: skip
+            bucket.usual = ask if is_usual else bucket.usual
+        bucket.handle = running.begin(bucket.name, ask, self._process_set, values, values)
 
     def synchronize(self) -> None:
         """Send what has not been, and wait for all. A parameter without a gradient on any rank keeps None."""
