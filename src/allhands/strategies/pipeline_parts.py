@@ -299,25 +299,26 @@ def _wait(device: torch.device) -> None:
 
 
 def pruned(model: nn.Module, uses: Sequence[str]) -> nn.Module:
-    """A module that holds only what is named, under the same names, and shares it with `model`.
+    """A module of the class of `model` that holds only what is named, under the same names, and shares it with `model`.
 
-    The modules on the way to what is named are shallow copies with fewer children.
+    The modules on the way to what is named are lists, which nobody calls.
     """
-    return _pruned(model, "", set(uses))
-
-
-def _pruned(module: nn.Module, prefix: str, uses: set[str]) -> nn.Module:
-    def inside(name: str) -> bool:
-        return any(use == name or use.startswith(f"{name}.") for use in uses)
-
-    kept = copy.copy(module)
+    kept = copy.copy(model)
     # A copy shares the dicts of hooks, and what is registered on one stage must not be called on another.
-    kept.__dict__.update({key: copy.copy(value) for key, value in module.__dict__.items() if isinstance(value, dict)})
+    kept.__dict__.update({key: copy.copy(value) for key, value in model.__dict__.items() if isinstance(value, dict)})
+    _fill(kept, model, "", set(uses))
+    return kept
+
+
+def _fill(kept: nn.Module, module: nn.Module, prefix: str, uses: set[str]) -> None:
     for store in ("_parameters", "_buffers"):
         kept.__dict__[store] = {n: value for n, value in module.__dict__[store].items() if prefix + n in uses}
-    kept.__dict__["_modules"] = {
-        name: child if prefix + name in uses or child is None else _pruned(child, f"{prefix}{name}.", uses)
-        for name, child in module._modules.items()
-        if inside(prefix + name)
-    }
-    return kept
+    kept.__dict__["_modules"] = {}
+    for name, child in module._modules.items():
+        if prefix + name in uses or child is None:
+            kept._modules[name] = child
+        elif child is not None and any(use.startswith(f"{prefix}{name}.") for use in uses):
+            between = nn.ModuleList()
+            between.training = child.training
+            kept._modules[name] = between
+            _fill(between, child, f"{prefix}{name}.", uses)

@@ -154,7 +154,7 @@ class PipelineRun:
     def _run(self, shape: Any, run: list[tuple[int, MicroBatch]], forward: Forward, loss_of: LossOf) -> None:
         key = (shape, len(run))
         schedule = self._schedules.pop(key, None)
-        if schedule is None:
+        if new := schedule is None:
             with self._autocast():
                 shapes = self.ghost.between(self._input_of(run[0][1].filled, forward), self._model.training)
             schedule = self._make_schedule(shapes, len(run)), shapes
@@ -167,6 +167,10 @@ class PipelineRun:
         self._loss = lambda output: self._weighted(*next(losses), output, forward, loss_of)
         arguments = (torch.arange(len(run)),) if self.rank == 0 else ()
         target = torch.arange(len(run)) if self.holds_last else None
+        # With fully_shard, the first call of a schedule clears the gradients that earlier ones have left.
+        kept = [(p, p.grad) for p in self._model.parameters() if new and p.grad is not None]
+        for parameter, _ in kept:
+            parameter.grad = None
         try:
             step(*arguments, target=target, return_outputs=False)
         except RuntimeError as error:
@@ -174,6 +178,8 @@ class PipelineRun:
             if isinstance(error.__cause__, (UserError, ValueError)):
                 raise error.__cause__ from None
             raise
+        for parameter, gradient in kept:
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
 
     def _make_schedule(self, shapes: list[torch.Tensor], count: int) -> Callable[..., Any]:
         from torch.distributed import pipelining  # takes a second or two to import
