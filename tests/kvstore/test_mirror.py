@@ -19,7 +19,8 @@ from allhands.kvstore.modes import mode_named
 from allhands.kvstore.rules import check_servers, rules_of
 from allhands.kvstore.served import ServedStore
 from allhands.kvstore.server import Server
-from allhands.kvstore.store import RowSparse, Share
+from allhands.kvstore.store import Share
+from allhands.kvstore.values import RowSparse
 from tests.kvstore.serving import TOKEN, Job, job
 
 STEPS = 9

@@ -9,7 +9,7 @@ from allhands.errors import UserError
 from allhands.kvstore import specs
 from allhands.kvstore.optimizers import create
 from allhands.kvstore.rows import RowTable, first_rows, sum_rows
-from allhands.kvstore.store import RowSparse
+from allhands.kvstore.values import RowSparse
 
 HUGE = 2**40
 FAR = torch.tensor([0, 1, 2**24, 2**24 + 1, 59_999_999, 2**31 - 1, 2**31, 2**31 + 1, 2**32, HUGE - 1])

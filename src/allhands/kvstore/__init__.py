@@ -16,7 +16,7 @@ from allhands.errors import UserError
 
 _LAZY = {
     "KVStore": "allhands.kvstore.store",
-    "RowSparse": "allhands.kvstore.store",
+    "RowSparse": "allhands.kvstore.values",
     "Share": "allhands.kvstore.store",
     "SplitSampler": "allhands.kvstore.data",
     "Trainer": "allhands.kvstore.trainer",
@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from allhands.kvstore import optimizers as optimizer
     from allhands.kvstore.data import SplitSampler, split_and_load, split_data
     from allhands.kvstore.replicas import replicate
-    from allhands.kvstore.store import KVStore, RowSparse, Share
+    from allhands.kvstore.store import KVStore, Share
     from allhands.kvstore.trainer import Trainer
+    from allhands.kvstore.values import RowSparse
 
 
 def create(name: str = "local", **options: Any) -> KVStore:

@@ -33,7 +33,8 @@ from allhands.kvstore.rules import check_servers, rules_of
 from allhands.kvstore.server_states import put_together, taken_apart
 from allhands.kvstore.staging import Staging
 from allhands.kvstore.states import StoreState
-from allhands.kvstore.store import KVStore, RowSparse
+from allhands.kvstore.store import KVStore
+from allhands.kvstore.values import RowSparse
 from allhands.launch import worker
 
 _LIFE = secrets.token_hex(8)  # of this process

@@ -24,7 +24,8 @@ from allhands.kvstore.modes import Mode
 from allhands.kvstore.optimizers import OptimizerSpec
 from allhands.kvstore.served import ServedStore
 from allhands.kvstore.states import StoreState, packed, part_of, unpacked
-from allhands.kvstore.store import KVStore, RowSparse, Share, Step, check_rows
+from allhands.kvstore.store import KVStore, Share, Step
+from allhands.kvstore.values import RowSparse, check_rows
 from allhands.launch import worker
 from allhands.world import World, init
 

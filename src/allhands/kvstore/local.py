@@ -17,8 +17,9 @@ from allhands.kvstore.modes import Mode
 from allhands.kvstore.narrow import Narrow
 from allhands.kvstore.optimizers import OptimizerSpec
 from allhands.kvstore.states import StoreState
-from allhands.kvstore.store import KVStore, RowSparse, Share, Step, check_rows
+from allhands.kvstore.store import KVStore, Share, Step
 from allhands.kvstore.tables import Table
+from allhands.kvstore.values import RowSparse, check_rows
 
 
 class LocalStore(KVStore):

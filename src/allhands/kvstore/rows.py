@@ -11,7 +11,7 @@ import torch
 from allhands.errors import UserError
 from allhands.kvstore.optimizers import OptimizerSpec
 from allhands.kvstore.specs import changed, layout_of
-from allhands.kvstore.store import RowSparse
+from allhands.kvstore.values import RowSparse
 
 _EMPTY = -1
 

@@ -20,8 +20,9 @@ from allhands.kvstore.connected import Connected
 from allhands.kvstore.frames import LONGEST_ROWS, Kind, message, pack
 from allhands.kvstore.link import FIRST, Link
 from allhands.kvstore.placement import Piece
-from allhands.kvstore.store import Key, Share, Step, check_rows
+from allhands.kvstore.store import Key, Share, Step
 from allhands.kvstore.table_rounds import pack_rows
+from allhands.kvstore.values import check_rows
 
 _Counted = tuple[dict[int, int], dict[str, int]]
 

@@ -15,8 +15,8 @@ from allhands.kvstore.compression import Codec, codec_from, compressible
 from allhands.kvstore.members import Members
 from allhands.kvstore.optimizers import OptimizerSpec, spec_from
 from allhands.kvstore.placement import DTYPES, place
-from allhands.kvstore.store import RowSparse
 from allhands.kvstore.table_rounds import TableRounds
+from allhands.kvstore.values import RowSparse
 
 
 class ShardKeys:

@@ -16,28 +16,10 @@ from allhands.kvstore.compression import compressible
 from allhands.kvstore.modes import Mode
 from allhands.kvstore.optimizers import OptimizerSpec, spec_from
 from allhands.kvstore.states import StoreState, read_states, write_states
+from allhands.kvstore.values import RowSparse, check_ids, check_rows, one, several, sum_on_one_device
 
 Key = str | int
 Tensors = torch.Tensor | Sequence[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class RowSparse:
-    """A table of rows that are made when they are first touched, to be given to `KVStore.init` in place of a tensor.
-
-    Attributes:
-        rows: how many there may be; ids are 0 to rows - 1, and may lie beyond 2**31.
-        columns: numbers in a row.
-        std: rows begin as normal numbers with this standard deviation, drawn from (seed, id); 0 begins with zeros.
-        seed: of the first values.
-        dtype: of the numbers.
-    """
-
-    rows: int
-    columns: int
-    std: float = 0.0
-    seed: int = 0
-    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
@@ -182,7 +164,7 @@ class KVStore(ABC):
         for name, _ in pairs:
             if name in self.shapes or name in self.tables:
                 raise UserError(f"the key '{name}' was initialised already; push to it instead")
-        self.declare({name: value if isinstance(value, RowSparse) else _one(value, name) for name, value in pairs})
+        self.declare({name: value if isinstance(value, RowSparse) else one(value, name) for name, value in pairs})
 
     def push(self, key: Key | Sequence[Key], value: Any, priority: int = 0, weight: float | None = None) -> None:
         """Give this worker's values. What all workers push is added up; with an optimizer, the sum is the gradient.
@@ -222,7 +204,7 @@ class KVStore(ABC):
                     raise UserError(f"'{name}' holds rows; read them with row_sparse_pull(key, out=…, row_ids=…)")
                 continue
             shape, dtype = self._known(name)
-            outs = [torch.empty(shape, dtype=dtype)] if target is None else _several(target, name)
+            outs = [torch.empty(shape, dtype=dtype)] if target is None else several(target, name)
             for tensor in outs:
                 self._check_like(name, tensor, "out")
             self._pull(name, outs[0], int(priority))
@@ -370,18 +352,18 @@ class KVStore(ABC):
 
     def _names(self, key: Key | Sequence[Key]) -> list[str]:
         keys = list(key) if isinstance(key, (list, tuple)) else [key]
-        for one in keys:
-            if isinstance(one, bool) or not isinstance(one, (str, int)):
-                raise UserError(f"{one!r} is no key; keys are strings or whole numbers")
-            kind = str if isinstance(one, str) else int
+        for item in keys:
+            if isinstance(item, bool) or not isinstance(item, (str, int)):
+                raise UserError(f"{item!r} is no key; keys are strings or whole numbers")
+            kind = str if isinstance(item, str) else int
             if self._key_type not in (None, kind):
                 raise UserError(
-                    f"the key {one!r} is a {kind.__name__}, but this store's keys are of type {self._key_type.__name__}"
+                    f"the key {item!r} is a {kind.__name__}, but this store's keys are of type {self._key_type.__name__}"
                 )
             self._key_type = kind
         if len(set(keys)) < len(keys):
             raise UserError(f"a key is in the list twice: {keys}")
-        return [str(one) for one in keys]
+        return [str(item) for item in keys]
 
     def _pairs(self, key: Key | Sequence[Key], value: Any) -> list[tuple[str, Any]]:
         names = self._names(key)
@@ -409,7 +391,7 @@ class KVStore(ABC):
     def _checked(self, name: str, given: Any) -> torch.Tensor:
         """The sum over the devices of what is pushed, of the right form."""
         table = self.tables.get(name)
-        values = _several(given, name)
+        values = several(given, name)
         if table is not None:
             for value in values:
                 check_rows(name, value, table)
@@ -422,54 +404,3 @@ class KVStore(ABC):
                 )
             self._check_like(name, value, "the value")
         return sum_on_one_device(values)
-
-
-def check_rows(name: str, value: torch.Tensor, table: RowSparse) -> None:
-    """Raise `UserError` unless `value` is a sparse_coo tensor of rows of `table`."""
-    if value.layout != torch.sparse_coo or value.sparse_dim() != 1 or value.dense_dim() != 1:
-        raise UserError(
-            f"'{name}' holds rows; push a sparse tensor of them, such as the gradient of nn.Embedding(…, sparse=True), or "
-            "torch.sparse_coo_tensor(ids[None], rows, (table_rows, columns))"
-        )
-    if value.shape[1] != table.columns or value.shape[0] != table.rows or value.dtype != table.dtype:
-        raise UserError(
-            f"the value for '{name}' has shape {list(value.shape)} and {value.dtype}, but the table has [{table.rows}, "
-            f"{table.columns}] and {table.dtype}"
-        )
-    check_ids(name, value._indices()[0], table)
-
-
-def check_ids(name: str, ids: torch.Tensor, table: RowSparse) -> torch.Tensor:
-    """The row ids as int64.
-
-    Raises:
-        UserError: they are not whole numbers, or there are no such rows.
-    """
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise UserError(f"row ids for '{name}' are {ids.dtype}; they must be int64 (floats lose ids beyond 2**24)")
-    ids = ids.to(torch.int64)
-    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= table.rows):
-        raise UserError(
-            f"row ids for '{name}' go from {int(ids.min())} to {int(ids.max())}; the table has rows 0 to {table.rows - 1}"
-        )
-    return ids
-
-
-def sum_on_one_device(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum in the order of the list, on the first one's device; the tensor itself when there is one."""
-    total = values[0].detach()
-    for position, value in enumerate(values[1:]):
-        moved = value.detach().to(total.device)
-        total = total + moved if position == 0 else total.add_(moved)
-    return total
-
-
-def _several(value: Any, name: str) -> list[torch.Tensor]:
-    values = list(value) if isinstance(value, (list, tuple)) else [value]
-    if not values or not all(isinstance(one, torch.Tensor) for one in values):
-        raise UserError(f"the value for '{name}' must be a tensor, or a list of tensors with one for each device")
-    return values
-
-
-def _one(value: Any, name: str) -> torch.Tensor:
-    return _several(value, name)[0].detach()

@@ -15,7 +15,7 @@ from allhands.kvstore.chunks import Meta, lead_of, within
 from allhands.kvstore.frames import FrameError
 from allhands.kvstore.optimizers import OptimizerSpec
 from allhands.kvstore.rows import RowTable, sum_rows
-from allhands.kvstore.store import RowSparse
+from allhands.kvstore.values import RowSparse
 
 _COUNT = struct.Struct("<Q")
 

@@ -9,7 +9,7 @@ import torch
 
 from allhands.kvstore.optimizers import OptimizerSpec
 from allhands.kvstore.rows import RowTable, sum_rows
-from allhands.kvstore.store import RowSparse
+from allhands.kvstore.values import RowSparse
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 # Sends the n-th tensor to rank n; returns what each rank sent here. Only the first dimension may differ.

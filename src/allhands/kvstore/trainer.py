@@ -23,7 +23,8 @@ from allhands.kvstore.params import (
     written_spec,
 )
 from allhands.kvstore.states import read_states, write_states
-from allhands.kvstore.store import KVStore, Share, Step, sum_on_one_device
+from allhands.kvstore.store import KVStore, Share, Step
+from allhands.kvstore.values import sum_on_one_device
 
 # Under this key the workers add up their samples, where their gradients were added up by `allreduce_grads`.
 _SAMPLES = "allhands/samples"
