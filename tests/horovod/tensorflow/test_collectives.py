@@ -259,6 +259,21 @@ def test_a_call_that_a_rank_does_not_make_is_an_error(workers: Workers) -> None:
     assert "rank 1" in text
 
 
+def _both_halves() -> list[float]:
+    import torch
+
+    import allhands.horovod.torch as hvd_torch
+
+    rank = hvd.rank()
+    handle = hvd_torch.allreduce_async(torch.ones(2) * (rank + 1), name="of torch")
+    value = hvd.allreduce(mine(1), name="of tensorflow").numpy().item()
+    return [value, *hvd_torch.synchronize(handle).tolist()]
+
+
+def test_torch_and_tensorflow_share_one_engine(workers: Workers) -> None:
+    assert workers(_both_halves) == [[1.5, 1.5, 1.5]] * 2
+
+
 def _xla() -> str:
     with pytest.raises(ValueError, match="set jit_compile=False") as refused:
         tf.function(lambda: hvd.allreduce(mine(1)), jit_compile=True)()

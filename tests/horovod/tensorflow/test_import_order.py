@@ -1,4 +1,4 @@
-"""torch's and TensorFlow's halves in one process, whichever comes first."""
+"""torch's and TensorFlow's halves in one process, TensorFlow's first. In the workers of the other tests torch comes first."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 pytestmark = pytest.mark.serial
 
 SCRIPT = """
-import {first}
-import {second}
-import torch, tensorflow as tf
-import allhands.horovod.tensorflow as tensorflows, allhands.horovod.torch as torchs
+import tensorflow as tf
+import allhands.horovod.tensorflow as tensorflows
+import torch
+import allhands.horovod.torch as torchs
 torchs.init()
 assert tensorflows.is_initialized()
 assert float(tensorflows.allreduce(tf.constant(2.0))) == 2
@@ -25,15 +25,7 @@ print("both")
 """
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("allhands.horovod.tensorflow", "allhands.horovod.torch"),
-        ("allhands.horovod.torch", "allhands.horovod.tensorflow.keras"),
-    ],
-)
-def test_either_may_be_imported_first(first: str, second: str) -> None:
-    script = SCRIPT.format(first=first, second=second)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+def test_tensorflow_may_be_imported_before_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "both"
