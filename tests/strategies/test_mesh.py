@@ -16,7 +16,7 @@ from allhands.strategies.degrees import Degrees
 from tests.reference import global_batches, relative_difference, train_by_hand
 from tests.worlds import in_world
 
-SAMPLES, BATCH = 53, 16  # five global batches of 16 would be 80: the last one is short, and leaves ranks without a sample
+SAMPLES, BATCH = 53, 16  # the last batch of an epoch has 5 samples, which leaves some of eight ranks without one
 
 
 class Tokens(nn.Module):
