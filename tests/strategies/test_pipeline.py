@@ -1,4 +1,4 @@
-"""Pipelines against a loop by hand in one process: every schedule, on two, three and four workers, with batches that leave rests."""
+"""Pipelines against a loop by hand in one process: every schedule, on 2, 3 and 4 workers, with batches that leave rests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from allhands import Pipeline, SupervisedRunner
+from allhands import Callback, Pipeline, SupervisedRunner
 from allhands.models import GPT, NextToken
 from tests.reference import global_batches, relative_difference, train_by_hand
 from tests.worlds import in_world
@@ -108,3 +108,36 @@ def test_every_schedule_is_the_single_process(workers: int) -> None:
         for schedule, (weights, history), (by_hand_weights, _, loss) in zip(CASES, found, expected, strict=True):
             assert relative_difference(weights, copy.deepcopy(by_hand_weights)) < 1e-6, schedule
             assert history["valid"]["loss"][-1] == pytest.approx(loss, rel=1e-5), schedule
+
+
+class Slow(nn.Module):
+    """Has few parameters and takes long."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.unsqueeze(1) + torch.zeros(60_000, 1)).mean(1)
+
+
+class Seen(Callback):
+    def on_train_start(self, training: Any) -> None:
+        self.names = sorted(name for name, _ in training.model.named_parameters())
+
+
+def cut_by(balance: str) -> tuple[list[str], list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 90), nn.Linear(90, 90), nn.Linear(90, 7), Slow(), nn.Dropout(0.0), nn.Linear(7, 4))
+    x, y = labelled()
+    seen = Seen()
+    history = SupervisedRunner(device="cpu").train(
+        model=model, criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), num_epochs=1,
+        loaders={"train": DataLoader(TensorDataset(x, y), BATCH)}, distributed=Pipeline(balance=balance), callbacks=[seen],
+        verbose=False, metrics=["accuracy"],
+    )  # fmt: skip
+    return seen.names, history["train"]["loss"]
+
+
+def test_measured_stages_balance_time_and_not_parameters() -> None:
+    (_, loss), (second, _) = in_world(2, cut_by, "measured")
+    assert second == ["5.bias", "5.weight"]
+    (_, same_loss), (second, _) = in_world(2, cut_by, "parameters")
+    assert second == ["1.bias", "1.weight", "2.bias", "2.weight", "5.bias", "5.weight"]
+    assert same_loss == pytest.approx(loss, rel=1e-6)

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from allhands.comm import all_gather_rows
 from allhands.data.agree import checksum
 from allhands.data.order import Dealer, StepShare
-from allhands.data.random import derive_seed
+from allhands.data.random import derive_seed, preserved_generators
 from allhands.data.seeded import Request, Samples, SeededDataset, StreamGenerators, seeded_collate
 from allhands.data.sources import BatchSource, IndexSource, OrderSource
 from allhands.errors import UserError
@@ -68,6 +68,14 @@ class Feed(ABC):
             skip: samples of the epoch's global order that earlier steps have taken, at this world size or another one. They
                 are not read, except from a stream, which cannot be entered in the middle.
         """
+
+    def example(self, count: int) -> Any:
+        """A batch of the first `count` samples of the data set, in its own order; no sampler is asked.
+
+        Raises:
+            UserError: there is no first sample that can be read twice.
+        """
+        raise UserError(f"loader '{self.name}' is a stream, of which no sample can be read before the training begins")
 
     def state_dict(self, within_epoch: bool) -> dict[str, Any]:
         """What the user's own sampler needs to go on; of use on rank 0, which draws from it.
@@ -152,6 +160,9 @@ class InMemoryFeed(Feed):
                 last = list(zip(*(t.split([len(part) for part in parts]) for t in rows), strict=True))
             yield last, share.sizes, share.total, _idle(share, dealer)
 
+    def example(self, count: int) -> Any:
+        return tuple(self._gather(torch.arange(min(count, self.order.length))))
+
     def _gather(self, indices: torch.Tensor) -> list[torch.Tensor]:
         on_data = indices.to(self.tensors[0].device)
         rows = [tensor.index_select(0, on_data) for tensor in self.tensors]
@@ -203,6 +214,13 @@ class LoaderFeed(Feed):
         with _reading(self.loader) as loaded:
             for batches, counts, total, idle in steps:
                 yield [next(loaded) for _ in batches], counts, total, idle
+
+    def example(self, count: int) -> Any:
+        dataset = self.loader.dataset
+        indices = range(min(count, len(dataset)))  # type: ignore[arg-type]
+        with preserved_generators():
+            samples = dataset.__getitems__((derive_seed(self.seed, "example", self.name), 0, indices))  # type: ignore[attr-defined]
+            return self.loader.collate_fn(samples)
 
     def close(self) -> None:
         _end_processes(self.loader._iterator)

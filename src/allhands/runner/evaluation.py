@@ -38,6 +38,14 @@ class Forward:
         return self.handle_batch(self.module, batch)
 
 
+def try_on(runner: SupervisedRunner, feed: Feed, precision: Precision, device: torch.device, module: nn.Module,
+           pieces: int) -> None:  # fmt: skip
+    """Have the runner call a module on a micro-batch of a feed, of which `pieces` make a batch."""
+    batch = feed.example(max(2, -(-(feed.batch_size or 32) // pieces)))  # BatchNorm needs two
+    with precision.autocast():
+        Forward(runner, module, device)(batch)
+
+
 def loss_rule(criterion: Any, feed: Feed, runner: SupervisedRunner) -> LossRule:
     """How the criterion counts on this loader's data."""
     rule = LossRule(criterion)

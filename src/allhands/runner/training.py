@@ -7,6 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from allhands.errors import UserError
 from allhands.runner.agreement import SIGNALS, Agreement, requeue_if_asked
 from allhands.runner.announce import announce, report_epoch
 from allhands.runner.callbacks import overridden
-from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule
+from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule, try_on
 from allhands.runner.logged import Logged
 from allhands.runner.loggers import Loggers
 from allhands.runner.memory import Memory
@@ -93,7 +94,9 @@ class Training:
                 "scale is not known; write precision='bf16', or KVStore(update='worker')"
             )
         settings.strategy.seed = settings.seed
+        settings.strategy.try_on = partial(try_on, runner, self.trained[0], self.precision, world.device)
         self.wrapped = settings.strategy.prepare(self.model, world)
+        settings.strategy.try_on = None
         self.model = settings.strategy.own_module(self.model)
         settings.strategy.bind(self.optimizer)
         if isinstance(self.criterion, nn.Module):

@@ -43,6 +43,8 @@ class Strategy(ABC):
     level: bool = False
     #: Whether a model on the meta device can be trained, whose weights come into being on the workers.
     takes_meta: bool = False
+    #: Set for `prepare`: calls a module on a micro-batch of the training data, ``(module, micro-batches of a batch)``.
+    try_on: Callable[[nn.Module, int], Any] | None = None
     #: The training's seed, set before `prepare`.
     seed: int = 42
     #: Where `takes_step`: called before each step with the exchanged gradients in the parameters; for looking only, and slow.

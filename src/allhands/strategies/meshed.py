@@ -128,7 +128,7 @@ class Meshed(Strategy):
         if self.degrees.pp > 1:
             assert self.pipeline is not None
             assert self.mesh is not None
-            self.pipeline.whole_mesh, self.pipeline.degrees = self.mesh, self.degrees
+            self.pipeline.whole_mesh, self.pipeline.degrees, self.pipeline.try_on = self.mesh, self.degrees, self.try_on
             chunks = self.pipeline.cut(skeleton, self.mesh["pp"], world)
             values.settle_stages(chunks)
         for chunk in chunks:

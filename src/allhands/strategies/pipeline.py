@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from allhands.comm import all_reduce_sum
 from allhands.data import share_of
 from allhands.errors import UserError, kind_of
 from allhands.strategies.degrees import Degrees
 from allhands.strategies.meshed import Meshed
-from allhands.strategies.pipeline_parts import Part, by_parameters, chain_of, cut
+from allhands.strategies.pipeline_parts import Part, by_parameters, chain_of, cut, measured_on
 from allhands.strategies.pipeline_run import SCHEDULES, Autocast, Forward, LossOf, MicroBatch, PipelineRun, fits
 from allhands.strategies.pipeline_stage import Ghost, check_all_used, rows_of, shared_parameters
 from allhands.world import World
@@ -43,7 +44,7 @@ class Pipeline(Meshed):
             Narayanan et al. 2021), "zero_bubble" (weights' gradients fill the gaps, ZB1P; Qi et al. 2023).
         microbatches: how many each batch is cut into; None takes twice the number of workers along the pipeline.
         balance: "parameters": a part costs what it has of them; "measured": the time of its forward and backward pass on the
-            first samples, the mean over the workers.
+            first samples of the training data, the mean over the workers.
         stages_per_worker: for "interleaved" and "zero_bubble"; None takes 2 and 1.
 
     Raises:
@@ -97,8 +98,8 @@ class Pipeline(Meshed):
             multiple = -(-count // workers) * workers
             raise UserError(
                 f"Pipeline(schedule='{self.schedule}', microbatches={count}) does not go with {workers} workers along the "
-                f"pipeline, of which it wants {'at least as many' if self.schedule == '1f1b' else 'a multiple'}. Set microbatches "
-                f"to {multiple}, or schedule to 'gpipe'"
+                f"pipeline, of which it wants {'at least as many' if self.schedule == '1f1b' else 'a multiple'}. Set "
+                f"microbatches to {multiple}, or schedule to 'gpipe'"
             )
 
     def _cut(self, model: nn.Module, parts: list[Part], workers: int, costs: Callable[[], Sequence[float]]) -> list[list[Part]]:
@@ -107,7 +108,7 @@ class Pipeline(Meshed):
     def cut(self, model: nn.Module, mesh: DeviceMesh, world: World) -> list[nn.Module]:
         """This rank's stages, each as a module that has its share of `model` under the model's own names."""
         parts, workers, group = chain_of(model), mesh.size(), mesh.get_group()
-        stages = self._cut(model, parts, workers, lambda: by_parameters(model, parts))
+        stages = self._cut(model, parts, workers, lambda: self._costs(model, parts, world))
         shared = shared_parameters(model, stages)
         self._names = {}
         self.shared = {}
@@ -123,6 +124,15 @@ class Pipeline(Meshed):
         self.passes = PipelineRun(model, stages, Ghost(model, stages, world.device), group, world.device, self.schedule)
         self._batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
         return self.passes.chunks
+
+    def _costs(self, model: nn.Module, parts: list[Part], world: World) -> list[float]:
+        if self.balance == "parameters":
+            return by_parameters(model, parts)
+        assert self.try_on is not None
+        costs = torch.tensor(measured_on(self.try_on, model, parts, self.micro_batches(self.degrees.pp), world.device))
+        costs = costs.to(world.device, torch.float64)
+        all_reduce_sum([costs], world)
+        return costs.tolist()
 
     def module(self) -> nn.Module:
         """What the runner sees of the model; after the chunks of `cut` are sharded."""

@@ -290,6 +290,41 @@ def measured(model: nn.Module, parts: list[Part], example: Any, device: torch.de
     return costs
 
 
+class _Measured(BaseException):
+    """Carries the costs out of handle_batch; past a user's ``except Exception``."""
+
+    def __init__(self, costs: list[float]) -> None:
+        self.costs = costs
+
+
+def measured_on(try_on: Callable[[nn.Module, int], Any], model: nn.Module, parts: list[Part], pieces: int,
+                device: torch.device) -> list[float]:  # fmt: skip
+    """`measured`, on what the runner calls the model with, in the training's precision. Random draws are put back.
+
+    Args:
+        try_on: calls a module on a micro-batch, ``(module, micro-batches of a batch)``.
+        pieces: micro-batches of a batch.
+
+    Raises:
+        UserError: the model is on the meta device, or handle_batch does not call the model.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UserError("Pipeline(balance='measured') needs weights that are there, and the model is on the meta device. Write "
+                        "balance='parameters', or build the model on the CPU")  # fmt: skip
+
+    class Trial(nn.Module):
+        def forward(self, value: Any) -> Any:
+            raise _Measured(measured(model, parts, value, device))
+
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices):
+            try_on(Trial(), pieces)
+    except _Measured as found:
+        return found.costs
+    raise UserError("handle_batch did not call the model that it is given. Call model(…) itself")
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
