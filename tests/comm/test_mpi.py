@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.comm import mpi_probes, mpi_training  # noqa: F401  (adds its probes)
+from tests.comm import mpi_groups, mpi_probes, mpi_training  # noqa: F401  (two add their probes)
 from tests.pages import run_page
 from tests.world.test_world_processes import clean_environ
 
