@@ -88,6 +88,9 @@ TRAININGS: dict[str, tuple[Callable[[], Any], int, Any, Any, Any, Any]] = {
         lambda: Mesh(dp={"shard": 2}, tp=2, tensor=Tensor(sequence_parallel=True, loss_parallel=True)), 2, gpt, tokens,
         NextToken(), sgd,
     ),
+    "stages 2 x tensor 2, sequence and loss": (
+        lambda: Mesh(pp=2, tp=2, tensor=Tensor(sequence_parallel=True, loss_parallel=True)), 1, gpt, tokens, NextToken(), sgd,
+    ),
     "mlp": (lambda: Mesh(dp=2, tp=2, tensor=Tensor(loss_parallel=True)), 2, mlp, features, nn.CrossEntropyLoss(), adamw),
 }  # fmt: skip
 
