@@ -29,10 +29,14 @@ _NAMES = {
     "horovod.torch.optimizer": "allhands.horovod.torch.optimizer",
     "horovod.torch.sync_batch_norm": "allhands.horovod.torch.sync_batch_norm",
     "horovod.tensorflow": "allhands.horovod.tensorflow",
+    "horovod.tensorflow.compression": "allhands.horovod.tensorflow.compression",
+    "horovod.tensorflow.elastic": "allhands.horovod.tensorflow.elastic",
     "horovod.tensorflow.keras": "allhands.horovod.tensorflow.keras",
     "horovod.tensorflow.keras.callbacks": "allhands.horovod.tensorflow.keras.callbacks",
+    "horovod.tensorflow.keras.elastic": "allhands.horovod.tensorflow.keras.elastic",
     "horovod.keras": "allhands.horovod.keras",
     "horovod.keras.callbacks": "allhands.horovod.keras.callbacks",
+    "horovod.keras.elastic": "allhands.horovod.keras.elastic",
 }
 
 

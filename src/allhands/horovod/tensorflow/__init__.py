@@ -10,12 +10,15 @@ from allhands.horovod.tensorflow.requirements import checked_tensorflow
 checked_tensorflow()
 
 from allhands.horovod.basics import (  # noqa: E402
+    ProcessSet,
     add_process_set,
     ccl_built,
     cross_rank,
     cross_size,
     cuda_built,
     ddl_built,
+    get_process_set_ids_and_ranks,
+    global_process_set,
     gloo_built,
     gloo_enabled,
     init,
@@ -36,8 +39,8 @@ from allhands.horovod.basics import (  # noqa: E402
     stop_timeline,
 )
 from allhands.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt  # noqa: E402
-from allhands.horovod.process_sets import ProcessSet, global_process_set  # noqa: E402
-from allhands.horovod.reduce_ops import ActiveAverage, Adasum, Average, Max, Min, Product, Sum  # noqa: E402
+from allhands.horovod.reduce_ops import ActiveAverage, Adasum, Average, Max, Min, Product, ReduceOp, Sum  # noqa: E402
+from allhands.horovod.tensorflow import elastic  # noqa: E402
 from allhands.horovod.tensorflow.collectives import (  # noqa: E402
     allgather,
     allreduce,
@@ -84,6 +87,7 @@ __all__ = [
     "PartialDistributedGradientTape",
     "ProcessSet",
     "Product",
+    "ReduceOp",
     "Sum",
     "SyncBatchNormalization",
     "add_process_set",
@@ -103,6 +107,8 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
+    "get_process_set_ids_and_ranks",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

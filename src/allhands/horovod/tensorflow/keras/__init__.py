@@ -41,7 +41,7 @@ from allhands.horovod.process_sets import ProcessSet, global_process_set  # noqa
 from allhands.horovod.reduce_ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum  # noqa: E402
 from allhands.horovod.tensorflow import collectives  # noqa: E402
 from allhands.horovod.tensorflow.compression import Compression  # noqa: E402
-from allhands.horovod.tensorflow.keras import callbacks  # noqa: E402
+from allhands.horovod.tensorflow.keras import callbacks, elastic  # noqa: E402
 from allhands.horovod.tensorflow.keras.optimizer import DistributedOptimizer as _DistributedOptimizer  # noqa: E402
 from allhands.horovod.tensorflow.variables import broadcast_global_variables, broadcast_object, broadcast_variables  # noqa: E402
 
@@ -68,6 +68,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
