@@ -103,6 +103,7 @@ def train(
         log_every=given.log_every,
         save_every=given.save_every,
         save_minutes=given.save_minutes,
+        step=given.step,
     )
     if given.logdir is not None:
         print(f"written to {given.logdir}: metrics.csv, run.yml, checkpoints/, tensorboard/")
@@ -132,7 +133,9 @@ def _shares(strategy: Strategy, workers: int | None, device: str | None) -> int:
     return chosen.strategy.shares(chosen.world_size)
 
 
-def verify(run_file: RunFile, strategies: Sequence[str] | None, workers: Sequence[int], steps: int) -> Report | RoundsReport:
+def verify(
+    run_file: RunFile, strategies: Sequence[str] | None, workers: Sequence[int] | None, steps: int
+) -> Report | RoundsReport:
     """Compare the training that a run file describes, distributed, with itself alone; see `allhands.verify`.
 
     Federated training is compared by rounds, as many as `steps` says. Nothing is written. Schedules are as long as with the
@@ -142,20 +145,23 @@ def verify(run_file: RunFile, strategies: Sequence[str] | None, workers: Sequenc
         run_file: the run; its `workers` do not count.
         strategies: names; the run file's own has the settings that are written there. None takes the run file's, or ddp where
             that is one process.
-        workers: numbers of workers.
+        workers: numbers of workers; None takes as many as a mesh has, or 1 and 2.
         steps: optimizer steps; no more than the whole training has are compared.
 
     Raises:
         UserError: a name or option that does not exist, or cannot be honoured here.
     """
     given = run_file.config
-    own, fewest = _strategy(run_file), min(workers)
+    own = _strategy(run_file)
+    size = own.size_wanted()
+    workers = workers or ([1, 2] if size is None else [size])
+    fewest = min(own.shares(count) for count in workers)
     if isinstance(own, Federated):
         if strategies is not None and [name.lower() for name in strategies] != [own.name]:
             raise run_file.error(
                 ("strategy", "name"), "--strategies compares optimizer steps; leave it out, or run with strategy=ddp"
             )
-        return verify_rounds(lambda: _objects(run_file, lambda: fewest), own, workers, steps, given.device)
+        return verify_rounds(lambda: **_objects(run_file, lambda: fewest), own, workers, steps, given.device)
     entry = _entry(run_file)
     names = strategies if strategies is not None else [own.name if own.name not in ("single", "dp") else "ddp"]
     found: Report = compare(

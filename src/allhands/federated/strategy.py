@@ -160,6 +160,11 @@ class Federated(Strategy):
             value = getattr(settings, name)
             if value != kept:
                 raise UserError(f"{name}={value!r} with distributed=Federated(…): {instead}")
+        if settings.step == "graph":
+            raise UserError(
+                "step='graph' with distributed=Federated(…): an executor takes the clients' steps; leave it out, and write "
+                "Federated(executor='graph')"
+            )
         if settings.precision not in CLIENT_PRECISIONS:
             raise UserError(
                 f"precision={settings.precision!r} with distributed=Federated(…): fp16 needs its losses scaled by a factor that "

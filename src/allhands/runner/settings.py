@@ -14,7 +14,7 @@ from allhands.data import Source, sources_from_datasets, sources_from_loaders
 from allhands.errors import UserError, kind_of
 from allhands.runner.callbacks import Callback
 from allhands.runner.schedule import Schedule
-from allhands.step import PRECISIONS
+from allhands.step import PRECISIONS, STEPS
 from allhands.strategies import Strategy
 
 
@@ -75,6 +75,7 @@ class TrainSettings:
     log_every: int
     save_every: int | None = None
     save_minutes: float | None = None
+    step: str = "eager"
     strategy: Strategy = field(default=None)  # type: ignore[assignment]
 
     def validate(self) -> None:
@@ -126,6 +127,8 @@ class TrainSettings:
             raise UserError(f"clip_norm={self.clip_norm!r}; it must be a positive number, or None for no clipping")
         if self.precision not in PRECISIONS:
             raise UserError(f"precision={self.precision!r} is not known; write one of {', '.join(map(repr, PRECISIONS))}")
+        if self.step not in STEPS:
+            raise UserError(f"step={self.step!r} is not known; write one of {', '.join(map(repr, STEPS))}")
         if not isinstance(self.seed, int):
             raise UserError(f"seed={self.seed!r}; it must be a whole number")
 

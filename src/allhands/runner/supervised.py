@@ -70,10 +70,15 @@ class SupervisedRunner:
         return batch[-1]
 
     @property
+    def plain_batches(self) -> bool:
+        """Whether no subclass has changed what is done with a batch."""
+        return type(self).handle_batch is SupervisedRunner.handle_batch
+
+    @property
     def takes_last_as_target(self) -> bool:
         """Whether the last member of a batch is the target, as far as no subclass has changed it."""
         own = type(self)
-        return own.handle_batch is SupervisedRunner.handle_batch and own.target_of is SupervisedRunner.target_of
+        return self.plain_batches and own.target_of is SupervisedRunner.target_of
 
     # ------------------------------------------------------------------ train
 
@@ -107,6 +112,7 @@ class SupervisedRunner:
         log_every: int = 50,
         save_every: int | None = None,
         save_minutes: float | None = None,
+        step: str = "auto",
     ) -> History:
         """Train a model, in place, and return the history.
 
@@ -150,6 +156,9 @@ class SupervisedRunner:
             log_every: optimizer steps between two points in TensorBoard, and between two looks at the loss on a GPU.
             save_every: optimizer steps between two checkpoints within an epoch; None saves at the ends of epochs only.
             save_minutes: minutes after which a checkpoint is due within an epoch; None never asks for one.
+            step: how an optimizer step is taken on a GPU. "graph" records it in a CUDA graph for each shape of a batch, after
+                three steps, and replays it; "eager" asks for its operations anew each time; "auto" records where that can be
+                done, and says why where it cannot.
 
         Returns:
             ``{"epoch": […], "step": […], "lr": […], "seconds": […], "train": {"loss": […], …}, "valid": {…}}``, one entry
@@ -169,6 +178,7 @@ class SupervisedRunner:
             resume=None if resume is None else resume if resume == "auto" else str(Path(resume).expanduser().absolute()),
             seed=seed, accumulate=accumulate, clip_norm=clip_norm, precision=precision, check=check, overfit=overfit,
             load_best_on_end=load_best_on_end, log_every=log_every, save_every=save_every, save_minutes=save_minutes,
+            step=step,
         )  # fmt: skip
         settings.validate()
         prepare_logdir(settings.logdir)

@@ -25,6 +25,7 @@ from allhands.runner.loggers import Loggers
 from allhands.runner.memory import Memory
 from allhands.runner.metrics import LoaderMetrics
 from allhands.runner.position import Position
+from allhands.runner.recording import recorded_steps
 from allhands.runner.reporter import Pace, Reporter
 from allhands.runner.schedule import Schedule, learning_rates
 from allhands.runner.settings import TrainSettings
@@ -114,6 +115,7 @@ class Training:
             name: LoaderMetrics(settings.metrics, world, trains=feed in self.trained, counts=counts, slices=slices)
             for name, feed in self.feeds.items()
         }
+        self.recorded = recorded_steps(self, not runner.plain_batches)
         self._step_hooks = overridden(settings.callbacks, "on_step_end")
         self.logged = Logged(world)
         self.memory = Memory(self)
@@ -170,6 +172,8 @@ class Training:
         with preserved_generators(), self.agreement:
             self.memory.restore()
             settings.strategy.begin(self.optimizer, self.step)
+            if self.recorded is not None:
+                self.recorded.begin()
             self.memory.open()
             loggers = Loggers(
                 settings.logdir if self.world.rank == 0 else None, len(self.history["epoch"]), self.step or None
@@ -182,6 +186,8 @@ class Training:
                 self.memory.close(failed=True)
                 raise
             finally:
+                if self.recorded is not None:
+                    self.recorded.finish()
                 for feed in self.feeds.values():
                     feed.close()
                 loggers.close()
@@ -280,7 +286,9 @@ class Training:
         total_steps = min(feed.num_steps, self._limit) if self._limit and feed.num_steps else feed.num_steps
         check_every, save_every = settings.strategy.check_weights_every, settings.save_every or 0
         steps_hooked = bool(self._step_hooks) or self.schedule.each_step
-        together = world.world_size > 1
+        together, recorded = world.world_size > 1, self.recorded
+        if recorded is not None:
+            recorded.look()
         pace = Pace()
         first = self.step - position.steps
         next_log = self.step + settings.log_every
@@ -291,12 +299,17 @@ class Training:
         for batches, counts, total, idle in self._steps_of(feed, position):
             if together:
                 calls.note(("optimizer step", self.step + 1))
-            take(batches, counts, total, idle)
+            if recorded is None:
+                take(batches, counts, total, idle)
+            else:
+                recorded(take, batches, counts, total, idle)
             self.step = step = self.step + 1
             position.samples += total
             position.steps += 1
             if steps_hooked:
                 self._after_step()
+                if recorded is not None and self._step_hooks:
+                    recorded.look()
             if step - first >= pace.next_look and pace.due(step - first):
                 reporter.progress(f"{number}/{self.num_epochs} {feed.name}", step - first, total_steps, metrics.running_loss())
             if step >= next_log:

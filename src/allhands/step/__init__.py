@@ -5,5 +5,6 @@ from __future__ import annotations
 from allhands.step.loss import LossRule, NonFiniteLossError
 from allhands.step.optimizer_step import OptimizerStep
 from allhands.step.precision import PRECISIONS, Precision
+from allhands.step.recorded import STEPS, RecordedSteps
 
-__all__ = ["PRECISIONS", "LossRule", "NonFiniteLossError", "OptimizerStep", "Precision"]
+__all__ = ["PRECISIONS", "STEPS", "LossRule", "NonFiniteLossError", "OptimizerStep", "Precision", "RecordedSteps"]

@@ -1,0 +1,286 @@
+"""Optimizer steps that are recorded in a CUDA graph once and replayed, so that nobody asks for each kernel again.
+
+A step of a small model takes a GPU less time than Python takes to ask for it. What is recorded is the whole of it: forward and
+backward passes of all micro-batches, clipping and the optimizer's update. Batches are copied to where the recorded step reads
+them; losses and outputs are observed after each replay, as they are after an eager step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from allhands.errors import UserError
+from allhands.step.capturable import Capturable
+from allhands.step.guards import HostState, where_raised
+from allhands.step.optimizer_step import OptimizerStep
+
+STEPS = ("auto", "eager", "graph")
+_EAGER = 2  # steps of a shape before the one that is looked at: libraries set themselves up in the first ones
+_GRAPHS = 8  # shapes that are recorded; more of them mean that nearly every step has a shape of its own
+
+#: Records what a function asks a device to do, without doing it, and returns what replays it.
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+class RecordedSteps:
+    """Takes optimizer steps, from records where there is one for the shapes of the micro-batches.
+
+    The first two steps of a shape are eager. In the third, every wait for the device is an error, and what the step changes on
+    the host (plain attributes of modules, Python's, NumPy's and PyTorch's random generators) is looked for: a replay would do
+    neither. From then on the shape is recorded. A step that cannot be is taken eagerly, as are all that follow, and the reason
+    is said once.
+
+    Args:
+        module: the model.
+        criterion: the loss.
+        optimizer: which updates the model's parameters.
+        device: of all of them.
+        keeps: outputs and targets are kept when they are observed, for metrics; they are copied then.
+        insist: raise `UserError` instead of going on eagerly.
+        say: takes a line to print.
+        capture: how a step is recorded; None: in a CUDA graph.
+    """
+
+    def __init__(self, module: nn.Module, criterion: Any, optimizer: torch.optim.Optimizer, device: torch.device, keeps: bool,
+                 insist: bool, say: Callable[[str], None], capture: Capture | None = None) -> None:  # fmt: skip
+        self.module, self.criterion, self.device, self.keeps = module, criterion, device, keeps
+        self.insist, self.say = insist, say
+        self.optimizer = Capturable(optimizer, device)
+        self.reason: str | None = None
+        self._capture = capture or _CudaGraphs(device)
+        self._records: dict[Any, _Record] = {}
+        self._eager: dict[Any, int] = {}
+        self._taken: dict[Any, OptimizerStep] = {}  # the step object that has taken this shape eagerly before
+        self._good: set[Any] = set()  # shapes that have been looked at
+        self._form: Any = None
+        refusal = self.optimizer.look()
+        if refusal is not None:
+            self._give_up(refusal)
+
+    def begin(self) -> None:
+        """The weights and the optimizer's state are those that the training begins or goes on with."""
+        if self.reason is None:
+            self.optimizer.begin()
+
+    def finish(self) -> None:
+        """The training has ended: the optimizer is as the user made it."""
+        self._records.clear()
+        self.optimizer.finish()
+
+    def look(self) -> None:
+        """What records hold by address or by value may have changed: where it has, forget them. To be called when code of the
+        user's has run between two steps."""
+        refusal = self.optimizer.look()
+        if refusal is not None and self.reason is None:
+            self._give_up(refusal)
+            self.optimizer.finish()
+        form = (
+            [(p.data_ptr(), p.requires_grad) for p in self.module.parameters()],
+            [module.training for module in self.module.modules()],
+        )
+        if form != self._form:
+            self._form = form
+            self._forget()
+
+    def __call__(self, take: OptimizerStep, batches: Sequence[Any], counts: Sequence[int], total: int, idle: bool) -> None:
+        """Take the step that ``take(batches, counts, total, idle)`` takes."""
+        if self.reason is not None:
+            take(batches, counts, total, idle)
+            return
+        if self.optimizer.changed():
+            self._forget()
+        leaves, tree = pytree.tree_flatten(batches)
+        key = (tree, tuple(_form_of(leaf) for leaf in leaves), tuple(counts), total, idle)
+        record = self._records.get(key)
+        if record is not None:
+            record.replay(take, leaves)
+            return
+        seen = self._eager[key] = self._eager.get(key, 0) + 1
+        with self.optimizer.recordable(), self._capture_stream():
+            leaves = [_on(leaf, self.device) for leaf in leaves]
+            batches = pytree.tree_unflatten(leaves, tree)
+            if seen <= _EAGER or self._taken.get(key) is not take:
+                take(batches, counts, total, idle)  # in a new epoch by a new object: what it makes once is not for a record
+            elif key not in self._good:
+                self._looked_at(take, batches, counts, total, idle)
+                self._good.add(key)
+            else:
+                record = self._record(take, leaves, tree, counts, total, idle)
+        self._taken[key] = take
+        if self.reason is not None:
+            self.optimizer.finish()
+        if record is not None:
+            self._records[key] = record
+            record.replay(take, leaves)
+
+    # ------------------------------------------------------------------ trying
+
+    def _looked_at(self, take: OptimizerStep, *step: Any) -> None:
+        """An eager step in which whatever could not be recorded is found; it counts as any other."""
+        host = HostState(self.module, self.criterion)
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        generator = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        observed: list[tuple[Any, ...]] = []
+        observe, take.observe = take.observe, lambda *values: observed.append(values)
+        mode = torch.cuda.get_sync_debug_mode() if self.device.type == "cuda" else 0
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("error")
+            take(*step)
+        except RuntimeError as error:
+            if self.device.type == "cuda":
+                torch.cuda.set_sync_debug_mode(mode)
+                torch.cuda.set_rng_state(generator, self.device)  # type: ignore[arg-type]
+            if isinstance(error, torch.cuda.OutOfMemoryError) or "synchroniz" not in str(error):
+                raise
+            host.restore()
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            take.observe = observe
+            self._give_up(f"it waits for the device at {where_raised(error)}")
+            take(*step)
+            return
+        finally:
+            take.observe = observe
+            if self.device.type == "cuda":
+                torch.cuda.set_sync_debug_mode(mode)
+        for values in observed:
+            observe(*values)
+        changed = host.changed()
+        if changed is not None:
+            self._give_up(changed)
+
+    def _record(self, take: OptimizerStep, leaves: list[Any], tree: Any, *step: Any) -> _Record | None:
+        """Record a step, or take it eagerly."""
+        if len(self._records) >= _GRAPHS:
+            self._give_up(f"its micro-batches have more than {_GRAPHS} shapes")
+            take(pytree.tree_unflatten(leaves, tree), *step)
+            return None
+        try:
+            record = _Record(take, leaves, tree, step, self._capture, self.device, self.keeps)
+        except RuntimeError as error:
+            what = "the GPU's memory is too small for it" if isinstance(error, torch.cuda.OutOfMemoryError) else str(error)
+            self._records.clear()
+            self._give_up(f"{what.splitlines()[0]}, at {where_raised(error)}")
+            take(pytree.tree_unflatten(leaves, tree), *step)
+            return None
+        if not self._records:
+            self.say("step: recorded in a CUDA graph, and replayed from here on")
+        return record
+
+    def _give_up(self, reason: str) -> None:
+        if self.insist:
+            raise UserError(f"step='graph': the step cannot be recorded, since {reason}; change that, or write step='auto'")
+        self.reason = reason
+        self._records.clear()
+        self.say(f"step: eager, since {reason}")
+
+    def _forget(self) -> None:
+        self._records.clear()
+        self._eager.clear()
+        self._taken.clear()
+        self._good.clear()
+
+    def _capture_stream(self) -> Any:
+        """Eager steps run on the stream on which steps are recorded: autograd keeps to the one on which it has seen a weight."""
+        return self._capture.alongside() if isinstance(self._capture, _CudaGraphs) else nullcontext()
+
+
+class _Record:
+    """One recorded step, with the memory that it reads and writes.
+
+    Args:
+        take: the step that is recorded; kept, since the record reads tensors of its own.
+        leaves, tree: its micro-batches, flattened.
+        step: the further arguments of the step.
+        capture: see `Capture`.
+        device: where the record reads.
+        keeps: see `RecordedSteps`.
+    """
+
+    def __init__(self, take: OptimizerStep, leaves: list[Any], tree: Any, step: tuple[Any, ...], capture: Capture,
+                 device: torch.device, keeps: bool) -> None:  # fmt: skip
+        self._own, self._keeps = take, keeps
+        static = [torch.empty_like(leaf, device=device).copy_(leaf) if isinstance(leaf, torch.Tensor) else leaf
+                  for leaf in leaves]  # fmt: skip
+        self._inputs = [leaf for leaf in static if isinstance(leaf, torch.Tensor)]
+        self._observed: list[tuple[Any, ...]] = []
+        batches = pytree.tree_unflatten(static, tree)
+
+        def function() -> None:
+            self._observed.clear()
+            observe, take.observe = take.observe, lambda *values: self._observed.append(values)
+            try:
+                take(batches, *step)
+            finally:
+                take.observe = observe
+
+        self._replay = capture(function)
+
+    def replay(self, take: OptimizerStep, leaves: list[Any]) -> None:
+        """Take the recorded step with other micro-batches of the same shapes; `take` is who observes it."""
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        torch._foreach_copy_(self._inputs, given, non_blocking=True)
+        self._replay()
+        for output, target, *measured in self._observed:
+            if self._keeps:  # the next replay overwrites what this one gives
+                take.observe(_copied(output), _copied(target), *measured)
+            else:
+                take.observe(output, target, *measured)
+
+
+def _on(leaf: Any, device: torch.device) -> Any:
+    """A copy on the device that begins where memory is allocated, as what a record reads does: the last bit of a product depends
+    on that."""
+    return leaf.to(device, non_blocking=True, copy=True) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _copied(value: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def _form_of(leaf: Any) -> Any:
+    """What must be the same for a record to serve: of a tensor its form, of anything else itself."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype, leaf.stride()
+    return leaf if isinstance(leaf, (int, float, str, bool, bytes, type(None))) else id(leaf)
+
+
+class _CudaGraphs:
+    """Records in CUDA graphs that share one pool of memory, on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            function()
+        return graph.replay
+
+    def alongside(self) -> Any:
+        """A context in which this stream is the current one, in order with the one before."""
+        return _Alongside(self._stream, torch.cuda.current_stream(self._device))
+
+
+class _Alongside:
+    def __init__(self, stream: torch.cuda.Stream, before: torch.cuda.Stream) -> None:
+        self._stream, self._before = stream, before
+        self._on = torch.cuda.stream(stream)
+
+    def __enter__(self) -> None:
+        self._stream.wait_stream(self._before)
+        self._on.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._on.__exit__(*error)
+        self._before.wait_stream(self._stream)

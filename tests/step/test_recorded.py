@@ -1,0 +1,251 @@
+"""Recorded optimizer steps: what is looked for before a step is recorded, and that a replay is the step. On a processor a record
+is the function itself; on a GPU (marked so) it is a CUDA graph."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from allhands import UserError
+from allhands.step import LossRule, OptimizerStep, Precision, RecordedSteps
+from allhands.strategies import Single
+from allhands.world import World
+
+CPU = torch.device("cpu")
+MOMENTUM = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
+OPTIMIZERS = [(torch.optim.SGD, MOMENTUM), (torch.optim.Adam, {"lr": 1e-3}), (torch.optim.AdamW, {"lr": 1e-3})]
+
+
+def world_on(device: torch.device) -> World:
+    return World(0, 0, 0, 1, 1, device, "none", "alone")
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+
+
+class Trained:
+    """A model with an optimizer, and its steps recorded or not."""
+
+    def __init__(self, model: nn.Module, kind: Any, options: dict[str, Any], device: torch.device = CPU, recorded: bool = True,
+                 insist: bool = False, capture: Callable[..., Any] | None = None, clip: float | None = 0.5) -> None:  # fmt: skip
+        self.model = model.to(device)
+        self.optimizer = kind(self.model.parameters(), **options)
+        self.losses: list[float] = []
+        self.outputs: list[torch.Tensor] = []
+        self.said: list[str] = []
+        self.captured = 0
+        strategy = Single()
+        world = world_on(device)
+        strategy.prepare(self.model, world)
+
+        def observe(output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any) -> None:
+            self.losses.append(float(loss.detach()) * factor)
+            self.outputs.append(output.detach())
+
+        def record(function: Callable[[], None]) -> Callable[[], None]:
+            self.captured += 1
+
+            def replay() -> None:
+                assert self.recorded is not None
+                with self.recorded.optimizer.recordable():  # a graph keeps what the optimizer was when it was recorded
+                    function()
+
+            return replay
+
+        self.make = lambda: OptimizerStep(
+            self.model.parameters(), self.optimizer, LossRule(nn.CrossEntropyLoss()), strategy, world, Precision("fp32", device),
+            lambda batch: (self.model(batch[0].to(device)), batch[1].to(device)), observe, lambda batch: batch[1].to(device),
+            clip,
+        )  # fmt: skip
+        self.recorded = None
+        if recorded:
+            given = capture or (record if device.type == "cpu" else None)
+            self.recorded = RecordedSteps(self.model, None, self.optimizer, device, True, insist, self.said.append, given)
+            self.recorded.begin()
+        self.take = self.make()
+
+    def steps(self, batches: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> None:
+        if self.recorded is not None:
+            self.recorded.look()
+        for micro in batches:
+            counts = [len(batch[0]) for batch in micro]
+            if self.recorded is None:
+                self.take(micro, counts, sum(counts), False)
+            else:
+                self.recorded(self.take, micro, counts, sum(counts), False)
+
+
+def data(steps: int, sizes: tuple[int, ...] = (8,), seed: int = 0) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    drawn = torch.Generator().manual_seed(seed)
+    return [
+        [(torch.randn(size, 6, generator=drawn), torch.randint(3, (size,), generator=drawn)) for size in sizes]
+        for _ in range(steps)
+    ]
+
+
+def apart(one: nn.Module, other: nn.Module) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+def without_dropout() -> nn.Module:
+    model = network()
+    model[3].p = 0.0
+    return model
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
+def test_a_replay_is_the_step(kind: Any, options: dict[str, Any]) -> None:
+    batches = data(12, (8, 5)) + data(1, (3,)) + data(6, (8, 5), seed=1)
+    recorded, plain = (Trained(without_dropout(), kind, options, recorded=r) for r in (True, False))
+    for one in (recorded, plain):
+        one.steps(batches[:10])
+        for group in one.optimizer.param_groups:
+            group["lr"] = 0.01
+        one.steps(batches[10:])
+    assert recorded.captured == 1
+    assert recorded.said == ["step: recorded in a CUDA graph, and replayed from here on"]
+    assert apart(recorded.model, plain.model) < 1e-6
+    assert recorded.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert len(recorded.outputs) == len(plain.outputs)
+    assert all((a - b).abs().max() < 1e-5 for a, b in zip(recorded.outputs, plain.outputs, strict=True))
+
+
+def test_the_optimizer_stays_as_its_owner_knows_it() -> None:
+    trained = Trained(without_dropout(), torch.optim.AdamW, {"lr": 1e-3})
+    trained.steps(data(8))
+    assert trained.recorded is not None
+    trained.recorded.finish()
+    group = trained.optimizer.param_groups[0]
+    assert (group["lr"], group["fused"], group["foreach"]) == (1e-3, None, None)
+    assert all(state["step"].device.type == "cpu" and float(state["step"]) == 8 for state in trained.optimizer.state.values())
+
+
+def test_a_changed_option_or_a_frozen_weight_is_recorded_anew() -> None:
+    trained, plain = (Trained(without_dropout(), torch.optim.SGD, MOMENTUM, recorded=r) for r in (True, False))
+    for one in (trained, plain):
+        one.steps(data(6))
+        one.optimizer.param_groups[0]["momentum"] = 0.5
+        one.steps(data(6, seed=1))
+        one.model[0].weight.requires_grad_(False)
+        one.take = one.make()
+        one.steps(data(6, seed=2))
+    assert trained.captured == 3
+    assert apart(trained.model, plain.model) < 1e-6
+
+
+class Counts(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Draws(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1.0 + 0.01 * random.random())
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (Counts, "the forward pass of Sequential.0 changes its attribute 'calls', which a replay would not"),
+        (Draws, "it draws from random on the processor, which a replay would not"),
+    ],
+)
+def test_what_a_step_does_on_the_host_keeps_it_eager(layer: Any, reason: str) -> None:
+    made = []
+    for recorded in (True, False):
+        torch.manual_seed(3)
+        random.seed(3)
+        one = Trained(nn.Sequential(layer(6, 3)), torch.optim.SGD, MOMENTUM, recorded=recorded)
+        one.steps(data(8))
+        made.append(one)
+    assert made[0].said == [f"step: eager, since {reason}"]
+    assert made[0].captured == 0
+    assert apart(made[0].model, made[1].model) < 1e-6
+    assert made[0].losses == pytest.approx(made[1].losses, rel=1e-6)
+    with pytest.raises(UserError, match="step='graph': the step cannot be recorded, since .*; change that, or write step='auto'"):
+        Trained(nn.Sequential(layer(6, 3)), torch.optim.SGD, MOMENTUM, insist=True).steps(data(8))
+
+
+def test_too_many_shapes() -> None:
+    trained = Trained(without_dropout(), torch.optim.SGD, MOMENTUM)
+    for size in range(2, 12):
+        trained.steps(data(4, (size,)))
+    assert trained.said[-1] == "step: eager, since its micro-batches have more than 8 shapes"
+    assert len(trained.losses) == 40
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (torch.optim.Adagrad, "the update of Adagrad cannot be recorded"),
+        (lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1)), "the optimizer's learning rate is a tensor; pass a number"),
+        (lambda p: torch.optim.Adam(p, foreach=True), "made with foreach=True"),
+    ],
+)
+def test_optimizers_that_cannot_be_recorded(make: Any, reason: str) -> None:
+    trained = Trained(network(), make, {})
+    trained.steps(data(5))
+    assert reason in trained.said[0]
+    assert trained.captured == 0
+    assert len(trained.losses) == 5
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
+@pytest.mark.parametrize("sizes", [(8,), (8, 5)], ids=str)
+def test_weights_after_fifty_steps_equal_eager_ones(kind: Any, options: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    device = torch.device("cuda", 0)
+    made = []
+    for recorded in (True, False):
+        torch.backends.cuda.matmul.allow_tf32 = False
+        one = Trained(network(), kind, options, device, recorded=recorded)
+        torch.cuda.manual_seed(5)  # dropout draws the same in a replay
+        one.steps(data(50, sizes))
+        one.optimizer.param_groups[0]["lr"] *= 0.5
+        one.steps(data(1, (3,)) + data(20, sizes, seed=2))
+        made.append(one)
+    assert made[0].said == ["step: recorded in a CUDA graph, and replayed from here on"]
+    assert apart(made[0].model, made[1].model) < 2e-5
+    assert made[0].losses == pytest.approx(made[1].losses, rel=1e-4)
+
+
+class Reads(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y if y.sum().item() < 1e9 else -y
+
+
+class Branches(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y[y.sum(1) > -1e9]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", [Reads, Branches])
+def test_a_model_that_waits_for_the_device_trains_eagerly_and_names_the_line(layer: Any) -> None:
+    device = torch.device("cuda", 0)
+    made = []
+    for recorded in (True, False):
+        torch.manual_seed(4)
+        one = Trained(nn.Sequential(nn.BatchNorm1d(6), layer(6, 3)), torch.optim.SGD, MOMENTUM, device, recorded=recorded)
+        one.steps(data(9))
+        made.append(one)
+    assert "it waits for the device at" in made[0].said[0]
+    assert "test_recorded.py" in made[0].said[0]
+    assert apart(made[0].model, made[1].model) < 1e-6
+    with pytest.raises(UserError, match=r"step='graph'.*test_recorded\.py"):
+        Trained(nn.Sequential(layer(6, 3)), torch.optim.SGD, MOMENTUM, device, insist=True).steps(data(9))
