@@ -20,8 +20,8 @@ from allhands.errors import UserError
 from allhands.horovod import collectives, objects
 from allhands.horovod.checks import Ask
 from allhands.horovod.exceptions import HorovodInternalError, NotInitializedError
-from allhands.horovod.handles import Handle
-from allhands.horovod.jobs import Job, results, zeros
+from allhands.horovod.handles import Handle, OnGPU
+from allhands.horovod.jobs import Job, run, zeros
 from allhands.horovod.link import Link
 from allhands.horovod.matcher import GLOBAL_SET, Key, Matcher
 from allhands.horovod.process_sets import ProcessSet, global_process_set
@@ -53,7 +53,7 @@ class Engine:
         self._broken = ""
         self._closed = False
         self._buffers = collectives.Buffers()
-        self._stream: Any = None
+        self._on_gpu: list[OnGPU] = []
         matcher = None
         if world.rank == 0:
             matcher = Matcher(world.world_size, settings.fusion_threshold, settings.stall_warn, settings.stall_stop)
@@ -248,6 +248,11 @@ class Engine:
                 f"{kind}: the tensors are on a GPU, and the ranks are connected by {self.world.backend}; give tensor.cpu(), or "
                 "start processes that see one GPU each"
             )
+        if "cuda" in devices and not self.world.is_alone and any(tensor.device != self.world.device for tensor in tensors):
+            raise UserError(
+                f"{kind}: a tensor is on {tensors[0].device}, and this rank's GPU is {self.world.device}; call "
+                "torch.cuda.set_device(hvd.local_rank()) before tensors are made"
+            )
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         dtypes = tuple(str(tensor.dtype)[6:] for tensor in tensors)
         return Ask(kind, shapes, dtypes, tuple(names), device=devices.pop(), **more)
@@ -300,6 +305,10 @@ class Engine:
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)  # of this thread
+        if self.world.device.type == "cuda":
+            # As well. What this thread queues is ordered by itself, beside the caller's stream.
+            torch.cuda.set_device(self.world.device)
+            torch.cuda.set_stream(torch.cuda.Stream(self.world.device))
         try:
             for message in self._link.messages():
                 if "run" in message:
@@ -340,33 +349,30 @@ class Engine:
                 job = self._jobs.get(key)
             jobs.append(job if job is not None else zeros(Ask.read(entry["ask"]), self._sets[key[0]], self.world.device))
         self.timeline.began(keys)
-        stream = None
+        on_gpu = None
         try:
+            for job in jobs:
+                if job.ready is not None:
+                    torch.cuda.current_stream().wait_event(job.ready)
+            found = self._run_jobs(jobs, entries, active)
             if jobs[0].ask.device == "cuda":
-                stream = self._stream = self._stream or torch.cuda.Stream(self.world.device)
-                with torch.cuda.stream(stream):
-                    for job in jobs:
-                        if job.ready is not None:
-                            stream.wait_event(job.ready)
-                        for tensor in (*job.tensors, *job.outputs):
-                            tensor.record_stream(stream)
-                    results = self._results(jobs, entries, active)
-                    done = torch.cuda.Event()
-                    done.record(stream)
-            else:
-                results, done = self._results(jobs, entries, active), None
+                event = torch.cuda.Event()
+                event.record()
+                is_new = jobs[0].ask.kind not in ("allreduce", "broadcast")
+                on_gpu = OnGPU(event, [(job.tensors, job.outputs) for job in jobs], is_new)
+                self._on_gpu = [*(other for other in self._on_gpu if other.is_held()), on_gpu]
         except Exception as error:
             text = f"{jobs[0].ask.kind} {keys[0][2]!r} failed on rank {self.world.rank}: {type(error).__name__}: {error}"
             self._link.stop_all(text)
             return self._fail_all(text)
         self.timeline.ended(keys)
-        for key, job, result in zip(keys, jobs, results, strict=True):
+        for key, job, result in zip(keys, jobs, found, strict=True):
             with self._lock:
                 self._jobs.pop(key, None)
-            job.handle.finish(result, done)
+            job.handle.finish(result, on_gpu)
         return None
 
-    def _results(self, jobs: list[Job], entries: list[dict[str, Any]], active: int) -> list[Any]:
+    def _run_jobs(self, jobs: list[Job], entries: list[dict[str, Any]], active: int) -> list[Any]:
         job = jobs[0]
         if job.ask.kind == "add_set":
             assert job.made_set is not None
@@ -376,7 +382,7 @@ class Engine:
         elif job.ask.kind == "remove_set":
             self._sets.pop(job.ask.root).put_away()
         else:
-            return results(jobs, entries, active, self._buffers)
+            return run(jobs, entries, active, self._buffers)
         return [None]
 
     def _new_group(self, ranks: list[int]) -> Any:

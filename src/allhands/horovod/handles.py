@@ -5,7 +5,43 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import torch
+
 from allhands.horovod.exceptions import HorovodInternalError
+
+
+class OnGPU:
+    """An operation that is queued on a stream of the engine's.
+
+    Its tensors are held until somebody has waited for it, or it is over: a caller that frees one earlier would let the caller's
+    stream write over it. (`record_stream` does the same, at the price of an event for each tensor.)
+
+    Args:
+        event: a torch.cuda.Event behind its last kernel.
+        held: the tensors that it reads and writes.
+        is_new: its results were made on the engine's stream.
+    """
+
+    def __init__(self, event: torch.cuda.Event, held: Any, is_new: bool) -> None:
+        self._event, self._held, self._is_new = event, held, is_new
+
+    def done(self) -> bool:
+        """Whether it is over on the GPU."""
+        return bool(self._event.query())
+
+    def wait(self, result: Any) -> None:
+        """Let the current stream wait for it."""
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self._event)
+        self._held = None
+        if self._is_new:
+            for value in result:
+                if isinstance(value, torch.Tensor) and value.is_cuda:
+                    value.record_stream(stream)
+
+    def is_held(self) -> bool:
+        """Whether somebody has to keep it."""
+        return self._held is not None and not self.done()
 
 
 class Handle:
@@ -16,11 +52,11 @@ class Handle:
         self._over = threading.Event()
         self._result: Any = None
         self._error: str | None = None
-        self._on_gpu: Any = None  # a torch.cuda.Event behind the operation's last kernel
+        self._on_gpu: OnGPU | None = None
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        return self._over.is_set() and (self._on_gpu is None or bool(self._on_gpu.query()))
+        return self._over.is_set() and (self._on_gpu is None or self._on_gpu.done())
 
     def wait(self, timeout: float | None = None) -> Any:
         """The result. On a GPU, work that is queued after this call on the current stream sees it.
@@ -34,16 +70,10 @@ class Handle:
         if self._error is not None:
             raise HorovodInternalError(self._error)
         if self._on_gpu is not None:
-            import torch
-
-            stream = torch.cuda.current_stream()
-            stream.wait_event(self._on_gpu)
-            for value in self._result if isinstance(self._result, list | tuple) else [self._result]:
-                if isinstance(value, torch.Tensor) and value.is_cuda:
-                    value.record_stream(stream)
+            self._on_gpu.wait(self._result)
         return self._result
 
-    def finish(self, result: Any, on_gpu: Any = None) -> None:
+    def finish(self, result: Any, on_gpu: OnGPU | None = None) -> None:
         """Called by the engine."""
         self._result, self._on_gpu = result, on_gpu
         self._over.set()

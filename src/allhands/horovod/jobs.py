@@ -34,7 +34,7 @@ def zeros(ask: Ask, process_set: ProcessSet, device: torch.device) -> Job:
     return Job(ask, process_set, tensors, tensors, Handle(ask.kind))
 
 
-def results(jobs: list[Job], entries: list[dict[str, Any]], active: int, buffers: collectives.Buffers) -> list[Any]:
+def run(jobs: list[Job], entries: list[dict[str, Any]], active: int, buffers: collectives.Buffers) -> list[Any]:
     """Run operations on tensors, and return what each job's handle gives.
 
     Args:
