@@ -78,8 +78,8 @@ class Engine:
         of tensors that this rank has no value for and gives zeros. The result is the list of outputs, with None in the places
         that are absent on every rank.
         """
-        made = [torch.empty_like(tensor) for tensor in tensors] if outputs is None else outputs
         ask = self.ask_allreduce(tensors, op, prescale_factor, postscale_factor, process_set, tensor_names, absent)
+        made = [torch.empty_like(tensor) for tensor in tensors] if outputs is None else outputs
         return self.begin(name, ask, process_set, tensors, made)
 
     def ask_allreduce(
@@ -109,8 +109,8 @@ class Engine:
         members = process_set._members()
         if root_rank not in members:
             raise UserError(f"broadcast: root_rank={root_rank} is none of the ranks {members}; set root_rank to one of them")
-        made = [torch.empty_like(tensor) for tensor in tensors] if outputs is None else list(outputs)
         ask = self._ask("broadcast", tensors, tensor_names, root=int(root_rank))
+        made = [torch.empty_like(tensor) for tensor in tensors] if outputs is None else outputs
         return self.begin(name, ask, process_set, tensors, made)
 
     def alltoall(

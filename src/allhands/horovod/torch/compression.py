@@ -15,7 +15,7 @@ class _Cast:
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """The tensor that travels, and what `decompress` needs to know."""
-        if cls.dtype is None or not tensor.is_floating_point() or tensor.dtype == cls.dtype:
+        if cls.dtype is None or not torch.is_tensor(tensor) or not tensor.is_floating_point() or tensor.dtype == cls.dtype:
             return tensor, None
         return tensor.to(cls.dtype), tensor.dtype
 

@@ -236,8 +236,9 @@ def grouped_allgather(
 class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, args: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        pending = grouped_allgather_async(tensors, *args)  # which refuses what has no rows
         ctx.args, ctx.rows = args, [len(tensor) for tensor in tensors]
-        return tuple(grouped_allgather_async(tensors, *args).wait())
+        return tuple(pending.wait())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
