@@ -27,26 +27,24 @@ help:
 demo: $(DEMO)
 	$(BIN)/python examples/digits/train.py
 
-# Tests that start several processes come after all others, three files at a time, since they wait for much of it. Those that
-# need hosts, Slurm or MPI come last, side by side as well; each file has hosts of its own. All parts run, whatever the first
-# one says.
-FILES := $(BIN)/python -m pytest -n 3 --dist loadfile
+# Tests that start several processes come after all others, four files at a time, since they wait for much of it; those that need
+# hosts, Slurm or MPI are among them, each file with hosts of its own. All parts run, whatever the first one says.
+FILES := $(BIN)/python -m pytest -n 4 --dist loadfile
 # Python compiles a file once, not in each of the thousand processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 # The variable marks every process that a test starts; none with it may be left at the end.
 test: export ALLHANDS_TEST_RUN := make-test-$(shell date +%s)-$(shell echo $$PPID)
 test: $(DEV) $(TENSORFLOW)
 	@status=0; \
-	$(BIN)/python -m pytest -m "not serial and not cluster" -n 2 --dist worksteal || status=1; \
-	$(FILES) -m "serial and not cluster" || status=1; \
-	$(FILES) -m cluster || status=1; \
+	$(BIN)/python -m pytest -m "not serial and not cluster" -n 3 --dist worksteal || status=1; \
+	$(FILES) -m "serial or cluster" || status=1; \
 	$(TF_TESTS) || status=1; \
 	$(BIN)/python .ci/no_process_left.py || status=1; \
 	if [ $$status -eq 0 ]; then echo "make test: passed"; else echo "make test: FAILED, see above"; fi; \
 	exit $$status
 
 test-cluster: $(DEV)
-	$(FILES) -m cluster
+	$(FILES) -m cluster tests/cluster
 
 TF_TESTS := $(TF_BIN)/python -m pytest tests/horovod/tensorflow
 test-tensorflow: $(TENSORFLOW)
