@@ -107,7 +107,7 @@ def ours(kind: str, sizes: dict[str, int], clock: Clock, tokens: torch.Tensor) -
         model = GPT(**sizes, tied=False).cpu()
     clock.forget()
     optimizer = torch.optim.AdamW(model.parameters(), lr=gpt_by_hand.RATE, fused=narrow)
-    formats = {"param_dtype": "bf16", "reduce_dtype": "fp32", "output_dtype": "fp32"} if narrow else {}
+    formats: dict[str, Any] = {"param_dtype": "bf16", "reduce_dtype": "fp32", "output_dtype": "fp32"} if narrow else {}
     made: dict[str, Callable[[], Strategy]] = {
         "fsdp": lambda: FSDP(**formats), "tensor": Tensor, "pipeline": lambda: Pipeline(microbatches=MICROBATCHES, balance="measured"),
     }  # fmt: skip
