@@ -74,7 +74,7 @@ class Coordinator:
     def _run(self) -> None:
         looked = time.monotonic()
         try:
-            while not self._stopped.is_set():
+            while not self._stopped.is_set() and not self.everyone_left.is_set():
                 for key, events in self._selector.select(_LOOK_EVERY_S):
                     if key.data is None:
                         self._accept()
