@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from .conftest import wait_until
+
 pytestmark = pytest.mark.serial
 
 # Rank 1 of a gloo group fails in some way while the others wait for it in a collective.
@@ -241,7 +243,8 @@ def test_ten_jobs_at_once_do_not_collide(job: Any) -> None:
 
 def test_ctrl_c_while_torch_is_imported(job: Any) -> None:
     process = job.start("-n", "2", job.script("print('up')"))
-    time.sleep(0.4)
+    assert wait_until(lambda: len(job.alive()) > 1, 20), "the process that imports torch has not been started"
+    time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=10)
     assert (process.returncode, out) == (130, b"")
