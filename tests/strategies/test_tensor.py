@@ -272,6 +272,23 @@ def dropout(mesh: DeviceMesh) -> dict[str, Any]:
     return {"output": output.detach(), "mask": mask, "after": after, "same again": torch.equal(gradient, again), **gpts}
 
 
+def encoder(mesh: DeviceMesh) -> float:
+    """PyTorch's own encoder layers, whose attention stays whole: outputs, gradients, and outputs in evaluation."""
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2).double()
+    model, _ = sliced(Tensor({"layers.*.linear1": "colwise", "layers.*.linear2": "rowwise"}), plain, mesh)
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+    expected, found = plain(x), model(x)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    differences = [found - expected]
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        differences.append(one.grad - other.grad.full_tensor())
+    with torch.no_grad():
+        differences.append(plain.eval()(x) - model.eval()(x))
+    return max(float(difference.detach().abs().max()) for difference in differences)
+
+
 def everything(logdir: str) -> dict[str, Any]:
     found: dict[str, Any] = {f"train {name}": train(name) for name in TRAININGS}
     found["saved"], _ = train("tensor 4", 2, logdir=logdir)
@@ -286,7 +303,7 @@ def everything(logdir: str) -> dict[str, Any]:
                 found[name] = compared(mesh, options, gpt, tokens(), NextToken())
             found["mlp"] = compared(mesh, {}, mlp, (features()[0].double(), features()[1]), nn.CrossEntropyLoss())
     # Here `mesh` is the whole world's.
-    return found | {"refused": refused(mesh), "dropout": dropout(mesh)}
+    return found | {"refused": refused(mesh), "dropout": dropout(mesh), "encoder": encoder(mesh)}
 
 
 @pytest.fixture(scope="module")
@@ -323,6 +340,11 @@ def test_a_checkpoint_of_slices_goes_on_on_another_mesh_and_alone(results: list[
 def test_slices_on_three_workers_compute_what_the_whole_model_does(results: list[dict[str, Any]], name: str) -> None:
     for found in results[:3]:
         assert found[name] < 1e-12
+
+
+def test_pytorchs_encoder_layers_are_sliced_with_their_attention_whole(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        assert found["encoder"] < 1e-12
 
 
 @pytest.mark.parametrize("size", [3, 4])

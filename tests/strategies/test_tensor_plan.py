@@ -114,6 +114,7 @@ def test_what_no_model_could_be_split_by_is_refused_at_once(plan: Any, message: 
         (Scaled(), {"up": "colwise", "down": "rowwise"}, 2, None),
         (nn.Sequential(Scaled()), {"0.up": "colwise", "0.down": "rowwise"}, 2, "'0' has a parameter 'scale' of its own beside"),
         (nn.Sequential(Scaled()), {"0": "replicate", "0.up": "colwise", "0.down": "rowwise"}, 2, None),
+        (nn.MultiheadAttention(8, 2), {"out_proj": "rowwise"}, 2, "belongs to a torch.nn.MultiheadAttention, .* leave it out"),
         (nn.Sequential(nn.Embedding(9, 4, max_norm=1.0)), {"0": "vocab"}, 2, r"\(Embedding\) has max_norm"),
     ],
 )  # fmt: skip

@@ -88,4 +88,9 @@ class Tensor(Meshed):
 
     def full_output(self, output: Any) -> Any:
         """What the model would give alone; all workers of a group call it together."""
+        if isinstance(output, Mapping):
+            return {key: self.full_output(value) for key, value in output.items()}
+        if isinstance(output, (list, tuple)):
+            values = [self.full_output(value) for value in output]
+            return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
         return output.full_tensor() if hasattr(output, "full_tensor") else output

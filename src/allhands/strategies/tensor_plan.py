@@ -170,6 +170,9 @@ def _check_module(name: str, module: nn.Module, style: Style, tp: int) -> None:
         inside = [f"{name}.{child}" for child, m in module.named_modules() if child and isinstance(m, nn.Linear)]
         more = f"; name the Linear modules in it: {', '.join(inside[:6])}" if inside else "; 'replicate' leaves it whole"
         raise UserError(f"{what}: '{style.kind}' splits torch.nn.Linear{more}")
+    if style.kind in ("colwise", "rowwise") and isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        raise UserError(f"'{name}' belongs to a torch.nn.MultiheadAttention, which reads its weights without calling it; leave "
+                        "it out of the plan, or write attention with a Linear for each of q, k, v and the output")  # fmt: skip
     if style.kind == "vocab":
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             raise UserError(f"{what}: 'vocab' splits torch.nn.Embedding and torch.nn.Linear; 'replicate' leaves it whole")

@@ -30,13 +30,17 @@ def split(
     place(model, styles, mesh)
     region = Region(mesh, next((p.device for p in model.parameters()), torch.device("cpu")))
     modules = dict(model.named_modules())
+    inside = {id(part) for m in modules.values() if isinstance(m, nn.MultiheadAttention) for part in m.modules() if part is not m}
+    if any(isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) for module in modules.values()):
+        # In evaluation these would read the parameters of modules in them without calling those.
+        torch.backends.mha.set_fastpath_enabled(False)
     orders = {}
     for name, module in modules.items():
         style = styles.get(name)
         if style is None and sequence and isinstance(module, _DropoutNd):
             Sequence(name, module, mesh, region, sequence).follows = True
         elif style is None or style.kind == "replicate":
-            if any(True for _ in module.parameters(recurse=False)):
+            if id(module) not in inside and any(True for _ in module.parameters(recurse=False)):
                 Whole(name, module, mesh, region, sequence)
         elif style.kind == "vocab" and isinstance(module, nn.Linear):
             VocabColumns(name, module, mesh, region, sequence).split_loss = split_loss
@@ -114,7 +118,9 @@ class Split(ABC):
 
     def __init__(self, name: str, module: nn.Module, mesh: DeviceMesh, region: Region, sequence: bool) -> None:
         self.name, self.mesh, self.region, self.sequence = name, mesh, region, sequence
-        self._before: list[tuple[str, Any]] = []
+        # It reads its projection's parameters without calling that.
+        self._owners = list(module.modules()) if isinstance(module, nn.MultiheadAttention) else [module]
+        self._before: list[tuple[nn.Module, str, Any]] = []
         module.register_forward_pre_hook(self._enter)
         module.register_forward_hook(self._unshadow, always_call=True)
         module.register_forward_hook(lambda module, inputs, output: self.leave(module, output))
@@ -133,9 +139,10 @@ class Split(ABC):
         return inputs[0]
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                self.shadow(module, key, self.local(parameter))
+        for owner in self._owners:
+            for key, parameter in owner._parameters.items():
+                if parameter is not None:
+                    self.shadow(owner, key, self.local(parameter))
         return self.enter(module, inputs)
 
     def local(self, parameter: Any) -> torch.Tensor:
@@ -144,16 +151,16 @@ class Split(ABC):
 
     def shadow(self, module: nn.Module, key: str, value: Any) -> None:
         """Let ``module.key`` be `value` during this forward pass: an object's own attribute comes before its parameters."""
-        self._before.append((key, module.__dict__.get(key, _NOTHING)))
+        self._before.append((module, key, module.__dict__.get(key, _NOTHING)))
         module.__dict__[key] = value
 
-    def _unshadow(self, module: nn.Module, *_: Any) -> None:
+    def _unshadow(self, *_: Any) -> None:
         while self._before:
-            key, value = self._before.pop()
+            owner, key, value = self._before.pop()
             if value is _NOTHING:
-                module.__dict__.pop(key, None)
+                owner.__dict__.pop(key, None)
             else:
-                module.__dict__[key] = value
+                owner.__dict__[key] = value
 
     # What goes from one form to another; each is differentiable, with the collective that belongs to it on the way back.
 
@@ -165,10 +172,9 @@ class Split(ABC):
 
     def summed(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of what each worker has, whole on each, or split along the sequence."""
-        partial = DTensor.from_local(part, self.mesh, [Partial()], run_check=False)
         if not self.sequence:
-            return partial.redistribute(placements=[Replicate()]).to_local()
-        return partial.redistribute(placements=[Shard(_SEQUENCE)])
+            return _Sum.apply(part, self.mesh)
+        return DTensor.from_local(part, self.mesh, [Partial()], run_check=False).redistribute(placements=[Shard(_SEQUENCE)])
 
 
 class Colwise(Split):
@@ -243,7 +249,7 @@ class VocabRows(Split):
     def leave(self, module: nn.Module, output: Any) -> Any:
         own = output * self._kept
         del self._kept
-        return DTensor.from_local(own, self.mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+        return _Sum.apply(own, self.mesh)
 
 
 class VocabColumns(Split):
@@ -259,7 +265,7 @@ class VocabColumns(Split):
         shape = torch.Size((*output.shape[:-1], module._parameters["weight"].shape[0]))  # type: ignore[union-attr]
         dim = output.dim() - 1
         split = DTensor.from_local(output, self.mesh, [Shard(dim)], run_check=False, shape=shape, stride=_strides(shape))
-        return split if self.split_loss else split.redistribute(placements=[Replicate()]).to_local()
+        return split if self.split_loss else _Gather.apply(output, split)
 
 
 class Sequence(Split):
@@ -319,7 +325,40 @@ def _split_sequence(x: Any, mesh: DeviceMesh) -> Any:
 def _whole_sequence(x: Any) -> Any:
     if not isinstance(x, DTensor) or x.dim() <= _SEQUENCE + 1 or not x.placements[0].is_shard(_SEQUENCE):
         return x
-    return x.redistribute(placements=[Replicate()]).to_local()
+    return _Gather.apply(x.to_local(), x)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the workers. What it gives is no view, which FSDP warns of when a module's output is one."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        return _finished(DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]))
+
+    @staticmethod
+    def backward(ctx: Any, given: torch.Tensor) -> tuple[Any, ...]:
+        return given, None
+
+
+class _Gather(torch.autograd.Function):
+    """All parts of a DTensor, of which this worker's own is `part`; what it gives is no view either."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, form: DTensor) -> torch.Tensor:
+        ctx.dim = form.placements[0].dim  # type: ignore[attr-defined]
+        ctx.length = part.shape[ctx.dim]
+        longest = -(-form.shape[ctx.dim] // form.device_mesh.size())
+        ctx.start = min(form.device_mesh.get_local_rank() * longest, form.shape[ctx.dim])
+        return _finished(_like(part, form).redistribute(placements=[Replicate()]))
+
+    @staticmethod
+    def backward(ctx: Any, given: torch.Tensor) -> tuple[Any, ...]:
+        return given.narrow(ctx.dim, ctx.start, ctx.length), None
+
+
+def _finished(whole: DTensor) -> torch.Tensor:
+    local: Any = whole.to_local()
+    return local.wait() if hasattr(local, "wait") else local
 
 
 def _like(part: torch.Tensor, form: DTensor) -> DTensor:
