@@ -121,8 +121,11 @@ class Seen(Callback):
     def on_train_start(self, training: Any) -> None:
         self.names = sorted(name for name, _ in training.model.named_parameters())
 
+    def on_epoch_end(self, training: Any) -> None:
+        self.running = training.metrics["train"].running_loss()
 
-def cut_by(balance: str) -> tuple[list[str], list[float]]:
+
+def cut_by(balance: str) -> tuple[list[str], float, float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 90), nn.Linear(90, 90), nn.Linear(90, 7), Slow(), nn.Dropout(0.0), nn.Linear(7, 4))
     x, y = labelled()
@@ -130,14 +133,15 @@ def cut_by(balance: str) -> tuple[list[str], list[float]]:
     history = SupervisedRunner(device="cpu").train(
         model=model, criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), num_epochs=1,
         loaders={"train": DataLoader(TensorDataset(x, y), BATCH)}, distributed=Pipeline(balance=balance), callbacks=[seen],
-        verbose=False, metrics=["accuracy"],
+        verbose=False, metrics=["accuracy"], log_every=5,
     )  # fmt: skip
-    return seen.names, history["train"]["loss"]
+    return seen.names, history["train"]["loss"][0], seen.running
 
 
 def test_measured_stages_balance_time_and_not_parameters() -> None:
-    (_, loss), (second, _) = in_world(2, cut_by, "measured")
+    (_, loss, running), (second, _, _) = in_world(2, cut_by, "measured")
     assert second == ["5.bias", "5.weight"]
-    (_, same_loss), (second, _) = in_world(2, cut_by, "parameters")
+    (_, same_loss, _), (second, _, _) = in_world(2, cut_by, "parameters")
     assert second == ["1.bias", "1.weight", "2.bias", "2.weight", "5.bias", "5.weight"]
     assert same_loss == pytest.approx(loss, rel=1e-6)
+    assert running == pytest.approx(loss)  # rank 0, the first stage, is told at every log

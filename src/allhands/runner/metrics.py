@@ -114,6 +114,7 @@ class LoaderMetrics:
         self.batches = 0
         self._loss = 0.0 if self._on_cpu else torch.zeros((), dtype=torch.float64, device=self.world.device)
         self._count: Any = 0.0
+        self._shared = float("nan")
         self._sums = dict.fromkeys(self._functions, 0.0)
         self._outputs: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
@@ -171,9 +172,17 @@ class LoaderMetrics:
                 module.update(output, target)
 
     def running_loss(self) -> float:
-        """The mean loss on this rank so far. Reads the device."""
+        """The mean loss on this rank so far, or what `share_loss` has told where it has none. Reads the device."""
         count = float(self._count)
-        return float(self._loss) / count if count else float("nan")
+        return float(self._loss) / count if count else self._shared
+
+    def share_loss(self) -> None:
+        """Tell the ranks that have no losses of their own the mean over the others; all ranks call it together."""
+        mine = [torch.as_tensor(v if self.counts else 0.0, dtype=torch.float64) for v in (self._loss, self._count)]
+        totals = torch.stack([value.to(self.world.device).reshape(()) for value in mine])
+        all_reduce_sum([totals], self.world)
+        loss, count = totals.tolist()
+        self._shared = loss / count if count else float("nan")
 
     def check_finite(self) -> None:
         """Raise `NonFiniteLossError` on all ranks when a training loss of any rank since `start` was not finite.

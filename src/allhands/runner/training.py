@@ -315,6 +315,8 @@ class Training:
             if step >= next_log:
                 next_log = step + settings.log_every
                 metrics.check_finite()
+                if settings.strategy.drives:  # on a pipeline's last stage alone, and rank 0 is the first
+                    metrics.share_loss()
                 if loggers.active:
                     loggers.step(step, metrics.running_loss(), learning_rates(self.optimizer))
             if step >= next_check:

@@ -146,10 +146,19 @@ class PipelineRun:
         self._autocast = autocast
         try:
             numbered = enumerate(micro_batches)
-            for shape, run in itertools.groupby(numbered, key=lambda pair: signature(pair[1].filled)):
-                self._run(shape, list(run), forward, loss_of)
+            with self._casts_kept():
+                for shape, run in itertools.groupby(numbered, key=lambda pair: signature(pair[1].filled)):
+                    self._run(shape, list(run), forward, loss_of)
         finally:
             self._autocast, self._inputs, self._loss = nullcontext, None, None
+
+    def _casts_kept(self) -> AbstractContextManager[Any]:
+        """Within, autocast casts each weight once, and not once a micro-batch: it forgets casts when the outermost one ends.
+
+        Of parameters that fully_shard gathers, it would keep the whole stage's.
+        """
+        sharded = any(hasattr(parameter, "placements") for parameter in self._model.parameters())
+        return nullcontext() if sharded else torch.autocast(self.device.type, enabled=False)
 
     def _run(self, shape: Any, run: list[tuple[int, MicroBatch]], forward: Forward, loss_of: LossOf) -> None:
         key = (shape, len(run))
