@@ -143,9 +143,9 @@ def pipeline(sizes: dict[str, int], device: torch.device, microbatches: int) -> 
         optimizer.zero_grad()
         with narrowed(device):
             if rank == 0:
-                schedule.step(tokens)
+                schedule.step(tokens, return_outputs=False)
             elif rank == stages - 1:
-                schedule.step(target=following)
+                schedule.step(target=following, return_outputs=False)
             else:
                 schedule.step()
         optimizer.step()
