@@ -161,7 +161,7 @@ def verify(
             raise run_file.error(
                 ("strategy", "name"), "--strategies compares optimizer steps; leave it out, or run with strategy=ddp"
             )
-        return verify_rounds(lambda: **_objects(run_file, lambda: fewest), own, workers, steps, given.device)
+        return verify_rounds(lambda: _objects(run_file, lambda: fewest), own, workers, steps, given.device)
     entry = _entry(run_file)
     names = strategies if strategies is not None else [own.name if own.name not in ("single", "dp") else "ddp"]
     found: Report = compare(

@@ -20,7 +20,14 @@ def verify(
     overrides: Overrides = None,
     *,
     config: RunFiles = None,
-    workers: Annotated[str, typer.Option("--workers", help="Numbers of workers, with commas between them.")] = "1,2",
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            "--workers",
+            help="Numbers of workers, with commas between them. Default: those of the mesh, or 1,2.",
+            show_default=False,
+        ),
+    ] = None,
     strategies: Annotated[
         str | None,
         typer.Option("--strategies", help="Strategies, with commas between them. Default: the run file's.", show_default=False),
@@ -36,7 +43,7 @@ def verify(
     Exit code 0: the same. 1: a real difference, named in the table. 2: something has to be changed before this can run.
     """
     run_file = read_run(config or (), overrides or ())
-    counts = [_count(word) for word in _words(workers, "--workers")]
+    counts = None if workers is None else [_count(word) for word in _words(workers, "--workers")]
     names = None if strategies is None else _words(strategies, "--strategies")
     if plot is not None and not plot.absolute().parent.is_dir():
         raise UserError(f"--plot {plot}: there is no folder {plot.absolute().parent}")

@@ -243,6 +243,10 @@ class Strategy(ABC):
         """Every parameter of the plain model, on every rank; all call it together. None where the module's own are whole."""
         return None
 
+    def whole_buffers(self) -> dict[str, torch.Tensor] | None:
+        """The same of the buffers."""
+        return None
+
     def whole_gradients(self) -> dict[str, torch.Tensor] | None:
         """The same of the gradients, from within `before_step`."""
         return None

@@ -125,6 +125,7 @@ class FSDP(Meshed):
             values.settle(model, list(module.parameters()))
             if self.checkpoint_activations and module is not model:
                 _checkpoint(module)
+            module.register_forward_hook(_without_views)
             fully_shard(
                 module, mesh=mesh, mp_policy=policy, offload_policy=offload,
                 reshard_after_forward=self.reshard_after_forward and module is not model,
@@ -225,6 +226,31 @@ def _shared_outside(model: nn.Module) -> Any:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+class _Itself(torch.autograd.Function):
+    """The same memory as a tensor that is nobody's view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """fully_shard hooks onto the output's gradient, and an operation in place on a view would drop that hook."""
+
+    def own(value: Any) -> Any:
+        if type(value) is torch.Tensor and value.requires_grad and value._is_view():
+            return _Itself.apply(value)
+        if type(value) in (list, tuple):
+            return type(value)(map(own, value))
+        return {key: own(item) for key, item in value.items()} if type(value) is dict else value
+
+    return own(output)
 
 
 def _checkpoint(module: nn.Module) -> None:

@@ -353,6 +353,9 @@ class Meshed(Strategy):
     def whole_parameters(self) -> dict[str, torch.Tensor]:
         return {name: self.held[name].whole(self.world.device) for name in self.names}
 
+    def whole_buffers(self) -> dict[str, torch.Tensor]:
+        return {name: self.held[name].whole(self.world.device) for name, _ in self.plain.named_buffers()}
+
     def whole_gradients(self) -> dict[str, torch.Tensor]:
         found = {}
         for name in self.names:

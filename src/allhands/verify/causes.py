@@ -194,7 +194,7 @@ def _disappears_with(case: Case, wanted: dict[str, Variation]) -> list[str]:
     references: dict[str, tuple[str, Trace]] = {}
     try:
         for name, variation in wanted.items():
-            alone = Variation(**(vars(variation) | {"alone_for": case.workers}))
+            alone = Variation(**(vars(variation) | {"alone_for": case.strategy.shares(case.workers)}))
             try:
                 references[name] = case.runs.reference(alone)
             except AllhandsError:

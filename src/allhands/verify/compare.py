@@ -118,6 +118,7 @@ def verify(
         strategy.check_settings(settings)
         for count in counts:
             plan(strategy, count, runner.device)  # refuses now what it would refuse after the first runs
+            strategy.check_training(settings, count)
     compared, notes = _steps_that_fit(model, steps)
 
     # Some runs follow one another: torch is imported once for all of them.
@@ -138,9 +139,13 @@ def _compare(runs: Runs, objects: dict[str, Any], strategies: list[Strategy], co
     rows, notes = [], []
     probe = probes.Probe(runs.path)
     for workers in counts:
-        baseline = _baseline(runs, objects, workers, steps)
-        notes += [note for note in baseline.notes if note not in notes]
+        baselines: dict[int, Baseline] = {}
         for strategy in strategies:
+            shares = strategy.shares(workers)  # into which the samples are dealt out
+            if shares not in baselines:
+                baselines[shares] = _baseline(runs, objects, shares, steps)
+                notes += [note for note in baselines[shares].notes if note not in notes]
+            baseline = baselines[shares]
             try:
                 (trace,) = runs.distributed(strategy, workers, [(Variation(steps), baseline.path)])
             except UserError as error:
@@ -154,7 +159,8 @@ def _compare(runs: Runs, objects: dict[str, Any], strategies: list[Strategy], co
                 )  # fmt: skip
                 row.causes = causes.explain(case)
             rows.append(row)
-        runs.forget(baseline.path)
+        for baseline in baselines.values():
+            runs.forget(baseline.path)
     rows.sort(key=lambda row: [strategy.name for strategy in strategies].index(row.strategy))
     notes += probe.notes()
     about = (

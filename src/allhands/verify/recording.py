@@ -56,15 +56,16 @@ class Recorder(Callback):
         self._gradients: dict[str, torch.Tensor] | None = None
 
     def on_train_start(self, training: Training) -> None:
-        self._names = [(name, p) for name, p in training.model.named_parameters() if p.requires_grad]
+        # Of the user's own model: where ranks hold parts of it, they are put together to be compared.
+        self._names = [(name, p) for name, p in training.settings.model.named_parameters() if p.requires_grad]
         strategy = training.settings.strategy
+        self._counts = strategy.counts(training.world)
         if strategy.takes_step:
             strategy.before_step = lambda: self._before_update(training)  # nobody calls optimizer.step()
         else:
             training.optimizer.register_step_pre_hook(lambda *_: self._before_update(training))
-        forward = training.forward
-        forward.handle_batch = self._seeing(forward.handle_batch, training)
         for feed in training.trained:
+            feed.epoch = self._seeing(feed.epoch)  # type: ignore[method-assign]
             metrics = training.metrics[feed.name]
             metrics.observe = self._observing(metrics.observe)  # type: ignore[method-assign]
         if training.wrapped is not training.model:
@@ -87,10 +88,14 @@ class Recorder(Callback):
             "shares": [int(n) for n in sums[:, 2].tolist()],
             "rates": self._rates,
         }
-        parameters = {name: p.detach() for name, p in self._names}
+        strategy = training.settings.strategy
+        whole = strategy.whole_parameters()
+        parameters = {name: p.detach() if whole is None else whole[name] for name, p in self._names}
         apart = {"parameters": _apart(parameters, training)}
-        buffers = dict(training.model.named_buffers())
-        with training.settings.strategy.buffers_made_equal(training.model):
+        with strategy.buffers_made_equal(training.model):
+            buffers = strategy.whole_buffers()
+            if buffers is None:
+                buffers = dict(training.model.named_buffers())
             apart["buffers"] = _apart(buffers, training)
             if self.keep:
                 step |= {"gradients": _kept(gradients), "parameters": _kept(parameters), "buffers": _kept(buffers)}
@@ -117,25 +122,33 @@ class Recorder(Callback):
 
     def _before_update(self, training: Training) -> None:
         self._rates = learning_rates(training.optimizer)
+        whole = training.settings.strategy.whole_gradients()
+        if whole is not None:
+            self._gradients = {name: whole[name] for name, _ in self._names}
+            return
         # A clone: some optimizers change gradients in place.
         self._gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for name, p in self._names}
 
     def _observing(self, observe: Callable[..., None]) -> Callable[..., None]:
         def wrapped(output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any) -> None:
-            self._sums[0] += float(loss.detach()) * factor
-            self._sums[1] += float(count)
+            if self._counts:
+                self._sums[0] += float(loss.detach()) * factor
+                self._sums[1] += float(count)
             observe(output, target, loss, factor, count)
 
         return wrapped
 
-    def _seeing(self, handle_batch: Callable[..., Any], training: Training) -> Callable[..., Any]:
-        def wrapped(module: nn.Module, batch: Any) -> Any:
-            if training.measuring is not None:
-                rows = row_checksums(batch)
-                self._rows = self._rows and rows is not None
-                self._sums[2] += len(rows or ())
-                self._sums[3] += sum(rows or ())
-            return handle_batch(module, batch)
+    def _seeing(self, epoch: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        def wrapped(*args: Any) -> Iterator[Any]:
+            for step in epoch(*args):
+                batches, counts, *_ = step
+                for batch, count in zip(batches, counts, strict=True):
+                    if count and self._counts:
+                        rows = row_checksums(batch)
+                        self._rows = self._rows and rows is not None
+                        self._sums[2] += len(rows or ())
+                        self._sums[3] += sum(rows or ())
+                yield step
 
         return wrapped
 
