@@ -109,8 +109,10 @@ def ours(kind: str, sizes: dict[str, int], clock: Clock, tokens: torch.Tensor) -
     optimizer = torch.optim.AdamW(model.parameters(), lr=gpt_by_hand.RATE, fused=narrow)
     formats: dict[str, Any] = {"param_dtype": "bf16", "reduce_dtype": "fp32", "output_dtype": "fp32"} if narrow else {}
     made: dict[str, Callable[[], Strategy]] = {
-        "fsdp": lambda: FSDP(**formats), "tensor": Tensor, "pipeline": lambda: Pipeline(microbatches=MICROBATCHES, balance="measured"),
-    }  # fmt: skip
+        "fsdp": lambda: FSDP(**formats),
+        "tensor": Tensor,
+        "pipeline": lambda: Pipeline(microbatches=MICROBATCHES, balance="measured"),
+    }
     SupervisedRunner(device=device.type).train(
         model=model, criterion=NextToken(), optimizer=optimizer, distributed=made[kind](), callbacks=[clock],
         precision="bf16" if narrow and kind != "fsdp" else "fp32",
