@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,10 @@ from allhands.world import Layout, World, current_world, detect, slurm
 
 # Seconds that workers have for a last checkpoint, once they are asked to leave.
 SAVE_GRACE = 30.0
+
+# They take a second or two to import. Where this process has them (any optimizer of torch imports the first), workers will
+# need them, and get them from the process that they are forked from, once for all.
+SLOW_IMPORTS = ("torch._dynamo", "torchmetrics")
 
 # (runner, what to do, world, reporter, whether the objects were sent here) -> result of plain data
 Job = Callable[..., Any]
@@ -66,7 +71,8 @@ class Plan:
         try:
             results = spawn(
                 _in_worker, (job, runner, given, self.strategy, device, console.shows_bar), workers=self.count,
-                on_message=lambda rank, message: replay(message, console), preload=preload, grace=SAVE_GRACE, circle=self.circle,
+                on_message=lambda rank, message: replay(message, console), grace=SAVE_GRACE, circle=self.circle,
+                preload=[*preload, *(name for name in SLOW_IMPORTS if name in sys.modules)],
                 servers=self.strategy.servers_to_start(),
             )  # fmt: skip
         finally:
