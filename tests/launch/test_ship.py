@@ -191,3 +191,11 @@ def test_arguments_have_the_names_of_the_function() -> None:
 
 def test_a_part_that_only_fails_with_others() -> None:
     assert "cannot be sent to the workers together: odd" in str(explain(ValueError("odd"), {"a": 1}))
+
+
+def test_a_script_function_that_sets_flags_of_a_backend(tmp_path: Path) -> None:
+    script: dict[str, Any] = {"__name__": "__main__", "torch": torch}
+    source = "def fast():\n    torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark\n    return torch.backends.cudnn"
+    exec(source, script)  # as cloudpickle sees a function of a script: by value, with the modules that it names
+    script["fast"].__module__ = "__main__"
+    assert round_trip(script["fast"], tmp_path)() is torch.backends.cudnn

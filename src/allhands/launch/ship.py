@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import io
 import json
 import mmap
@@ -87,6 +88,13 @@ def _pickler_class(with_torch: bool) -> Any:
                 self.alive.append(raw)
                 self.known[raw._cdata] = (self.blobs.add(raw.nbytes(), raw), raw.nbytes())
             return (*self.known[raw._cdata], str(value.dtype).removeprefix("torch.") if typed else "uint8")
+
+        def reducer_override(self, value: Any) -> Any:
+            # Modules that replace themselves by an object of a class of their own (torch.backends.cudnn) are still found by name.
+            replaced = isinstance(value, types.ModuleType) and type(value) is not types.ModuleType
+            if replaced and sys.modules.get(value.__name__) is value:
+                return importlib.import_module, (value.__name__,)
+            return super().reducer_override(value)
 
         def keep_beside(self, buffer: pickle.PickleBuffer) -> bool:
             """False takes the buffer out of the pickle."""
