@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 
 import allhands.horovod.torch as hvd
 from allhands.errors import UserError
-from allhands.horovod import objects, settings
+from allhands.horovod import engine, objects, settings
 from allhands.horovod.process_sets import ProcessSet
 
 
@@ -50,6 +52,27 @@ def test_a_process_alone(alone: None) -> None:
     assert hvd.broadcast_object({"a": (1, np.float64(2.0))}) == {"a": (1, 2.0)}
     assert hvd.gloo_built()
     assert not hvd.mpi_enabled()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"[]\n",
+        b'{"rank": 0, "token": "wrong"}\n',
+        b'{"rank": 5, "token": 1}\n',
+        b"x" * 5000,
+        b"\xff\n",
+    ],
+)
+def test_strangers_are_not_listened_to(said: bytes, alone: None) -> None:
+    coordinator = engine.current()._link._coordinator
+    assert coordinator is not None
+    with socket.create_connection(("127.0.0.1", coordinator.port), timeout=10) as link:
+        link.sendall(said)
+        with contextlib.suppress(ConnectionResetError):
+            assert link.recv(100) == b""
+    assert hvd.allreduce(torch.ones(1), name="after").item() == 1.0
 
 
 def test_the_parts_of_a_world_are_refused(alone: None) -> None:

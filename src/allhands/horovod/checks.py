@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,6 +37,13 @@ class Ask:
     device: str = "cpu"
     root: int = 0
     splits: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.names, self.shapes, self.dtypes, self.absent, self.op))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def message(self) -> list[Any]:
         """As JSON carries it."""

@@ -7,6 +7,7 @@ Every operation takes a list of tensors, which travel together and are all or no
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -52,6 +53,7 @@ class Engine:
         self._joining: Handle | None = None
         self._broken = ""
         self._closed = False
+        self._process = os.getpid()
         self._buffers = collectives.Buffers()
         self._on_gpu: list[OnGPU] = []
         matcher = None
@@ -211,7 +213,7 @@ class Engine:
     def close(self) -> None:
         """End: what waits on this rank fails, and what other ranks ask it for from now on."""
         with self._lock:
-            if self._closed:
+            if self._closed or os.getpid() != self._process:  # a fork of it has no part in it
                 return
             self._closed = True
         self._link.leave(1.0)

@@ -6,6 +6,7 @@ given to the engine as one operation, under a name of its own; the engine's thre
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,8 @@ _BUCKET = 25 * 2**20
 class _Bucket:
     name: str
     params: list[torch.nn.Parameter]
-    waiting: set[torch.nn.Parameter] = field(default_factory=set)  # for their last backward pass of this step
+    left: list[int] = field(default_factory=list)  # backward passes of this step that each has yet to see
+    waiting: int = 0  # how many have one left
     sent: bool = False
     handle: Handle | None = None
     # What travels: each parameter, what the engine writes into, and what its gradient is made of it with.
@@ -59,10 +61,8 @@ class Reducer:
         self._compression, self._op, self._predivide = compression, op, predivide
         self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
         self._passes = passes
-        self._left: dict[torch.nn.Parameter, int] = {}
         self._names: dict[torch.nn.Parameter, str] = {}
         self._buckets: list[_Bucket] = []
-        self._of: dict[torch.nn.Parameter, _Bucket] = {}
         self.synchronized = False
         self._add(list(named), groups)
 
@@ -76,12 +76,11 @@ class Reducer:
         params = [param for _, param in trained]
         for members in _grouped(params, groups):
             # In messages its first tensor's name says which it is; that the number alone matches must not be enough.
-            bucket = _Bucket(f"gradients.{len(self._buckets)}.{self._names[members[0]]}", members, set(members))
+            bucket = _Bucket(f"gradients.{len(self._buckets)}.{self._names[members[0]]}", members)
             self._buckets.append(bucket)
-            self._of.update(dict.fromkeys(members, bucket))
-        for param in params:
-            self._left[param] = self._passes
-            param.register_post_accumulate_grad_hook(self._on_gradient)
+            self._renew(bucket)
+            for place, param in enumerate(members):
+                param.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, bucket, place))
 
     @property
     def passes(self) -> int:
@@ -93,23 +92,23 @@ class Reducer:
         if self.busy():
             raise UserError("the number of backward passes was changed between backward() and step(); change it after step()")
         self._passes = passes
-        self._left = dict.fromkeys(self._left, passes)
+        self.reset()
 
     def busy(self) -> bool:
         """Whether gradients are on their way."""
         return any(bucket.sent for bucket in self._buckets)
 
-    def _on_gradient(self, param: torch.nn.Parameter) -> None:
-        bucket = self._of[param]
+    def _on_gradient(self, bucket: _Bucket, place: int, param: torch.nn.Parameter) -> None:
         self.synchronized = False
-        if self._left[param] <= 0 or bucket.sent:
+        left = bucket.left[place] - 1
+        if left < 0 or bucket.sent:
             raise UserError(
                 f"{self._names[param]!r}: gradients were computed more than {self._passes} times (backward_passes_per_step) "
                 "before step(); set backward_passes_per_step to the number of backward passes of a step"
             )
-        self._left[param] -= 1
-        if self._left[param] == 0:
-            bucket.waiting.discard(param)
+        bucket.left[place] = left
+        if left == 0:
+            bucket.waiting -= 1
             if not bucket.waiting:
                 self._send(bucket)
 
@@ -129,7 +128,7 @@ class Reducer:
             if gradient is None:
                 absent.append(len(values))
                 gradient = torch.zeros_like(param, memory_format=torch.contiguous_format, requires_grad=False)
-            narrow, context = self._compression.compress(gradient.detach().contiguous())
+            narrow, context = self._compression.compress(gradient.contiguous())
             values.append(narrow)
             bucket.parts.append((param, narrow, context))
         if not values:
@@ -164,6 +163,8 @@ class Reducer:
 
     @staticmethod
     def _write(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+        if value is param.grad:
+            return
         if param.grad is None or param.grad.is_sparse:
             param.grad = value
         elif param.grad.data_ptr() != value.data_ptr() or not param.grad.is_contiguous():
@@ -171,11 +172,13 @@ class Reducer:
 
     def reset(self) -> None:
         """Begin a new step."""
-        self._left = dict.fromkeys(self._left, self._passes)
         for bucket in self._buckets:
-            bucket.waiting = set(bucket.params)
-            bucket.sent, bucket.handle = False, None
-            bucket.parts, bucket.sparse = [], []
+            self._renew(bucket)
+
+    def _renew(self, bucket: _Bucket) -> None:
+        bucket.left, bucket.waiting = [self._passes] * len(bucket.params), len(bucket.params)
+        bucket.sent, bucket.handle = False, None
+        bucket.parts, bucket.sparse = [], []
 
 
 def _grouped(
