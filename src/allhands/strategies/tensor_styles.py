@@ -21,6 +21,7 @@ from allhands.strategies.tensor_plan import Style
 from allhands.strategies.tensor_region import Region
 
 _SEQUENCE = 1  # the dimension of tokens in an activation N x T x width
+_WHOLE, _PARTIAL, _SPLIT = Replicate(), Partial(), Shard(_SEQUENCE)
 
 
 def split(
@@ -166,15 +167,15 @@ class Split(ABC):
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """The same whole activation on all workers, of which each will use a part; gradients of the parts are summed."""
-        if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
-        return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        if isinstance(x, DTensor):
+            return _move(x.to_local(), self.mesh, x.shape, _SPLIT, _WHOLE, _PARTIAL, _SPLIT)
+        return _move(x, self.mesh, x.shape, _WHOLE, _WHOLE, _PARTIAL, _WHOLE)
 
     def summed(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of what each worker has, whole on each, or split along the sequence."""
         if not self.sequence:
-            return _Sum.apply(part, self.mesh)
-        return DTensor.from_local(part, self.mesh, [Partial()], run_check=False).redistribute(placements=[Shard(_SEQUENCE)])
+            return _move(part, self.mesh, part.shape, _PARTIAL, _WHOLE, _WHOLE, _WHOLE)
+        return _as_split(_move(part, self.mesh, part.shape, _PARTIAL, _SPLIT, _SPLIT, _WHOLE), self.mesh, part.shape)
 
 
 class Colwise(Split):
@@ -220,7 +221,7 @@ class Rowwise(Split):
         bias = bias.to(total.dtype)  # narrower under autocast, where a Linear would do the same
         if not isinstance(total, DTensor):
             return total + bias
-        return _like(total.to_local() + bias, total)
+        return _as_split(total.to_local() + bias, self.mesh, total.shape)
 
     def local(self, parameter: Any) -> torch.Tensor:
         # With the sequence split, each worker's gradient of the bias is over its own positions.
@@ -249,7 +250,7 @@ class VocabRows(Split):
     def leave(self, module: nn.Module, output: Any) -> Any:
         own = output * self._kept
         del self._kept
-        return _Sum.apply(own, self.mesh)
+        return _move(own, self.mesh, own.shape, _PARTIAL, _WHOLE, _WHOLE, _WHOLE)
 
 
 class VocabColumns(Split):
@@ -263,9 +264,10 @@ class VocabColumns(Split):
 
     def leave(self, module: nn.Module, output: Any) -> Any:
         shape = torch.Size((*output.shape[:-1], module._parameters["weight"].shape[0]))  # type: ignore[union-attr]
-        dim = output.dim() - 1
-        split = DTensor.from_local(output, self.mesh, [Shard(dim)], run_check=False, shape=shape, stride=_strides(shape))
-        return split if self.split_loss else _Gather.apply(output, split)
+        classes = Shard(output.dim() - 1)
+        if self.split_loss:
+            return _as_split(output, self.mesh, shape, classes)
+        return _move(output, self.mesh, shape, classes, _WHOLE, _WHOLE, classes)
 
 
 class Sequence(Split):
@@ -293,7 +295,7 @@ class Sequence(Split):
         if form is None:
             return output
         self.region.close()
-        return _like(output, form)
+        return _as_split(output, self.mesh, form.shape)
 
     def local(self, parameter: Any) -> torch.Tensor:
         return parameter.to_local(grad_placements=[Partial()])
@@ -304,7 +306,7 @@ class Whole(Split):
 
     def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         self.region.refuse_inside(self.name, "replicate")
-        return tuple(x.redistribute(placements=[Replicate()]).to_local() if isinstance(x, DTensor) else x for x in inputs)
+        return tuple(_whole_sequence(x) for x in inputs)
 
 
 def _check_sequence(name: str, x: torch.Tensor) -> None:
@@ -315,57 +317,51 @@ def _check_sequence(name: str, x: torch.Tensor) -> None:
 
 def _split_sequence(x: Any, mesh: DeviceMesh) -> Any:
     """A whole activation N x T x width, split along T; anything else as it is."""
-    if not isinstance(x, torch.Tensor) or x.dim() <= _SEQUENCE + 1 or not x.is_floating_point():
+    if isinstance(x, DTensor) or not isinstance(x, torch.Tensor) or x.dim() <= _SEQUENCE + 1 or not x.is_floating_point():
         return x
-    if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return x.redistribute(placements=[Shard(_SEQUENCE)])
+    return _as_split(_move(x, mesh, x.shape, _WHOLE, _SPLIT, _SPLIT, _WHOLE), mesh, x.shape)
 
 
 def _whole_sequence(x: Any) -> Any:
+    """The inverse; anything else as it is."""
     if not isinstance(x, DTensor) or x.dim() <= _SEQUENCE + 1 or not x.placements[0].is_shard(_SEQUENCE):
         return x
-    return _Gather.apply(x.to_local(), x)
+    return _move(x.to_local(), x.device_mesh, x.shape, _SPLIT, _WHOLE, _WHOLE, _SPLIT)
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over the workers. What it gives is no view, which FSDP warns of when a module's output is one."""
+def _as_split(part: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, placement: Placement = _SPLIT) -> DTensor:
+    """A DTensor of that whole shape, of which this worker has `part`."""
+    return DTensor.from_local(part, mesh, [placement], run_check=False, shape=shape, stride=_strides(shape))
+
+
+def _move(part: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, source: Placement, target: Placement, back_source: Placement,
+          back_target: Placement) -> torch.Tensor:  # fmt: skip
+    """What a worker has of a tensor that is placed like `source`, placed like `target`; its gradient goes from `back_source`
+    to `back_target`. `shape` is the whole one."""
+    return _Move.apply(part, mesh, shape, source, target, back_source, back_target)
+
+
+class _Move(torch.autograd.Function):
+    """Stands on DTensor's redistribution, but not on its backward passes, which changed between releases of PyTorch. What it
+    gives is no view unless nothing moves; FSDP warns of modules whose output is one."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        return _finished(DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]))
+    def forward(ctx: Any, part: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, source: Placement, target: Placement,
+                back_source: Placement, back_target: Placement) -> torch.Tensor:  # fmt: skip
+        ctx.way = mesh, shape, back_source, back_target
+        return _placed(part, mesh, shape, source, target)
 
     @staticmethod
     def backward(ctx: Any, given: torch.Tensor) -> tuple[Any, ...]:
-        return given, None
+        return _placed(given, *ctx.way), *(None,) * 6
 
 
-class _Gather(torch.autograd.Function):
-    """All parts of a DTensor, of which this worker's own is `part`; what it gives is no view either."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, form: DTensor) -> torch.Tensor:
-        ctx.dim = form.placements[0].dim  # type: ignore[attr-defined]
-        ctx.length = part.shape[ctx.dim]
-        longest = -(-form.shape[ctx.dim] // form.device_mesh.size())
-        ctx.start = min(form.device_mesh.get_local_rank() * longest, form.shape[ctx.dim])
-        return _finished(_like(part, form).redistribute(placements=[Replicate()]))
-
-    @staticmethod
-    def backward(ctx: Any, given: torch.Tensor) -> tuple[Any, ...]:
-        return given.narrow(ctx.dim, ctx.start, ctx.length), None
-
-
-def _finished(whole: DTensor) -> torch.Tensor:
-    local: Any = whole.to_local()
+def _placed(part: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, source: Placement, target: Placement) -> torch.Tensor:
+    if source == target:
+        return part.view_as(part)
+    whole = DTensor.from_local(part, mesh, [source], run_check=False, shape=shape, stride=_strides(shape))
+    local: Any = whole.redistribute(placements=[target]).to_local()
     return local.wait() if hasattr(local, "wait") else local
-
-
-def _like(part: torch.Tensor, form: DTensor) -> DTensor:
-    """A DTensor of `form`'s shape and placements with this part."""
-    return DTensor.from_local(
-        part, form.device_mesh, form.placements, run_check=False, shape=form.shape, stride=_strides(form.shape)
-    )
 
 
 _NOTHING = object()
