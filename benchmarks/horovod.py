@@ -4,13 +4,14 @@
 
 ResNet-18 on 32x32 images that were made once, SGD with momentum. The two take turns, a block of steps each, so that a change of
 the machine's speed touches both; the ratio is the median over the pairs of blocks. Milliseconds of rank 0's processor are written
-as well: on a machine that is busy otherwise they say more. Rank 0 is where the ranks' calls are matched. With --device cuda each worker has a GPU of its
-own; --width 64 is the ResNet-18 that everybody means.
+as well: on a machine that is busy otherwise they say more. Rank 0 is where the ranks' calls are matched. With --device cuda each
+worker has a GPU of its own; --width 64 is the ResNet-18 that everybody means.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import time
 from typing import Any
@@ -24,6 +25,10 @@ from allhands import current_world
 from allhands.launch import spawn
 from allhands.models.resnet import ResNet18
 
+# Statistics of BatchNorm stay each rank's own, as they do with the other. PyTorch 2.13 renamed the argument.
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+
 
 def contender(name: str, width: int, batch: int, device: torch.device) -> Any:
     """A function that makes one training step."""
@@ -31,10 +36,8 @@ def contender(name: str, width: int, batch: int, device: torch.device) -> Any:
     model: Any = ResNet18(width=width).to(device)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     if name == "ddp":
-        # Statistics of BatchNorm stay each rank's own, as they do with the other.
-        model = DistributedDataParallel(
-            model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False
-        )
+        devices = [device.index] if device.type == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=devices, **OWN_BUFFERS)
     else:
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from allhands.horovod.reduce_ops import ADDITIVE
+
+_WIDTH = {
+    "float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,11 @@ class Ask:
     def __hash__(self) -> int:
         return self._hash
 
+    @functools.cached_property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(math.prod(shape) * _WIDTH.get(dtype, 1) for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+
     def message(self) -> list[Any]:
         """As JSON carries it."""
         return [
@@ -80,6 +90,8 @@ def disagreement(name: str, asks: Mapping[int, Ask], joined: Mapping[int, Any], 
         return f"{kind} {name!r}: it is not possible after {ranks_text(away)} called join(); only allreduce and barrier are"
     if away and kind == "allreduce" and first.op not in ADDITIVE:
         return f"{kind} {name!r}: op {first.op} is not possible after {ranks_text(away)} called join(); use Sum or Average"
+    if all(ask == first for ask in asks.values()):
+        return None
     text = (
         _differ(asks, lambda ask: ask.device, "a tensor on")
         or _differ(asks, lambda ask: len(ask.shapes), "a group with this number of tensors:")

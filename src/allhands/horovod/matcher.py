@@ -208,7 +208,7 @@ class Matcher:
         held = 0
         for key, asks in ready:
             ask = next(iter(asks.values()))
-            size = _bytes_of(ask)
+            size = ask.size
             own = (key[0], ask.op, ask.pre, ask.post, ask.device, frozenset(ask.dtypes)) if key[1] == "allreduce" else None
             if batch and (own is None or own != sort or held + size > self._threshold or len(set(ask.dtypes)) > 1):
                 self._send(batch)
@@ -245,16 +245,3 @@ class Matcher:
         number = max(self.sets) + 1
         self.sets[number] = ranks
         return number
-
-
-_WIDTH = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
-
-
-def _bytes_of(ask: Ask) -> int:
-    total = 0
-    for shape, dtype in zip(ask.shapes, ask.dtypes, strict=True):
-        count = 1
-        for length in shape:
-            count *= length
-        total += count * _WIDTH.get(dtype, 1)
-    return total
