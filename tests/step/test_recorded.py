@@ -67,7 +67,9 @@ class Trained:
         self.recorded = None
         if recorded:
             given = capture or (record if device.type == "cpu" else None)
-            self.recorded = RecordedSteps(self.model, None, self.optimizer, device, True, insist, self.said.append, given)
+            self.recorded = RecordedSteps(
+                self.model, None, self.optimizer, device, True, device.type == "cuda", insist, self.said.append, given
+            )  # fmt: skip
             self.recorded.begin()
         self.take = self.make()
 
@@ -176,6 +178,21 @@ def test_what_a_step_does_on_the_host_keeps_it_eager(layer: Any, reason: str) ->
         Trained(nn.Sequential(layer(6, 3)), torch.optim.SGD, MOMENTUM, insist=True).steps(data(8))
 
 
+def test_hooks_keep_it_eager_unless_it_is_asked_for() -> None:
+    seen: list[int] = []
+    model = without_dropout()
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    trained = Trained(model, torch.optim.SGD, MOMENTUM)
+    trained.steps(data(6))
+    assert trained.said == ["step: eager, since Sequential.0 has hooks, which a replay would not call"]
+    assert len(seen) == 6
+    asked = Trained(model, torch.optim.SGD, MOMENTUM, insist=True)
+    computes = Trained(nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 3))), torch.optim.SGD, MOMENTUM)
+    for recorded in (asked, computes):
+        recorded.steps(data(6))
+        assert recorded.captured == 1
+
+
 def test_too_many_shapes() -> None:
     trained = Trained(without_dropout(), torch.optim.SGD, MOMENTUM)
     for size in range(2, 12):
@@ -220,6 +237,19 @@ def test_weights_after_fifty_steps_equal_eager_ones(kind: Any, options: dict[str
     assert made[0].said == ["step: recorded in a CUDA graph, and replayed from here on"]
     assert apart(made[0].model, made[1].model) < 2e-5
     assert made[0].losses == pytest.approx(made[1].losses, rel=1e-4)
+
+
+@pytest.mark.gpu
+def test_gradients_are_those_of_the_last_step() -> None:
+    device = torch.device("cuda", 0)
+    trained, plain = (Trained(without_dropout(), torch.optim.SGD, MOMENTUM, device, recorded=r) for r in (True, False))
+    for batches in (data(6), data(1, (3,), seed=1), data(1, seed=2)):
+        for one in (trained, plain):
+            one.steps(batches)
+    assert len(trained.said) == 1
+    for one, other in zip(trained.model.parameters(), plain.model.parameters(), strict=True):
+        assert one.grad is not None
+        assert (one.grad - other.grad).abs().max() < 1e-5
 
 
 class Reads(nn.Linear):

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 _STRATEGIES = ("single", "ddp")
 
 
-def recorded_steps(training: Training, own_batches: bool) -> RecordedSteps | None:
+def recorded_steps(training: Training, own_batches: bool, shows: bool) -> RecordedSteps | None:
     """What takes the steps of a training from records; None where each is asked for anew.
 
     Args:
         training: its model, strategy and optimizer are in place.
         own_batches: the runner's ``handle_batch`` is the user's own.
+        shows: callbacks run after each step.
 
     Raises:
         UserError: ``step="graph"``, and this training's steps cannot be recorded.
@@ -36,7 +37,7 @@ def recorded_steps(training: Training, own_batches: bool) -> RecordedSteps | Non
         return None
     return RecordedSteps(
         training.model, training.criterion, training.optimizer, training.world.device,
-        keeps=bool(training.settings.metrics), insist=insist, say=training.reporter.line,
+        keeps=bool(training.settings.metrics), shows=shows, insist=insist, say=training.reporter.line,
     )  # fmt: skip
 
 

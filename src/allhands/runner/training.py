@@ -115,8 +115,8 @@ class Training:
             name: LoaderMetrics(settings.metrics, world, trains=feed in self.trained, counts=counts, slices=slices)
             for name, feed in self.feeds.items()
         }
-        self.recorded = recorded_steps(self, not runner.plain_batches)
         self._step_hooks = overridden(settings.callbacks, "on_step_end")
+        self.recorded = recorded_steps(self, not runner.plain_batches, bool(self._step_hooks))
         self.logged = Logged(world)
         self.memory = Memory(self)
         saves = settings.logdir is not None

@@ -67,6 +67,24 @@ def _generators() -> dict[str, Any]:
     }
 
 
+def hooked(model: nn.Module) -> str | None:
+    """Which hook of a model a replay would not call, as the end of a sentence; None where there is none but PyTorch's own, which
+    compute (weight and spectral normalisation)."""
+    for name, module in model.named_modules():
+        for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+            if any(not _of_torch(hook) for hook in getattr(module, kind).values()):
+                return f"{type(model).__name__}{f'.{name}' if name else ''} has hooks, which a replay would not call"
+    for name, parameter in model.named_parameters():
+        kinds = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+        if any(kinds):
+            return f"the parameter '{name}' has hooks, which a replay would not call"
+    return None
+
+
+def _of_torch(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.")
+
+
 def where_raised(error: BaseException) -> str:
     """The line of the user's that led to an error, or the innermost where there is none: ``file:line (source)``."""
     frames = traceback.extract_tb(error.__traceback__)

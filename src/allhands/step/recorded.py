@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from allhands.errors import UserError
 from allhands.step.capturable import Capturable
-from allhands.step.guards import HostState, where_raised
+from allhands.step.guards import HostState, hooked, where_raised
 from allhands.step.optimizer_step import OptimizerStep
 
 STEPS = ("auto", "eager", "graph")
@@ -42,15 +42,16 @@ class RecordedSteps:
         optimizer: which updates the model's parameters.
         device: of all of them.
         keeps: outputs and targets are kept when they are observed, for metrics; they are copied then.
+        shows: gradients are looked at after a step, so that they have to lie in the parameters.
         insist: raise `UserError` instead of going on eagerly.
         say: takes a line to print.
         capture: how a step is recorded; None: in a CUDA graph.
     """
 
     def __init__(self, module: nn.Module, criterion: Any, optimizer: torch.optim.Optimizer, device: torch.device, keeps: bool,
-                 insist: bool, say: Callable[[str], None], capture: Capture | None = None) -> None:  # fmt: skip
-        self.module, self.criterion, self.device, self.keeps = module, criterion, device, keeps
-        self.insist, self.say = insist, say
+                 shows: bool, insist: bool, say: Callable[[str], None], capture: Capture | None = None) -> None:  # fmt: skip
+        self.module, self.criterion, self.device = module, criterion, device
+        self.keeps, self.shows, self.insist, self.say = keeps, shows, insist, say
         self.optimizer = Capturable(optimizer, device)
         self.reason: str | None = None
         self._capture = capture or _CudaGraphs(device)
@@ -76,13 +77,18 @@ class RecordedSteps:
     def look(self) -> None:
         """What records hold by address or by value may have changed: where it has, forget them. To be called when code of the
         user's has run between two steps."""
-        refusal = self.optimizer.look()
-        if refusal is not None and self.reason is None:
+        if self.reason is not None:
+            return
+        refusal = self.optimizer.look() or (None if self.insist else hooked(self.module))
+        if refusal is not None:
             self._give_up(refusal)
             self.optimizer.finish()
+            return
+        flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
         form = (
             [(p.data_ptr(), p.requires_grad) for p in self.module.parameters()],
             [module.training for module in self.module.modules()],
+            flags,
         )
         if form != self._form:
             self._form = form
@@ -164,7 +170,7 @@ class RecordedSteps:
             take(pytree.tree_unflatten(leaves, tree), *step)
             return None
         try:
-            record = _Record(take, leaves, tree, step, self._capture, self.device, self.keeps)
+            record = _Record(take, leaves, tree, step, self._capture, self.device, self.keeps, self.shows)
         except RuntimeError as error:
             what = "the GPU's memory is too small for it" if isinstance(error, torch.cuda.OutOfMemoryError) else str(error)
             self._records.clear()
@@ -202,11 +208,11 @@ class _Record:
         step: the further arguments of the step.
         capture: see `Capture`.
         device: where the record reads.
-        keeps: see `RecordedSteps`.
+        keeps, shows: see `RecordedSteps`.
     """
 
     def __init__(self, take: OptimizerStep, leaves: list[Any], tree: Any, step: tuple[Any, ...], capture: Capture,
-                 device: torch.device, keeps: bool) -> None:  # fmt: skip
+                 device: torch.device, keeps: bool, shows: bool) -> None:  # fmt: skip
         self._own, self._keeps = take, keeps
         static = [torch.empty_like(leaf, device=device).copy_(leaf) if isinstance(leaf, torch.Tensor) else leaf
                   for leaf in leaves]  # fmt: skip
@@ -223,12 +229,15 @@ class _Record:
                 take.observe = observe
 
         self._replay = capture(function)
+        self._gradients = [(p, p.grad) for p in take.parameters] if shows else []
 
     def replay(self, take: OptimizerStep, leaves: list[Any]) -> None:
         """Take the recorded step with other micro-batches of the same shapes; `take` is who observes it."""
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         torch._foreach_copy_(self._inputs, given, non_blocking=True)
         self._replay()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient  # an eager step of another shape has left its own there
         for output, target, *measured in self._observed:
             if self._keeps:  # the next replay overwrites what this one gives
                 take.observe(_copied(output), _copied(target), *measured)
