@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from allhands import Callback, Pipeline, SupervisedRunner
-from allhands.models import GPT, NextToken
+from allhands import Callback, Mesh, Pipeline, SupervisedRunner, UserError
+from allhands.models import GPT, NextToken, ResNet18
 from tests.reference import global_batches, relative_difference, train_by_hand
 from tests.worlds import in_world
 
@@ -97,17 +96,126 @@ def by_hand(schedule: str, share: int = 1, epochs: int = EPOCHS) -> Any:
         return model.state_dict(), losses, float(criterion(model(data()[0]), data()[1]))
 
 
-def all_schedules() -> list[Any]:
-    return [train(schedule) for schedule in CASES]
+MESHES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "copies": ("gpipe", {"pp": 2, "dp": 2}, "1f1b"),
+    "shards": ("1f1b", {"pp": 2, "dp": {"shard": 2}}, "interleaved"),
+    "slices": ("1f1b", {"pp": 2, "tp": 2}, "zero_bubble"),
+}
+
+
+def share(degrees: dict[str, Any]) -> int:
+    return 1 if "dp" not in degrees else 2
+
+
+def all_schedules(meshes: bool) -> list[Any]:
+    found = [train(schedule) for schedule in CASES]
+    for case, degrees, schedule in MESHES.values() if meshes else ():
+        found.append(train(case, Mesh(**degrees, pipeline=Pipeline(schedule=schedule, microbatches=4))))
+    return found
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_every_schedule_is_the_single_process(workers: int) -> None:
-    expected = [by_hand(schedule) for schedule in CASES]
-    for found in in_world(workers, all_schedules):
-        for schedule, (weights, history), (by_hand_weights, _, loss) in zip(CASES, found, expected, strict=True):
-            assert relative_difference(weights, copy.deepcopy(by_hand_weights)) < 1e-6, schedule
-            assert history["valid"]["loss"][-1] == pytest.approx(loss, rel=1e-5), schedule
+    """On 4 workers also stages that have copies, shards and slices."""
+    expected = {schedule: by_hand(schedule) for schedule in CASES}
+    if workers == 4:
+        expected |= {name: by_hand(case, share(degrees)) for name, (case, degrees, _) in MESHES.items()}
+    for found in in_world(workers, all_schedules, workers == 4):
+        for (name, (by_hand_weights, _, loss)), (weights, history) in zip(expected.items(), found, strict=True):
+            assert relative_difference(weights, by_hand_weights) < 1e-6, name
+            assert history["valid"]["loss"][-1] == pytest.approx(loss, rel=1e-5), name
+
+
+class Doubling(SupervisedRunner):
+    """Does something with what the model gives."""
+
+    def handle_batch(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        return model(batch[0]) * 2, batch[1]
+
+
+class Twice(SupervisedRunner):
+    def handle_batch(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        return model(batch[0]) + model(batch[0]), batch[1]
+
+
+def doubled(criterion: Any) -> Any:
+    return lambda output, target: criterion(output * 2, target)
+
+
+def make_frozen() -> nn.Module:
+    """The first stage has nothing to train."""
+    model = make_chain()
+    for layer in list(model)[:6]:  # type: ignore[call-overload]
+        layer.requires_grad_(False)
+    return model
+
+
+def train_frozen(runner: type[SupervisedRunner], damaged: bool = False) -> dict[str, torch.Tensor]:
+    model = make_frozen()
+    x, y = labelled()
+    if damaged:
+        x[23] = float("nan")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    runner(device="cpu").train(
+        model=model, criterion=WEIGHTED, optimizer=optimizer, num_epochs=1, distributed=Pipeline(), verbose=False,
+        loaders={"train": DataLoader(TensorDataset(x, y), BATCH)},
+    )  # fmt: skip
+    return model.state_dict()
+
+
+def odd_trainings() -> tuple[Any, str, int]:
+    weights = train_frozen(Doubling)
+    with pytest.raises(UserError, match="the training loss is nan on rank 1") as error:
+        train_frozen(SupervisedRunner, damaged=True)
+    model = ResNet18(width=4)
+    SupervisedRunner(device="cpu").train(
+        model=model, criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), num_epochs=1,
+        loaders={"train": DataLoader(TensorDataset(torch.randn(16, 3, 8, 8), torch.arange(16) % 10), 8)},
+        distributed=Pipeline(microbatches=4), verbose=False,
+    )  # fmt: skip
+    return weights, str(error.value), int(model.norm.num_batches_tracked)
+
+
+def test_frozen_stages_outputs_that_are_changed_and_losses_that_are_not_finite() -> None:
+    expected = make_frozen()
+    optimizer = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.1)
+    train_by_hand(expected, doubled(WEIGHTED), optimizer, labelled(), global_batches(SAMPLES, BATCH, 0, shuffle=False), 5)
+    for weights, said, tracked in in_world(2, odd_trainings):
+        assert relative_difference(weights, expected.state_dict()) < 1e-6
+        assert "epoch 1" in said  # on every rank, and before any weight was changed by it
+        assert tracked == 8  # BatchNorm's statistics take a step for each micro-batch
+
+
+def test_a_model_that_is_called_twice_is_refused() -> None:
+    with pytest.raises(UserError, match="handle_batch calls the model more than once a batch.*distributed='fsdp'"):
+        in_world(2, train_frozen, Twice)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Pipeline(schedule="1F1B"), "schedule='1F1B'.*there are gpipe, 1f1b, interleaved, zero_bubble"),
+        (lambda: Pipeline(stages="layers.1"), r"write 'auto', a list of names, stages=\['layers\.1'\], or a function"),
+        (lambda: Pipeline(stages=3), "stages=….*is a int"),
+        (lambda: Pipeline(balance="time"), "there are parameters, measured"),
+        (lambda: Pipeline(microbatches=0), "microbatches=0.*at least 1"),
+        (lambda: Pipeline(stages_per_worker=2), "one stage a worker; write schedule='interleaved' for 2"),
+        (
+            lambda: Pipeline(microbatches=3).check_model(make_chain(), 4),
+            "microbatches=3.*at least as many. Set microb",
+        ),
+        (lambda: Pipeline("auto", "interleaved", 7).check_model(make_chain(), 2), "a multiple. Set microbatches to 8"),
+        (lambda: Pipeline(schedule="gpipe").check_model(nn.Bilinear(2, 2, 2), 2), "takes input1, input2, and a chain takes one"),
+        (lambda: Pipeline(schedule="interleaved").check_model(make_gpt(), 5), "pipeline of 10 stages.*chain of 9"),
+        (
+            lambda: Mesh(pp=2, dp={"shard": 2}, pipeline=Pipeline(schedule="zero_bubble")),
+            "past the hooks by which fully_shard exchanges them. Set schedule to 'interleaved'",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_starts(make: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make()
 
 
 class Slow(nn.Module):

@@ -30,7 +30,7 @@ class Mesh(Meshed):
         pipeline: how the model is cut into stages; None takes `Pipeline()` where pp is above 1.
 
     Raises:
-        UserError: a degree is no whole number of at least 1; a part is of another kind.
+        UserError: a degree is no whole number of at least 1; a part is of another kind, or does not go with another.
     """
 
     name = "mesh"
@@ -44,6 +44,8 @@ class Mesh(Meshed):
         self.fsdp = fsdp or (FSDP() if self._degrees.shard > 1 else None)
         self.tensor = tensor or (Tensor() if tp > 1 else None)
         self.pipeline = pipeline or (Pipeline() if pp > 1 else None)
+        if self._degrees.pp > 1 and self._degrees.shard > 1 and self.pipeline is not None:
+            self.pipeline.check_shards()
 
     def degrees_for(self, workers: int) -> Degrees:
         return self._degrees

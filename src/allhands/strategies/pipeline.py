@@ -102,6 +102,14 @@ class Pipeline(Meshed):
                 f"microbatches to {multiple}, or schedule to 'gpipe'"
             )
 
+    def check_shards(self) -> None:
+        """Raise `UserError` when stages that are sharded, too, would not be trained right."""
+        if self.schedule == "zero_bubble":
+            raise UserError(
+                "Pipeline(schedule='zero_bubble') computes the gradients of weights past the hooks by which fully_shard "
+                "exchanges them. Set schedule to 'interleaved' or '1f1b', or dp to {'replicate': …}"
+            )
+
     def _cut(self, model: nn.Module, parts: list[Part], workers: int, costs: Callable[[], Sequence[float]]) -> list[list[Part]]:
         return cut(parts, workers * self.stages_per_worker, self.stages, costs, model)
 
