@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections import OrderedDict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -32,7 +32,9 @@ R = TypeVar("R")
 # Takes torch tensors that share TensorFlow's memory and a name (None: the engine counts), and returns the engine's handle.
 Submit = Callable[[list[torch.Tensor], str | None], Any]
 
-_KEPT = 256  # results that no operation asked for, because TensorFlow had pruned it
+# Results of one place in a graph that may wait to be read: more than iterations of a loop overlap in TensorFlow (10). Older ones
+# will never be read, since TensorFlow had no use for them and left out the operation that reads.
+_KEPT = 16
 
 _BF16 = tf.bfloat16.as_numpy_dtype
 _KNOWN = {
@@ -140,7 +142,8 @@ class _Calls:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tickets = itertools.count(1)
-        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._open: dict[int, Any] = {}
+        self._unread: defaultdict[str, deque[int]] = defaultdict(deque)
         self._last: dict[str, weakref.ref[Any]] = {}
 
     def start(self, submit: Submit, name: str, arrays: Sequence[Any]) -> Any:
@@ -153,8 +156,10 @@ class _Calls:
             self._last[name] = weakref.ref(handle)
             ticket = next(self._tickets)
             self._open[ticket] = handle
-            while len(self._open) > _KEPT:
-                self._open.popitem(last=False)
+            unread = self._unread[name]
+            unread.append(ticket)
+            if len(unread) > _KEPT:
+                self._open.pop(unread.popleft(), None)
         return np.int64(ticket)
 
     def finish(self, ticket: Any, dtypes: Sequence[Any]) -> list[Any]:
