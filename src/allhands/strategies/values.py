@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -33,10 +34,10 @@ class Values:
 
     def __init__(self, plain: nn.Module, skeleton: nn.Module, world: World, seed: int) -> None:
         self.world = world
-        self._settled: set[int] = set()
+        # By id, which names a parameter only while it lives; to hold it here would hold a whole layer.
+        self._settled: dict[int, weakref.ref[nn.Parameter]] = {}
         self._meta = Drawn(skeleton, seed) if any(p.is_meta for p in plain.parameters()) else None
         self._model, self._plain = plain, dict(plain.named_parameters())
-        self._kept: list[nn.Parameter] = []  # a parameter's id names it only while it lives
         for module in skeleton.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -69,7 +70,8 @@ class Values:
         self._replace(chunks, found)
 
     def _open(self, parameter: nn.Parameter) -> bool:
-        return id(parameter) not in self._settled and not hasattr(parameter, "placements")
+        known = self._settled.get(id(parameter))
+        return not hasattr(parameter, "placements") and (known is None or known() is not parameter)
 
     def _of_rank_0(self, parameter: torch.Tensor) -> torch.Tensor:
         if self.world.world_size == 1:
@@ -89,8 +91,7 @@ class Values:
                     key = id(parameter)
                     if key not in made:
                         made[key] = nn.Parameter(values[key], requires_grad=parameter.requires_grad)
-                        self._settled.add(id(made[key]))
-                        self._kept += [parameter, made[key]]
+                        self._settled[id(made[key])] = weakref.ref(made[key])
                     module._parameters[name] = made[key]
 
 
@@ -117,6 +118,7 @@ class Drawn:
                 )
         self._states: dict[int, tuple[nn.Module, torch.Tensor]] = {}
         self._owners: dict[int, int] = {}
+        self._kept = list(skeleton.parameters())  # they have no values, and their ids name them only while they live
         generator = torch.get_rng_state()
         torch.default_generator.manual_seed(derive_seed(seed, "model"))
         try:
