@@ -38,10 +38,11 @@ def strategy_of(run_file: RunFile, known: Mapping[str, Any]) -> Strategy:
         )
     if name in written:
         raise run_file.error(("strategy", name), f"the settings of {name} stand beside its name already; remove this section")
-    parts = {key: _part(run_file, key) for key in written}
+    parts: dict[str, Any] = {key: _part(run_file, key) for key in written}
     if name in PARTS:
         parts[name] = build(run_file, ("strategy",), name, PARTS[name], own)
-    return located(run_file, ("mesh",), lambda: Mesh(mesh.pp, mesh.dp, mesh.tp, **parts))  # type: ignore[no-any-return]
+    together: Strategy = located(run_file, ("mesh",), lambda: Mesh(mesh.pp, mesh.dp, mesh.tp, **parts))
+    return together
 
 
 def _part(run_file: RunFile, key: str) -> Strategy:

@@ -101,7 +101,7 @@ class FSDP(Meshed):
         outside = _shared_outside(model)
         if isinstance(self.wrap, int):
             return _by_size(model, self.wrap, outside)
-        if self.wrap == "auto":
+        if isinstance(self.wrap, str):
             return [(name, module) for name, module in _layers(model) if not outside(module)]
         return _by_name(model, self.wrap, outside)
 
@@ -113,7 +113,7 @@ class FSDP(Meshed):
             _check_memory(model, mesh.size(mesh.ndim - 1), world.local_world_size, _free_memory())
         output = self.output_dtype or ("fp32" if self.param_dtype in ("bf16", "fp16") else None)
         dtypes = [None if name is None else DTYPES[name] for name in (self.param_dtype, self.reduce_dtype, output)]
-        policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=True)
+        policy = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1], output_dtype=dtypes[2])
         offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
         if self.buffer_dtype is not None:
             for module in model.modules():
@@ -236,7 +236,7 @@ class _Itself(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
 

@@ -55,6 +55,8 @@ class Meshed(Strategy):
     fsdp: FSDP | None = None
     tensor: Tensor | None = None
     pipeline: Pipeline | None = None
+    #: Of a part, before it is used: the mesh of the whole strategy.
+    whole_mesh: DeviceMesh
 
     def degrees_for(self, workers: int) -> Degrees:
         """How many workers lie along each axis."""
@@ -122,7 +124,8 @@ class Meshed(Strategy):
         self.plain = model
         skeleton = _skeleton(model)
         values = Values(model, skeleton, world, self.seed)
-        chunks, orders = [skeleton], {}
+        chunks: list[nn.Module] = [skeleton]
+        orders: dict[str, torch.Tensor] = {}
         if self.degrees.tp > 1 and self.tensor is not None:
             self.tensor.check_model(skeleton, self.degrees.tp)
         if self.degrees.pp > 1:
@@ -216,12 +219,12 @@ class Meshed(Strategy):
     def _gradient(self, name: str) -> torch.Tensor | None:
         """This rank's part of the gradient."""
         parameter = self.parameters[name]
-        gradient = parameter.grad
+        gradient: Any = parameter.grad
         if gradient is None or not hasattr(parameter, "placements"):
             return gradient
-        if gradient.placements != parameter.placements:  # type: ignore[attr-defined]
-            gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-        part: torch.Tensor = gradient.to_local()  # type: ignore[attr-defined]
+        if gradient.placements != parameter.placements:
+            gradient = gradient.redistribute(placements=parameter.placements)
+        part: torch.Tensor = gradient.to_local()
         return part.wait() if hasattr(part, "wait") else part
 
     def _sum_loose(self, gradients: dict[str, torch.Tensor | None]) -> None:
@@ -235,8 +238,8 @@ class Meshed(Strategy):
                 gradient = gradients[name]
                 if gradient is None:
                     gradient = torch.zeros_like(self.local[name], requires_grad=False)
-                gradients[name] = gradient.to_dense() if gradient.is_sparse else gradient
-                dense.append(gradients[name])
+                dense.append(gradient.to_dense() if gradient.is_sparse else gradient)
+                gradients[name] = dense[-1]
             for axis in ("dp_shard", "dp_replicate"):
                 self._sum_over(axis, [*dense, used])
             torch._foreach_div_(dense, float(self.degrees.dp))

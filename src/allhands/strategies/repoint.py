@@ -169,7 +169,7 @@ class Repointed:
         """
         state = self.state_dict()
         numbered = dict(enumerate(p for members in self._before for p in members))
-        whole: dict[nn.Parameter, dict[str, Any]] = {}
+        whole: dict[torch.Tensor, dict[str, Any]] = {}
         for index, entries in state["state"].items():
             home = numbered[index]
             for key, value in entries.items():

@@ -191,7 +191,7 @@ class Saver:
         staged, buffers = {}, {}
         on_device = False
         for key, given in tensors.items():
-            value = given.local if isinstance(given, Held) else given
+            value: torch.Tensor = given.local if isinstance(given, Held) else given  # type: ignore[assignment]
             buffer = self._buffers.get(key)
             if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
                 buffer = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=value.device.type == "cuda")
