@@ -65,7 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=0.01)
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    return torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9, weight_decay=0.01)
 
 
 def train(schedule: str, strategy: Any = None, epochs: int = EPOCHS) -> Any:
