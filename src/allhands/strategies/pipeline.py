@@ -118,7 +118,7 @@ class Pipeline(Meshed):
         parts, workers, group = chain_of(model), mesh.size(), mesh.get_group()
         stages = self._cut(model, parts, workers, lambda: self._costs(model, parts, world))
         shared = shared_parameters(model, stages)
-        self._names = {}
+        self._names: dict[str, str] = {}
         self.shared = {}
         for name, where in shared.items():
             ranks = sorted({stage % workers for stage in where})

@@ -154,7 +154,7 @@ def _segments(nodes: list[fx.Node]) -> list[Part]:
         begun = any(node.op == "call_module" for node in nodes[starts[-1] : number])
         if nodes[number].op == "call_module" and len(live) == 1 and begun:
             starts.append(number)
-    parts = []
+    parts: list[Part] = []
     for start, stop in itertools.pairwise([*starts, len(nodes)]):
         inside, taken = nodes[start:stop], next(node for node in reversed(nodes[:start]) if last_use[node] >= start)
         given = next(node for node in reversed(inside) if node.op != "output" and (last_use[node] >= stop or stop == len(nodes)))

@@ -193,7 +193,7 @@ class PipelineRun:
     def _make_schedule(self, shapes: list[torch.Tensor], count: int) -> Callable[..., Any]:
         from torch.distributed import pipelining  # takes a second or two to import
 
-        stages = []
+        stages: list[Any] = []
         for number, chunk in zip(self.numbers, self.chunks, strict=True):
             # The first stage is called with a number, since its input may be any tree; the last one gives the loss.
             given = torch.empty(1, dtype=torch.int64, device="meta") if number == 0 else shapes[number - 1]

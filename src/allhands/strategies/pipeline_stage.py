@@ -34,7 +34,7 @@ def stage_module(model: nn.Module, parts: list[Part], precision: Callable[[], Ab
                 value = part.run(root, value)
         return value
 
-    root.forward = forward  # type: ignore[method-assign]
+    root.forward = forward
     return root
 
 
@@ -124,6 +124,8 @@ class StagedModel(nn.Module):
     """
 
     answer: Callable[[Any], Any]
+    chunks: list[nn.Module]
+    names: dict[str, str]
 
     def __init__(self, chunks: Sequence[nn.Module], names: Mapping[str, str]) -> None:
         super().__init__()
