@@ -104,6 +104,7 @@ def train(
         save_every=given.save_every,
         save_minutes=given.save_minutes,
         step=given.step,
+        profile=given.profile,
     )
     if given.logdir is not None:
         print(f"written to {given.logdir}: metrics.csv, run.yml, checkpoints/, tensorboard/")

@@ -18,12 +18,15 @@ def run(
     *,
     config: RunFiles = None,
     show: Annotated[bool, typer.Option("--show", help="Print the whole run file, defaults included, and train nothing.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Record a timeline of 20 steps into logdir/profile: profile=20.")
+    ] = False,
 ) -> int:
     """Train what a run file describes.
 
     The whole run file, with defaults and overrides, is stored as run.yml in its logdir.
     """
-    run_file = read_run(config or (), overrides or ())
+    run_file = read_run(config or (), [*(overrides or ()), *(["profile=20"] if profile else [])])
     if show:
         print(run_file.to_yaml(), end="")
         return 0

@@ -160,3 +160,4 @@ class RunConfig(Section):
     log_every: Count = Field(default=50, description="optimizer steps between two points in TensorBoard")
     save_every: Count | None = Field(default=None, description="optimizer steps between checkpoints within an epoch")
     save_minutes: Positive | None = Field(default=None, description="minutes between checkpoints within an epoch")
+    profile: Count | None = Field(default=None, description="record a timeline of so many optimizer steps into logdir/profile")

@@ -156,6 +156,7 @@ class Federated(Strategy):
             ("accumulate", 1, f"clients step after each batch: leave it out and make batches {settings.accumulate} times larger"),
             ("overfit", False, "each client draws its own batches: write overfit=False, and Federated(local_steps=1)"),
             ("log_every", 50, "every round is logged: leave it out"),
+            ("profile", None, "its report shows who trained when in a round: leave it out"),
         ):  # fmt: skip
             value = getattr(settings, name)
             if value != kept:

@@ -76,6 +76,7 @@ class TrainSettings:
     save_every: int | None = None
     save_minutes: float | None = None
     step: str = "eager"
+    profile: int | None = None
     strategy: Strategy = field(default=None)  # type: ignore[assignment]
 
     def validate(self) -> None:
@@ -106,6 +107,11 @@ class TrainSettings:
         for name, value in (("save_every", every), ("save_minutes", minutes)):
             if value is not None and self.logdir is None:
                 raise UserError(f"{name}={value!r} saves checkpoints, which need a folder; pass logdir=… as well")
+        profile = self.profile
+        if profile is not None and (not isinstance(profile, int) or isinstance(profile, bool) or profile < 1):
+            raise UserError(f"profile={profile!r}; it must be a whole number of optimizer steps, at least 1, or None")
+        if profile is not None and self.logdir is None:
+            raise UserError(f"profile={profile!r} writes a timeline, which needs a folder; pass logdir=… as well")
 
     def _check_optimizer(self) -> None:
         if not isinstance(self.optimizer, torch.optim.Optimizer):

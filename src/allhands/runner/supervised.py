@@ -113,6 +113,7 @@ class SupervisedRunner:
         save_every: int | None = None,
         save_minutes: float | None = None,
         step: str = "auto",
+        profile: int | None = None,
     ) -> History:
         """Train a model, in place, and return the history.
 
@@ -159,6 +160,8 @@ class SupervisedRunner:
             step: how an optimizer step is taken on a GPU. "graph" records it in a CUDA graph for each shape of a batch, after
                 three steps, and replays it; "eager" asks for its operations anew each time; "auto" records where that can be
                 done, and says why where it cannot.
+            profile: record a timeline of so many optimizer steps, after the first five, into ``logdir/profile``, a file a rank
+                in Chrome's trace format, and print where a step's time goes; None records none.
 
         Returns:
             ``{"epoch": […], "step": […], "lr": […], "seconds": […], "train": {"loss": […], …}, "valid": {…}}``, one entry
@@ -178,7 +181,7 @@ class SupervisedRunner:
             resume=None if resume is None else resume if resume == "auto" else str(Path(resume).expanduser().absolute()),
             seed=seed, accumulate=accumulate, clip_norm=clip_norm, precision=precision, check=check, overfit=overfit,
             load_best_on_end=load_best_on_end, log_every=log_every, save_every=save_every, save_minutes=save_minutes,
-            step=step,
+            step=step, profile=profile,
         )  # fmt: skip
         settings.validate()
         prepare_logdir(settings.logdir)

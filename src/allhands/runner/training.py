@@ -118,6 +118,11 @@ class Training:
         self._step_hooks = overridden(settings.callbacks, "on_step_end")
         self.recorded = recorded_steps(self, not runner.plain_batches, bool(self._step_hooks))
         self.logged = Logged(world)
+        self.profile = None
+        if settings.profile is not None and settings.logdir is not None:
+            from allhands.runner.profile import Profile
+
+            self.profile = Profile(settings.profile, settings.logdir / "profile", world, reporter.line)
         self.memory = Memory(self)
         saves = settings.logdir is not None
         minutes = settings.save_minutes
@@ -188,6 +193,8 @@ class Training:
             finally:
                 if self.recorded is not None:
                     self.recorded.finish()
+                if self.profile is not None:
+                    self.profile.close()
                 for feed in self.feeds.values():
                     feed.close()
                 loggers.close()
@@ -283,6 +290,9 @@ class Training:
             self.model.parameters(), self.optimizer, self.rules[feed.name], settings.strategy, world, self.precision,
             self.forward, metrics.observe, self.forward.target_of, settings.clip_norm,
         )  # fmt: skip
+        profile = self.profile
+        if profile is not None:
+            take.label = profile.label
         total_steps = min(feed.num_steps, self._limit) if self._limit and feed.num_steps else feed.num_steps
         check_every, save_every = settings.strategy.check_weights_every, settings.save_every or 0
         steps_hooked = bool(self._step_hooks) or self.schedule.each_step
@@ -304,6 +314,8 @@ class Training:
             else:
                 recorded(take, batches, counts, total, idle)
             self.step = step = self.step + 1
+            if profile is not None:
+                profile.step()
             position.samples += total
             position.steps += 1
             if steps_hooked:
@@ -338,7 +350,8 @@ class Training:
     def _steps_of(self, feed: Feed, position: Position) -> Iterator[Any]:
         """The steps of the epoch that are left."""
         steps = feed.epoch(0 if self.settings.overfit else self.epoch, position.samples)
-        return itertools.islice(steps, max(0, self._limit - position.steps)) if self._limit else steps
+        steps = itertools.islice(steps, max(0, self._limit - position.steps)) if self._limit else steps
+        return steps if self.profile is None else self.profile.reading(steps)
 
     def _after_step(self) -> None:
         if self.schedule.each_step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -97,6 +97,8 @@ class OptimizerStep:
         self.after_backward, self.alone, self.level = exchange.after_backward, exchange.alone, exchange.level
         # So many ranks see the same samples, and count the same targets.
         self.copies = world.world_size // exchange.place(world)[1]
+        #: Names the parts of a step for whoever records a timeline.
+        self.label: Callable[[str], AbstractContextManager[Any]] = _unlabelled
         self._failed: NonFiniteLossError | None = None
         self._weights: dict[float, torch.Tensor] = {}
         self._loss_dtype = torch.float64  # until the first loss shows its own
@@ -170,18 +172,15 @@ class OptimizerStep:
             return loss * weights[number].to(loss.dtype)
 
         try:
-            self.exchange.forward_backward(batches, counts, self.forward, loss_of, self.precision.autocast)
+            with self.label("forward"):  # and backward, in the strategy's own order
+                self.exchange.forward_backward(batches, counts, self.forward, loss_of, self.precision.autocast)
         except ValueError as error:
             self._explain(error)
             raise
 
     def _micro_batch(self, batch: Any, weight: torch.Tensor, factor: float, count: Any) -> None:
         try:
-            if self.precision.casts:
-                with self.precision.autocast():
-                    output, target = self.forward(batch)
-                    loss = self._loss(output, target)
-            else:
+            with self.label("forward"), self.precision.autocast():
                 output, target = self.forward(batch)
                 loss = self._loss(output, target)
         except ValueError as error:
@@ -190,10 +189,11 @@ class OptimizerStep:
         self._observe(output, target, loss, factor, count)
         # The weight enters as the gradient of the loss, which costs nothing; multiplying the loss would add an operation.
         scaler = self.precision.scaler
-        if scaler is None:
-            loss.backward(weight if weight.dtype == loss.dtype else weight.to(loss.dtype))
-        else:
-            scaler.scale(loss * weight).backward()
+        with self.label("backward"):
+            if scaler is None:
+                loss.backward(weight if weight.dtype == loss.dtype else weight.to(loss.dtype))
+            else:
+                scaler.scale(loss * weight).backward()
 
     def _observe(self, output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any) -> None:
         try:
@@ -237,7 +237,9 @@ class OptimizerStep:
             all_reduce_sum([flag], self.world)
             if float(flag):
                 self._tell(failed)
-        if not self.exchange.exchange_all(own, total, self.clip_norm):
+        with self.label("exchange"):
+            updated = self.exchange.exchange_all(own, total, self.clip_norm)
+        if not updated:
             self._update()
 
     def _spoil(self, idle: bool) -> None:
@@ -305,6 +307,10 @@ class OptimizerStep:
         return weights, [1.0] * len(batches), counted
 
     def _update(self) -> None:
+        with self.label("optimizer"):
+            self._clip_and_apply()
+
+    def _clip_and_apply(self) -> None:
         scaler = self.precision.scaler
         if scaler is not None:
             scaler.unscale_(self.optimizer)
@@ -315,6 +321,13 @@ class OptimizerStep:
             scaler.update()
         else:
             self._apply()
+
+
+_nothing: AbstractContextManager[Any] = nullcontext()
+
+
+def _unlabelled(_: str) -> AbstractContextManager[Any]:
+    return _nothing
 
 
 def _one_number(gradient: torch.Tensor) -> float:

@@ -11,6 +11,9 @@ from allhands.errors import UserError
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+_NOTHING = nullcontext()
+
+
 class Precision:
     """Autocast to a number format, with loss scaling for fp16; weights stay in their own format.
 
@@ -38,5 +41,5 @@ class Precision:
     def autocast(self) -> AbstractContextManager[None]:
         """The context in which the model and the criterion are called."""
         if self._dtype is None:
-            return nullcontext()
+            return _NOTHING
         return torch.autocast(self._device_type, dtype=self._dtype)

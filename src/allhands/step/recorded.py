@@ -105,7 +105,8 @@ class RecordedSteps:
         key = (tree, tuple(_form_of(leaf) for leaf in leaves), tuple(counts), total, idle)
         record = self._records.get(key)
         if record is not None:
-            record.replay(take, leaves)
+            with take.label("recorded step"):
+                record.replay(take, leaves)
             return
         seen = self._eager[key] = self._eager.get(key, 0) + 1
         with self.optimizer.recordable(), self._capture_stream():
