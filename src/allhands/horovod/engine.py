@@ -72,15 +72,13 @@ class Engine:
     def allreduce(
         self, tensors: Tensors, *, name: str | None = None, op: ReduceOp = Average, prescale_factor: float = 1.0,
         postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set, outputs: Tensors | None = None,
-        tensor_names: Sequence[str] = (), absent: Sequence[int] = (),
+        tensor_names: Sequence[str] = (),
     ) -> Handle:  # fmt: skip
         """Reduce each tensor over the ranks; the result is post times the reduction of pre times the values.
 
-        `outputs` may be the tensors themselves; None makes new ones. `tensor_names` are for messages. `absent` are the places
-        of tensors that this rank has no value for and gives zeros. The result is the list of outputs, with None in the places
-        that are absent on every rank.
+        `outputs` may be the tensors themselves; None makes new ones. `tensor_names` are for messages.
         """
-        ask = self.ask_allreduce(tensors, op, prescale_factor, postscale_factor, process_set, tensor_names, absent)
+        ask = self.ask_allreduce(tensors, op, prescale_factor, postscale_factor, process_set, tensor_names)
         made = [torch.empty_like(tensor) for tensor in tensors] if outputs is None else outputs
         return self.begin(name, ask, process_set, tensors, made)
 
@@ -88,7 +86,9 @@ class Engine:
         self, tensors: Tensors, op: ReduceOp, pre: float, post: float, process_set: ProcessSet, names: Sequence[str] = (),
         absent: Sequence[int] = (),
     ) -> Ask:  # fmt: skip
-        """What `allreduce` asks for, to be given to `begin` again and again with tensors like these."""
+        """What `allreduce` asks for, to be given to `begin` again and again, with tensors like these or with one that holds them
+        all, one after another. `absent` are the places of tensors that this rank has no value for, and gives zeros.
+        """
         if op == Adasum and process_set.size() & (process_set.size() - 1):
             raise UserError(
                 f"op Adasum needs a power of two of ranks, and there are {process_set.size()}; set op to hvd.Average, or train "
@@ -368,9 +368,10 @@ class Engine:
             self._link.stop_all(text)
             return self._fail_all(text)
         self.timeline.ended(keys)
-        for key, job, result in zip(keys, jobs, found, strict=True):
+        for key, job, entry, result in zip(keys, jobs, entries, found, strict=True):
             with self._lock:
                 self._jobs.pop(key, None)
+            job.handle.absent = entry.get("absent", ())
             job.handle.finish(result, on_gpu)
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class Handle:
 
     def __init__(self, what: str) -> None:
         self.what = what
+        self.absent: Sequence[int] = ()  # places of tensors that no rank has a value for
         self._over = threading.Event()
         self._result: Any = None
         self._error: str | None = None

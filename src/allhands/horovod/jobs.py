@@ -49,7 +49,7 @@ def run(jobs: list[Job], entries: list[dict[str, Any]], active: int, buffers: co
         tensors = [tensor for one in jobs for tensor in one.tensors]
         outputs = [output for one in jobs for output in one.outputs]
         collectives.allreduce(tensors, outputs, ask.op, ask.pre, ask.post, size, active, group, buffers)
-        return [_without(one.outputs, own.get("absent", ())) for one, own in zip(jobs, entries, strict=True)]
+        return [one.outputs for one in jobs]
     if ask.kind == "broadcast":
         collectives.broadcast(job.tensors, job.outputs, ask.root, group)
         return [job.outputs]
@@ -65,7 +65,3 @@ def run(jobs: list[Job], entries: list[dict[str, Any]], active: int, buffers: co
         parts = [collectives.rows_of(len(tensor), size, process_set.rank()) for tensor in whole]
         return [[tensor[first : first + rows].clone() for tensor, (first, rows) in zip(whole, parts, strict=True)]]
     return [None]  # a barrier: that all have come is all there is to it
-
-
-def _without(outputs: list[torch.Tensor], absent: Any) -> list[Any]:
-    return [None if place in absent else output for place, output in enumerate(outputs)] if absent else outputs

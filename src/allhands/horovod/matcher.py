@@ -209,8 +209,9 @@ class Matcher:
         for key, asks in ready:
             ask = next(iter(asks.values()))
             size = ask.size
-            own = (key[0], ask.op, ask.pre, ask.post, ask.device, frozenset(ask.dtypes)) if key[1] == "allreduce" else None
-            if batch and (own is None or own != sort or held + size > self._threshold or len(set(ask.dtypes)) > 1):
+            fits = key[1] == "allreduce" and len(ask.shapes) == 1  # a group was put together by its caller
+            own = (key[0], ask.op, ask.pre, ask.post, ask.device, ask.dtypes) if fits else None
+            if batch and (own is None or own != sort or held + size > self._threshold):
                 self._send(batch)
                 batch, held = [], 0
             batch.append((key, asks))

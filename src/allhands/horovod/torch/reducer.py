@@ -26,18 +26,37 @@ _FIRST_BUCKET = 2**20
 _BUCKET = 25 * 2**20
 
 
+class _Flat:
+    """Memory for some gradients, one after another, and a view of each."""
+
+    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+        self.params = params
+        self.whole = torch.empty(sum(param.numel() for param in params), dtype=params[0].dtype, device=params[0].device)
+        self.views = self.cut(self.whole)
+
+    def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Views of memory of the same length."""
+        pieces = whole.split([param.numel() for param in self.params])
+        return [piece.view(param.shape) for piece, param in zip(pieces, self.params, strict=True)]
+
+
 @dataclass
 class _Bucket:
+    """Parameters of one dtype and device whose gradients travel together."""
+
     name: str
     params: list[torch.nn.Parameter]
     left: list[int] = field(default_factory=list)  # backward passes of this step that each has yet to see
     waiting: int = 0  # how many have one left
     sent: bool = False
     handle: Handle | None = None
-    # What travels: each parameter, what the engine writes into, and what its gradient is made of it with.
-    parts: list[tuple[torch.nn.Parameter, torch.Tensor, Any]] = field(default_factory=list)
+    flat: _Flat | None = None  # of what was sent
+    narrow: torch.Tensor | None = None  # what travels, and what the flat memory is made of it with
+    context: Any = None
     sparse: list[tuple[torch.nn.Parameter, Pending]] = field(default_factory=list)
-    usual: Ask | None = None  # what is asked for when all of its gradients are there and dense
+    # Of the usual case, in which all gradients are there and dense: made once.
+    usual: _Flat | None = None
+    usual_ask: Ask | None = None
 
 
 class Reducer:
@@ -74,7 +93,7 @@ class Reducer:
         trained = [(name, param) for name, param in named if param.requires_grad]
         self._names.update({param: name for name, param in trained})
         params = [param for _, param in trained]
-        for members in _grouped(params, groups):
+        for members in _of_one_sort(_grouped(params, groups)):
             # In messages its first tensor's name says which it is; that the number alone matches must not be enough.
             bucket = _Bucket(f"gradients.{len(self._buckets)}.{self._names[members[0]]}", members)
             self._buckets.append(bucket)
@@ -114,35 +133,53 @@ class Reducer:
 
     def _send(self, bucket: _Bucket) -> None:
         bucket.sent = True
-        values: list[torch.Tensor] = []
-        absent: list[int] = []
+        params = bucket.params
+        gradients = [param.grad for param in params]
+        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+            params = self._send_sparse(bucket)
+            gradients = [param.grad for param in params]
+        if not params:
+            return
+        if params is bucket.params:
+            flat = bucket.usual = bucket.usual or _Flat(params)
+        else:
+            flat = _Flat(params)
+        absent = [place for place, gradient in enumerate(gradients) if gradient is None]
+        with torch.no_grad():
+            if absent:
+                flat.whole.zero_()
+            pairs = [(view, own) for view, own in zip(flat.views, gradients, strict=True) if own is not None]
+            if pairs:
+                torch._foreach_copy_([view for view, _ in pairs], [own for _, own in pairs])
+            bucket.narrow, bucket.context = self._compression.compress(flat.whole)
+        assert bucket.narrow is not None
+        running = engine.current()
+        is_usual = flat is bucket.usual and not absent
+        ask = bucket.usual_ask if is_usual else None
+        if ask is None:
+            names = [self._names[param] for param in params]
+            ask = running.ask_allreduce(
+                flat.cut(bucket.narrow), self._op, 1 / self._predivide, self._predivide, self._process_set, names, absent
+            )
+            bucket.usual_ask = ask if is_usual else bucket.usual_ask
+        bucket.flat = flat
+        bucket.handle = running.begin(bucket.name, ask, self._process_set, [bucket.narrow], [bucket.narrow])
+
+    def _send_sparse(self, bucket: _Bucket) -> list[torch.nn.Parameter]:
+        """Send the sparse gradients, or make them dense; returns the parameters that are left."""
+        left = []
         for param in bucket.params:
             gradient = param.grad
-            if gradient is not None and gradient.is_sparse:
-                if not self._sparse_as_dense:
-                    op = Sum if self._op is Sum else Average
-                    name = f"gradients.sparse.{self._names[param]}"
-                    bucket.sparse.append((param, sparse_allreduce_async(gradient, name, op, self._process_set)))
-                    continue
-                gradient = param.grad = gradient.to_dense()
-            if gradient is None:
-                absent.append(len(values))
-                gradient = torch.zeros_like(param, memory_format=torch.contiguous_format, requires_grad=False)
-            narrow, context = self._compression.compress(gradient.contiguous())
-            values.append(narrow)
-            bucket.parts.append((param, narrow, context))
-        if not values:
-            return
-        running = engine.current()
-        is_usual = not absent and not bucket.sparse
-        ask = bucket.usual if is_usual else None
-        if ask is None:
-            names = [self._names[param] for param, _, _ in bucket.parts]
-            ask = running.ask_allreduce(
-                values, self._op, 1 / self._predivide, self._predivide, self._process_set, names, absent
-            )  # fmt: skip
-            bucket.usual = ask if is_usual else bucket.usual
-        bucket.handle = running.begin(bucket.name, ask, self._process_set, values, values)
+            if gradient is None or not gradient.is_sparse:
+                left.append(param)
+            elif self._sparse_as_dense:
+                param.grad = gradient.to_dense()
+                left.append(param)
+            else:
+                op = Sum if self._op is Sum else Average
+                name = f"gradients.sparse.{self._names[param]}"
+                bucket.sparse.append((param, sparse_allreduce_async(gradient, name, op, self._process_set)))
+        return left if bucket.sparse else bucket.params
 
     def synchronize(self) -> None:
         """Send what has not been, and wait for all. A parameter without a gradient on any rank keeps None."""
@@ -152,23 +189,32 @@ class Reducer:
                     self._send(bucket)
             for bucket in self._buckets:
                 if bucket.handle is not None:
-                    for (param, _, context), value in zip(bucket.parts, bucket.handle.wait(), strict=True):
-                        if value is not None:
-                            self._write(param, self._compression.decompress(value, context))
+                    bucket.handle.wait()
+                    self._unpack(bucket, bucket.handle.absent)
                 for param, pending in bucket.sparse:
                     param.grad = pending.wait()
         finally:
             self.reset()
         self.synchronized = True
 
-    @staticmethod
-    def _write(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-        if value is param.grad:
-            return
-        if param.grad is None or param.grad.is_sparse:
-            param.grad = value
-        elif param.grad.data_ptr() != value.data_ptr() or not param.grad.is_contiguous():
-            param.grad.copy_(value)
+    def _unpack(self, bucket: _Bucket, absent: Sequence[int]) -> None:
+        flat = bucket.flat
+        assert flat is not None
+        whole = self._compression.decompress(bucket.narrow, bucket.context)
+        views = flat.views if whole is flat.whole else flat.cut(whole)
+        gradients = [param.grad for param in flat.params]
+        with torch.no_grad():
+            present = [gradient for gradient in gradients if gradient is not None]
+            if len(present) == len(views):
+                torch._foreach_copy_(present, views)
+                return
+            for place, (param, view) in enumerate(zip(flat.params, views, strict=True)):
+                if place in absent:
+                    continue
+                if param.grad is None:
+                    param.grad = view.clone()
+                else:
+                    param.grad.copy_(view)
 
     def reset(self) -> None:
         """Begin a new step."""
@@ -177,8 +223,8 @@ class Reducer:
 
     def _renew(self, bucket: _Bucket) -> None:
         bucket.left, bucket.waiting = [self._passes] * len(bucket.params), len(bucket.params)
-        bucket.sent, bucket.handle = False, None
-        bucket.parts, bucket.sparse = [], []
+        bucket.sent, bucket.handle, bucket.flat, bucket.narrow = False, None, None, None
+        bucket.sparse = []
 
 
 def _grouped(
@@ -212,3 +258,13 @@ def _grouped(
             limit = longest
         held[key].append(param)
     return [group for group in [*made, *buckets, *held.values()] if group]
+
+
+def _of_one_sort(groups: list[list[torch.nn.Parameter]]) -> list[list[torch.nn.Parameter]]:
+    found = []
+    for group in groups:
+        sorts: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+        for param in group:
+            sorts.setdefault((param.dtype, param.device), []).append(param)
+        found += list(sorts.values())
+    return found
