@@ -18,6 +18,7 @@ import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -29,8 +30,9 @@ from allhands.errors import AllhandsError, UserError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Takes torch tensors that share TensorFlow's memory and a name (None: the engine counts), and returns the engine's handle.
-Submit = Callable[[list[torch.Tensor], str | None], Any]
+# Takes torch tensors that share TensorFlow's memory and a name (None: the engine counts), and returns the engine's handle. Where
+# there are batches it also takes which tensors these are, as `batch`.
+Submit = Callable[..., Any]
 
 # Results of one place in a graph that may wait to be read: more than iterations of a loop overlap in TensorFlow (10). Older ones
 # will never be read, since TensorFlow had no use for them and left out the operation that reads.
@@ -75,8 +77,9 @@ def exchange(
     dtypes: Sequence[Any] | None = None,
     reduces: bool = False,
     ignore_name_scope: bool = False,
+    batches: Sequence[Sequence[int]] | None = None,
 ) -> list[Any]:
-    """Run one collective of the engine on TensorFlow tensors.
+    """Run one collective of the engine on TensorFlow tensors, or one for each batch of them.
 
     Args:
         submit: hands torch tensors to the engine under a name.
@@ -87,6 +90,7 @@ def exchange(
         dtypes: of the results; None: those of the tensors.
         reduces: whether the collective computes, which unsigned integers of more than 8 bits refuse.
         ignore_name_scope: leave out TensorFlow's name scopes.
+        batches: which tensors go together, each tensor in one of them, those first that are computed first. None: all of them.
 
     Returns:
         One tensor for each of `shapes`.
@@ -100,10 +104,29 @@ def exchange(
     for tensor in tensors:
         _check_dtype(tensor.dtype, kind, name, reduces)
     results = [tensor.dtype for tensor in tensors] if dtypes is None else list(dtypes)
-    if tf.executing_eagerly():
-        handle = submit([to_torch(tensor.numpy()) for tensor in tensors], name)
-        return [tf.constant(array) for array in _arrays(handle.wait(), results)]
-    return _in_graph(submit, tensors, _graph_name(kind, name, ignore_name_scope), shapes, results)
+    eager = tf.executing_eagerly()
+    if batches is None:
+        own = name if eager else _graph_name(kind, name, ignore_name_scope)
+        parts = [_Part(submit, own, list(range(len(tensors))), list(range(len(shapes))))]
+    else:
+        parts = []
+        for number, batch in enumerate(batches):
+            own = derived(name, str(number))
+            own = own if eager else _graph_name(kind, own, ignore_name_scope)
+            parts.append(_Part(functools.partial(submit, batch=batch), own, list(batch), list(batch)))
+    if eager:
+        return _at_once(parts, tensors, results)
+    return _in_graph(parts, tensors, shapes, results)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One collective: which of the tensors it takes, and which of the results it gives."""
+
+    submit: Submit
+    name: str | None
+    takes: list[int]
+    gives: list[int]
 
 
 def to_torch(array: Any) -> torch.Tensor:
@@ -146,7 +169,8 @@ class _Calls:
         self._unread: defaultdict[str, deque[int]] = defaultdict(deque)
         self._last: dict[str, weakref.ref[Any]] = {}
 
-    def start(self, submit: Submit, name: str, arrays: Sequence[Any]) -> Any:
+    def start(self, submit: Submit, name: str | None, *arrays: Any) -> Any:
+        assert name is not None  # the place in the graph
         known = self._last.get(name)
         before = known() if known is not None else None
         if before is not None and not before.done():
@@ -162,10 +186,10 @@ class _Calls:
                 self._open.pop(unread.popleft(), None)
         return np.int64(ticket)
 
-    def finish(self, ticket: Any, dtypes: Sequence[Any]) -> list[Any]:
+    def finish(self, dtypes: list[list[Any]], *tickets: Any) -> list[Any]:
         with self._lock:
-            handle = self._open.pop(int(ticket))
-        return _arrays(handle.wait(), dtypes)
+            handles = [self._open.pop(int(ticket)) for ticket in tickets]
+        return [array for handle, kinds in zip(handles, dtypes, strict=True) for array in _arrays(handle.wait(), kinds)]
 
 
 _calls = _Calls()
@@ -178,14 +202,32 @@ def _settle(handle: Any) -> None:
         pass  # said to the operation that reads the result
 
 
-def _in_graph(submit: Submit, tensors: list[Any], name: str, shapes: Sequence[Any], dtypes: list[Any]) -> list[Any]:
-    _refuse_xla(name)
+def _at_once(parts: list[_Part], tensors: list[Any], dtypes: list[Any]) -> list[Any]:
+    handles = [part.submit([to_torch(tensors[i].numpy()) for i in part.takes], part.name) for part in parts]
+    results: list[Any] = [None] * len(dtypes)
+    for part, handle in zip(parts, handles, strict=True):
+        for i, array in zip(part.gives, _arrays(handle.wait(), [dtypes[i] for i in part.gives]), strict=True):
+            results[i] = tf.constant(array)
+    return results
+
+
+def _in_graph(parts: list[_Part], tensors: list[Any], shapes: Sequence[Any], dtypes: list[Any]) -> list[Any]:
+    """An operation that begins for each part, and one that waits for all of them: a thread of TensorFlow's that waits computes
+    nothing meanwhile."""
+    _refuse_xla(parts[0].name or "")
+    ordered = [i for part in parts for i in part.gives]
+    kinds = [[dtypes[i] for i in part.gives] for part in parts]
     with tf.name_scope("allhands"):
-        ticket = tf.numpy_function(lambda *arrays: _calls.start(submit, name, arrays), tensors, tf.int64)
-        results = tf.numpy_function(lambda ticket: _calls.finish(ticket, dtypes), [ticket], dtypes, stateful=False)
-    for result, shape in zip(results, shapes, strict=True):
-        result.set_shape(shape)
-    return list(results)
+        tickets = [
+            tf.numpy_function(functools.partial(_calls.start, part.submit, part.name), [tensors[i] for i in part.takes], tf.int64)
+            for part in parts
+        ]
+        found = tf.numpy_function(functools.partial(_calls.finish, kinds), tickets, [dtypes[i] for i in ordered], stateful=False)
+    results: list[Any] = [None] * len(dtypes)
+    for i, result in zip(ordered, found, strict=True):
+        result.set_shape(shapes[i])
+        results[i] = result
+    return results
 
 
 def _graph_name(kind: str, name: str | None, ignore_name_scope: bool) -> str:

@@ -76,11 +76,13 @@ def grouped_allreduce(
     name: str | None = None,
     *,
     tensor_names: Sequence[str] | None = None,
+    batches: Sequence[Sequence[int]] | None = None,
     kind: str = "grouped_allreduce",
 ) -> list[Any]:
     """`allreduce` of several tensors in one exchange, fused into one message a dtype. It begins when all ranks have all of them.
 
-    `tensor_names` are what the tensors are called in messages.
+    `tensor_names` are what the tensors are called in messages. `batches` cut the exchange into several, each of which begins when
+    all ranks have its tensors; ``tf.IndexedSlices`` are an exchange of their own.
     """
     if not tensors:
         return []
@@ -91,11 +93,6 @@ def grouped_allreduce(
     sparse = [i for i in range(len(tensors)) if i not in dense]
     results: list[Any] = [None] * len(tensors)
     names = list(tensor_names) if tensor_names is not None else None
-    if sparse:
-        scaled = (prescale_factor, postscale_factor) != (1.0, 1.0)
-        slices = _reduced_slices([tensors[i] for i in sparse], reduction, scaled, process_set, ignore_name_scope, name)
-        for i, result in zip(sparse, slices, strict=True):
-            results[i] = result
     if dense:
         packed = [compression.compress(tf.convert_to_tensor(tensors[i])) for i in dense]
         reduced = _reduce(
@@ -103,6 +100,7 @@ def grouped_allreduce(
             kind=kind,
             name=name,
             tensor_names=None if names is None else [names[i] for i in dense],
+            batches=None if batches is None else _among(dense, batches),
             op=reduction,
             prescale_factor=prescale_factor,
             postscale_factor=postscale_factor,
@@ -111,6 +109,11 @@ def grouped_allreduce(
         )
         for i, result, (_, ctx) in zip(dense, reduced, packed, strict=True):
             results[i] = compression.decompress(result, ctx)
+    if sparse:
+        scaled = (prescale_factor, postscale_factor) != (1.0, 1.0)
+        slices = _reduced_slices([tensors[i] for i in sparse], reduction, scaled, process_set, ignore_name_scope, name)
+        for i, result in zip(sparse, slices, strict=True):
+            results[i] = result
     return results
 
 
@@ -120,13 +123,14 @@ def _reduce(
     kind: str,
     name: str | None,
     tensor_names: list[str] | None,
+    batches: list[list[int]] | None,
     op: ReduceOp,
     prescale_factor: float,
     postscale_factor: float,
     process_set: ProcessSet,
     ignore_name_scope: bool,
 ) -> list[Any]:
-    def submit(parts: list[torch.Tensor], key: str | None) -> Any:
+    def submit(parts: list[torch.Tensor], key: str | None, batch: Sequence[int] = range(len(tensors))) -> Any:
         return engine.current().allreduce(
             parts,
             name=key,
@@ -134,7 +138,7 @@ def _reduce(
             prescale_factor=prescale_factor,
             postscale_factor=postscale_factor,
             process_set=process_set,
-            tensor_names=tensor_names or (),
+            tensor_names=() if tensor_names is None else [tensor_names[i] for i in batch],
         )
 
     def forward(*parts: Any) -> list[Any]:
@@ -146,6 +150,7 @@ def _reduce(
             shapes=[part.shape for part in parts],
             reduces=True,
             ignore_name_scope=ignore_name_scope,
+            batches=batches,
         )
 
     def backward(*upstream: Any) -> list[Any]:
@@ -156,6 +161,7 @@ def _reduce(
             kind=f"{kind}.gradient",
             name=derived(name, "gradient"),
             tensor_names=tensor_names,
+            batches=batches,
             op=op,
             prescale_factor=prescale_factor,
             postscale_factor=postscale_factor,
@@ -164,6 +170,13 @@ def _reduce(
         )
 
     return differentiable(tensors, forward, backward)
+
+
+def _among(kept: list[int], batches: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The batches of those that are kept, by their places among them."""
+    place = {i: number for number, i in enumerate(kept)}
+    cut = [[place[i] for i in batch if i in place] for batch in batches]
+    return [batch for batch in cut if batch]
 
 
 def _reduced_slices(

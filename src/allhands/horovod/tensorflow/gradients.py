@@ -80,20 +80,21 @@ class GradientReduction:
         ]
         wanted = [i for i, g in enumerate(gradients) if g is not None and not self.is_local(variables[i])]
         ready = {i: _dense(gradients[i]) if self.sparse_as_dense else gradients[i] for i in wanted}
-        for number, bucket in enumerate(self._buckets(ready, variables)):
-            reduced = grouped_allreduce(
-                [ready[i] for i in bucket],
-                op=self.op,
-                compression=self.compression,
-                prescale_factor=1.0 / self.predivide,
-                postscale_factor=self.predivide,
-                process_set=self.process_set,
-                ignore_name_scope=True,
-                name=f"{self.prefix}.{number}",
-                tensor_names=[f"gradient {i} of {_label(variables[i])}" for i in bucket],
-            )
-            for i, result in zip(bucket, reduced, strict=True):
-                results[i] = result
+        place = {i: number for number, i in enumerate(wanted)}
+        reduced = grouped_allreduce(
+            [ready[i] for i in wanted],
+            op=self.op,
+            compression=self.compression,
+            prescale_factor=1.0 / self.predivide,
+            postscale_factor=self.predivide,
+            process_set=self.process_set,
+            ignore_name_scope=True,
+            name=self.prefix,
+            tensor_names=[f"gradient {i} of {_label(variables[i])}" for i in wanted],
+            batches=[[place[i] for i in bucket] for bucket in self._buckets(ready, variables)],
+        )
+        for i, result in zip(wanted, reduced, strict=True):
+            results[i] = result
         return results
 
     def _local_one(self, gradient: Any) -> Any:
