@@ -53,7 +53,9 @@ test-tensorflow: $(TENSORFLOW)
 tensorflow-env: $(TENSORFLOW)
 
 # Apart, so that `make -j 2 lint` runs them side by side: types and pages each use one core.
-lint: lint-style lint-types lint-docs
+# Side by side; each part's output comes in one piece.
+lint: $(DEV)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync lint-style lint-types lint-docs
 lint-style: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

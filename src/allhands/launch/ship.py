@@ -91,9 +91,9 @@ def _pickler_class(with_torch: bool) -> Any:
 
         def reducer_override(self, value: Any) -> Any:
             # Modules that replace themselves by an object of a class of their own (torch.backends.cudnn) are still found by name.
-            replaced = isinstance(value, types.ModuleType) and type(value) is not types.ModuleType
-            if replaced and sys.modules.get(value.__name__) is value:
-                return importlib.import_module, (value.__name__,)
+            name = value.__name__ if isinstance(value, types.ModuleType) and type(value) is not types.ModuleType else ""
+            if name and sys.modules.get(name) is value:
+                return importlib.import_module, (name,)
             return super().reducer_override(value)
 
         def keep_beside(self, buffer: pickle.PickleBuffer) -> bool:
