@@ -367,3 +367,38 @@ def test_copies_of_what_is_not_sharded() -> None:
     plain = held(torch.zeros(3), {"tp": (1, 2), "dp_shard": (0, 3), "dp_replicate": (0, 1)}, None)
     assert (plain.copies, plain.first) == (6, False)
     assert copy.deepcopy(plain).pieces == plain.pieces
+
+
+# ---------------------------------------------------------------------- on GPUs
+
+ON_GPUS: dict[str, tuple[Strategy, float]] = {
+    "shards": (FSDP(), 1e-5),
+    "offloaded": (FSDP(cpu_offload=True, wrap={"min_params": 60}), 1e-5),
+    "computed again": (FSDP(checkpoint_activations=True, reshard_after_forward=False), 1e-5),
+    "copies": (Mesh(dp=2), 1e-5),
+    "bf16": (FSDP(param_dtype="bf16", reduce_dtype="fp32"), 3e-2),
+}
+
+
+def trained_on(device: str, cases: dict[str, tuple[Strategy, float]]) -> list[float]:
+    """How far each is from the hand-written loop in fp32."""
+    apart = []
+    for strategy, _ in cases.values():
+        model, plain = Tail(), Tail()
+        loaders = {"train": DataLoader(TensorDataset(*tensors(41)), 4), "valid": DataLoader(TensorDataset(*tensors(41)), 20)}
+        SupervisedRunner(device=device).train(
+            model=model, criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
+            distributed=strategy, workers=2, num_epochs=4, accumulate=2, clip_norm=0.3, loaders=loaders,
+        )  # fmt: skip
+        by_hand = torch.optim.SGD(plain.parameters(), lr=0.2, momentum=0.9)
+        batches = global_batches(41, 16, seed=42, shuffle=False)
+        train_by_hand(plain, nn.CrossEntropyLoss(), by_hand, tensors(41), batches, 12, 0.3)
+        apart.append(relative_difference(model.state_dict(), plain.state_dict()))
+    return apart
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.serial
+def test_two_gpus() -> None:
+    for (name, (_, bound)), apart in zip(ON_GPUS.items(), trained_on("cuda", ON_GPUS), strict=True):
+        assert apart < bound, name

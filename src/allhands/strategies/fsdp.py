@@ -113,7 +113,8 @@ class FSDP(Meshed):
             _check_memory(model, mesh.size(mesh.ndim - 1), world.local_world_size, _free_memory())
         output = self.output_dtype or ("fp32" if self.param_dtype in ("bf16", "fp16") else None)
         dtypes = [None if name is None else DTYPES[name] for name in (self.param_dtype, self.reduce_dtype, output)]
-        policy = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1], output_dtype=dtypes[2])
+        inner = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
+        outer = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1], output_dtype=dtypes[2])
         offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
         if self.buffer_dtype is not None:
             for module in model.modules():
@@ -127,7 +128,7 @@ class FSDP(Meshed):
                 _checkpoint(module)
             module.register_forward_hook(_without_views)
             fully_shard(
-                module, mesh=mesh, mp_policy=policy, offload_policy=offload,
+                module, mesh=mesh, mp_policy=outer if module is model else inner, offload_policy=offload,
                 reshard_after_forward=self.reshard_after_forward and module is not model,
                 ignored_params={p for p in module.parameters() if p.dim() == 0} or None,
             )  # fmt: skip

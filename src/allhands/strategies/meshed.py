@@ -119,6 +119,7 @@ class Meshed(Strategy):
 
     def prepare(self, model: nn.Module, world: World) -> nn.Module:
         self.world, self.degrees = world, self.degrees_for(world.world_size)
+        self._stepped = False
         self.at = self.degrees.coordinates(world.rank)
         self.mesh: DeviceMesh | None = self.degrees.layout(world) if world.world_size > 1 else None
         self.plain = model
@@ -199,22 +200,25 @@ class Meshed(Strategy):
         self._sum_loose(gradients)
         for name, local in self.local.items():
             gradient = gradients[name]
-            if gradient is not None and local.untyped_storage().data_ptr() != self._storage(name):
-                raise WorldError(f"PyTorch has moved the part of '{name}' that the optimizer works on; please report this")
+            if not self._stepped:
+                self._follow(name, local)
             local.grad = gradient
         if self.before_step is not None:
             self.before_step()
         if clip_norm is not None:
             self._clip(clip_norm)
         self._apply()
+        self._stepped = True
         for parameter in (*self.local.values(), *self.parameters.values()):
             parameter.grad = None
         return True
 
-    def _storage(self, name: str) -> int:
-        parameter = self.parameters[name]
-        part = getattr(parameter, "_local_tensor", parameter)
-        return part.untyped_storage().data_ptr()
+    def _follow(self, name: str, local: nn.Parameter) -> None:
+        """fully_shard may give a shard other memory in the first forward pass (where it pins it), and stays with that."""
+        part = getattr(self.parameters[name], "_local_tensor", None)
+        if part is not None and part.data_ptr() != local.data_ptr():
+            local.data = part.detach()
+            self.held[name] = self.held[name].with_local(local)
 
     def _gradient(self, name: str) -> torch.Tensor | None:
         """This rank's part of the gradient."""
