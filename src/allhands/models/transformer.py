@@ -96,20 +96,21 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(Layer(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab_size, bias=False)
-        self._start_weights(layers)
+        for name, parameter in self.named_parameters():
+            self.start_parameter(name, parameter)
         if tied:
             self.head.weight = self.embed.weight
 
-    def _start_weights(self, layers: int) -> None:
-        """GPT-2's: deviation 0.02, and less for what is added 2 x layers times, so that the sum keeps its size with depth."""
-        for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
-                continue
+    def start_parameter(self, name: str, parameter: Tensor) -> None:
+        """Initialise one parameter as GPT-2 does, in place.
+
+        Deviation 0.02, and less for what is added 2 x layers times, so that the sum keeps its size with depth.
+        """
+        if parameter.dim() >= 2:
             added = name.endswith(("attn.out.weight", "mlp.down.weight"))
-            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if added else 0.02)
-        for module in self.modules():
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * len(self.layers)) if added else 0.02)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.begin(tokens)

@@ -19,8 +19,10 @@ class Values:
     """Gives the parameters of a skeleton their values, some at a time, so that no rank need hold all of them at once.
 
     A model on the meta device has none: each layer that has parameters draws them by its ``reset_parameters``, in the order of
-    ``named_modules``, from generators seeded with ``derive_seed(seed, "model")``. That is what building the model plainly under
-    that seed gives where layers are made in the order in which the model holds them, and nothing initialises them again.
+    ``named_modules``, from generators seeded with ``derive_seed(seed, "model")``; then, where the model has a method
+    ``start_parameter(name, parameter)``, that is called for each in the order of ``named_parameters``. It is what building the
+    model plainly under that seed gives, where layers are made in the order in which the model holds them and nothing else
+    initialises them.
 
     Args:
         plain: the user's model; rank 0's values count.
@@ -118,13 +120,14 @@ class Drawn:
                 )
         self._states: dict[int, tuple[nn.Module, torch.Tensor]] = {}
         self._owners: dict[int, int] = {}
+        self._starts: dict[int, tuple[str, torch.Tensor]] = {}
         self._kept = list(skeleton.parameters())  # they have no values, and their ids name them only while they live
         generator = torch.get_rng_state()
         torch.default_generator.manual_seed(derive_seed(seed, "model"))
         try:
             for name, module in skeleton.named_modules():
-                own = [p for p in module._parameters.values() if p is not None and id(p) not in self._owners]
-                if not own:
+                all_of_it = [p for p in module._parameters.values() if p is not None]
+                if not all_of_it:
                     continue
                 if not callable(getattr(module, "reset_parameters", None)):
                     raise UserError(
@@ -132,8 +135,13 @@ class Drawn:
                         "reset_parameters() that would give them values; write one, or build the model on the CPU"
                     )
                 self._states[id(module)] = (module, torch.get_rng_state())
-                self._owners |= {id(p): id(module) for p in own}
-                self._draw(module)  # for what it leaves the generator at
+                for parameter in all_of_it:
+                    self._owners.setdefault(id(parameter), id(module))
+                self._draw(module)  # for what it leaves the generator at; tied weights too, which were made before they were tied
+            self._start = getattr(skeleton, "start_parameter", None)
+            for name, parameter in skeleton.named_parameters() if self._start is not None else ():
+                self._starts[id(parameter)] = (name, torch.get_rng_state())
+                self._start(name, torch.empty_like(parameter, device="cpu"))  # type: ignore[misc]
         finally:
             torch.set_rng_state(generator)
 
@@ -159,8 +167,14 @@ class Drawn:
             for owner in dict.fromkeys(self._owners[key] for key in ids):
                 module, state = self._states[owner]
                 torch.set_rng_state(state)
-                drawn = self._draw(module)
-                found |= {key: value.to(device) for key, value in drawn.items() if key in ids}
+                for key, value in self._draw(module).items():
+                    if key not in ids or self._owners[key] != owner:
+                        continue
+                    if key in self._starts:
+                        name, start = self._starts[key]
+                        torch.set_rng_state(start)
+                        self._start(name, value)  # type: ignore[misc]
+                    found[key] = value.to(device)
         finally:
             torch.set_rng_state(generator)
         return found
