@@ -30,12 +30,18 @@ def test_an_old_tensorflow_is_refused_by_its_version(monkeypatch: pytest.MonkeyP
         importlib.import_module(name)
 
 
-def test_keras_2_is_refused_by_the_variable_that_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [("TF_USE_LEGACY_KERAS", "1", "unset TF_USE_LEGACY_KERAS"), ("KERAS_BACKEND", "jax", "set KERAS_BACKEND=tensorflow")],
+)
+def test_another_keras_is_refused_by_the_variable_that_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
     new = types.ModuleType("tensorflow")
     new.__version__ = "2.21.0"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tensorflow", new)
-    monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
-    with pytest.raises(UserError, match="unset TF_USE_LEGACY_KERAS"):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(UserError, match=message):
         importlib.import_module(NAMES[0])
 
 

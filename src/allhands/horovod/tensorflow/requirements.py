@@ -16,7 +16,8 @@ def checked_tensorflow() -> Any:
     """The module ``tensorflow``.
 
     Raises:
-        UserError: it is not installed, older than 2.16, or told to use Keras 2; the message says what to install or unset.
+        UserError: it is not installed, older than 2.16, or Keras is told to be Keras 2 or on another backend; the message says what to
+            install, set or unset.
     """
     try:
         tensorflow = importlib.import_module("tensorflow")
@@ -34,6 +35,11 @@ def checked_tensorflow() -> Any:
         raise UserError(
             f"TF_USE_LEGACY_KERAS={os.environ['TF_USE_LEGACY_KERAS']} makes tf.keras Keras 2, and "
             "allhands.horovod.tensorflow needs Keras 3: unset TF_USE_LEGACY_KERAS"
+        )
+    backend = os.environ.get("KERAS_BACKEND") or "tensorflow"
+    if backend != "tensorflow":
+        raise UserError(
+            f"KERAS_BACKEND={backend}: allhands.horovod.tensorflow needs Keras on TensorFlow: set KERAS_BACKEND=tensorflow"
         )
     return tensorflow
 
