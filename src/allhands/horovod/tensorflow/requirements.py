@@ -16,8 +16,8 @@ def checked_tensorflow() -> Any:
     """The module ``tensorflow``.
 
     Raises:
-        UserError: it is not installed, older than 2.16, or Keras is told to be Keras 2 or on another backend; the message says what to
-            install, set or unset.
+        UserError: it is not installed, older than 2.16, or Keras is told to be Keras 2 or on another backend; the message says
+            what to install, set or unset.
     """
     try:
         tensorflow = importlib.import_module("tensorflow")
