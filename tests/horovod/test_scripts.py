@@ -31,7 +31,7 @@ def test_mnist(workers: int, options: list[str], shared_data: Path, tmp_path: Pa
     done = launch(*words, str(SCRIPTS / "mnist_torch.py"), "--data", str(shared_data), *options, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     (accuracy,) = re.findall(r"Test set: Average loss: [\d.]+, Accuracy: ([\d.]+)%", done.stdout)
-    assert float(accuracy) > 80
+    assert float(accuracy) > 75
     ends = re.findall(r"\[(\d)\] rank (\d) of (\d) ends with weights ([\d.]+)", done.stdout)
     assert sorted(end[0] for end in ends) == [str(rank) for rank in range(workers)]
     assert len({end[3] for end in ends}) == 1, "all ranks have the same weights"

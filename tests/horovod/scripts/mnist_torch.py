@@ -14,7 +14,7 @@ import horovod.torch as hvd
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--data", default=os.environ.get("ALLHANDS_DATA", "."))
-parser.add_argument("--samples", type=int, default=3000)
+parser.add_argument("--samples", type=int, default=4500)
 parser.add_argument("--batch-size", type=int, default=32)
 parser.add_argument("--epochs", type=int, default=1)
 parser.add_argument("--lr", type=float, default=0.01)
