@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from allhands.comm import calls
 from allhands.errors import UserError
 from allhands.federated.checkpoint import RoundMemory
 from allhands.federated.report import report
@@ -17,7 +16,7 @@ from allhands.federated.rounds import History, Rounds
 from allhands.runner import checkpoint
 from allhands.runner.agreement import SIGNALS, Agreement, requeue_if_asked
 from allhands.runner.announce import report_epoch
-from allhands.runner.callbacks import overridden
+from allhands.runner.callbacks import run_hooks
 from allhands.runner.loggers import Loggers
 from allhands.runner.reporter import Pace, Reporter
 from allhands.runner.schedule import Schedule, learning_rates
@@ -147,17 +146,17 @@ class Session:
         self.reporter.line(f"report in {path}")
 
     def _train(self, loggers: Loggers) -> None:
-        self._hook("on_train_start")
+        run_hooks(self.settings.callbacks, "on_train_start", self)
         while self.epoch < self.num_epochs and self._stop_reason is None and not self._signal:
             self._round(loggers)
         if self._signal:
             return
-        self._hook("on_train_end")
+        run_hooks(self.settings.callbacks, "on_train_end", self)
         if self._stop_reason is not None:
             self.reporter.line(f"stopped after round {self.epoch}: {self._stop_reason}")
 
     def _round(self, loggers: Loggers) -> None:
-        self._hook("on_epoch_start")
+        run_hooks(self.settings.callbacks, "on_epoch_start", self)
         rates = learning_rates(self.optimizer)
         measured = self.rounds.due(self.epoch)
         values = {"train": {"loss": math.nan}, **self.rounds.one_round()}
@@ -167,7 +166,7 @@ class Session:
         history.setdefault("lr", []).append(rates[0])
         improved = measured and self._update_best(values)
         if measured:
-            self._hook("on_epoch_end")
+            run_hooks(self.settings.callbacks, "on_epoch_end", self)
         if self.schedule.scheduler is not None and (measured or not self.schedule.needs_metric):
             self.schedule.step(self._main(values))
             self._set_options()
@@ -225,8 +224,8 @@ class Session:
         return values.get(self.valid_loader, {}).get(self.settings.main_metric, math.nan)
 
     def _update_best(self, values: Values) -> bool:
-        value, smaller = self._main(values), self.settings.minimize_metric
-        better = not math.isnan(value) and (self.best is None or (value < self.best if smaller else value > self.best))
+        value = self._main(values)
+        better = self.settings.is_better(value, self.best)
         if better:
             self.best, self.best_round = value, self.epoch
         return better
@@ -249,12 +248,6 @@ class Session:
             return
         for options, group in zip(self.rounds.work.local.optimizer.options, self.optimizer.param_groups, strict=True):
             options.update({key: group[key] for key in options if key in group})
-
-    def _hook(self, name: str) -> None:
-        for callback in overridden(self.settings.callbacks, name):
-            calls.position(("in", type(callback).__name__, name))
-            getattr(callback, name)(self)
-        calls.position("")
 
     def _announce(self) -> None:
         rounds, world = self.rounds, self.world

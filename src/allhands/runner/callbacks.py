@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from allhands.comm import calls
 from allhands.errors import UserError
 
 if TYPE_CHECKING:
@@ -93,3 +94,11 @@ class EarlyStopping(Callback):
 def overridden(callbacks: list[Callback], hook: str) -> list[Callback]:
     """The callbacks that do something at `hook`."""
     return [callback for callback in callbacks if getattr(type(callback), hook) is not getattr(Callback, hook)]
+
+
+def run_hooks(callbacks: list[Callback], hook: str, training: Any) -> None:
+    """Call `hook` of those that override it; where it is, is told should this rank be waited for."""
+    for callback in overridden(callbacks, hook):
+        calls.position(("in", type(callback).__name__, hook))
+        getattr(callback, hook)(training)
+    calls.position("")

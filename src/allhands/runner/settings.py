@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,6 +98,10 @@ class TrainSettings:
             raise UserError("resume='auto' looks for a checkpoint in the logdir; pass logdir=…")
         self._check_saving()
         self.data.check(self.seed)
+
+    def is_better(self, value: float, best: float | None) -> bool:
+        """Whether a value of `main_metric` beats the best so far (None: there is none yet); NaN never does."""
+        return not math.isnan(value) and (best is None or (value < best if self.minimize_metric else value > best))
 
     def _check_saving(self) -> None:
         every, minutes = self.save_every, self.save_minutes

@@ -18,7 +18,7 @@ from allhands.data import Feed, build_feeds, derive_seed, preserved_generators, 
 from allhands.errors import UserError
 from allhands.runner.agreement import SIGNALS, Agreement, requeue_if_asked
 from allhands.runner.announce import announce, report_epoch
-from allhands.runner.callbacks import overridden
+from allhands.runner.callbacks import overridden, run_hooks
 from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule, try_on
 from allhands.runner.logged import Logged
 from allhands.runner.loggers import Loggers
@@ -209,7 +209,7 @@ class Training:
 
     def _train(self, loggers: Loggers) -> str:
         """Run the epochs; says where the training ended."""
-        self._hook("on_train_start")
+        run_hooks(self.settings.callbacks, "on_train_start", self)
         try:
             while self.epoch < self.num_epochs and self._stop_reason is None and not self._signal:
                 self._run_epoch(loggers)
@@ -219,7 +219,7 @@ class Training:
             self.settings.strategy.sync_buffers()  # the model that is handed back is one for all ranks
         if self._signal:
             return where
-        self._hook("on_train_end")
+        run_hooks(self.settings.callbacks, "on_train_end", self)
         if self._stop_reason is not None:
             self.reporter.line(f"stopped {where}: {self._stop_reason}")
         return where
@@ -241,7 +241,7 @@ class Training:
             self.position = Position(rates=learning_rates(self.optimizer))
             # Dropout in this process: other draws in each epoch and on each rank, repeated when the run is.
             seed_everything(derive_seed(self.settings.seed, "train", self.epoch, self.stream))
-            self._hook("on_epoch_start")
+            run_hooks(self.settings.callbacks, "on_epoch_start", self)
         position, number = self.position, self.epoch + 1
         earlier = position.seconds
         for feed in self.trained:
@@ -264,7 +264,7 @@ class Training:
         self.position = None
         self._record(values, position.rates, time.perf_counter() - started + earlier)
         improved = self._update_best(values)
-        self._hook("on_epoch_end")
+        run_hooks(self.settings.callbacks, "on_epoch_end", self)
         if self.schedule.each_epoch:
             self.schedule.step(values[self.valid_loader][self.settings.main_metric])
         if self.settings.logdir is not None:
@@ -413,9 +413,7 @@ class Training:
 
     def _update_best(self, values: dict[str, dict[str, float]]) -> bool:
         value = values[self.valid_loader][self.settings.main_metric]
-        better = not math.isnan(value) and (
-            self.best is None or (value < self.best if self.settings.minimize_metric else value > self.best)
-        )
+        better = self.settings.is_better(value, self.best)
         if better:
             self.best, self.best_epoch = value, self.epoch
         return better
@@ -432,12 +430,6 @@ class Training:
             self.reporter.line(f"loaded the weights of the best epoch, {self.best_epoch}")
 
     # ------------------------------------------------------------------ small things
-
-    def _hook(self, name: str) -> None:
-        for callback in overridden(self.settings.callbacks, name):
-            calls.position(("in", type(callback).__name__, name))
-            getattr(callback, name)(self)
-        calls.position("")
 
     def _choose_valid_loader(self) -> str:
         if not self.trained:
