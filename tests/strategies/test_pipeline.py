@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from allhands import Callback, Mesh, Pipeline, SupervisedRunner, UserError
 from allhands.models import GPT, NextToken, ResNet18
+from allhands.strategies.pipeline_parts import by_parameters, chain_of, cut
 from tests.reference import global_batches, relative_difference, train_by_hand
 from tests.worlds import in_world
 
@@ -233,23 +235,51 @@ class Seen(Callback):
         self.running = training.metrics["train"].running_loss()
 
 
-def cut_by(balance: str) -> tuple[list[str], float, float]:
+def with_a_slow_part() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 90), nn.Linear(90, 90), nn.Linear(90, 7), Slow(), nn.Dropout(0.0), nn.Linear(7, 4))
+
+
+def cut_by_time() -> tuple[list[str], float, float]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 90), nn.Linear(90, 90), nn.Linear(90, 7), Slow(), nn.Dropout(0.0), nn.Linear(7, 4))
+    model = with_a_slow_part()
     x, y = labelled()
     seen = Seen()
     history = SupervisedRunner(device="cpu").train(
         model=model, criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), num_epochs=1,
-        loaders={"train": DataLoader(TensorDataset(x, y), BATCH)}, distributed=Pipeline(balance=balance), callbacks=[seen],
+        loaders={"train": DataLoader(TensorDataset(x, y), BATCH)}, distributed=Pipeline(balance="measured"), callbacks=[seen],
         verbose=False, metrics=["accuracy"], log_every=5,
     )  # fmt: skip
     return seen.names, history["train"]["loss"][0], seen.running
 
 
 def test_measured_stages_balance_time_and_not_parameters() -> None:
-    (_, loss, running), (second, _, _) = in_world(2, cut_by, "measured")
-    assert second == ["5.bias", "5.weight"]
-    (_, same_loss, _), (second, _, _) = in_world(2, cut_by, "parameters")
-    assert second == ["1.bias", "1.weight", "2.bias", "2.weight", "5.bias", "5.weight"]
-    assert same_loss == pytest.approx(loss, rel=1e-6)
+    parts = chain_of(with_a_slow_part())
+    _, second = cut(parts, 2, "auto", lambda: by_parameters(with_a_slow_part(), parts), nn.Sequential())
+    assert second[0].name == "1"
+    (_, loss, running), (names, _, _) = in_world(2, cut_by_time)
+    assert names == ["5.bias", "5.weight"]
     assert running == pytest.approx(loss)  # rank 0, the first stage, is told at every log
+
+
+class Stop(Callback):
+    def on_step_end(self, training: Any) -> None:
+        if training.step == 7:
+            training.stop("enough", now=True)
+
+
+def go_on(logdir: str, strategy: Any, epochs: int, *callbacks: Callback) -> dict[str, torch.Tensor]:
+    model = make_gpt()
+    SupervisedRunner(device="cpu").train(
+        model=model, criterion=NextToken(), optimizer=make_optimizer("sgd", model), num_epochs=epochs, verbose=False,
+        loaders={"train": DataLoader(TensorDataset(*words()), BATCH, shuffle=True)}, distributed=strategy, logdir=logdir,
+        resume="auto", callbacks=list(callbacks) or [Callback()],
+    )  # fmt: skip
+    return model.state_dict()
+
+
+def test_a_training_goes_on_with_other_stages_and_in_one_process(tmp_path: Path) -> None:
+    """Stopped in the middle of an epoch; the momentum of tied weights is known once."""
+    in_world(2, go_on, str(tmp_path), Pipeline(microbatches=4), EPOCHS, Stop())
+    in_world(3, go_on, str(tmp_path), Pipeline(schedule="interleaved", microbatches=3), EPOCHS - 1)
+    weights = go_on(str(tmp_path), None, EPOCHS)
+    assert relative_difference(weights, by_hand("zero_bubble")[0]) < 1e-6
