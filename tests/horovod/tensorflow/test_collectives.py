@@ -289,6 +289,30 @@ def test_torch_and_tensorflow_share_one_engine(workers: Workers) -> None:
     assert workers(_both_halves) == [[1.5, 1.5, 1.5]] * 2
 
 
+def _twice() -> str:
+    import torch
+
+    import allhands.horovod.torch as hvd_torch
+
+    text = ""
+    if hvd.rank() == 0:
+        handle = hvd_torch.allreduce_async(torch.ones(1), name="twice")
+        with pytest.raises(ValueError, match="wait for it") as refused:
+            hvd.allreduce(mine(1), name="twice")
+        text = str(refused.value)
+    hvd.barrier()
+    if hvd.rank() == 1:
+        handle = hvd_torch.allreduce_async(torch.ones(1), name="twice")
+    assert hvd_torch.synchronize(handle).item() == 1
+    return text
+
+
+def test_a_tensor_reduced_twice_at_once_is_named(workers: Workers) -> None:
+    text = workers(_twice)[0]
+    assert "'twice'" in text
+    assert "rank 0" in text
+
+
 def _xla() -> str:
     with pytest.raises(ValueError, match="set jit_compile=False") as refused:
         tf.function(lambda: hvd.allreduce(mine(1)), jit_compile=True)()
