@@ -203,10 +203,10 @@ class Meshed(Strategy):
             if not self._stepped:
                 self._follow(name, local)
             local.grad = gradient
-        if self.before_step is not None:
-            self.before_step()
         if clip_norm is not None:
             self._clip(clip_norm)
+        if self.before_step is not None:
+            self.before_step()
         self._apply()
         self._stepped = True
         for parameter in (*self.local.values(), *self.parameters.values()):
