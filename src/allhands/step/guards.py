@@ -11,10 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-import allhands
-
 _PLAIN = (bool, int, float, str, bytes, type(None))
-_OURS = (str(Path(torch.__file__).parent), str(Path(allhands.__file__).parent))
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 class HostState:
