@@ -111,6 +111,7 @@ class PipelineRun:
             self._hook(number, chunk)
         self._model = StagedModel(self.chunks, names)
         self._model.answer = self.evaluate
+        self._sharded = any(hasattr(parameter, "placements") for parameter in self._model.parameters())
         return self._model
 
     def _precision(self) -> AbstractContextManager[Any]:
@@ -157,8 +158,7 @@ class PipelineRun:
 
         Of parameters that fully_shard gathers, it would keep the whole stage's.
         """
-        sharded = any(hasattr(parameter, "placements") for parameter in self._model.parameters())
-        return nullcontext() if sharded else torch.autocast(self.device.type, enabled=False)
+        return nullcontext() if self._sharded else torch.autocast(self.device.type, enabled=False)
 
     def _run(self, shape: Any, run: list[tuple[int, MicroBatch]], forward: Forward, loss_of: LossOf) -> None:
         key = (shape, len(run))
@@ -177,7 +177,7 @@ class PipelineRun:
         arguments = (torch.arange(len(run)),) if self.rank == 0 else ()
         target = torch.arange(len(run)) if self.holds_last else None
         # With fully_shard, the first call of a schedule clears the gradients that earlier ones have left.
-        kept = [(p, p.grad) for p in self._model.parameters() if new and p.grad is not None]
+        kept = [(p, p.grad) for p in self._model.parameters() if p.grad is not None] if new else []
         for parameter, _ in kept:
             parameter.grad = None
         try:
