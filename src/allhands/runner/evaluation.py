@@ -46,11 +46,26 @@ def try_on(runner: SupervisedRunner, feed: Feed, precision: Precision, device: t
         Forward(runner, module, device)(batch)
 
 
-def loss_rule(criterion: Any, feed: Feed, runner: SupervisedRunner) -> LossRule:
-    """How the criterion counts on this loader's data."""
+def choose_valid_loader(feeds: Mapping[str, Feed], chosen: str | None) -> str:
+    """The loader whose metric decides: `chosen`, else "valid", else the first that is not trained on, else the trained one."""
+    trained = [name for name in feeds if name.startswith("train")]
+    if not trained:
+        raise UserError(f"no loader's name begins with 'train'; given are: {', '.join(feeds)}")
+    if chosen is None:
+        others = [name for name in feeds if name not in trained]
+        return "valid" if "valid" in feeds else others[0] if others else trained[0]
+    if chosen not in feeds:
+        raise UserError(f"valid_loader={chosen!r} is not among the loaders; given are: {', '.join(feeds)}")
+    return chosen
+
+
+def loss_rule(criterion: Any, feed: Feed, runner: SupervisedRunner, slices: Any = None) -> LossRule:
+    """How the criterion counts on this loader's data; `slices` as `Strategy.slices` gives it."""
     rule = LossRule(criterion)
     if feed.targets is not None and runner.takes_last_as_target:
         rule.use_samples_if_equal(feed.targets)
+    if slices is not None:
+        rule.call, rule.mean_call = slices.loss_function(rule.call), slices.loss_function(rule.mean_call)
     return rule
 
 

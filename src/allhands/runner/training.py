@@ -19,7 +19,7 @@ from allhands.errors import UserError
 from allhands.runner.agreement import SIGNALS, Agreement, requeue_if_asked
 from allhands.runner.announce import announce, report_epoch
 from allhands.runner.callbacks import overridden, run_hooks
-from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule, try_on
+from allhands.runner.evaluation import Forward, choose_valid_loader, evaluate_feed, loss_rule, try_on
 from allhands.runner.logged import Logged
 from allhands.runner.loggers import Loggers
 from allhands.runner.memory import Memory
@@ -85,7 +85,7 @@ class Training:
             settings.strategy.level,
         )
         self.trained = [feed for name, feed in self.feeds.items() if name.startswith("train")]
-        self.valid_loader = self._choose_valid_loader()
+        self.valid_loader = choose_valid_loader(self.feeds, settings.valid_loader)
         if not settings.strategy.takes_meta:
             self._to_device()
         self.precision = Precision(settings.precision, world.device)
@@ -103,11 +103,8 @@ class Training:
         if isinstance(self.criterion, nn.Module):
             self.criterion.to(world.device)
         self.forward = Forward(runner, self.wrapped, world.device)
-        self.rules = {name: loss_rule(self.criterion, feed, runner) for name, feed in self.feeds.items()}
         slices = settings.strategy.slices(world)
-        if slices is not None:
-            for rule in self.rules.values():
-                rule.call, rule.mean_call = slices.loss_function(rule.call), slices.loss_function(rule.mean_call)
+        self.rules = {name: loss_rule(self.criterion, feed, runner, slices) for name, feed in self.feeds.items()}
         self.schedule = Schedule(settings.scheduler)
         self.stream = settings.strategy.stream(world)
         counts = settings.strategy.counts(world)
@@ -430,17 +427,6 @@ class Training:
             self.reporter.line(f"loaded the weights of the best epoch, {self.best_epoch}")
 
     # ------------------------------------------------------------------ small things
-
-    def _choose_valid_loader(self) -> str:
-        if not self.trained:
-            raise UserError(f"no loader's name begins with 'train'; given are: {', '.join(self.feeds)}")
-        chosen = self.settings.valid_loader
-        if chosen is None:
-            others = [name for name in self.feeds if not name.startswith("train")]
-            return "valid" if "valid" in self.feeds else others[0] if others else self.trained[0].name
-        if chosen not in self.feeds:
-            raise UserError(f"valid_loader={chosen!r} is not among the loaders; given are: {', '.join(self.feeds)}")
-        return chosen
 
     def _to_device(self) -> None:
         self.model.to(self.world.device)

@@ -30,6 +30,13 @@ def refuse_going_on(why: str, again: str) -> None:
 
 def make_buffers_equal(model: nn.Module, world: World) -> None:
     """Average the running statistics of BatchNorm over the ranks; other buffers become those of rank 0."""
+    averaged, others = statistics_and_others(model)
+    mean_buffers(averaged, world)
+    broadcast_tensors(others, world)
+
+
+def statistics_and_others(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The buffers that are running means and variances, and the others."""
     averaged = [
         buffer
         for module in model.modules()
@@ -38,8 +45,7 @@ def make_buffers_equal(model: nn.Module, world: World) -> None:
         if buffer is not None
     ]
     averaged_ids = {id(buffer) for buffer in averaged}
-    mean_buffers(averaged, world)
-    broadcast_tensors([b for b in model.buffers() if id(b) not in averaged_ids], world)
+    return averaged, [b for b in model.buffers() if id(b) not in averaged_ids]
 
 
 def check_weights_equal(model: nn.Module, trained: Iterable[str], where: str) -> None:

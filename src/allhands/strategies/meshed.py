@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from allhands.comm import calls
 from allhands.errors import UserError, WorldError
 from allhands.step.update import update_function
-from allhands.strategies.alike import bit_sum
+from allhands.strategies.alike import bit_sum, statistics_and_others
 from allhands.strategies.base import Strategy
 from allhands.strategies.degrees import Degrees
 from allhands.strategies.held import Held, held, nowhere
@@ -290,7 +289,7 @@ class Meshed(Strategy):
     def sync_buffers(self) -> None:
         if self.degrees.dp == 1:
             return
-        averaged, others = _buffers(self.module)
+        averaged, others = statistics_and_others(self.module)
         for axis in ("dp_shard", "dp_replicate"):
             self._sum_over(axis, averaged)
         for value in averaged:
@@ -412,16 +411,3 @@ def _group_of_stages(mesh: DeviceMesh | None, stages: tuple[int, ...]) -> Any:
         if dist.get_rank() in ranks:
             mine = group
     return mine
-
-
-def _buffers(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Running statistics, of which the mean over the ranks is taken, and other buffers."""
-    averaged = [
-        buffer
-        for child in module.modules()
-        if isinstance(child, _NormBase) and child.track_running_stats
-        for buffer in (child.running_mean, child.running_var)
-        if buffer is not None
-    ]
-    ids = {id(buffer) for buffer in averaged}
-    return averaged, [buffer for buffer in module.buffers() if id(buffer) not in ids]
