@@ -193,8 +193,8 @@ class Engine:
             raise UserError(
                 f"a process set of the ranks {ranks} is in use already, number {same[0].process_set_id}; use that one"
             )
-        name = ",".join(map(str, ranks))
-        self.begin(name, Ask("add_set", splits=tuple(ranks)), global_process_set, [], [], process_set).wait()
+        # Without a name, so that ranks which give different ones are told at once.
+        self.begin(None, Ask("add_set", splits=tuple(ranks)), global_process_set, [], [], process_set).wait()
         return process_set
 
     def remove_set(self, process_set: ProcessSet) -> bool:

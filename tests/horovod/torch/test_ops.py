@@ -109,6 +109,7 @@ def sets() -> dict[str, Any]:
     else:
         found["not in it"] = refused(lambda: hvd.allreduce(torch.tensor(rank), process_set=outer), UserError)
     found["twice"] = refused(lambda: hvd.add_process_set([2, 0]), UserError)
+    found["differs"] = refused(lambda: hvd.add_process_set([0, 1] if rank else [1, 2]))
     found["removed"] = (hvd.remove_process_set(outer), hvd.remove_process_set(outer), outer.process_set_id)
     return found
 
@@ -239,6 +240,7 @@ def test_process_sets(world: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(found["sets"] for found in world):
         assert found["ids"] == {0: [0, 1, 2], 1: [0, 2]}
         assert "a process set of the ranks [0, 2] is in use already, number 1" in found["twice"]
+        assert "add_process_set: rank 0 gave the ranks (1, 2), ranks 1, 2 gave the ranks (0, 1)" in found["differs"]
         assert found["removed"] == (True, False, None)
         if rank == 1:
             assert "rank 1 is not in the process set [0, 2]" in found["not in it"]
