@@ -88,6 +88,7 @@ def test_batches_are_cut_by_samples() -> None:
     assert filled["y"][0].tolist() == [1, 2, 2]
     assert signature(filled) == signature(batch)
     assert signature(cut) != signature(batch)
-    for wrong, said in ((torch.zeros(2, 3), r"a tensor of shape \[2, 3\]"), (torch.zeros(()), r"a tensor of shape \[\]"), (7, "a int")):
+    two_rows, no_rows = r"a tensor of shape \[2, 3\]", r"a tensor of shape \[\]"
+    for wrong, said in ((torch.zeros(2, 3), two_rows), (torch.zeros(()), no_rows), (7, "a int")):
         with pytest.raises(UserError, match=f"each batch of 3 samples.*holds {said}"):
             rows_of((torch.zeros(3, 1), wrong), slice(0, 1), 3)
