@@ -54,7 +54,8 @@ def fsdp(sizes: dict[str, int], device: torch.device) -> Step:
     for module in model.modules():
         if isinstance(module, (nn.LayerNorm, nn.Linear, nn.Embedding)):
             module.reset_parameters()
-    model._start_weights(sizes["layers"])
+    for name, parameter in model.named_parameters():
+        model.start_parameter(name, parameter)
     optimizer = optimizer_for(list(model.parameters()), device)
 
     def step(tokens: Tensor, following: Tensor) -> None:
