@@ -98,13 +98,14 @@ def test_constraints_pin_every_direct_dependency():
 
 
 def test_third_party_imports_are_declared():
-    """Whatever src imports at its top is a dependency, or optional and imported where it is used; the modules for real sites are
-    imported only where their extra is installed."""
+    """Whatever src imports at its top is a dependency, or optional and imported where it is used; the modules for real sites and
+    for TensorFlow are imported only where their extra is installed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     everywhere = project["dependencies"]
-    modules = {"yaml": "pyyaml"}
+    modules = {"yaml": "pyyaml", "keras": "tensorflow"}  # Keras 3 comes with TensorFlow
     for path in (ROOT / "src").rglob("*.py"):
-        extra = project["optional-dependencies"]["flower"] if path.parent.name == "sites" else []
+        extras = {"sites": "flower", "tensorflow": "tensorflow", "keras": "tensorflow"}
+        extra = project["optional-dependencies"][extras[path.parent.name]] if path.parent.name in extras else []
         declared = {re.split(r"[\[<>=,; ]", line)[0].lower() for line in everywhere + extra}
         for line in path.read_text().splitlines():
             match = re.match(r"(?:import|from) ([a-z_0-9]+)", line)
