@@ -1,4 +1,4 @@
-"""Stages on GPUs under nccl: the same weights as a hand-written loop on one GPU, alone and with copies and shards; bf16."""
+"""Stages on GPUs under nccl: the same weights as a loop by hand on one GPU, alone and with copies and shards; bf16."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from allhands import Mesh, Pipeline, SupervisedRunner
-from allhands.models import NextToken
+from allhands.models import GPT, NextToken
 from tests.reference import global_batches, relative_difference, train_by_hand
-from tests.strategies.test_pipeline import BATCH, SAMPLES, make_gpt, words
+from tests.strategies.test_pipeline import BATCH, LENGTH, SAMPLES, VOCABULARY, away_from_zero, words
 
 pytestmark = [pytest.mark.gpu, pytest.mark.serial]
+
+
+def make_gpt() -> nn.Module:
+    """Heads of 8 features, since fused attention in bf16 works on multiples of 8."""
+    torch.manual_seed(3)
+    return away_from_zero(GPT(VOCABULARY, LENGTH, layers=6, heads=4, width=32))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -58,7 +64,15 @@ def test_stages_with_copies_and_with_shards_on_four_cards_equal_it_too(dp: Any) 
 
 
 @pytest.mark.gpu(2)
-def test_bf16_and_measured_stages_learn_as_fp32_does() -> None:
+def test_measured_stages_on_two_cards_equal_it_too() -> None:
+    model, _ = train(Pipeline(microbatches=4, balance="measured"), 2, 4)
+    assert relative_difference(model.state_dict(), by_hand(1).state_dict()) < 1e-5
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize("balance", ["parameters", "measured"])
+def test_bf16_learns_as_fp32_does(balance: str) -> None:
     _, exact = train(Pipeline(microbatches=4), 2, 4)
-    _, narrow = train(Pipeline(microbatches=4, balance="measured"), 2, 4, precision="bf16")
+    _, narrow = train(Pipeline(microbatches=4, balance=balance), 2, 4, precision="bf16")
     assert narrow["train"]["loss"][-1] == pytest.approx(exact["train"]["loss"][-1], rel=0.02)
