@@ -43,8 +43,9 @@ class Region:
             generator.set_state(state)
         self._states = []
 
-    def close_after_error(self, _1: object, _2: object, output: object) -> None:
-        """A forward hook: close when the forward pass was left half way, where there is no output."""
+    def close_after_error(self, output: object) -> None:
+        """Close when a module was left half way, and so gave nothing: by an error, or by activation checkpointing, which computes
+        a layer again only as far as it must."""
         if output is None:
             self.close()
 

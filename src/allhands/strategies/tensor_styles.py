@@ -49,7 +49,9 @@ def split(
             _KINDS[style.kind](name, module, mesh, region, sequence)
         if style is not None and style.kind == "colwise":
             # Where the forward pass is left half way: by an error, or by checkpointing, which has what it wanted.
-            modules[name.rpartition(".")[0]].register_forward_hook(region.close_after_error, always_call=True)
+            modules[name.rpartition(".")[0]].register_forward_hook(
+                lambda *seen: region.close_after_error(seen[-1]), always_call=True
+            )
             for key, parameter in module.named_parameters(recurse=False) if style.parts > 1 else ():
                 orders[f"{name}.{key}"] = by_rank(torch.arange(parameter.shape[0]), style.parts, mesh.size())
     model.register_forward_pre_hook(lambda *_: region.close())
@@ -155,7 +157,8 @@ class Split(ABC):
         self._before.append((module, key, module.__dict__.get(key, _NOTHING)))
         module.__dict__[key] = value
 
-    def _unshadow(self, *_: Any) -> None:
+    def _unshadow(self, _1: nn.Module, _2: Any, output: Any) -> None:
+        self.region.close_after_error(output)
         while self._before:
             owner, key, value = self._before.pop()
             if value is _NOTHING:
@@ -207,7 +210,7 @@ class Rowwise(Split):
                 f"{x.shape[-1]}; make the module before it 'colwise', or this one 'replicate'"
             )
         if self.sequence:
-            _check_sequence(self.name, x)
+            _check_sequence(self.name, x, self.mesh.size())
         self.region.close()
         self._bias = module.__dict__.get("bias")
         self.shadow(module, "bias", None)  # added once, after the sum
@@ -280,11 +283,11 @@ class Sequence(Split):
     _form: DTensor | None = None
 
     def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        x = self.only(inputs)
+        x, self._form = self.only(inputs), None
         if self.follows and not isinstance(x, DTensor):
             return inputs
         self.region.refuse_inside(self.name, "sequence")
-        _check_sequence(self.name, x)
+        _check_sequence(self.name, x, self.mesh.size())
         self._form = x = _split_sequence(x, self.mesh)
         if module.training and torch.is_grad_enabled() and not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             self.region.open(self.name, draws=True)
@@ -309,10 +312,15 @@ class Whole(Split):
         return tuple(_whole_sequence(x) for x in inputs)
 
 
-def _check_sequence(name: str, x: torch.Tensor) -> None:
+def _check_sequence(name: str, x: torch.Tensor, tp: int) -> None:
     if x.dim() <= _SEQUENCE + 1:
         raise UserError(f"sequence_parallel=True splits N x T x width along T, and '{name}' got shape {list(x.shape)}; set "
                         "sequence_parallel=False")  # fmt: skip
+    length = x.shape[_SEQUENCE]
+    filled = -(-length // max(1, -(-length // tp)))
+    if filled < tp:
+        raise UserError(f"sequence_parallel=True splits {length} tokens over tp={tp}, which leaves {tp - filled} of the workers "
+                        f"without any; set tp to {filled} or less, or sequence_parallel=False")  # fmt: skip
 
 
 def _split_sequence(x: Any, mesh: DeviceMesh) -> Any:
