@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allhands import DDP, DP, FSDP, KVStore, LocalSGD, Single, Tensor, UserError, World
+from allhands import DDP, DP, FSDP, KVStore, LocalSGD, Pipeline, Single, Tensor, UserError, World
 from allhands.strategies import STRATEGIES, strategy_named
 
 
@@ -20,6 +20,7 @@ def test_names_and_typos() -> None:
         "local_sgd": LocalSGD,
         "fsdp": FSDP,
         "tensor": Tensor,
+        "pipeline": Pipeline,
     }
     with pytest.raises(UserError, match=r"no strategy 'dpp'; did you mean 'd"):
         strategy_named("dpp")
