@@ -1,4 +1,4 @@
-"""The GPT's run file: the same numbers under strategies that cut the model, and a checkpoint of one that goes on under another."""
+"""The GPT's run file: the same numbers under strategies that cut the model, and a checkpoint that goes on under another."""
 
 from __future__ import annotations
 
