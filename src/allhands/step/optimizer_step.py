@@ -187,6 +187,7 @@ class OptimizerStep:
             self._explain(error)
             raise
         self._observe(output, target, loss, factor, count)
+        del output  # a language model's is among its largest tensors, and the backward pass needs it only where the loss does
         # The weight enters as the gradient of the loss, which costs nothing; multiplying the loss would add an operation.
         scaler = self.precision.scaler
         with self.label("backward"):
