@@ -171,13 +171,13 @@ def test_a_result_that_nobody_reads_does_not_stop_the_next_call(workers: Workers
 def _many() -> float:
     @tf.function
     def step() -> Any:
-        return tf.add_n([hvd.allreduce(mine(1)) for _ in range(300)])
+        return tf.add_n([hvd.allreduce(mine(1)) for _ in range(100)])
 
     return step().numpy().item()
 
 
-def test_hundreds_of_calls_in_one_function_are_all_read(workers: Workers) -> None:
-    assert workers(_many) == [450.0, 450.0]
+def test_a_hundred_calls_in_one_function_are_all_read(workers: Workers) -> None:
+    assert workers(_many) == [150.0, 150.0]
 
 
 def _slopes() -> list[Any]:
