@@ -336,6 +336,16 @@ def test_a_model_on_the_meta_device_needs_a_place_for_its_weights() -> None:
             )  # fmt: skip
 
 
+def test_a_model_on_the_meta_device_cannot_be_applied() -> None:
+    with torch.device("meta"):
+        runner = SupervisedRunner(MLP(6, (8,), 7), device="cpu")
+    x, y = tensors(8)
+    with pytest.raises(UserError, match=r"predict computes with the whole model.*load_checkpoint\(logdir\)"):
+        runner.predict(dataset=TensorDataset(x))
+    with pytest.raises(UserError, match="evaluate computes with the whole model"):
+        runner.evaluate(criterion=nn.CrossEntropyLoss(), datasets={"batch_size": 4, "valid": TensorDataset(x, y)})
+
+
 # ---------------------------------------------------------------------- refused
 
 

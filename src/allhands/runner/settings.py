@@ -175,6 +175,15 @@ def check_meta(settings: TrainSettings) -> None:
         )
 
 
+def check_values(model: nn.Module, method: str) -> None:
+    """Raise `UserError` for a model on the meta device, which has no weights to compute with."""
+    if is_meta(model):
+        raise UserError(
+            f"{method} computes with the whole model on each worker, and this one is on the meta device; load the weights of a "
+            "checkpoint: model.to_empty(device='cpu').load_state_dict(allhands.load_checkpoint(logdir)['model'])"
+        )
+
+
 def callback_list(callbacks: Any) -> list[Callback]:
     """Callbacks as a list, from a list, a dict (its values), one callback, or None."""
     if callbacks is None:

@@ -17,7 +17,7 @@ from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule, predic
 from allhands.runner.loggers import prepare_logdir
 from allhands.runner.metrics import LoaderMetrics, named_metrics
 from allhands.runner.reporter import Reporter
-from allhands.runner.settings import Data, TrainSettings, callback_list, check_meta, check_model, is_meta
+from allhands.runner.settings import Data, TrainSettings, callback_list, check_meta, check_model, check_values, is_meta
 from allhands.runner.training import History, Training
 from allhands.step import Precision
 from allhands.strategies import Strategy
@@ -239,6 +239,7 @@ class SupervisedRunner:
         chosen = self._model(model)
         if not callable(criterion):
             raise UserError("evaluate needs a criterion, such as torch.nn.CrossEntropyLoss()")
+        check_values(chosen, "evaluate")
         data, named = Data(loaders, datasets), named_metrics(metrics)
         data.check(seed)
         return self._plan(distributed, workers).run(
@@ -274,6 +275,7 @@ class SupervisedRunner:
             UserError: a loader with drop_last=True, which would lose rows; an output whose first dimension is no batch.
         """
         chosen = self._model(model)
+        check_values(chosen, "predict")
         if (loader is None) == (dataset is None):
             raise UserError("predict needs either loader= or dataset=")
         data = (
