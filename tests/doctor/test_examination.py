@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,7 +71,8 @@ class Failing(Contact):
 def test_a_host_that_goes_away_meanwhile(op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination, "Contact", Failing)
     monkeypatch.setattr(Failing, "fails_at", op)
-    before = set(Path("/tmp").glob("allhands-ssh-*"))
+    mark = secrets.token_hex(6)  # other tests connect at the same time
+    monkeypatch.setattr("allhands.launch.ssh.secrets", SimpleNamespace(token_hex=lambda n: mark + secrets.token_hex(n - 6)))
     request = Request(read_hosts("d1,d2,d3"), folder=str(tmp_path))
     report = examine(request)
     gone = [one for one in report.problems if one.host == "d2"]
@@ -78,7 +81,7 @@ def test_a_host_that_goes_away_meanwhile(op: str, tmp_path: Path, monkeypatch: p
         assert {"ssh", "python", "network", "folder"} <= {one.check for one in report.findings if one.host == host}
     (reduced,) = [one for one in report.findings if one.check == "all-reduce"]
     assert reduced.found == "not tried: d2 could not be examined"
-    assert set(Path("/tmp").glob("allhands-ssh-*")) <= before
+    assert not list(Path("/tmp").glob(f"allhands-ssh-{mark}*"))
     assert list(tmp_path.iterdir()) == []
 
 

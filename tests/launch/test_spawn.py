@@ -165,11 +165,12 @@ def test_an_exception_in_the_caller_stops_the_workers() -> None:
     def refuse(rank: int, message: Any) -> None:
         raise KeyboardInterrupt
 
+    before = set(children(os.getpid()))  # other files' tests may have left some to themselves
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         spawn(work, workers=2, on_message=refuse)
     assert time.monotonic() - started < 15
-    assert not children(os.getpid())
+    assert set(children(os.getpid())) <= before
 
 
 def test_from_another_thread() -> None:
