@@ -6,6 +6,7 @@ from allhands.data.build import Source, build_feeds, sources_from_datasets, sour
 from allhands.data.feed import Feed
 from allhands.data.order import Dealer, global_order, share_of
 from allhands.data.random import derive_seed, preserved_generators, seed_everything
+from allhands.data.trees import map_tensors
 
 __all__ = [
     "Dealer",
@@ -14,6 +15,7 @@ __all__ = [
     "build_feeds",
     "derive_seed",
     "global_order",
+    "map_tensors",
     "preserved_generators",
     "seed_everything",
     "share_of",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from allhands.comm import all_gather_rows, all_gather_text
-from allhands.data import Feed
+from allhands.data import Feed, map_tensors
 from allhands.errors import UserError
 from allhands.runner.metrics import LoaderMetrics
 from allhands.runner.reporter import Pace, Reporter
@@ -67,19 +67,6 @@ def loss_rule(criterion: Any, feed: Feed, runner: SupervisedRunner, slices: Any 
     if slices is not None:
         rule.call, rule.mean_call = slices.loss_function(rule.call), slices.loss_function(rule.mean_call)
     return rule
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A tree of dicts, lists and tuples with each of its tensors changed; what is no tensor stays."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: map_tensors(item, change) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(item, change) for item in value)
-    return value
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from allhands.errors import UserError
-from allhands.step import RecordedSteps
+from allhands.step import RecordedSteps, cannot_record
 
 if TYPE_CHECKING:
     from allhands.runner.training import Training
@@ -31,7 +30,7 @@ def recorded_steps(training: Training, own_batches: bool, shows: bool) -> Record
     refusal = _refusal(training, own_batches and not insist)
     if refusal is not None:
         if insist:
-            raise UserError(f"step='graph': the step cannot be recorded, since {refusal}; change that, or write step='auto'")
+            raise cannot_record(refusal)
         if training.world.device.type == "cuda":
             training.reporter.line(f"step: eager, since {refusal}")
         return None

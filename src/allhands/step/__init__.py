@@ -5,6 +5,15 @@ from __future__ import annotations
 from allhands.step.loss import LossRule, NonFiniteLossError
 from allhands.step.optimizer_step import OptimizerStep
 from allhands.step.precision import PRECISIONS, Precision
-from allhands.step.recorded import STEPS, RecordedSteps
+from allhands.step.recorded import STEPS, RecordedSteps, cannot_record
 
-__all__ = ["PRECISIONS", "STEPS", "LossRule", "NonFiniteLossError", "OptimizerStep", "Precision", "RecordedSteps"]
+__all__ = [
+    "PRECISIONS",
+    "STEPS",
+    "LossRule",
+    "NonFiniteLossError",
+    "OptimizerStep",
+    "Precision",
+    "RecordedSteps",
+    "cannot_record",
+]

@@ -28,6 +28,11 @@ _GRAPHS = 8  # shapes that are recorded; more of them mean that nearly every ste
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 
+def cannot_record(reason: str) -> UserError:
+    """The error where ``step="graph"`` was asked for; `reason` is the end of a sentence."""
+    return UserError(f"step='graph': the step cannot be recorded, since {reason}; change that, or write step='auto'")
+
+
 class RecordedSteps:
     """Takes optimizer steps, from records where there is one for the shapes of the micro-batches.
 
@@ -184,7 +189,7 @@ class RecordedSteps:
 
     def _give_up(self, reason: str) -> None:
         if self.insist:
-            raise UserError(f"step='graph': the step cannot be recorded, since {reason}; change that, or write step='auto'")
+            raise cannot_record(reason)
         self.reason = reason
         self._records.clear()
         self.say(f"step: eager, since {reason}")

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from allhands.data import map_tensors
 from allhands.errors import UserError
 from allhands.strategies.base import OutputElsewhere
 from allhands.strategies.pipeline_parts import Part
-from allhands.strategies.pipeline_stage import Ghost, StagedModel, mapped, signature, stage_module
+from allhands.strategies.pipeline_stage import Ghost, StagedModel, signature, stage_module
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 # Schedules, each with its buffers, that are kept for the shapes of micro-batches that may come again.
@@ -231,7 +232,7 @@ class PipelineRun:
         if micro.count == 0:
             return (output.float() * 0).sum()
         if micro.filled is not micro.batch:
-            output = mapped(output, lambda tensor: tensor[: micro.count])
+            output = map_tensors(output, lambda tensor: tensor[: micro.count])
         asked = 0
 
         def give(_: Any) -> Any:

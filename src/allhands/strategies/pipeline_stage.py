@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from allhands.data import map_tensors
 from allhands.errors import UserError
 from allhands.strategies.pipeline_parts import Part, pruned
 
@@ -96,7 +97,7 @@ class Ghost:
         return self._known[key]
 
     def _find(self, value: Any) -> list[torch.Tensor]:
-        given = mapped(value, self._like)
+        given = map_tensors(value, self._like)
         found = []
         with self.mode:
             for number, parts in enumerate(self.stages[:-1]):
@@ -170,19 +171,6 @@ def _merged(one: nn.Module, other: nn.Module) -> nn.Module:
 
 
 # ------------------------------------------------------------------ trees of tensors
-
-
-def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """A tree of dicts, lists and tuples with each of its tensors changed; what is no tensor stays."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: mapped(item, change) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(item, change) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(mapped(item, change) for item in value)
-    return value
 
 
 def signature(value: Any) -> Signature:

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from allhands.data import build_feeds, preserved_generators, seed_everything
+from allhands.data import build_feeds, map_tensors, preserved_generators, seed_everything
 from allhands.data.agree import checksum
 from allhands.errors import UserError
 from allhands.launch import ship
-from allhands.runner.evaluation import Forward, loss_rule, map_tensors
+from allhands.runner.evaluation import Forward, loss_rule
 from allhands.step import LossRule
 from allhands.verify.recording import tensors_of
 from allhands.world import World, current_world, finalize, init

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from allhands.data import Feed, Source
+from allhands.data import Feed, Source, map_tensors
 from allhands.errors import UserError, WorldError
 from allhands.launch import ship
 from allhands.launch.unpicklable import explain
-from allhands.runner.evaluation import map_tensors
 from allhands.runner.reporter import Reporter
 from allhands.runner.settings import Data, TrainSettings
 from allhands.runner.training import Training
