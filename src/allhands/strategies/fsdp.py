@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from allhands.errors import UserError
+from allhands.step.blocks import CONTAINERS, layers, named
 from allhands.strategies.degrees import Degrees
 from allhands.strategies.meshed import Meshed
 from allhands.world import World
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from allhands.strategies.values import Values
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NO_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 # What training keeps of a parameter on the processor under cpu_offload, in its sizes: itself, its gradient, two moments.
 _KEPT = 4
 
@@ -102,7 +101,7 @@ class FSDP(Meshed):
         if isinstance(self.wrap, int):
             return _by_size(model, self.wrap, outside)
         if isinstance(self.wrap, str):
-            return [(name, module) for name, module in _layers(model) if not outside(module)]
+            return [(name, module) for name, module in layers(model) if not outside(module)]
         return _by_name(model, self.wrap, outside)
 
     def shard(self, model: nn.Module, mesh: DeviceMesh, values: Values, world: World) -> None:
@@ -151,17 +150,6 @@ def _wrapping(wrap: Any) -> str | list[str] | int:
     return names
 
 
-def _layers(model: nn.Module, prefix: str = "") -> Iterable[tuple[str, nn.Module]]:
-    """The children with parameters of the outermost lists and sequences of layers."""
-    for name, child in model.named_children():
-        path = f"{prefix}{name}"
-        in_list = isinstance(model, (nn.ModuleList, nn.Sequential))
-        if in_list and not isinstance(child, _NO_FORWARD) and _has_parameters(child):
-            yield path, child
-        else:
-            yield from _layers(child, f"{path}.")
-
-
 def _by_size(model: nn.Module, least: int, outside: Any) -> list[tuple[str, nn.Module]]:
     chosen: list[tuple[str, nn.Module]] = []
     taken: set[int] = set()
@@ -170,7 +158,7 @@ def _by_size(model: nn.Module, least: int, outside: Any) -> list[tuple[str, nn.M
         for name, child in module.named_children():
             visit(child, f"{path}.{name}" if path else name)
         left = [p for p in module.parameters() if id(p) not in taken]
-        if module is model or isinstance(module, _NO_FORWARD) or outside(module) or sum(p.numel() for p in left) < least:
+        if module is model or isinstance(module, CONTAINERS) or outside(module) or sum(p.numel() for p in left) < least:
             return
         taken.update(map(id, left))
         chosen.append((path, module))
@@ -180,24 +168,8 @@ def _by_size(model: nn.Module, least: int, outside: Any) -> list[tuple[str, nn.M
 
 
 def _by_name(model: nn.Module, wanted: list[str], outside: Any) -> list[tuple[str, nn.Module]]:
-    modules = {name: module for name, module in model.named_modules() if module is not model}
-    classes = {type(module).__name__ for module in modules.values()}
-    for name in wanted:
-        if name not in modules and name not in classes:
-            near = difflib.get_close_matches(name, [*classes, *modules], n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else "."
-            raise UserError(
-                f"FSDP(wrap=…) names '{name}', and the model has no module and no class of that name{hint} Its classes are: "
-                f"{', '.join(sorted(classes))}"
-            )
-    found = [
-        (name, module)
-        for name, module in modules.items()
-        if (name in wanted or type(module).__name__ in wanted) and _has_parameters(module)
-    ]
+    found = list(named(model, wanted, "FSDP(wrap=…)"))
     for name, module in found:
-        if isinstance(module, _NO_FORWARD):
-            raise UserError(f"FSDP(wrap=…) names '{name}', a {type(module).__name__}, which is never called; name its members")
         if torn := outside(module):
             raise UserError(
                 f"FSDP(wrap=…) names '{name}', whose parameter '{torn}' is also used outside of it (tied weights); leave it out "
@@ -223,10 +195,6 @@ def _shared_outside(model: nn.Module) -> Any:
         return next((name for name, p in module.named_parameters() if inside[id(p)] < uses[id(p)]), None)
 
     return outside
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 class _Itself(torch.autograd.Function):
