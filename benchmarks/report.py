@@ -48,12 +48,13 @@ def _gpus() -> list[str]:
     return [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
 
 
-def save_json(name: str, result: dict[str, Any]) -> Path:
-    """Write ``results/NAME.json``."""
+def save_json(name: str, result: dict[str, Any], quiet: bool = False) -> Path:
+    """Write ``results/NAME.json``, and say so unless `quiet`."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {path.relative_to(RESULTS.parent.parent)}")
+    if not quiet:
+        print(f"written to {path.relative_to(RESULTS.parent.parent)}")
     return path
 
 
