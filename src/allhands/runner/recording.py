@@ -9,34 +9,44 @@ from allhands.step import RecordedSteps, cannot_record
 if TYPE_CHECKING:
     from allhands.runner.training import Training
 
-_STRATEGIES = ("single", "ddp")
 
-
-def recorded_steps(training: Training, own_batches: bool, shows: bool) -> RecordedSteps | None:
-    """What takes the steps of a training from records; None where each is asked for anew.
+def records_steps(training: Training, own_batches: bool) -> bool:
+    """Whether the steps of a training are to be recorded; to be asked before its strategy is bound to the model.
 
     Args:
-        training: its model, strategy and optimizer are in place.
+        training: its settings, world and precision are in place.
         own_batches: the runner's ``handle_batch`` is the user's own.
-        shows: callbacks run after each step.
 
     Raises:
         UserError: ``step="graph"``, and this training's steps cannot be recorded.
     """
     asked = training.settings.step
     if asked == "eager":
-        return None
+        return False
     insist = asked == "graph"
     refusal = _refusal(training, own_batches and not insist)
-    if refusal is not None:
-        if insist:
-            raise cannot_record(refusal)
-        if training.world.device.type == "cuda":
-            training.reporter.line(f"step: eager, since {refusal}")
+    if refusal is None:
+        return True
+    if insist:
+        raise cannot_record(refusal)
+    if training.world.device.type == "cuda":
+        training.reporter.line(f"step: eager, since {refusal}")
+    return False
+
+
+def recorded_steps(training: Training, shows: bool) -> RecordedSteps | None:
+    """What takes the steps of a training from records; None where each is asked for anew.
+
+    Args:
+        training: its model, strategy and optimizer are in place.
+        shows: callbacks run after each step.
+    """
+    if not training.settings.strategy.records:
         return None
     return RecordedSteps(
         training.model, training.criterion, training.optimizer, training.world.device,
-        keeps=bool(training.settings.metrics), shows=shows, insist=insist, say=training.reporter.line,
+        keeps=bool(training.settings.metrics), shows=shows, insist=training.settings.step == "graph",
+        say=training.reporter.line,
     )  # fmt: skip
 
 
@@ -44,10 +54,9 @@ def _refusal(training: Training, own_batches: bool) -> str | None:
     world, strategy = training.world, training.settings.strategy
     if world.device.type != "cuda":
         return f"the device is '{world.device.type}', and CUDA graphs are what steps are recorded in"
-    if strategy.name not in _STRATEGIES:
-        return f"strategy '{strategy.name}' is not among those whose steps are recorded ({', '.join(_STRATEGIES)})"
-    if world.world_size > 1:
-        return f"there are {world.world_size} workers, and the exchange between workers is not recorded"
+    refused = strategy.recording_refused(training.settings.model, world)
+    if refused is not None:
+        return refused
     if training.precision.scaler is not None:
         return "precision='fp16' looks at its gradients on the host; precision='bf16' does not"
     return (

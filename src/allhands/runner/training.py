@@ -25,7 +25,7 @@ from allhands.runner.loggers import Loggers
 from allhands.runner.memory import Memory
 from allhands.runner.metrics import LoaderMetrics
 from allhands.runner.position import Position
-from allhands.runner.recording import recorded_steps
+from allhands.runner.recording import recorded_steps, records_steps
 from allhands.runner.reporter import Pace, Reporter
 from allhands.runner.schedule import Schedule, learning_rates
 from allhands.runner.settings import TrainSettings
@@ -94,6 +94,7 @@ class Training:
                 f"precision='fp16' scales the loss, and strategy '{settings.strategy.name}' takes the optimizer's step where the "
                 "scale is not known; write precision='bf16', or KVStore(update='worker')"
             )
+        settings.strategy.records = records_steps(self, not runner.plain_batches)
         settings.strategy.seed = settings.seed
         settings.strategy.try_on = partial(try_on, runner, self.trained[0], self.precision, world.device)
         self.wrapped = settings.strategy.prepare(self.model, world)
@@ -113,7 +114,7 @@ class Training:
             for name, feed in self.feeds.items()
         }
         self._step_hooks = overridden(settings.callbacks, "on_step_end")
-        self.recorded = recorded_steps(self, not runner.plain_batches, bool(self._step_hooks))
+        self.recorded = recorded_steps(self, bool(self._step_hooks))
         self.logged = Logged(world)
         self.profile = None
         if settings.profile is not None and settings.logdir is not None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +44,6 @@ class HostState:
                 return f"it draws from {name} on the processor, which a replay would not"
         return None
 
-    def restore(self) -> None:
-        """Put everything back."""
-        for (_, module), before in zip(self._modules, self._attributes, strict=True):
-            for attribute in set(_plain(module)) - set(before):
-                del module.__dict__[attribute]
-            module.__dict__.update(before)
-        random.setstate(self._generators["random"])
-        kind, keys, place, has_gauss, cached = self._generators["numpy.random"]
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, has_gauss, cached))
-        torch.set_rng_state(torch.frombuffer(bytearray(self._generators["torch's generator"]), dtype=torch.uint8))
-
 
 def _plain(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
@@ -67,14 +60,14 @@ def _generators() -> dict[str, Any]:
 
 def hooked(model: nn.Module) -> str | None:
     """Which hook of a model a replay would not call, as the end of a sentence; None where there is none but PyTorch's own, which
-    compute (weight and spectral normalisation)."""
+    compute (weight and spectral normalisation), and those of the exchange between workers."""
     for name, module in model.named_modules():
         for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
             if any(not _of_torch(hook) for hook in getattr(module, kind).values()):
                 return f"{type(model).__name__}{f'.{name}' if name else ''} has hooks, which a replay would not call"
     for name, parameter in model.named_parameters():
         kinds = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-        if any(kinds):
+        if any(not _of_exchange(hook) for hooks in kinds for hook in (hooks or {}).values()):
             return f"the parameter '{name}' has hooks, which a replay would not call"
     return None
 
@@ -83,9 +76,46 @@ def _of_torch(hook: Any) -> bool:
     return (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.")
 
 
+def _of_exchange(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") == "allhands.strategies.buckets"
+
+
+@contextmanager
+def waits_noted(device: torch.device) -> Iterator[list[str]]:
+    """Within, the lines at which this process waits for the device are noted; the waiting goes on as ever."""
+    places: list[str] = []
+    if device.type != "cuda":
+        yield places
+        return
+    before = warnings.showwarning
+    thread, depth = threading.get_ident(), len(traceback.extract_stack()) - 2  # of who calls; the two are contextlib's and this
+
+    def note(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: str | None = None) -> None:
+        if "Synchronization debug mode is a prototype" in str(message):
+            return
+        if "synchronizing CUDA operation" in str(message):
+            frames = [frame for frame in traceback.extract_stack()[:-1] if frame.filename != warnings.__file__]
+            places.append(_where(frames[depth:] if threading.get_ident() == thread else frames))
+        else:
+            before(message, category, filename, lineno, file, line)
+
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+
 def where_raised(error: BaseException) -> str:
     """The line of the user's that led to an error, or the innermost where there is none: ``file:line (source)``."""
-    frames = traceback.extract_tb(error.__traceback__)
+    return _where(traceback.extract_tb(error.__traceback__))
+
+
+def _where(frames: Sequence[traceback.FrameSummary]) -> str:
     own = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     frame = (own or frames)[-1]
     return f"{frame.filename}:{frame.lineno}" + (f" ({frame.line})" if frame.line else "")

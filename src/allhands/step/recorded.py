@@ -1,8 +1,8 @@
 """Optimizer steps that are recorded in a CUDA graph once and replayed, so that nobody asks for each kernel again.
 
 A step of a small model takes a GPU less time than Python takes to ask for it. What is recorded is the whole of it: forward and
-backward passes of all micro-batches, clipping and the optimizer's update. Batches are copied to where the recorded step reads
-them; losses and outputs are observed after each replay, as they are after an eager step.
+backward passes of all micro-batches, the exchange between workers, clipping and the optimizer's update. Batches are copied to
+where the recorded step reads them; losses and outputs are observed after each replay, as they are after an eager step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from allhands.errors import UserError
 from allhands.step.capturable import Capturable
-from allhands.step.guards import HostState, hooked, where_raised
+from allhands.step.guards import HostState, hooked, waits_noted, where_raised
 from allhands.step.optimizer_step import OptimizerStep
 
 STEPS = ("auto", "eager", "graph")
@@ -36,10 +36,12 @@ def cannot_record(reason: str) -> UserError:
 class RecordedSteps:
     """Takes optimizer steps, from records where there is one for the shapes of the micro-batches.
 
-    The first two steps of a shape are eager. In the third, every wait for the device is an error, and what the step changes on
-    the host (plain attributes of modules, Python's, NumPy's and PyTorch's random generators) is looked for: a replay would do
-    neither. From then on the shape is recorded. A step that cannot be is taken eagerly, as are all that follow, and the reason
-    is said once.
+    The first two steps of a shape are eager. In the third, waits for the device and what the step changes on the host (plain
+    attributes of modules, Python's, NumPy's and PyTorch's random generators) are looked for: a replay would do neither. From
+    then on the shape is recorded. A step that cannot be is taken eagerly, as are all that follow, and the reason is said once.
+
+    With several workers the exchange is part of the record. Each rank records for itself: recorded or eager, a step asks for the
+    same collectives in the same order.
 
     Args:
         module: the model.
@@ -134,40 +136,21 @@ class RecordedSteps:
     # ------------------------------------------------------------------ trying
 
     def _looked_at(self, take: OptimizerStep, *step: Any) -> None:
-        """An eager step in which whatever could not be recorded is found; it counts as any other."""
+        """An eager step in which whatever could not be recorded is found; it counts as any other, and is taken once only, since
+        other ranks take it too."""
         host = HostState(self.module, self.criterion)
-        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        generator = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         observed: list[tuple[Any, ...]] = []
         observe, take.observe = take.observe, lambda *values: observed.append(values)
-        mode = torch.cuda.get_sync_debug_mode() if self.device.type == "cuda" else 0
         try:
-            if self.device.type == "cuda":
-                torch.cuda.set_sync_debug_mode("error")
-            take(*step)
-        except RuntimeError as error:
-            if self.device.type == "cuda":
-                torch.cuda.set_sync_debug_mode(mode)
-                torch.cuda.set_rng_state(generator, self.device)  # type: ignore[arg-type]
-            if isinstance(error, torch.cuda.OutOfMemoryError) or "synchroniz" not in str(error):
-                raise
-            host.restore()
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-            take.observe = observe
-            self._give_up(f"it waits for the device at {where_raised(error)}")
-            take(*step)
-            return
+            with waits_noted(self.device) as waits:
+                take(*step)
         finally:
             take.observe = observe
-            if self.device.type == "cuda":
-                torch.cuda.set_sync_debug_mode(mode)
         for values in observed:
             observe(*values)
-        changed = host.changed()
-        if changed is not None:
-            self._give_up(changed)
+        reason = f"it waits for the device at {waits[0]}" if waits else host.changed()
+        if reason is not None:
+            self._give_up(reason)
 
     def _record(self, take: OptimizerStep, leaves: list[Any], tree: Any, *step: Any) -> _Record | None:
         """Record a step, or take it eagerly."""
@@ -278,7 +261,8 @@ class _CudaGraphs:
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Only this thread's calls are looked at: that of nccl, which watches earlier exchanges, may go on asking for their state.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             function()
         return graph.replay
 

@@ -47,6 +47,8 @@ class Strategy(ABC):
     try_on: Callable[[nn.Module, int], Any] | None = None
     #: The training's seed, set before `prepare`.
     seed: int = 42
+    #: Set for `prepare`: the trainer records steps in CUDA graphs, if it can.
+    records: bool = False
     #: Where `takes_step`: called before each step with the exchanged gradients in the parameters; for looking only, and slow.
     before_step: Callable[[], None] | None = None
 
@@ -61,8 +63,16 @@ class Strategy(ABC):
         """How many workers to start where nobody says; None leaves it to the machine."""
         return None
 
+    def compiled(self, workers: int) -> str | None:
+        """What ``step="compile"`` compiles with so many workers: "model", as one; "layers", each for itself; None refuses it."""
+        return None
+
     def check_training(self, settings: Any, workers: int) -> None:
         """Raise `UserError` for a model (of `TrainSettings`) that it cannot train with so many workers, before any is started."""
+
+    def recording_refused(self, model: nn.Module, world: World) -> str | None:
+        """Why steps cannot be recorded in CUDA graphs, as the end of a sentence, before `prepare`; None where they can."""
+        return f"strategy '{self.name}' is not among those whose steps are recorded ('single' and 'ddp')"
 
     @abstractmethod
     def check(self, world: World) -> None:

@@ -16,6 +16,7 @@ from allhands.comm import broadcast_tensors, sum_gradients
 from allhands.errors import UserError
 from allhands.strategies.alike import check_weights_equal, make_buffers_equal
 from allhands.strategies.base import Strategy
+from allhands.strategies.buckets import CAP_MB, Buckets
 from allhands.world import World
 
 # Buffers are made equal when it matters (sync_buffers); a broadcast in every forward pass would let rank 0's BatchNorm
@@ -27,9 +28,10 @@ _NO_BUFFERS_IN_FORWARD: dict[str, Any] = {"forward_sync_buffers" if _RENAMED els
 class DDP(Strategy):
     """The model on every worker, 1/N of each global batch, gradients all-reduced every step.
 
-    Stands on torch.nn.parallel.DistributedDataParallel. Initial weights and buffers are rank 0's. BatchNorm uses each
-    rank's own batch in training, unless `sync_batchnorm` is set; its running statistics are averaged over the ranks before
-    evaluation and saving, other buffers are rank 0's.
+    Stands on torch.nn.parallel.DistributedDataParallel; where steps are recorded in CUDA graphs (``step=``), on buckets of its
+    own, which give the same sums. Initial weights and buffers are rank 0's. BatchNorm uses each rank's own batch in training,
+    unless `sync_batchnorm` is set; its running statistics are averaged over the ranks before evaluation and saving, other
+    buffers are rank 0's.
 
     Args:
         find_unused_parameters: allow parameters that take no part in some step. Costs a walk over the graph each step.
@@ -56,6 +58,15 @@ class DDP(Strategy):
         self.static_graph = static_graph
         self.check_weights_every = check_weights_every
 
+    def recording_refused(self, model: nn.Module, world: World) -> str | None:
+        if world.world_size == 1:
+            return None
+        for name in ("find_unused_parameters", "static_graph", "sync_batchnorm"):
+            if getattr(self, name):
+                return f"with several workers DDP({name}=True) decides on the host; write DDP()"
+        sparse = next((name for name, module in model.named_modules() if _is_sparse(module)), None)
+        return None if sparse is None else f"'{sparse}' has sparse gradients; make it with sparse=False"
+
     def check(self, world: World) -> None:
         if self.sync_batchnorm and world.world_size > 1 and world.device.type != "cuda":
             raise UserError(
@@ -68,6 +79,7 @@ class DDP(Strategy):
         self._order: list[str] = []
         self._hooks: list[Any] = []
         self._exchanged = self._called = False
+        self.buckets: Buckets | None = None
         if world.world_size == 1:
             self.bare, self.wrapped = model, model
             return model
@@ -76,6 +88,11 @@ class DDP(Strategy):
         self.bare = model
         self.trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         broadcast_tensors(list(model.buffers()), world)
+        if self.records:
+            broadcast_tensors([parameter.detach() for parameter in model.parameters()], world)
+            self.buckets = Buckets([p for _, p in self.trained], world, self.bucket_cap_mb or CAP_MB)
+            self.wrapped = model
+            return model
         options: dict[str, Any] = {}
         if self.bucket_cap_mb is not None:
             options["bucket_cap_mb"] = self.bucket_cap_mb
@@ -93,12 +110,17 @@ class DDP(Strategy):
         self._watch_order()
         return self.wrapped
 
+    def compiled(self, workers: int) -> str | None:
+        return "layers" if workers > 1 else "model"
+
     def gradient_scale(self, world: World) -> float:
-        return float(world.world_size)  # the exchange divides by it
+        return 1.0 if self.buckets is not None else float(world.world_size)  # DistributedDataParallel divides by it
 
     def no_exchange(self) -> AbstractContextManager[None]:
         if self.world.world_size == 1:
             return super().no_exchange()
+        if self.buckets is not None:
+            return self.buckets.kept_back()
         if self.static_graph and not self._exchanged:
             raise UserError(
                 "DDP(static_graph=True) must exchange gradients in its first micro-batch, which is not so with accumulate above "
@@ -109,10 +131,13 @@ class DDP(Strategy):
     def exchange_missing(self) -> None:
         if self.world.world_size == 1:
             return
+        parameters = [p for _, p in self.trained]
+        if self.buckets is not None:
+            sum_gradients(parameters, self.world)
+            return
         # In the forward pass after the first exchange, PyTorch lays its buckets out anew, which is a collective. A rank that has
         # no forward pass in this step joins it here; for the others this does nothing.
         self.wrapped.reducer._rebuild_buckets()  # type: ignore[union-attr, operator]
-        parameters = [p for _, p in self.trained]
         sum_gradients(parameters, self.world)
         for parameter in parameters:
             if parameter.grad is not None:
@@ -136,7 +161,7 @@ class DDP(Strategy):
         self._order = self._order[-len(self.trained) :]  # earlier ones are of micro-batches that were not exchanged
 
     def state_dict(self) -> dict[str, Any]:
-        return {"order": list(self._order)} if self.world.world_size > 1 else {}
+        return {"order": list(self._order)} if self.world.world_size > 1 and self.buckets is None else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         by_name = dict(self.trained) if self.world.world_size > 1 else {}
@@ -151,13 +176,15 @@ class DDP(Strategy):
             parameter.grad = None
 
     def spoil(self) -> None:
-        if self.world.world_size > 1:
+        if self.buckets is not None:
+            self.buckets.spoil()
+        elif self.world.world_size > 1:
             self._backward_alone([parameter for _, parameter in self.trained], float("nan"))
 
     def _backward_alone(self, parameters: list[nn.Parameter], gradient: float) -> None:
         """A backward pass over the bare parameters, which makes them ready in this order with this gradient."""
-        embeddings = (m for m in self.bare.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse)
-        self.wrapped.module = _InOrder(parameters, gradient, {id(module.weight) for module in embeddings})
+        sparse = {id(module.weight) for module in self.bare.modules() if _is_sparse(module)}
+        self.wrapped.module = _InOrder(parameters, gradient, sparse)
         try:
             self.wrapped().backward()
         finally:
@@ -165,6 +192,11 @@ class DDP(Strategy):
 
     def check_gradients(self) -> None:
         if self.world.world_size == 1:
+            return
+        if self.buckets is not None:
+            missing = {id(parameter) for parameter in self.buckets.finish()}
+            if missing:
+                raise self._took_no_part([(name, p) for name, p in self.trained if id(p) in missing])
             return
         if not self._exchanged:
             self._after_first_exchange()
@@ -193,7 +225,9 @@ class DDP(Strategy):
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         if found is None:
             return error
-        unused = [self.trained[int(number)] for number in found[1].split()]
+        return self._took_no_part([self.trained[int(number)] for number in found[1].split()])
+
+    def _took_no_part(self, unused: list[tuple[str, nn.Parameter]]) -> UserError:
         names = [name for name, _ in unused]
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         if any(not parameter.requires_grad for _, parameter in unused):
@@ -207,6 +241,10 @@ class DDP(Strategy):
             "model, set requires_grad=False, or write distributed=DDP(find_unused_parameters=True)"
         )
 
+    def finish(self) -> None:
+        if self.buckets is not None:
+            self.buckets.close()
+
     def sync_buffers(self) -> None:
         if self.world.world_size == 1:
             return
@@ -216,6 +254,10 @@ class DDP(Strategy):
         if self.world.world_size == 1:
             return
         check_weights_equal(self.bare, [name for name, _ in self.trained], where)
+
+
+def _is_sparse(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
 
 
 @contextmanager

@@ -21,5 +21,11 @@ class Single(Strategy):
                 "write distributed='ddp', or start the script once"
             )
 
+    def recording_refused(self, model: nn.Module, world: World) -> str | None:
+        return None
+
+    def compiled(self, workers: int) -> str | None:
+        return "model"
+
     def prepare(self, model: nn.Module, world: World) -> nn.Module:
         return model

@@ -1,0 +1,163 @@
+"""The exchange in buckets, which recorded steps use, in place of DistributedDataParallel: the same training, on gloo workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import allhands
+from allhands import DDP, UserError
+from allhands.runner import training
+from allhands.step import RecordedSteps
+from allhands.strategies.buckets import Buckets, _grouped
+from tests.reference import global_batches, relative_difference, train_by_hand
+from tests.strategies.test_ddp import CRITERIA, counted_trainings, forgetful, labelled, make_classifier, slopes, train
+from tests.worlds import in_world
+
+several = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
+
+
+def recorded(run: Callable[..., Any], *args: Any) -> Any:
+    """Run with steps recorded as on a GPU, where a record is the function itself."""
+
+    def steps(of: Any, shows: bool) -> RecordedSteps:
+        def capture(function: Callable[[], None]) -> Callable[[], None]:
+            def replay() -> None:
+                with made.optimizer.recordable():
+                    function()
+
+            return replay
+
+        made = RecordedSteps(of.model, of.criterion, of.optimizer, of.world.device, False, True, False, print, capture)
+        return made
+
+    training.records_steps = lambda *_: True  # type: ignore[assignment]
+    training.recorded_steps = steps  # type: ignore[assignment]
+    return run(*args)
+
+
+def in_buckets(run: Callable[..., Any]) -> Any:
+    """Run with the same exchange, and every step eager."""
+    training.records_steps = lambda *_: True  # type: ignore[assignment]
+    training.recorded_steps = lambda *_: None  # type: ignore[assignment]
+    return run()
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+class TestOnWorkers:
+    pytestmark = several
+
+    def test_gradients_are_sums_over_samples(self, workers: int) -> None:
+        for found in in_world(workers, recorded, slopes):
+            assert found == pytest.approx([3.0, 5.5, 1.0, 10.0])
+
+    def test_what_the_criterion_counts_is_what_is_averaged(self, workers: int) -> None:
+        cases = [(name, criterion, accumulate) for name, criterion in CRITERIA.items() for accumulate in (1, 2)]
+        for weights in in_world(workers, recorded, counted_trainings):
+            for (name, criterion, accumulate), found in zip(cases, weights, strict=True):
+                model = make_classifier()
+                size = 3 * workers * accumulate
+                batches = global_batches(23, size, seed=0, shuffle=False)
+                steps = 4 * -(-23 // size)
+                train_by_hand(model, criterion, torch.optim.SGD(model.parameters(), lr=0.3), labelled(), batches, steps)
+                assert relative_difference(found, model.state_dict()) < 1e-6, (name, accumulate)
+
+
+def tall() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4))
+
+
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(5)
+    return torch.randn(83, 6, generator=drawn), torch.randint(4, (83,), generator=drawn)
+
+
+def small_buckets() -> dict[str, torch.Tensor]:
+    model = tall()
+    train(model, samples(), 4, nn.CrossEntropyLoss(), strategy=DDP(bucket_cap_mb=0.002), epochs=3, accumulate=2, clip_norm=0.5,
+          optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))  # fmt: skip
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())  # they are left alone in the end
+    return model.state_dict()
+
+
+@pytest.mark.serial
+@pytest.mark.usefixtures("preloaded")
+def test_many_buckets_with_micro_batches_and_clipping() -> None:
+    model = tall()
+    batches = global_batches(83, 16, seed=0, shuffle=False)
+    train_by_hand(
+        model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters(), lr=0.01), samples(), batches, 18, clip_norm=0.5
+    )
+    first, second = in_world(2, recorded, small_buckets)
+    assert relative_difference(first, model.state_dict()) < 1e-6
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.serial
+@pytest.mark.usefixtures("preloaded")
+def test_unused_parameters_are_named_at_once() -> None:
+    with pytest.raises(UserError, match=r"never_used\.weight, never_used\.bias.*find_unused_parameters=True"):
+        in_world(2, recorded, forgetful, False)
+
+
+def broken() -> None:
+    x, y = samples()
+    x[64 + 5] = float("nan")  # in the last step, in the share of rank 1
+    train(tall(), (x, y), 4, nn.CrossEntropyLoss(), epochs=1)
+
+
+@pytest.mark.serial
+@pytest.mark.usefixtures("preloaded")
+def test_a_loss_that_is_not_finite_ends_the_training_on_all_ranks() -> None:
+    with pytest.raises(UserError, match="loss is nan on rank 1"):
+        in_world(2, in_buckets, broken)
+
+
+def orders() -> tuple[list[float], list[float]]:
+    """Gradients made in another order on each rank."""
+    world = allhands.current_world()
+    assert world is not None
+    weights = [nn.Parameter(torch.full((3,), float(n + 1))) for n in range(4)]
+    buckets = Buckets(weights, world, cap_mb=1e-6)
+    total = torch.zeros(())
+    for weight in weights if world.rank else reversed(weights):
+        total = total + (weight * (world.rank + 1)).sum() * float(weight.detach()[0])
+    total.backward()
+    assert not buckets.finish()
+    spoiled = [weight.grad.tolist() for weight in weights]  # type: ignore[union-attr]
+    for weight in weights:
+        weight.grad = None
+    dist.barrier()
+    buckets.spoil()
+    return spoiled, [float(weight.grad.sum()) for weight in weights]  # type: ignore[union-attr]
+
+
+@pytest.mark.serial
+@pytest.mark.usefixtures("preloaded")
+def test_ranks_that_make_gradients_in_another_order_exchange_alike() -> None:
+    for found, spoiled in in_world(2, orders):
+        assert found == [[3.0 * (n + 1)] * 3 for n in range(4)]
+        assert all(math.isnan(value) for value in spoiled)
+
+
+def test_buckets_are_cut_where_they_are_full_and_have_one_dtype() -> None:
+    mb = 2**18
+    sizes = [
+        (mb, torch.float32),
+        (mb // 2, torch.float32),
+        (mb, torch.float64),
+        (mb // 2, torch.float32),
+        (2 * mb, torch.float32),
+    ]
+    parameters = [nn.Parameter(torch.empty(size, dtype=dtype)) for size, dtype in sizes]
+    found = _grouped(parameters, 1.0)
+    assert [[id(p) for p in group] for group in found] == [
+        [id(parameters[i]) for i in group] for group in ([4], [3, 1], [2], [0])
+    ]
