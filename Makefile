@@ -14,7 +14,7 @@ TF_VENV ?= .venv-tensorflow
 TF_BIN := $(TF_VENV)/bin
 TENSORFLOW := $(TF_VENV)/installed
 
-.PHONY: help demo test test-cluster test-tensorflow tensorflow-env lint lint-style lint-types lint-docs fix bench soak docs clean
+.PHONY: help demo test test-cluster test-tensorflow tensorflow-env lint lint-style lint-types lint-docs fix bench bench-gpu soak docs clean
 
 help:
 	@echo "make demo   install, train on real digit images with two workers, say where to look"
@@ -22,7 +22,8 @@ help:
 	@echo "make test-tensorflow   those of allhands.horovod.tensorflow, in $(TF_VENV), which make tensorflow-env makes"
 	@echo "make lint   style, types, layers, documentation; make fix mends the style"
 	@echo "make soak   attack a parameter server for a minute while a worker trains through it (SECONDS=60)"
-	@echo "make bench  measure against peers; docs: serve the documentation; clean: remove what was made"
+	@echo "make bench  measure against peers on the processors; make bench-gpu: on GPUs; both renew the tables of the documentation"
+	@echo "make docs   serve the documentation; make clean: remove what was made"
 
 demo: $(DEMO)
 	$(BIN)/python examples/digits/train.py
@@ -69,12 +70,22 @@ fix: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Results go to benchmarks/results, and from there into README.md, docs/benchmarks.md and docs/images.
 bench: $(DEV)
 	$(PIP) install --quiet -e '.[bench]' -c constraints.txt
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/step_overhead.py --workers 2
 	$(BIN)/python benchmarks/launch.py
 	$(BIN)/python benchmarks/kvstore.py
+	$(BIN)/python benchmarks/horovod.py --out horovod_2
+	$(BIN)/python benchmarks/tables.py
+
+# On one GPU of this machine, on two, on four and so on; a GPT in pieces takes them all.
+bench-gpu: $(DEV)
+	$(PIP) install --quiet -e '.[bench]' -c constraints.txt
+	$(BIN)/python benchmarks/gpu_workers.py
+	$(BIN)/python benchmarks/gpt_parallel.py
+	$(BIN)/python benchmarks/tables.py
 
 SECONDS := 60
 soak: $(DEV)

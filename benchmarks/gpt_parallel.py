@@ -1,6 +1,6 @@
 """GPTs in pieces beside PyTorch's own parts written by hand: tokens a second and memory of each card.
 
-    python benchmarks/gpt_parallel.py                                       # 4 GPUs, 163 million and a billion parameters, bf16
+    python benchmarks/gpt_parallel.py                                       # all GPUs, 163 million and a billion parameters, bf16
     python benchmarks/gpt_parallel.py --device cpu --sizes tiny --out tiny  # that it works, on a CPU
 
 For each kind (fsdp, tensor, pipeline) and size, `gpt_by_hand.py` and allhands take turns in the same processes: each makes its
@@ -162,13 +162,19 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["163M", "1.1B"])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--workers", type=int, help="default: one a GPU of this machine, and 2 without")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=180.0)
-    parser.add_argument("--out", default="gpt_parallel")
+    parser.add_argument("--out", help="name of the file of results; default: gpt_parallel_WORKERS")
     given = parser.parse_args()
+    if given.workers is None:
+        given.workers = torch.cuda.device_count() if given.device == "cuda" else 2
+        if given.workers < 2:
+            print("gpt_parallel: left out, this machine shows fewer than 2 GPUs")
+            return
+    given.out = given.out or f"gpt_parallel_{given.workers}"
     settings = {
         "machine": machine(), "workers": given.workers, "device": given.device, "rounds": given.rounds, "steps": given.steps,
         "samples": SAMPLES, "microbatches": MICROBATCHES, "sizes": {size: SIZES[size] for size in given.sizes},

@@ -1,0 +1,208 @@
+"""What `tables.py` shows of results that are not `gpu_workers.py`'s: rows of figures, and how many times as fast as the first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
+
+
+def place(machine: dict[str, Any]) -> str:
+    """The hardware in words: its GPUs where it has some, else its cores."""
+    gpus = machine.get("gpus") or []
+    if gpus:
+        return f"{len(gpus)} x {gpus[0]}"
+    return f"{machine['cores']} cores, {machine['cpu'].replace('(R)', '')}"
+
+
+NAMES = {"torch": "torch", "lightning": "Lightning", "accelerate": "Accelerate", "flwr": "Flower"}
+
+
+def software(machine: dict[str, Any], *packages: str) -> str:
+    """Versions of torch and of `packages`, and the day."""
+    versions = machine.get("versions", {})
+    found = [f"{NAMES[package]} {versions[package]}" for package in ("torch", *packages) if package in versions]
+    return ", ".join([*found, f"Python {machine['python']}", machine["date"]])
+
+
+def tables(stem: str, found: dict[str, Any]) -> list[Table]:
+    """The tables of one file of results.
+
+    Args:
+        stem: the file's name without its ending.
+        found: what it holds.
+    """
+    kind = next(prefix for prefix in MAKERS if stem.startswith(prefix))
+    return MAKERS[kind](found)
+
+
+def about(found: dict[str, Any], *packages: str) -> str:
+    machine = found.get("machine", found)  # early files have it beside their figures
+    return f"{place(machine)}; {software(machine, *packages)}"
+
+
+def summary(found: dict[str, Any], title: str, names: dict[str, str], unit: str, digits: int = 0) -> list[Table]:
+    """A file of `report.summarize`: the medians, and one over their ratios to the baseline's."""
+    kept = [name for name in names if name in found["median"]]
+    cells = [f"{found['median'][name]:,.{digits}f} ({1 / found['ratio'][name]:.2f})" for name in kept]
+    return [
+        (
+            f"{title}, {about(found, *(name for name in NAMES if name in kept))}",
+            ["", *(names[name] for name in kept)],
+            [[unit, *cells]],
+        )
+    ]
+
+
+def step_overhead(found: dict[str, Any]) -> list[Table]:
+    names = {
+        "by hand": "DataLoader and loop, by hand", "raw ddp": "DDP, by hand", "allhands": "allhands", "allhands ddp": "allhands",
+        "lightning": "Lightning", "accelerate": "Accelerate",
+    }  # fmt: skip
+    processes = "one process" if found["baseline"] == "by hand" else "two gloo workers"
+    return summary(found, f"Linear regression, batch 32, {processes}", names, "us of CPU time a step")
+
+
+def launch(found: dict[str, Any]) -> list[Table]:
+    names = {"torchrun": "`torchrun --standalone`", "allhands": "`allhands launch`"}
+    title = f"From the command to the end of the first all-reduce of {found['workers']} workers"
+    return summary(found, title, names, "seconds", 1)
+
+
+def gpt_parallel(found: dict[str, Any]) -> list[Table]:
+    rows = []
+    for case, figures in found["cases"].items():
+        speeds = [max(figures[name]["tokens_per_second"]) for name in ("by hand", "allhands")]
+        memory = [figures[name].get("gib") for name in ("by hand", "allhands")]
+        rows.append([
+            case, f"{speeds[0]:,.0f}", f"{speeds[1]:,.0f} ({figures['speed']:.2f})",
+            *("" if gib is None else f"{gib:.2f}" for gib in memory),
+        ])  # fmt: skip
+    header = [f"{found['workers']} workers", "tokens a second, by hand", "allhands", "GiB, by hand", "allhands"]
+    turns = f"{found['rounds']} turn{'s' if found['rounds'] > 1 else ''}"
+    return [(f"{turns} of {found['steps']} steps, {about(found)}", header, rows)]
+
+
+def kvstore(found: dict[str, Any]) -> list[Table]:
+    cases = {
+        what: row for what, row in found.items() if isinstance(row, dict) and all("times_as_fast" in r for r in row.values())
+    }
+    result: list[Table] = []
+    for kind, title in (
+        ("pushpull", f"{found['megabytes']} MB, {found['workers']} workers"),
+        ("ResNet-18", "A step of ResNet-18"),
+    ):
+        rows = {what: figures for what, figures in cases.items() if what.startswith(kind)}
+        names = list(dict.fromkeys(name for figures in rows.values() for name in figures))
+        made = [
+            [
+                f"ms, {what}".replace("1 server(s)", "1 server").replace("server(s)", "servers"),
+                *(_seconds(figures.get(name)) for name in names),
+            ]
+            for what, figures in rows.items()
+        ]
+        result.append((f"{title}, {about(found)}", ["", *names], made))
+    return [table for table in result if table[2]]
+
+
+def _seconds(row: dict[str, Any] | None) -> str:
+    return "" if row is None else f"{1000 * row['median_s']:,.0f} ({row['times_as_fast']:.2f})"
+
+
+def mpi(found: dict[str, Any]) -> list[Table]:
+    library = found["library"].split(",")[0].removesuffix(".").replace(" Version:", "")
+    rows = [
+        [size, f"{row['best ms']['gloo']:.2f}", f"{row['best ms']['mpi']:.2f} ({row['median ratio']:.2f})"]
+        for size, row in found["sizes"].items()
+    ]
+    return [(f"All-reduce of {found['workers']} ranks, {library}, {about(found)}", ["best ms", "gloo", "mpi"], rows)]
+
+
+def horovod(found: dict[str, Any]) -> list[Table]:
+    where = "nccl" if found["device"] == "cuda" else "gloo"
+    title = f"ResNet-18 of width {found['width']}, batch {found['batch']}, {found['workers']} workers, {where}"
+    return summary(found, title, {"ddp": "DDP, by hand", "horovod": "allhands.horovod.torch"}, "ms a step", 1)
+
+
+def horovod_tensorflow(found: dict[str, Any]) -> list[Table]:
+    model = {"guide": "the CIFAR-100 guide's model", "wide": "a model with 43 MB of gradients"}[found["model"]]
+    title = f"TensorFlow {found['tensorflow']}, {model}, {found['workers']} workers, gloo"
+    names = {"by hand": "a fused exchange, by hand", "horovod": "allhands.horovod.tensorflow", "no exchange": "no exchange"}
+    return summary(found, title, names, "ms a step", 1)
+
+
+NETWORKS = {"cnn": "CNN", "resnet": "ResNet-18 with GroupNorm", "lr": "logistic regression"}
+
+
+def by_contender(found: dict[str, Any], names: dict[str, str], ratio: Any) -> list[list[str]]:
+    """Rows of a network and a cohort, with the milliseconds of a round."""
+    rows: dict[tuple[str, int], dict[str, str]] = {}
+    for row in found["rows"]:
+        cell = f"{row['milliseconds']['median']:,.1f} ({ratio(row):.2f})"
+        rows.setdefault((row["model"], row["cohort"]), {})[row["contender"]] = cell
+    return [
+        [f"{NETWORKS[model]}, cohort of {cohort}", *(cells.get(name, "") for name in names)]
+        for (model, cohort), cells in rows.items()
+    ]
+
+
+def federated(found: dict[str, Any]) -> list[Table]:
+    names = {"loop": "loop, by hand", "graph": "`graph`", "stacked": "`stacked`", "stacked:compile=true": "`stacked`, `compile`"}
+    rows = by_contender(found, names, lambda row: row["times_the_loop"])
+    return [(f"A round of 1,000 clients' cohorts, {about(found)}", ["ms a round", *names.values()], rows)]
+
+
+def federated_devices(found: dict[str, Any]) -> list[Table]:
+    rows = [[str(row["workers"]), f"{row['milliseconds']['median']:.1f}", f"{row['efficiency']:.2f}"] for row in found["rows"]]
+    title = f"A round of the CNN, cohort of {found['rows'][0]['cohort']}, `{found['rows'][0]['executor']}`, {about(found)}"
+    return [(title, ["GPUs", "ms a round", "efficiency"], rows)]
+
+
+def federated_peers(found: dict[str, Any]) -> list[Table]:
+    names = {"ours": "allhands", "pfl": "pfl-research", "flwr": "Flower's simulation"}
+    rows = by_contender(found, names, lambda row: 1 / row["times_ours"]["median"])
+    return [(f"A round of 100 clients' cohorts, {about(found)}", ["ms a round", *names.values()], rows)]
+
+
+def federated_sites(found: dict[str, Any]) -> list[Table]:
+    rows = []
+    for part in ("rounds", "loading"):
+        if part not in found:
+            continue
+        result = found[part]["result"]
+        what = f"{result['sites']} sites" + (
+            f" that take {result['loading']:.0f} s to load their data" if result["loading"] else ""
+        )
+        ratio = 1 / result["ours_of_flowers"]["median"]
+        rows.append([what, f"{result['seconds']['flower']:.1f}", f"{result['seconds']['ours']:.1f} ({ratio:.2f})"])
+    title = f"A round across processes on one machine, {about(found['rounds'], 'flwr')}" if "rounds" in found else "Sites"
+    return [(title, ["seconds a round", "Flower, an app by hand", "allhands"], rows)]
+
+
+# By the beginning of a file's name; the longer names come first.
+MAKERS = {
+    "step_overhead": step_overhead, "launch": launch, "gpt_parallel": gpt_parallel, "kvstore": kvstore, "mpi_allreduce": mpi,
+    "horovod_tensorflow": horovod_tensorflow, "horovod": horovod, "federated_devices": federated_devices,
+    "federated_peers": federated_peers, "federated_sites": federated_sites, "federated": federated,
+}  # fmt: skip
+
+
+def for_readme(folder: Path) -> list[list[Any]]:
+    """Rows of what was measured on processors: what, where, and times as fast, None where there is nothing."""
+    rows: list[list[Any]] = []
+    asked = {
+        "step_overhead_1": ("linear regression, batch 32, CPU time", "by hand", "allhands"),
+        "step_overhead_2": ("linear regression, batch 32, CPU time, 2 workers", "raw ddp", "allhands ddp"),
+        "launch": ("start of 4 workers, beside torchrun", "torchrun", "allhands"),
+    }
+    for name, (title, base, ours) in asked.items():
+        path = folder / f"{name}.json"
+        if not path.exists():
+            continue
+        found = json.loads(path.read_text())
+        ratios = {contender: 1 / ratio for contender, ratio in found["ratio"].items()}
+        where = place(found.get("machine", found))
+        rows.append([title, where, ratios[base], None, ratios[ours], None, ratios.get("lightning"), ratios.get("accelerate")])
+    return rows

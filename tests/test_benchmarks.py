@@ -1,0 +1,108 @@
+"""The benchmarks: tables of the documentation are what the committed results make, and the script for GPUs works."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+MACHINE = {
+    "gpus": ["NVIDIA X", "NVIDIA X"],
+    "cores": 4,
+    "cpu": "",
+    "python": "3.12.3",
+    "date": "2026-01-01",
+    "versions": {"torch": "2.11"},
+}
+
+
+def check(results: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "benchmarks/tables.py", "--check", "--results", str(results)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    yield importlib.import_module("tables")
+    for name in ("tables", "gpu_results", "peers", "report"):
+        sys.modules.pop(name, None)
+
+
+def write(folder: Path, name: str, cases: list[dict]) -> None:
+    (folder / f"{name}.json").write_text(json.dumps({"machine": MACHINE, "cases": cases}))
+
+
+def case(task: str, workers: int, **contenders: dict) -> dict:
+    return {"task": task, "workers": workers, "contenders": {name.replace("_", "-"): row for name, row in contenders.items()}}
+
+
+def test_the_tables_are_what_the_results_make(tmp_path):
+    done = check(RESULTS)
+    assert done.returncode == 0, done.stderr
+    changed = shutil.copytree(RESULTS, tmp_path / "results")
+    launch = json.loads((changed / "launch.json").read_text())
+    launch["ratio"]["allhands"] /= 2
+    (changed / "launch.json").write_text(json.dumps(launch))
+    done = check(changed)
+    assert done.returncode == 1
+    assert "README.md, docs/benchmarks.md; run python benchmarks/tables.py" in done.stderr
+
+
+def test_both_pages_have_tables(tables):
+    for page in tables.PAGES:
+        assert tables.MARKED.findall((ROOT / page).read_text()), page
+
+
+def test_what_was_not_measured_is_not_shown(tables, tmp_path):
+    base, graph = {"microseconds": 1000.0, "ratio": 1.0}, {"microseconds": 50.0, "ratio": 20.0, "gib": 1.0}
+    eager, failed = {"microseconds": 500.0, "ratio": 2.0}, {"failed": "UserError: no"}
+    write(tmp_path, "gpu_workers", [
+        case("regression", 2, ddp={**base, "efficiency": 0.5}, allhands_graph=failed, allhands_eager=eager),
+        case("regression", 1, ddp=base, allhands_graph=graph),
+    ])  # fmt: skip
+    assert tables.readme(tmp_path).splitlines() == [
+        "| | where | by hand | allhands |",
+        "| --- | --- | --- | --- |",
+        "| linear regression, batch 32 | 1 x NVIDIA X | 1.00 | 20.00 |",
+        "| linear regression, batch 32 | 2 x NVIDIA X | 1.00 | 2.00 |",  # what step="auto" does where nothing is recorded
+    ]
+    page = tables.gpu(tmp_path)
+    assert "| linear regression, batch 32, 1 GPU | 1,000 (1.00) | | 50 (20.00) |" in page
+    assert "| linear regression, batch 32, 2 GPUs | 0.50 |" in page
+    assert "| linear regression, batch 32, 2 GPUs | allhands, recorded | UserError: no |" in page
+    assert "Lightning" not in page.split("\n\n", 1)[1]
+
+
+def test_a_case_in_two_files_of_one_machine_is_refused(tables, tmp_path):
+    for name in ("gpu_workers", "gpu_workers_again"):
+        write(tmp_path, name, [case("gpt-124M", 1, ddp={"microseconds": 1.0, "ratio": 1.0})])
+    with pytest.raises(SystemExit, match="gpu_workers_again.json: another file of the same machine also has GPT-124M"):
+        tables.readme(tmp_path)
+
+
+@pytest.mark.serial
+def test_contenders_take_turns_in_two_workers():
+    """Without GPUs a step cannot be recorded: that is said, and the others are measured all the same."""
+    before = sorted(RESULTS.iterdir())
+    command = [sys.executable, "benchmarks/gpu_workers.py", "--device", "cpu", "--workers", "1,2", "--quick", "--turns", "1",
+               "--tasks", "regression,gpt-124M", "--contenders", "allhands-eager,allhands-graph"]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=150, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for task in ("regression", "gpt-124M"):
+        shown = re.search(rf"^{task}, 2 workers, \d+ each\n((?:  .*\n)+)", done.stdout, re.MULTILINE)[1]
+        assert re.search(r"^  ddp +[\d.]+ us a step +1\.00 x +efficiency [\d.]+$", shown, re.MULTILINE), done.stdout
+        assert re.search(r"^  allhands-eager +[\d.]+ us a step +[\d.]+ x +efficiency", shown, re.MULTILINE), done.stdout
+        assert re.search(r"^  allhands-graph +UserError: step='graph'", shown, re.MULTILINE), done.stdout
+    assert sorted(RESULTS.iterdir()) == before
