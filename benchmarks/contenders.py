@@ -6,6 +6,7 @@ seconds in the clock that it is given. With one worker each does what its users 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import tempfile
@@ -53,7 +54,7 @@ class Task:
         if kind == "regression":
             self.samples = 96 if quick else 10_000
         else:
-            self.samples = (2 if quick else 16 if kind == "gpt" else 64 if self.batch <= 64 else 24) * self.batch * workers
+            self.samples = (2 if quick else 20 if kind == "gpt" else 64 if self.batch <= 64 else 32) * self.batch * workers
         self.steps = -(-self.samples // (self.batch * workers))
         self.warm = 1 if quick else 2  # epochs that are not counted: kernels are chosen, compiled and recorded in them
         self.epochs = self.warm + (1 if quick else 2 if kind == "gpt" else 4)
@@ -61,21 +62,31 @@ class Task:
     def parts(self, device: torch.device) -> Parts:
         """All but the data is on `device`."""
         torch.manual_seed(0)
+        data = synthetic(self.kind, self.samples, self.quick)
         model: nn.Module
         if self.kind == "regression":
             model = nn.Linear(10, 1).to(device)
-            data = TensorDataset(torch.rand(self.samples, 10), torch.rand(self.samples, 1))
             return Parts(model, nn.MSELoss(), torch.optim.Adam(model.parameters()), data)
         if self.kind == "gpt":
-            sizes = GPT_TINY if self.quick else GPT_124M
             with device:
-                model = GPT(**sizes)
-            tokens = torch.randint(sizes["vocab_size"], (self.samples, sizes["block_size"] + 1))
-            data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+                model = GPT(**(GPT_TINY if self.quick else GPT_124M))
             return Parts(model, NextToken(), torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True), data)
         model = ResNet18(width=8 if self.quick else 64).to(device, memory_format=torch.channels_last)
-        data = TensorDataset(torch.randn(self.samples, 3, 32, 32), torch.randint(10, (self.samples,)))
         return Parts(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), data)
+
+
+@functools.lru_cache(maxsize=1)
+def synthetic(kind: str, samples: int, quick: bool) -> TensorDataset:
+    """The data of a task, drawn once for all its turns; nobody writes to it."""
+    generator = torch.Generator().manual_seed(0)
+    if kind == "regression":
+        return TensorDataset(torch.rand(samples, 10, generator=generator), torch.rand(samples, 1, generator=generator))
+    if kind == "gpt":
+        sizes = GPT_TINY if quick else GPT_124M
+        tokens = torch.randint(sizes["vocab_size"], (samples, sizes["block_size"] + 1), generator=generator)
+        return TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    images = torch.randn(samples, 3, 32, 32, generator=generator)
+    return TensorDataset(images, torch.randint(10, (samples,), generator=generator))
 
 
 class Clock(Callback):

@@ -65,7 +65,8 @@ def tables(machine: str, files: Files) -> list[Table]:
     cases, header = cases_of(files), ["", *CONTENDERS.values()]
     versions = software(files[0][1]["machine"], "lightning", "accelerate")
     names = ", ".join(f"`benchmarks/results/{path.name}`" for path, _ in files)
-    title = f"**{machine}**: microseconds a step, and times as fast as `DDP, by hand` ({names}; {versions})"
+    notes = "".join(f"; {found['note']}" for _, found in files if "note" in found)
+    title = f"**{machine}**: microseconds a step, and times as fast as `DDP, by hand` ({names}; {versions}{notes})"
     result = [(title, header, _rows(cases, _time))]
     scaling = _rows(cases, lambda row: f"{row['efficiency']:.2f}" if "efficiency" in row else "")
     result.append(("Samples a second on N GPUs, over N times those on one", header, scaling))
