@@ -144,8 +144,10 @@ class RunConfig(Section):
     accumulate: Count = Field(default=1, description="micro-batches in one optimizer step")
     clip_norm: Positive | None = Field(default=None, description="bound of the global gradient norm")
     precision: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="number format of the forward pass")
-    step: Literal["auto", "eager", "graph"] = Field(
-        default="auto", description="on GPUs: record a step in a CUDA graph (graph), where it can be (auto), or never (eager)"
+    step: Literal["auto", "eager", "compile", "graph"] = Field(
+        default="auto",
+        description="on GPUs: record a step in a CUDA graph (graph), where it can be (auto), or never (eager); compile: compile the "
+        "model first, then auto",
     )
     logdir: str | None = Field(default="logs/run", description="folder for checkpoints, metrics.csv, TensorBoard and run.yml")
     resume: str | None = Field(default=None, description="a checkpoint, or auto for the newest in logdir")

@@ -161,9 +161,9 @@ class Federated(Strategy):
             value = getattr(settings, name)
             if value != kept:
                 raise UserError(f"{name}={value!r} with distributed=Federated(…): {instead}")
-        if settings.step == "graph":
+        if settings.step in ("compile", "graph"):
             raise UserError(
-                "step='graph' with distributed=Federated(…): an executor takes the clients' steps; leave it out, and write "
+                f"step={settings.step!r} with distributed=Federated(…): an executor takes the clients' steps; leave it out, and write "
                 "Federated(executor='graph')"
             )
         if settings.precision not in CLIENT_PRECISIONS:

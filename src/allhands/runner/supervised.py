@@ -13,6 +13,7 @@ from torch import nn
 from allhands.data import build_feeds, preserved_generators
 from allhands.errors import UserError
 from allhands.runner import workers
+from allhands.runner.compiling import check_compiled
 from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule, predict_feed
 from allhands.runner.loggers import prepare_logdir
 from allhands.runner.metrics import LoaderMetrics, named_metrics
@@ -159,7 +160,8 @@ class SupervisedRunner:
             save_minutes: minutes after which a checkpoint is due within an epoch; None never asks for one.
             step: how an optimizer step is taken on a GPU. "graph" records it in a CUDA graph for each shape of a batch, after
                 three steps, and replays it; "eager" asks for its operations anew each time; "auto" records where that can be
-                done, and says why where it cannot.
+                done, and says why where it cannot. "compile", on CPUs too, compiles the model with torch.compile, and then does
+                as "auto" does.
             profile: record a timeline of so many optimizer steps, after the first five, into ``logdir/profile``, a file a rank
                 in Chrome's trace format, and print where a step's time goes; None records none.
 
@@ -192,6 +194,7 @@ class SupervisedRunner:
         plan = self._plan(distributed, workers)
         settings.strategy = plan.strategy
         settings.strategy.check_settings(settings)
+        check_compiled(settings, plan.world_size)
         check_meta(settings)
         settings.strategy.check_training(settings, plan.world_size)
         # It takes half a second to import, so once for all workers.

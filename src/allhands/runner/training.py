@@ -19,6 +19,7 @@ from allhands.errors import UserError
 from allhands.runner.agreement import SIGNALS, Agreement, requeue_if_asked
 from allhands.runner.announce import announce, report_epoch
 from allhands.runner.callbacks import overridden, run_hooks
+from allhands.runner.compiling import compiling
 from allhands.runner.evaluation import Forward, choose_valid_loader, evaluate_feed, loss_rule, try_on
 from allhands.runner.logged import Logged
 from allhands.runner.loggers import Loggers
@@ -172,7 +173,7 @@ class Training:
                 signal's number.
         """
         settings = self.settings
-        with preserved_generators(), self.agreement:
+        with preserved_generators(), self.agreement, compiling(self):
             self.memory.restore()
             settings.strategy.begin(self.optimizer, self.step)
             if self.recorded is not None:

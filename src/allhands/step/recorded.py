@@ -20,7 +20,7 @@ from allhands.step.capturable import Capturable
 from allhands.step.guards import HostState, hooked, waits_noted, where_raised
 from allhands.step.optimizer_step import OptimizerStep
 
-STEPS = ("auto", "eager", "graph")
+STEPS = ("auto", "eager", "compile", "graph")
 _EAGER = 2  # steps of a shape before the one that is looked at: libraries set themselves up in the first ones
 _GRAPHS = 8  # shapes that are recorded; more of them mean that nearly every step has a shape of its own
 

@@ -189,6 +189,9 @@ class KVStore(Strategy):
 
     # ------------------------------------------------------------------ the store
 
+    def compiled(self, workers: int) -> str | None:
+        return "model"
+
     def prepare(self, model: nn.Module, world: World) -> nn.Module:
         self.world, self.bare = world, model
         self._store: Store | None = None

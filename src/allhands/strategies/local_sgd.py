@@ -108,6 +108,9 @@ class LocalSGD(Strategy):
 
     # ------------------------------------------------------------------ before the first step
 
+    def compiled(self, workers: int) -> str | None:
+        return "model"
+
     def prepare(self, model: nn.Module, world: World) -> nn.Module:
         self.world, self.bare = world, model
         layers = layers_of(model)

@@ -91,6 +91,12 @@ class Meshed(Strategy):
         if degrees.shard > 1 and self.fsdp is not None:
             self.fsdp.check_wrapping(model)
 
+    def compiled(self, workers: int) -> str | None:
+        degrees = self.degrees_for(workers)
+        if degrees.tp > 1 or degrees.pp > 1:
+            return None
+        return "layers" if workers > 1 else "model"
+
     # ------------------------------------------------------------------ who sees what
 
     def shares(self, workers: int) -> int:
