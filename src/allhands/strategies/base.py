@@ -67,10 +67,6 @@ class Strategy(ABC):
         """What ``step="compile"`` compiles with so many workers: "model", as one; "layers", each for itself; None refuses it."""
         return None
 
-    def compiled(self, workers: int) -> str | None:
-        """What ``step="compile"`` compiles with so many workers: "model", as one; "layers", each for itself; None refuses it."""
-        return None
-
     def check_training(self, settings: Any, workers: int) -> None:
         """Raise `UserError` for a model (of `TrainSettings`) that it cannot train with so many workers, before any is started."""
 

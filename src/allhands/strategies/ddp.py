@@ -113,9 +113,6 @@ class DDP(Strategy):
     def compiled(self, workers: int) -> str | None:
         return "layers" if workers > 1 else "model"
 
-    def compiled(self, workers: int) -> str | None:
-        return "layers" if workers > 1 else "model"
-
     def gradient_scale(self, world: World) -> float:
         return 1.0 if self.buckets is not None else float(world.world_size)  # DistributedDataParallel divides by it
 

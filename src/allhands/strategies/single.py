@@ -27,8 +27,5 @@ class Single(Strategy):
     def compiled(self, workers: int) -> str | None:
         return "model"
 
-    def compiled(self, workers: int) -> str | None:
-        return "model"
-
     def prepare(self, model: nn.Module, world: World) -> nn.Module:
         return model
