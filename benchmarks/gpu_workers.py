@@ -233,8 +233,10 @@ def main() -> None:
         parser.error(f"there is no {', '.join(sorted(unknown))}; tasks: {', '.join(TASKS)}; contenders: {', '.join(CONTENDERS)}")
     sizes = [int(count) for count in args.workers.split(",")]
     if args.device == "cuda" and max(sizes) > gpus:
+        if not gpus:
+            parser.error("this machine shows no GPU; --device cpu --quick shows that the script works")
         parser.error(
-            f"--workers {args.workers} needs {max(sizes)} GPUs, and there are {gpus}; write --workers 1, or --device cpu --quick"
+            f"--workers {args.workers} needs {max(sizes)} GPUs, and this machine shows {gpus}; write --workers {all_sizes}"
         )
     results, began = Results(args), time.time()
     for workers in sizes:
