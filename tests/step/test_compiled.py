@@ -24,7 +24,7 @@ from tests.worlds import in_world
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(
-    compiler_missing(CPU) is not None, reason="torch.compile needs a C++ compiler on a CPU, and there is none (g++)"
+    compiler_missing(CPU) is not None, reason="torch.compile needs g++ and the headers of Python (python3-dev) on a CPU"
 )
 
 

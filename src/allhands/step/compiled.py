@@ -6,9 +6,11 @@ import functools
 import re
 import shutil
 import sys
+import sysconfig
 import types
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +41,10 @@ def compiler_missing(device: torch.device) -> str | None:
         found = shutil.which(get_cpp_compiler())
     except InvalidCxxCompiler:
         found = None
-    return None if found else "there is no C++ compiler, which it needs on a CPU: install g++, or name one in the variable CXX"
+    if not found:
+        return "there is no C++ compiler, which it needs on a CPU: install g++, or name one in the variable CXX"
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    return None if headers.is_file() else f"there is no {headers}, which it needs on a CPU: install python3-dev"
 
 
 class Compiled:
