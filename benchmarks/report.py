@@ -33,8 +33,11 @@ def machine() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    if "allhands" not in versions and "allhands" in sys.modules:  # run from its source, not installed
+        versions["allhands"] = sys.modules["allhands"].__version__
     found = {} if "torch" not in sys.modules else {"gpus": _gpus()}
-    model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")  # noqa: SIM115
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
     return {
         "date": datetime.date.today().isoformat(), "cpu": model or platform.processor(), "cores": len(os.sched_getaffinity(0)),
         "load": [round(value, 2) for value in os.getloadavg()], "python": platform.python_version(), "system": platform.system(),

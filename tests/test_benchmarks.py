@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -31,11 +32,19 @@ def check(results: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def tables(monkeypatch):
+def scripts(monkeypatch):
+    """Imports a script by its name; the names are free again afterwards."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    yield importlib.import_module("tables")
-    for name in ("tables", "gpu_results", "peers", "report"):
-        sys.modules.pop(name, None)
+    before = set(sys.modules)
+    yield importlib.import_module
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        if path.stem not in before:
+            sys.modules.pop(path.stem, None)
+
+
+@pytest.fixture
+def tables(scripts):
+    return scripts("tables")
 
 
 def write(folder: Path, name: str, cases: list[dict]) -> None:
@@ -88,6 +97,37 @@ def test_a_case_in_two_files_of_one_machine_is_refused(tables, tmp_path):
         write(tmp_path, name, [case("gpt-124M", 1, ddp={"microseconds": 1.0, "ratio": 1.0})])
     with pytest.raises(SystemExit, match="gpu_workers_again.json: another file of the same machine also has GPT-124M"):
         tables.readme(tmp_path)
+
+
+def test_ratios_are_of_the_same_turn_and_efficiency_of_the_same_contender(scripts):
+    script = scripts("gpu_workers")
+    results = script.Results(argparse.Namespace(device="cuda", name=None, quick=True))
+    for workers, figures in (
+        (1, {"ddp": [100.0, 200.0], "lightning": [200.0, 100.0]}),
+        (2, {"ddp": [160.0], "lightning": [400.0]}),
+    ):
+        for contender, values in figures.items():
+            for turn, value in enumerate(values):
+                results.add(workers, ("regression", turn, contender), {"microseconds": value, "said": [], "wall": 0.0})
+    results.add(2, ("regression", 0, "accelerate"), {"failed": "RuntimeError: out of memory", "said": []})
+    one, two = (case["contenders"] for case in results.cases())
+    assert one["lightning"]["ratio"] == (100 / 200 + 200 / 100) / 2
+    assert "efficiency" not in one["ddp"]
+    assert (two["ddp"]["efficiency"], two["lightning"]["efficiency"]) == (150 / 160, 150 / 400)
+    assert two["lightning"]["ratio"] == 160 / 400
+    assert two["accelerate"] == {"failed": "RuntimeError: out of memory"}
+    assert results.has_failed(2, "regression", "accelerate")
+    assert not results.has_failed(1, "regression", "accelerate")
+
+
+def test_a_turn_takes_as_long_as_its_slowest_rank(scripts):
+    ranks = [
+        {"seconds": [1.0, 5.0, 2.0], "gib": 1.0, "wall": 9.0, "said": []},
+        {"seconds": [3.0, 4.0, 1.0], "gib": 2.0, "wall": 8.0},
+    ]
+    found = scripts("gpu_workers").slowest(ranks)
+    assert (found["microseconds"], found["gib"], found["wall"]) == (3e6, 2.0, 9.0)
+    assert scripts("gpu_workers").slowest([ranks[0], {**ranks[1], "failed": "why"}])["failed"] == "why"
 
 
 @pytest.mark.serial
