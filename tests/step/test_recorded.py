@@ -201,6 +201,19 @@ def test_too_many_shapes() -> None:
     assert len(trained.losses) == 40
 
 
+def test_too_little_memory_for_a_record() -> None:
+    def capture(function: Callable[[], None]) -> Callable[[], None]:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    trained, plain = (Trained(without_dropout(), torch.optim.SGD, MOMENTUM, recorded=r, capture=capture) for r in (True, False))
+    for one in (trained, plain):
+        one.steps(data(8))
+    assert trained.said[0].startswith("step: eager, since the GPU's memory is too small for it, at ")
+    assert apart(trained.model, plain.model) < 1e-6
+    with pytest.raises(UserError, match="step='graph': the step cannot be recorded, since the GPU's memory is too small"):
+        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, insist=True, capture=capture).steps(data(8))
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
