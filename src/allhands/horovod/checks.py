@@ -11,6 +11,8 @@ from typing import Any
 
 from allhands.horovod.reduce_ops import ADDITIVE
 
+Key = tuple[int, str, str]  # process set, kind, name
+
 _WIDTH = {
     "float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
 }  # fmt: skip

@@ -17,8 +17,9 @@ import threading
 import time
 from typing import Any
 
-from allhands.horovod.checks import Ask
-from allhands.horovod.matcher import Key, Matcher
+from allhands.horovod.checks import Ask, Key
+from allhands.horovod.matcher import Matcher
+from allhands.horovod.rounds import Parts
 from allhands.world.links import keep_alive, listen
 
 _LOOK_EVERY_S = 0.5
@@ -33,6 +34,7 @@ class _Peer:
         self.out = bytearray()
         self.waits_to_write = False
         self.known: dict[int, tuple[Key, Ask]] = {}  # what it has asked for before, by its own numbers
+        self.rounds: dict[int, tuple[int, Parts]] = {}  # and what it has promised before
 
 
 class Coordinator:
@@ -47,6 +49,7 @@ class Coordinator:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._peers: dict[int, _Peer] = {}
         self._left: set[int] = set()
+        self._parts: dict[Parts, Parts] = {}  # so that equal ones of several ranks are one, and compared at once
         self._stopped = threading.Event()
         self.everyone_left = threading.Event()
         self._over = threading.Event()
@@ -148,12 +151,22 @@ class Coordinator:
             if message["number"] is not None:
                 peer.known[int(message["number"])] = known
             self._matcher.ask(peer.rank, *known)
+        elif "promise" in message:
+            number = int(message["promise"])
+            if "parts" in message:
+                parts = tuple(((int(key[0]), str(key[1]), str(key[2])), Ask.read(ask)) for key, ask in message["parts"])
+                peer.rounds[number] = (int(message["set"]), self._parts.setdefault(parts, parts))
+            self._matcher.promise(peer.rank, *peer.rounds[number])
+        elif "kept" in message:
+            self._matcher.kept(peer.rank, int(message["kept"]))
         elif "join" in message:
             self._matcher.join(peer.rank)
         elif "broken" in message:
             self._matcher.stop(str(message["broken"]))
         elif "leave" in message:
             self._left.add(peer.rank)
+            for number in message["leave"]:
+                self._matcher.kept(peer.rank, int(number))
             self._matcher.leave(peer.rank, "has called shutdown(), or its program is over")
             if len(self._left) == self._matcher.size:
                 self.everyone_left.set()

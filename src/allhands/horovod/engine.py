@@ -1,7 +1,6 @@
 """The collective operations of one rank: submitted by any thread, matched by name over the ranks, run by one thread in one order.
 
-Every operation takes a list of tensors, which travel together and are all or nothing; one tensor is a list of one. It returns a
-`Handle` at once. Tensors are torch's, on the CPU or a GPU, and are not to be changed before the handle's `wait` has returned.
+Beside them run rounds (see `rounds`), which are agreed as a whole and begun by whoever has their tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import contextlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,23 +16,22 @@ import torch
 import torch.distributed as dist
 
 from allhands.errors import UserError
-from allhands.horovod import collectives, objects
-from allhands.horovod.checks import Ask
+from allhands.horovod import collectives
+from allhands.horovod.checks import Ask, Key
 from allhands.horovod.exceptions import HorovodInternalError, NotInitializedError
 from allhands.horovod.handles import Handle, OnGPU
 from allhands.horovod.jobs import Job, run, zeros
+from allhands.horovod.lanes import Lane
 from allhands.horovod.link import Link
-from allhands.horovod.matcher import GLOBAL_SET, Key, Matcher
+from allhands.horovod.matcher import GLOBAL_SET, Matcher
+from allhands.horovod.operations import Operations, Tensors
 from allhands.horovod.process_sets import ProcessSet, global_process_set
-from allhands.horovod.reduce_ops import Adasum, Average, ReduceOp, Sum
 from allhands.horovod.settings import Settings
 from allhands.horovod.timeline import Timeline
 from allhands.world import DEFAULT_TIMEOUT, World
 
-Tensors = Sequence[torch.Tensor]
 
-
-class Engine:
+class Engine(Operations):
     """Made by `basics.init`, the same on all ranks.
 
     Args:
@@ -50,6 +47,7 @@ class Engine:
         self._jobs: dict[Key, Job] = {}
         self._unnamed: Counter[tuple[int, str]] = Counter()
         self._sets: dict[int, ProcessSet] = {}
+        self._lanes: dict[int, Lane] = {}
         self._joining: Handle | None = None
         self._broken = ""
         self._closed = False
@@ -67,119 +65,32 @@ class Engine:
         if settings.timeline:
             self.timeline.start(settings.timeline)
 
-    # ------------------------------------------------------------------ operations
-
-    def allreduce(
-        self, tensors: Tensors, *, name: str | None = None, op: ReduceOp = Average, prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set, outputs: Tensors | None = None,
-        tensor_names: Sequence[str] = (),
-    ) -> Handle:  # fmt: skip
-        """Reduce each tensor over the ranks; the result is post times the reduction of pre times the values.
-
-        `outputs` may be the tensors themselves; None makes new ones. `tensor_names` are for messages.
-        """
-        ask = self.ask_allreduce(tensors, op, prescale_factor, postscale_factor, process_set, tensor_names)
-        made = [torch.empty_like(tensor) for tensor in tensors] if outputs is None else outputs
-        return self.begin(name, ask, process_set, tensors, made)
-
-    def ask_allreduce(
-        self, tensors: Tensors, op: ReduceOp, pre: float, post: float, process_set: ProcessSet, names: Sequence[str] = (),
-        absent: Sequence[int] = (),
-    ) -> Ask:  # fmt: skip
-        """What `allreduce` asks for, to be given to `begin` again and again, with tensors like these or with one that holds them
-        all, one after another. `absent` are the places of tensors that this rank has no value for, and gives zeros.
-        """
-        if op == Adasum and process_set.size() & (process_set.size() - 1):
-            raise UserError(
-                f"op Adasum needs a power of two of ranks, and there are {process_set.size()}; set op to hvd.Average, or train "
-                "with 2, 4, 8 ... ranks"
-            )
-        return self._ask("allreduce", tensors, names, absent=tuple(absent), op=op, pre=float(pre), post=float(post))
-
-    def allgather(
-        self, tensors: Tensors, *, name: str | None = None, process_set: ProcessSet = global_process_set
-    ) -> Handle:  # fmt: skip
-        """All ranks' rows of each tensor, in the order of the ranks; the first dimension may differ between them."""
-        self._need_rows("allgather", tensors)
-        return self.begin(name, self._ask("allgather", tensors), process_set, tensors, [])
-
-    def broadcast(
-        self, tensors: Tensors, root_rank: int, *, name: str | None = None, process_set: ProcessSet = global_process_set,
-        outputs: Tensors | None = None, tensor_names: Sequence[str] = (),
-    ) -> Handle:  # fmt: skip
-        """Rank `root_rank`'s tensors, on all ranks. It is counted in the whole world, also in a process set."""
-        members = process_set._members()
-        if root_rank not in members:
-            raise UserError(f"broadcast: root_rank={root_rank} is none of the ranks {members}; set root_rank to one of them")
-        ask = self._ask("broadcast", tensors, tensor_names, root=int(root_rank))
-        made = [torch.empty_like(tensor) for tensor in tensors] if outputs is None else outputs
-        return self.begin(name, ask, process_set, tensors, made)
-
-    def alltoall(
-        self, tensor: torch.Tensor, splits: Any = None, *, name: str | None = None, process_set: ProcessSet = global_process_set
-    ) -> Handle:
-        """The rows that each rank has for this one, and how many came from each (int32).
-
-        `splits`: how many rows go to each rank, in the order of the ranks; None deals them evenly.
-        """
-        self._need_rows("alltoall", [tensor])
-        size = process_set.size()
-        given = [int(number) for number in splits] if splits is not None else [len(tensor) // size] * size
-        if len(given) != size or min(given) < 0 or sum(given) != len(tensor):
-            raise UserError(
-                f"alltoall: the splits {given} of {len(tensor)} rows over {size} ranks; set splits to {size} numbers of at "
-                f"least 0 whose sum is {len(tensor)}"
-            )
-        return self.begin(name, self._ask("alltoall", [tensor], splits=tuple(given)), process_set, [tensor], [])
-
-    def reducescatter(
-        self, tensors: Tensors, *, name: str | None = None, op: ReduceOp = Average, prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-    ) -> Handle:  # fmt: skip
-        """This rank's rows of each reduced tensor; the first ranks have one more where they do not divide evenly."""
-        self._need_rows("reducescatter", tensors)
-        if op not in (Average, Sum):
-            raise UserError(f"reducescatter: op {op} is not possible; set op to hvd.Average or hvd.Sum")
-        ask = self._ask("reducescatter", tensors, op=op, pre=float(prescale_factor), post=float(postscale_factor))
-        return self.begin(name, ask, process_set, tensors, [])
-
-    def barrier(self, process_set: ProcessSet = global_process_set) -> None:
-        """Wait until all ranks have come here."""
-        self.begin(None, Ask("barrier"), process_set, [], []).wait()
-
     def join(self) -> int:
         """Wait until all ranks have joined, giving zeros to their allreduces meanwhile; the rank that joined last."""
         with self._lock:
             self._check_usable()
+            if any(lane.busy for lane in self._lanes.values()):
+                raise UserError("join() between backward() and step(), while gradients are on their way; call step() first")
             if self._joining is not None:
                 raise UserError("join() is called a second time before the first is over; call it once")
             self._joining = handle = Handle("join")
         self._link.join()
         return int(handle.wait())
 
-    def broadcast_object(
-        self, obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-    ) -> Any:
-        """Rank `root_rank`'s object, which consists of plain values, containers, tensors and numpy arrays.
+    def lane(self, process_set: ProcessSet) -> Lane | None:
+        """Where this process set's rounds run; None while one is on its way, for a rank alone, and where nothing is to be
+        remembered (`Settings.cache_capacity`)."""
+        with self._lock:
+            self._check_usable()
+            if process_set.size() == 1 or not self.settings.cache_capacity:
+                return None
+            number = process_set.process_set_id or 0
+            lane = self._lanes.get(number)
+            if lane is None:
+                lane = self._lanes[number] = Lane(number, self._link)
+            return None if lane.busy else lane
 
-        Raises:
-            UserError: on all ranks, when it holds something else.
-        """
-        name = self._named("broadcast_object", name, process_set)
-        data = objects.pack(obj) if self.world.rank == root_rank else torch.zeros(0, dtype=torch.uint8)
-        length = torch.tensor([len(data)])
-        (length,) = self.broadcast([length], root_rank, name=f"{name}.length", process_set=process_set).wait()
-        whole = data if self.world.rank == root_rank else torch.zeros(int(length), dtype=torch.uint8)
-        (whole,) = self.broadcast([whole], root_rank, name=f"{name}.data", process_set=process_set).wait()
-        return objects.unpack(whole)
-
-    def allgather_object(self, obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-        """Every rank's object, in the order of the ranks; see `broadcast_object`."""
-        name = self._named("allgather_object", name, process_set)
-        data = objects.pack(obj)
-        handle = self.allgather([torch.tensor([len(data)]), data], name=name, process_set=process_set)
-        lengths, whole = handle.wait()
-        return [objects.unpack(part) for part in whole.split(lengths.tolist())]
+    # ------------------------------------------------------------------ process sets
 
     def add_set(self, process_set: ProcessSet) -> ProcessSet:
         """Put a process set in use; all ranks call it, with the same ranks."""
@@ -216,55 +127,22 @@ class Engine:
             if self._closed or os.getpid() != self._process:  # a fork of it has no part in it
                 return
             self._closed = True
-        self._link.leave(1.0)
+        self._link.leave(1.0, [number for number, lane in self._lanes.items() if not lane.busy])
         self._thread.join(5.0)
         self._fail_all("hvd.shutdown() was called")
         self.timeline.stop()
-        groups = [process_set.group for process_set in self._sets.values() if process_set.group is not None]
+        groups = [process_set.group for process_set in self._sets.values()] + [lane.group for lane in self._lanes.values()]
         for process_set in self._sets.values():
             process_set.put_away()
         self._sets.clear()
-        for group in groups:
+        for group in filter(None, groups):
             if self.world.backend == "gloo" and dist.is_initialized():  # nccl's wait for ranks that may be gone
                 with contextlib.suppress(RuntimeError, ValueError):
                     dist.destroy_process_group(group)
 
     # ------------------------------------------------------------------ asking
 
-    def _ask(self, kind: str, tensors: Tensors, names: Sequence[str] = (), **more: Any) -> Ask:
-        if not tensors:
-            raise UserError(f"{kind}: the list of tensors is empty; give at least one tensor")
-        for place, tensor in enumerate(tensors):
-            label = repr(names[place]) if names else f"number {place}"
-            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-                raise UserError(f"{kind}: tensor {label} is {_kind(tensor)}, and has to be a dense torch.Tensor")
-            if not tensor.is_contiguous():
-                raise UserError(f"{kind}: tensor {label} is not contiguous; give tensor.contiguous()")
-        devices = {tensor.device.type for tensor in tensors}
-        if len(devices) > 1 or not devices <= {"cpu", "cuda"}:
-            raise UserError(
-                f"{kind}: tensors of one call lie on {' and '.join(sorted(devices))}; they have to be on the CPU, or a GPU"
-            )
-        if "cuda" in devices and self.world.backend != "nccl" and not self.world.is_alone:
-            raise UserError(
-                f"{kind}: the tensors are on a GPU, and the ranks are connected by {self.world.backend}; give tensor.cpu(), or "
-                "start processes that see one GPU each"
-            )
-        if "cuda" in devices and not self.world.is_alone and any(tensor.device != self.world.device for tensor in tensors):
-            raise UserError(
-                f"{kind}: a tensor is on {tensors[0].device}, and this rank's GPU is {self.world.device}; call "
-                "torch.cuda.set_device(hvd.local_rank()) before tensors are made"
-            )
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        dtypes = tuple(str(tensor.dtype)[6:] for tensor in tensors)
-        return Ask(kind, shapes, dtypes, tuple(names), device=devices.pop(), **more)
-
-    def _need_rows(self, kind: str, tensors: Tensors) -> None:
-        for tensor in tensors:
-            if not tensor.dim():
-                raise UserError(f"{kind}: a tensor without dimensions has no rows; give tensor.reshape(1)")
-
-    def _named(self, kind: str, name: str | None, process_set: ProcessSet) -> str:
+    def named(self, kind: str, name: str | None, process_set: ProcessSet) -> str:
         if name is not None:
             return name
         key = (process_set.process_set_id or 0, kind)
@@ -286,7 +164,7 @@ class Engine:
         with self._lock:
             self._check_usable()
             process_set.rank()  # refuses a set that is not in use, or that this rank is not in
-            own = self._named(ask.kind, name, process_set)
+            own = self.named(ask.kind, name, process_set)
             key = (process_set.process_set_id or 0, ask.kind, own)
             if key in self._jobs:
                 raise UserError(
@@ -318,6 +196,15 @@ class Engine:
                 elif "fail" in message:
                     for set_id, kind, name in message["fail"]:
                         self._take((set_id, kind, name)).handle.fail(message["error"])
+                elif "go" in message:
+                    self._lanes[message["go"]].told(True)
+                elif "decline" in message:
+                    self._lanes[message["decline"]].told(False)
+                elif "lane" in message:
+                    self._open_lane(message["lane"], message["ranks"])
+                elif "kept?" in message:
+                    if not self._lanes[message["kept?"]].busy:
+                        self._link.kept(message["kept?"])
                 elif "joined" in message:
                     self._unnamed.clear()  # ranks that joined early have made fewer calls
                     joining, self._joining = self._joining, None
@@ -325,6 +212,8 @@ class Engine:
                         joining.finish(message["joined"])
                 else:
                     self._fail_all(message["broken"])
+                    for lane in self._lanes.values():
+                        lane.give_up(self.world.backend == "nccl")
             if not self._closed:
                 self._fail_all("rank 0 is gone without a word: killed, crashed, or its host is down")
         except Exception as error:
@@ -340,8 +229,11 @@ class Engine:
             handles = [job.handle for job in self._jobs.values()] + ([self._joining] if self._joining is not None else [])
             self._jobs.clear()
             self._joining = None
+            lanes = list(self._lanes.values())
         for handle in handles:
             handle.fail(text)
+        for lane in lanes:
+            lane.fail(text)
 
     def _do(self, entries: list[dict[str, Any]], active: int) -> None:
         keys: list[Key] = [(entry["key"][0], entry["key"][1], entry["key"][2]) for entry in entries]
@@ -384,6 +276,7 @@ class Engine:
             self._put_in_use(job.made_set, entries[0]["set"], ranks, group)
         elif job.ask.kind == "remove_set":
             self._sets.pop(job.ask.root).put_away()
+            self._lanes.pop(job.ask.root, None)
         else:
             return run(jobs, entries, active, self._buffers)
         return [None]
@@ -393,15 +286,14 @@ class Engine:
         group = dist.new_group(ranks, timeout=timedelta(seconds=DEFAULT_TIMEOUT.total_seconds()), backend=backend)
         return group if self.world.rank in ranks and len(ranks) > 1 else None
 
+    def _open_lane(self, number: int, ranks: list[int]) -> None:
+        group = self._new_group(ranks)  # all ranks of the world make it
+        if self.world.rank in ranks:
+            self._lanes[number].group = group
+
     def _put_in_use(self, process_set: ProcessSet, number: int, ranks: list[int], group: Any) -> None:
         process_set.put_in_use(number, ranks, self.world.rank, group)
         self._sets[number] = process_set
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of layout {value.layout}"
-    return f"a {type(value).__name__}"
 
 
 _current: Engine | None = None

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from allhands.errors import WorldError
-from allhands.horovod.checks import Ask
+from allhands.horovod.checks import Ask, Key
 from allhands.horovod.coordinator import Coordinator
-from allhands.horovod.matcher import Key, Matcher
+from allhands.horovod.matcher import Matcher
+from allhands.horovod.rounds import Parts
 from allhands.world import World
 from allhands.world.interface import outward_addresses
 from allhands.world.links import keep_alive
@@ -40,6 +41,7 @@ class Link:
         self._lock = threading.Lock()
         self._slots = slots
         self._known: OrderedDict[tuple[Key, Ask], int] = OrderedDict()
+        self._rounds: dict[Parts, int] = {}
         if matcher is not None:
             token = secrets.token_hex(16)
             self._coordinator = Coordinator(matcher, token)
@@ -72,6 +74,20 @@ class Link:
                 self._known[known] = number
             return self._send({"ask": ask.message(), "key": key, "number": number})
 
+    def promise(self, set_id: int, parts: Parts) -> None:
+        """This rank promises a round of this process set."""
+        with self._lock:
+            number = self._rounds.get(parts)
+            if number is not None:
+                return self._send({"promise": number})
+            number = self._rounds[parts] = len(self._rounds)
+            described = [[key, ask.message()] for key, ask in parts]
+            return self._send({"promise": number, "set": set_id, "parts": described})
+
+    def kept(self, set_id: int) -> None:
+        """This rank has given all parts of the last round of this process set."""
+        self._say({"kept": set_id})
+
     def join(self) -> None:
         """This rank has no more data."""
         self._say({"join": True})
@@ -80,9 +96,12 @@ class Link:
         """This rank has failed in the middle of an operation, after which no rank can rely on any other."""
         self._say({"broken": text})
 
-    def leave(self, patience: float) -> None:
-        """This rank asks for nothing more. Rank 0 waits so many seconds for the others to say that as well."""
-        self._say({"leave": True})
+    def leave(self, patience: float, kept: list[int]) -> None:
+        """This rank asks for nothing more. Rank 0 waits so many seconds for the others to say that as well.
+
+        `kept`: the process sets with rounds of which this rank has given all parts.
+        """
+        self._say({"leave": kept})
         if self._coordinator is not None:
             self._coordinator.stop(patience)
         with contextlib.suppress(OSError):

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from allhands.horovod.checks import Ask, disagreement, ranks_text
+from allhands.horovod.checks import Ask, Key, disagreement, ranks_text
+from allhands.horovod.rounds import Parts, Rounds
 
-Key = tuple[int, str, str]  # process set, kind, name
 GLOBAL_SET = 0
 # Two ranks that wait for each other under one name, one in an allgather and one in an allreduce, or in different process sets,
 # may yet come to the other's call. So long they are given.
@@ -53,6 +53,7 @@ class Matcher:
         self._broken = ""
         self._out: list[tuple[Iterable[int], dict[str, Any]]] = []
         self._ready: list[tuple[Key, dict[int, Ask]]] = []
+        self._rounds = Rounds(self._tell, size, clock)
 
     # ------------------------------------------------------------------ what ranks say
 
@@ -70,14 +71,29 @@ class Matcher:
                 if not waiting:
                     del self._refused[key]
                 return self._tell([rank], {"fail": [key], "error": text})
+        self._rounds.asked(rank, key)
         pending = self._pending.setdefault(key, _Pending(self._clock()))
         pending.asks[rank] = ask
         return self._look_at(key)
+
+    def promise(self, rank: int, set_id: int, parts: Parts) -> None:
+        """Rank `rank` promises a round (see `rounds`)."""
+        if self._broken:
+            return self._tell([rank], {"broken": self._broken})
+        members = self.sets.get(set_id)
+        if members is None or rank not in members:
+            return self._tell([rank], {"decline": set_id})
+        return self._rounds.promise(rank, set_id, parts, members, self._is_possible)
+
+    def kept(self, rank: int, set_id: int) -> None:
+        """Rank `rank` has given all parts of this process set's last round."""
+        self._rounds.kept(rank, set_id)
 
     def join(self, rank: int) -> None:
         """Rank `rank` has no more data and gives zeros until all others have joined as well."""
         if self._broken:
             return self._tell([rank], {"broken": self._broken})
+        self._rounds.decline_all()
         self._joined[rank] = None
         for key in list(self._pending):
             self._look_at(key)
@@ -86,9 +102,13 @@ class Matcher:
     def leave(self, rank: int, why: str) -> None:
         """Rank `rank` is gone; `why` ends the sentence "rank 1 ..."."""
         self._gone.setdefault(rank, why)
+        self._rounds.decline_all()
+        broken = self._rounds.broken_by(rank)
+        if broken:
+            return self.stop(f"{broken}: rank {rank}, which has begun it, {why}")
         for key in list(self._pending):
             self._look_at(key)
-        self._look_at_joined()
+        return self._look_at_joined()
 
     # ------------------------------------------------------------------ what ranks are told
 
@@ -113,6 +133,9 @@ class Matcher:
                 lines.append(self._stalled(key, pending, missing, age))
             if 0 < self._stop_after <= age:
                 late = late or self._stalled(key, pending, missing, age)
+        more, stuck = self._rounds.look(self._warn_after, self._stop_after)
+        lines += more
+        late = late or stuck
         if late:
             self.stop(f"{late}; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is over")
         return "\n".join(lines)
@@ -121,6 +144,7 @@ class Matcher:
         """Nothing works any more; every rank is told why."""
         self._broken = self._broken or text
         self._pending.clear()
+        self._rounds.clear()
         self._tell(range(self.size), {"broken": self._broken})
 
     # ------------------------------------------------------------------ inside
@@ -128,6 +152,14 @@ class Matcher:
     def _tell(self, ranks: Iterable[int], message: dict[str, Any]) -> None:
         self._fuse()  # what was agreed before comes before
         self._out.append((ranks, message))
+
+    def _is_possible(self, parts: Parts) -> bool:
+        """Whether all ranks of a round can run it by themselves, and none has asked for a part of it by its name."""
+        if self._joined or (self._gone and not self._rounds.has_lane(parts[0][0][0])):
+            return False
+        if any(rank in self._gone for rank in self.sets[parts[0][0][0]]):
+            return False
+        return not any(key in self._pending or key in self._refused for key, _ in parts)
 
     def _missing(self, key: Key, pending: _Pending) -> list[int]:
         return [rank for rank in self.sets[key[0]] if rank not in pending.asks and rank not in self._joined]
@@ -239,6 +271,7 @@ class Matcher:
                 entry["set"] = self._add(ordered[0].splits)
             if key[1] == "remove_set":
                 self.sets.pop(ordered[0].root, None)
+                self._rounds.drop(ordered[0].root)
             entries.append(entry)
         self._out.append((members, {"run": entries, "active": len(members) - len(away)}))
 

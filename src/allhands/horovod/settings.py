@@ -16,7 +16,7 @@ class Settings:
 
     Attributes:
         fusion_threshold: bytes up to which reductions travel together; 0: each by itself.
-        cache_capacity: how many operations are known by a number when they come again.
+        cache_capacity: how many operations are known by a number when they come again; 0: none, and there are no rounds.
         stall_warn: seconds after which a call that some rank has not made is reported on stderr; 0: never.
         stall_stop: seconds after which it is an error on all ranks; 0: never.
         timeline: a file for `start_timeline`; "" for none.

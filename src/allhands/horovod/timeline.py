@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from allhands.errors import UserError
-from allhands.horovod.matcher import Key
+from allhands.horovod.checks import Key
 
 
 class Timeline:
@@ -61,6 +61,11 @@ class Timeline:
         if self._file is not None:
             self._write("E", keys, "")
             self._write("B", keys, keys[0][1].upper())
+
+    def began_round(self, key: Key) -> None:
+        """This part of a round, which all ranks have agreed on before it was called, begins."""
+        if self._file is not None:
+            self._write("B", [key], key[1].upper())
 
     def ended(self, keys: Sequence[Key]) -> None:
         """They are over."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import pytest
@@ -10,8 +12,10 @@ from torch import nn
 
 import allhands.horovod.torch as hvd
 from allhands.errors import UserError
+from allhands.horovod import engine
 from allhands.launch import spawn
 from tests.horovod.torch.test_optimizer import batches, by_hand, loss_of, model, optimizers, weights
+from tests.horovod.torch.test_rounds import STEPS, Counted, failed
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.serial, pytest.mark.timeout(180)]
 
@@ -84,6 +88,83 @@ def test_uneven_data_with_join_trains_as_one_process_does(op: str) -> None:
     for found in spawn(train, (op,), workers=2):
         for own, other in zip(found, by_hand(2, "sgd", op), strict=True):
             torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-4)
+
+
+def many_batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    made = torch.Generator().manual_seed(rank)
+    sizes = [4 + (rank + number) % 3 for number in range(STEPS + 5 * rank)]
+    return [(torch.randn(size, 6, generator=made), torch.randint(3, (size,), generator=made)) for size in sizes]
+
+
+def steady(compressed: bool) -> tuple[list[torch.Tensor], int]:
+    counted = Counted()
+    hvd.init()
+    net = model().cuda()
+    compression = hvd.Compression.bf16 if compressed else hvd.Compression.none
+    optimizer = hvd.DistributedOptimizer(optimizers("sgd", net), net.named_parameters(), compression, groups=3)
+    for images, labels in many_batches(hvd.rank()):
+        optimizer.zero_grad()
+        loss_of(net, (images.cuda(), labels.cuda())).backward()
+        optimizer.step()
+    last = hvd.join()
+    hvd.broadcast_parameters(net.state_dict(), root_rank=last)
+    hvd.shutdown()
+    return [value.cpu() for value in weights(net)], counted.number
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_rounds_train_as_one_process_does(compressed: bool) -> None:
+    net = model()
+    optimizer = optimizers("sgd", net)
+    data = [many_batches(rank) for rank in range(2)]
+    for step in range(max(map(len, data))):
+        optimizer.zero_grad()
+        for own in data:
+            if step < len(own):
+                (loss_of(net, own[step]) / 2).backward()
+        optimizer.step()
+    tolerance = 5e-2 if compressed else 1e-4
+    for found, begun in spawn(steady, (compressed,), workers=2):
+        assert begun > 3 * (STEPS - 10)
+        for own, other in zip(found, weights(net), strict=True):
+            torch.testing.assert_close(own, other, atol=tolerance, rtol=tolerance)
+
+
+def broken_promise() -> tuple[str, float]:
+    """Rank 1 begins a backward pass after many steps and does not end it; rank 0's GPU waits for it."""
+    os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "1"
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "7"
+    hvd.init()
+    net = model().cuda()
+    optimizer = hvd.DistributedOptimizer(optimizers("sgd", net), net.named_parameters(), groups=3)
+    images, labels = (value.cuda() for value in batches(0)[0])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(net, (images, labels)).backward()
+        optimizer.step()
+
+    for _ in range(STEPS):
+        step()
+    began = time.monotonic()
+    if hvd.rank() == 1:
+        net[4](torch.ones(1, 16, device="cuda")).sum().backward()
+        while not engine.current()._broken and time.monotonic() < began + 60:
+            time.sleep(0.05)
+    else:
+        step()
+        torch.cuda.synchronize()
+    text = failed(lambda: hvd.allreduce(torch.ones(1, device="cuda")))
+    took = time.monotonic() - began
+    hvd.shutdown()
+    return text, took
+
+
+def test_a_step_that_one_rank_does_not_end_is_an_error_and_no_hang() -> None:
+    for text, took in spawn(broken_promise, workers=2):
+        assert "all ranks began it" in text
+        assert "rank 1 did not end it" in text
+        assert took < 60
 
 
 def norm() -> torch.Tensor:

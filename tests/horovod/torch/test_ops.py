@@ -313,7 +313,7 @@ def gone() -> str:
 @pytest.mark.timeout(60)
 def test_a_rank_that_has_left_is_named() -> None:
     _, *texts = in_world(2, gone)
-    assert all("rank 0 has called shutdown(), or its program is over" in text for text in texts)
+    assert all("rank 0 has called shutdown(), or its program is over" in text for text in texts), texts
 
 
 def adasum() -> list[torch.Tensor]:

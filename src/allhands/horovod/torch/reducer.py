@@ -2,61 +2,31 @@
 
 Parameters are dealt to buckets in the reverse of their order, as their gradients come. A bucket whose gradients are all there is
 given to the engine as one operation, under a name of its own; the engine's thread reduces it while the backward pass goes on.
+
+Once some steps have sent all buckets in the usual way, they are promised as one round (see `rounds`) when the first gradient of
+a step comes. By the time a bucket is full the ranks have agreed, and it leaves at once, from the thread that filled it.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from allhands.errors import UserError
 from allhands.horovod import engine
-from allhands.horovod.checks import Ask
-from allhands.horovod.handles import Handle
+from allhands.horovod.lanes import Lane
 from allhands.horovod.process_sets import ProcessSet
-from allhands.horovod.reduce_ops import Average, ReduceOp, Sum
-from allhands.horovod.torch.ops import Pending, sparse_allreduce_async
+from allhands.horovod.reduce_ops import ADDITIVE, Average, ReduceOp, Sum
+from allhands.horovod.rounds import Parts
+from allhands.horovod.torch.buckets import Bucket, Flat, grouped, of_one_sort
+from allhands.horovod.torch.compression import Compression
+from allhands.horovod.torch.ops import sparse_allreduce_async
 
-# As torch's DistributedDataParallel has them: the first one is small, so that it leaves early.
-_FIRST_BUCKET = 2**20
-_BUCKET = 25 * 2**20
-
-
-class _Flat:
-    """Memory for some gradients, one after another, and a view of each."""
-
-    def __init__(self, params: list[torch.nn.Parameter]) -> None:
-        self.params = params
-        self.whole = torch.empty(sum(param.numel() for param in params), dtype=params[0].dtype, device=params[0].device)
-        self.views = self.cut(self.whole)
-
-    def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Views of memory of the same length."""
-        pieces = whole.split([param.numel() for param in self.params])
-        return [piece.view(param.shape) for piece, param in zip(pieces, self.params, strict=True)]
-
-
-@dataclass
-class _Bucket:
-    """Parameters of one dtype and device whose gradients travel together."""
-
-    name: str
-    params: list[torch.nn.Parameter]
-    left: list[int] = field(default_factory=list)  # backward passes of this step that each has yet to see
-    waiting: int = 0  # how many have one left
-    sent: bool = False
-    handle: Handle | None = None
-    flat: _Flat | None = None  # of what was sent
-    narrow: torch.Tensor | None = None  # what travels, and what the flat memory is made of it with
-    context: Any = None
-    sparse: list[tuple[torch.nn.Parameter, Pending]] = field(default_factory=list)
-    # Of the usual case, in which all gradients are there and dense: made once.
-    usual: _Flat | None = None
-    usual_ask: Ask | None = None
+# So many steps in a row that sent all buckets in the usual way come before the first that is promised.
+_STEADY = 3
 
 
 class Reducer:
@@ -81,8 +51,14 @@ class Reducer:
         self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
         self._passes = passes
         self._names: dict[torch.nn.Parameter, str] = {}
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
         self.synchronized = False
+        self._engine: engine.Engine | None = None  # that of the steps that are counted
+        self._steady = 0
+        self._parts: Parts = ()
+        self._begun = False
+        self._lane: Lane | None = None  # of the round that is promised
+        self._next = 0  # the bucket that comes next in it
         self._add(list(named), groups)
 
     def add(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
@@ -93,13 +69,14 @@ class Reducer:
         trained = [(name, param) for name, param in named if param.requires_grad]
         self._names.update({param: name for name, param in trained})
         params = [param for _, param in trained]
-        for members in _of_one_sort(_grouped(params, groups)):
+        for members in of_one_sort(grouped(params, groups)):
             # In messages its first tensor's name says which it is; that the number alone matches must not be enough.
-            bucket = _Bucket(f"gradients.{len(self._buckets)}.{self._names[members[0]]}", members)
+            bucket = Bucket(f"gradients.{len(self._buckets)}.{self._names[members[0]]}", members)
             self._buckets.append(bucket)
-            self._renew(bucket)
+            bucket.renew(self._passes)
             for place, param in enumerate(members):
                 param.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, bucket, place))
+        self._steady, self._parts = 0, ()
 
     @property
     def passes(self) -> int:
@@ -115,9 +92,9 @@ class Reducer:
 
     def busy(self) -> bool:
         """Whether gradients are on their way."""
-        return any(bucket.sent for bucket in self._buckets)
+        return self._lane is not None or any(bucket.sent for bucket in self._buckets)
 
-    def _on_gradient(self, bucket: _Bucket, place: int, param: torch.nn.Parameter) -> None:
+    def _on_gradient(self, bucket: Bucket, place: int, param: torch.nn.Parameter) -> None:
         self.synchronized = False
         left = bucket.left[place] - 1
         if left < 0 or bucket.sent:
@@ -127,12 +104,27 @@ class Reducer:
             )
         bucket.left[place] = left
         if left == 0:
+            if not self._begun:
+                self._begin()
             bucket.waiting -= 1
             if not bucket.waiting:
                 self._send(bucket)
 
-    def _send(self, bucket: _Bucket) -> None:
+    # ------------------------------------------------------------------ bucket by bucket
+
+    def _send(self, bucket: Bucket) -> None:
         bucket.sent = True
+        if self._lane is None:
+            return self._ask(bucket)
+        gradients = [param.grad for param in bucket.params]
+        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+            bucket.made_dense = True
+            gradients = [gradient.to_dense() if gradient is not None else None for gradient in gradients]
+        self._pack(bucket, bucket.params, gradients)
+        return self._leave()
+
+    def _ask(self, bucket: Bucket) -> None:
+        """Give a bucket to the engine, by its name."""
         params = bucket.params
         gradients = [param.grad for param in params]
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
@@ -140,32 +132,41 @@ class Reducer:
             gradients = [param.grad for param in params]
         if not params:
             return
-        if params is bucket.params:
-            flat = bucket.usual = bucket.usual or _Flat(params)
-        else:
-            flat = _Flat(params)
-        absent = [place for place, gradient in enumerate(gradients) if gradient is None]
+        flat = self._pack(bucket, params, gradients)
         with torch.no_grad():
-            if absent:
-                flat.whole.zero_()
-            pairs = [(view, own) for view, own in zip(flat.views, gradients, strict=True) if own is not None]
-            if pairs:
-                torch._foreach_copy_([view for view, _ in pairs], [own for _, own in pairs])
             bucket.narrow, bucket.context = self._compression.compress(flat.whole)
         assert bucket.narrow is not None
         running = engine.current()
-        is_usual = flat is bucket.usual and not absent
+        is_usual = bucket.was_usual
         ask = bucket.usual_ask if is_usual else None
         if ask is None:
             names = [self._names[param] for param in params]
             ask = running.ask_allreduce(
-                flat.cut(bucket.narrow), self._op, 1 / self._predivide, self._predivide, self._process_set, names, absent
+                flat.cut(bucket.narrow), self._op, 1 / self._predivide, self._predivide, self._process_set, names, bucket.absent
             )
             bucket.usual_ask = ask if is_usual else bucket.usual_ask
-        bucket.flat = flat
         bucket.handle = running.begin(bucket.name, ask, self._process_set, [bucket.narrow], [bucket.narrow])
 
-    def _send_sparse(self, bucket: _Bucket) -> list[torch.nn.Parameter]:
+    def _pack(
+        self, bucket: Bucket, params: list[torch.nn.Parameter], gradients: Sequence[torch.Tensor | None]
+    ) -> Flat:  # fmt: skip
+        """Put the gradients together."""
+        if params is bucket.params:
+            flat = bucket.usual = bucket.usual or Flat(params)
+        else:
+            flat = Flat(params)
+        bucket.flat = flat
+        bucket.absent = [place for place, gradient in enumerate(gradients) if gradient is None]
+        marks = flat.all_there
+        with torch.no_grad():
+            if bucket.absent:
+                flat.whole.zero_()
+                marks = marks.index_fill(0, torch.tensor(bucket.absent, device=marks.device), 0)
+            pairs = [(view, own) for view, own in zip(flat.views, gradients, strict=True) if own is not None]
+            torch._foreach_copy_([*(view for view, _ in pairs), flat.marks], [*(own for _, own in pairs), marks])
+        return flat
+
+    def _send_sparse(self, bucket: Bucket) -> list[torch.nn.Parameter]:
         """Send the sparse gradients, or make them dense; returns the parameters that are left."""
         left = []
         for param in bucket.params:
@@ -181,23 +182,136 @@ class Reducer:
                 bucket.sparse.append((param, sparse_allreduce_async(gradient, name, op, self._process_set)))
         return left if bucket.sparse else bucket.params
 
+    # ------------------------------------------------------------------ as a round
+
+    def _begin(self) -> None:
+        """The first gradient of a step is there; the others will come, or are known to be absent at its end."""
+        self._begun = True
+        running = engine.current()
+        if running is not self._engine:
+            self._engine, self._steady = running, 0
+        for bucket in self._buckets:
+            if bucket.usual is not None and not bucket.usual.fits():
+                bucket.usual, bucket.usual_ask = None, None
+                self._steady, self._parts = 0, ()
+        if self._steady < _STEADY:
+            return
+        lane = running.lane(self._process_set)
+        if lane is None:
+            return
+        if not self._parts:
+            number = self._process_set.process_set_id or 0
+            asks = [(bucket, bucket.usual_ask) for bucket in self._buckets]
+            self._parts = tuple(((number, "allreduce", bucket.name), ask) for bucket, ask in asks if ask is not None)
+        self._lane, self._next = lane, 0
+        lane.promise(self._parts)
+
+    def _leave(self) -> None:
+        """Begin to reduce the buckets of the round that are full, in its order, once the ranks have agreed."""
+        lane, running = self._lane, self._engine
+        assert lane is not None
+        assert running is not None
+        if lane.answer is None:
+            return
+        if not lane.answer:
+            self._lane = None
+            for bucket in self._buckets:
+                if bucket.sent:
+                    self._ask(bucket)
+            return
+        while self._next < len(self._buckets) and self._buckets[self._next].sent:
+            bucket = self._buckets[self._next]
+            assert bucket.flat is not None
+            with torch.no_grad():
+                if self._predivide != 1.0:
+                    bucket.flat.whole.mul_(1 / self._predivide)
+                bucket.narrow, bucket.context = self._compression.compress(bucket.flat.marked)
+                assert bucket.narrow is not None
+                bucket.place = lane.begin(bucket.narrow)
+            running.timeline.began_round(self._parts[self._next][0])
+            self._next += 1
+
+    def _end_round(self, lane: Lane) -> None:
+        lane.kept()
+        divisor = 1 if self._op is Sum else self._process_set.size()
+        on_gpu = self._buckets[0].params[0].is_cuda
+        # On a GPU nothing waits here, and few kernels for all are better; on the CPU the next bucket still travels.
+        for buckets in [self._buckets] if on_gpu else [[bucket] for bucket in self._buckets]:
+            for bucket in buckets:
+                assert bucket.narrow is not None
+                lane.end(bucket.place, bucket.narrow.device)
+            with torch.no_grad():
+                reduced = [bucket.narrow for bucket in buckets if bucket.narrow is not None]
+                if divisor > 1:
+                    torch._foreach_div_(reduced, divisor)
+                if self._predivide != 1.0:
+                    torch._foreach_mul_(reduced, self._predivide)
+            self._unpack_round(buckets)
+        assert self._engine is not None
+        self._engine.timeline.ended([key for key, _ in self._parts])
+
+    def _unpack_round(self, buckets: list[Bucket]) -> None:
+        into: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for bucket in buckets:
+            flat = bucket.flat
+            assert flat is not None
+            whole = self._compression.decompress(bucket.narrow, bucket.context)
+            views = flat.views if whole is flat.marked else flat.cut(whole[: flat.length])
+            if bucket.was_usual:
+                into += [param.grad for param in flat.params]  # type: ignore[misc]
+                values += views
+                continue
+            marks = whole[flat.length :].tolist() if bucket.absent else ()
+            for place, (param, view) in enumerate(zip(flat.params, views, strict=True)):
+                gradient = param.grad
+                if gradient is None:
+                    if marks[place] != 0:  # some rank has it
+                        param.grad = view.clone()
+                elif gradient.is_sparse:
+                    param.grad = view.to_sparse(gradient.sparse_dim())
+                else:
+                    into.append(gradient)
+                    values.append(view)
+        if into:
+            with torch.no_grad():
+                torch._foreach_copy_(into, values)
+
+    # ------------------------------------------------------------------ the end of a step
+
     def synchronize(self) -> None:
         """Send what has not been, and wait for all. A parameter without a gradient on any rank keeps None."""
+        usual = False
         try:
+            if not self._begun:
+                self._begin()
             for bucket in self._buckets:
                 if not bucket.sent:
                     self._send(bucket)
+            if self._lane is not None:
+                self._lane.wait()
+                self._leave()
+            if self._lane is not None:  # not declined
+                self._end_round(self._lane)
             for bucket in self._buckets:
                 if bucket.handle is not None:
                     bucket.handle.wait()
                     self._unpack(bucket, bucket.handle.absent)
                 for param, pending in bucket.sparse:
                     param.grad = pending.wait()
+            usual = all(bucket.was_usual for bucket in self._buckets)
         finally:
+            self._steady = self._steady + 1 if usual and self._can_promise() else 0
             self.reset()
         self.synchronized = True
 
-    def _unpack(self, bucket: _Bucket, absent: Sequence[int]) -> None:
+    def _can_promise(self) -> bool:
+        if self._op not in ADDITIVE or self._compression not in (Compression.none, Compression.fp16, Compression.bf16):
+            return False
+        # Hooks of two devices run in two threads.
+        return len({bucket.params[0].device for bucket in self._buckets}) == 1
+
+    def _unpack(self, bucket: Bucket, absent: Sequence[int]) -> None:
         flat = bucket.flat
         assert flat is not None
         whole = self._compression.decompress(bucket.narrow, bucket.context)
@@ -218,53 +332,6 @@ class Reducer:
 
     def reset(self) -> None:
         """Begin a new step."""
+        self._begun, self._lane = False, None
         for bucket in self._buckets:
-            self._renew(bucket)
-
-    def _renew(self, bucket: _Bucket) -> None:
-        bucket.left, bucket.waiting = [self._passes] * len(bucket.params), len(bucket.params)
-        bucket.sent, bucket.handle, bucket.flat, bucket.narrow = False, None, None, None
-        bucket.sparse = []
-
-
-def _grouped(
-    params: list[torch.nn.Parameter], groups: int | Sequence[Sequence[torch.Tensor]] | None
-) -> list[list[torch.nn.Parameter]]:
-    if isinstance(groups, int):
-        count = min(groups, len(params))
-        sizes = [len(params) // count + (number < len(params) % count) for number in range(count)]
-        rest, made = params[::-1], []
-        for size in sizes:
-            made.append(rest[:size])
-            rest = rest[size:]
-        return made
-    made = []
-    if groups is not None:
-        known = set(params)
-        made = [[param for param in group if param in known] for group in groups]  # type: ignore[misc]
-        grouped = {param for group in made for param in group}
-        params = [param for param in params if param not in grouped]
-    buckets: list[list[torch.nn.Parameter]] = []
-    held: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
-    longest = min(_BUCKET, engine.current().settings.fusion_threshold)
-    limit = min(_FIRST_BUCKET, longest)
-    for param in reversed(params):
-        key = (param.dtype, param.device)
-        group = held.setdefault(key, [])
-        size = sum(other.numel() * other.element_size() for other in group)
-        if group and size + param.numel() * param.element_size() > limit:
-            buckets.append(held[key])
-            held[key] = []
-            limit = longest
-        held[key].append(param)
-    return [group for group in [*made, *buckets, *held.values()] if group]
-
-
-def _of_one_sort(groups: list[list[torch.nn.Parameter]]) -> list[list[torch.nn.Parameter]]:
-    found = []
-    for group in groups:
-        sorts: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
-        for param in group:
-            sorts.setdefault((param.dtype, param.device), []).append(param)
-        found += list(sorts.values())
-    return found
+            bucket.renew(self._passes)
