@@ -1,8 +1,10 @@
 """A small GPT on tiny Shakespeare with two workers: loss and bytes of local SGD beside ddp's, at equal samples.
 
-    python benchmarks/local_sgd.py [--epochs 2] [--rate 0.003] [--warm 0] [--beta2 0.999] [--clip C] [--cases NAME …] [--out NAME]
+    python benchmarks/local_sgd.py [--epochs 2] [--rate 0.003] [--warm 0] [--beta2 0.999] [--clip C] [--muon RATE] [--seed 0]
+        [--cases NAME …] [--out NAME]
 
-All train the same samples in the same order with AdamW and a cosine schedule, after `--warm` steps in which the rate rises, one
+All train the same samples in the same order with AdamW, or with Muon at the rate `--muon` for the layers' matrices and AdamW for
+all else, and a cosine schedule, after `--warm` steps in which the rate rises, one
 thread a worker; the data set is looked for in
 ALLHANDS_DATA. Bytes are counted by the strategy, and by the kernel: every run has a network namespace of its own
 (``unshare -rn``), whose loopback carries nothing else, so that both workers' sockets are counted with all that torch and TCP
@@ -31,13 +33,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import allhands
-from allhands import DDP, Callback, LocalSGD, SupervisedRunner
+from allhands import DDP, Callback, LocalSGD, MuonAdamW, SupervisedRunner
 from allhands.data import catalogue
 from allhands.launch import spawn
 from allhands.models.transformer import GPT
 
 WORKERS, BATCH, BLOCK = 2, 16, 64
-OPTIONS = ("epochs", "seed", "rate", "warm", "beta2", "clip")
+OPTIONS = ("epochs", "seed", "rate", "warm", "beta2", "clip", "muon")
 DILOCO = {"name": "nesterov", "lr": 0.7, "momentum": 0.9}
 RARELY: dict[str, dict[str, Any]] = {
     "average, H=32": {"every": 32},
@@ -51,6 +53,7 @@ CASES: dict[str, dict[str, Any] | None] = {"ddp": None, **{LATER + name: case fo
 CASES["average, H=4 and then H=32, int8"] = {"first": {"every": 4, "exchange": "int8"}, **RARELY["average, H=32, int8"]}
 CASES["less nesterov, H=32"] = {"every": 32, "outer": {"name": "nesterov", "lr": 1.0, "momentum": 0.3}}
 CASES["half nesterov, H=32"] = {"every": 32, "outer": {"name": "nesterov", "lr": 1.0, "momentum": 0.5}}
+CASES["half nesterov, H=32, int8"] = CASES["half nesterov, H=32"] | {"exchange": "int8"}
 
 
 class NextToken(nn.Module):
@@ -91,14 +94,17 @@ def _carried() -> int:
 
 def train(
     case: dict[str, Any] | None, epochs: int, seed: int, rate: float, warm: int, beta2: float, clip: float | None,
-    logdir: str | None, start: str | None,
+    muon: float | None, logdir: str | None, start: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     """One training, in a worker."""
     allhands.init(device="cpu")
     torch.manual_seed(seed)
     model = GPT(block_size=BLOCK, layers=2, heads=4, width=64)
     parts = {split: catalogue.load("shakespeare", split=split, block=BLOCK) for split in ("train", "valid")}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, beta2), weight_decay=0.01)
+    if muon is None:
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, beta2), weight_decay=0.01)
+    else:
+        optimizer = MuonAdamW(model, lr=rate, muon_lr=muon, betas=(0.9, beta2), weight_decay=0.01)
     steps = epochs * math.ceil(len(parts["train"]) / (BATCH * WORKERS))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, Rate(warm, steps))
     legs: list[tuple[Any, int]] = [(case, epochs)]
@@ -149,6 +155,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=0)
     parser.add_argument("--beta2", type=float, default=0.999)
     parser.add_argument("--clip", type=float)
+    parser.add_argument("--muon", type=float)
     parser.add_argument(
         "--cases", nargs="+", choices=list(CASES), default=list(CASES), help="those that begin with ddp need it too"
     )

@@ -33,6 +33,7 @@ _LAZY = {
     "DDP": "allhands.strategies",
     "KVStore": "allhands.strategies",
     "LocalSGD": "allhands.strategies",
+    "MuonAdamW": "allhands.step",
     "FSDP": "allhands.strategies",
     "Mesh": "allhands.strategies",
     "Pipeline": "allhands.strategies",
@@ -56,6 +57,7 @@ __all__ = [
     "KVStore",
     "LocalSGD",
     "Mesh",
+    "MuonAdamW",
     "Pipeline",
     "Single",
     "Strategy",
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
     from allhands.errors import AllhandsError, UserError, WorkerError, WorldError
     from allhands.federated.strategy import Federated
     from allhands.runner import Callback, EarlyStopping, SupervisedRunner, load_checkpoint, utils
+    from allhands.step import MuonAdamW
     from allhands.strategies import DDP, DP, FSDP, KVStore, LocalSGD, Mesh, Pipeline, Single, Strategy, Tensor
     from allhands.verify.compare import verify
     from allhands.world import World, current_world, finalize, init

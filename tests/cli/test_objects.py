@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from allhands import models
 from allhands.cli import objects
 from allhands.config import read_run
 from allhands.data import catalogue
@@ -77,6 +78,17 @@ def test_an_optimizer_by_any_spelling():
     made = built(optimizer_of, "optimizer=adam", "optimizer.lr=1e-2", "optimizer.betas=[0.8, 0.9]")
     assert made.defaults["lr"] == 0.01
     assert made.defaults["betas"] == (0.8, 0.9)
+
+
+def test_muon_for_the_matrices_of_a_model():
+    def of_gpt(run):
+        return objects._optimizer(run, models.gpt(layers=1, width=8))
+
+    made = built(of_gpt, "optimizer=muonadamw", "optimizer.lr=1e-2", "optimizer.muon_lr=0.05")
+    groups = [(group["muon"], group["lr"], len(group["params"])) for group in made.param_groups]
+    assert groups == [(False, 0.01, 12), (True, 0.05, 4)]
+    assert "MuonAdamW has no such option; did you mean 'muon_lr'?" in refused(of_gpt, "optimizer=muonadamw", "optimizer.muonlr=1")
+    assert "no linear layer before the last one" in refused(optimizer_of, "optimizer=muonadamw")
 
 
 @pytest.mark.parametrize(

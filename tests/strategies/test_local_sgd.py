@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import allhands
-from allhands import DDP, Callback, LocalSGD, SupervisedRunner, UserError
+from allhands import DDP, Callback, LocalSGD, MuonAdamW, SupervisedRunner, UserError
 from tests.reference import global_batches, relative_difference
 from tests.runner.problems import classification, classifier
 from tests.worlds import in_world
@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fragments": {"every": 4, "outer": NESTEROV, "fragments": 2, "mix": 0.25},
     "bf16": {"every": 3, "exchange": "bf16", "fragments": 2},
     "int8": {"every": 2, "exchange": "int8", "outer": NESTEROV, "optimizer": "momentum"},
+    "muon": {"every": 3, "outer": NESTEROV, "optimizer": "muon"},
 }
 FRAGMENTS = {1: [["0.weight", "0.bias", "3.weight", "3.bias"]], 2: [["0.weight", "0.bias"], ["3.weight", "3.bias"]]}
 
@@ -37,6 +38,8 @@ Weights = dict[str, torch.Tensor]
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=0.02)
+    if name == "muon":
+        return MuonAdamW(model, lr=0.02)
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 if name == "momentum" else 0.0, weight_decay=0.01)
 
 
@@ -253,6 +256,7 @@ def resumed(folder: str) -> dict[str, Any]:
         ("hard", hard, "adamw"),
         ("plain", {"every": 3}, "momentum"),
         ("norm", {"every": 3}, "sgd"),
+        ("muon", {"every": 3}, "muon"),
     ):
         data: dict[str, Any] = {"norm": True, "samples": 52} if name == "norm" else {}  # BatchNorm needs two samples
         model, chosen, history = train(LocalSGD(**settings), optimizer, **data)
@@ -332,7 +336,7 @@ def on_another_number(folder: str) -> dict[str, Any]:
 def test_an_interruption_changes_nothing(tmp_path: Path) -> None:
     both = in_world(2, resumed, str(tmp_path))
     for found in both:
-        for name in ("hard", "plain", "norm"):
+        for name in ("hard", "plain", "norm", "muon"):
             assert same(found[f"{name} weights"], both[0][f"{name} weights"])
             for where in ("middle", "end"):
                 assert found[f"{name} {where}"], (name, where)

@@ -22,6 +22,7 @@ from allhands.federated.sites.definition import Definition
 from allhands.federated.strategy import Federated
 from allhands.runner import Callback, EarlyStopping, SupervisedRunner
 from allhands.runner.workers import plan
+from allhands.step import MuonAdamW
 from allhands.strategies import STRATEGIES, Strategy, strategy_named
 from allhands.verify.compare import verify as compare
 from allhands.verify.report import Report
@@ -105,6 +106,7 @@ def train(
         save_minutes=given.save_minutes,
         step=given.step,
         profile=given.profile,
+        activation_checkpointing=given.activation_checkpointing,
     )
     if given.logdir is not None:
         print(f"written to {given.logdir}: metrics.csv, run.yml, checkpoints/, tensorboard/")
@@ -315,8 +317,9 @@ def _criterion(run_file: RunFile) -> nn.Module:
 
 
 def _optimizer(run_file: RunFile, model: nn.Module) -> Optimizer:
-    known = {name: kind for name, kind in vars(torch.optim).items() if is_kind(kind, Optimizer)}
-    made: Optimizer = make(run_file, "optimizer", known, (model.parameters(),))
+    known = {name: kind for name, kind in vars(torch.optim).items() if is_kind(kind, Optimizer)} | {"MuonAdamW": MuonAdamW}
+    of_model = choose(run_file, "optimizer", known)[1] is MuonAdamW  # which parameters are for which is seen in the modules
+    made: Optimizer = make(run_file, "optimizer", known, (model if of_model else model.parameters(),))
     return made
 
 

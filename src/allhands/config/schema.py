@@ -79,7 +79,7 @@ class Criterion(Named):
 
 
 class Optimizer(Named):
-    """An optimizer of torch.optim, in any spelling of capitals; other keys are its arguments."""
+    """An optimizer of torch.optim, or muonadamw, in any spelling of capitals; other keys are its arguments."""
 
     name: str = Field(default="adamw", min_length=1)
     lr: Positive | None = Field(default=None, description="learning rate; null takes PyTorch's default for this optimizer")
@@ -148,6 +148,10 @@ class RunConfig(Section):
         default="auto",
         description="on GPUs: record a step in a CUDA graph (graph), where it can be (auto), or never (eager); compile: compile the "
         "model first, then auto",
+    )
+    activation_checkpointing: Flag | str | list[str] = Field(
+        default=False,
+        description="compute layers again in the backward pass, to keep less: true, the name of a class, or a list of names",
     )
     logdir: str | None = Field(default="logs/run", description="folder for checkpoints, metrics.csv, TensorBoard and run.yml")
     resume: str | None = Field(default=None, description="a checkpoint, or auto for the newest in logdir")

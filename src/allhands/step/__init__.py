@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from allhands.step.loss import LossRule, NonFiniteLossError
+from allhands.step.muon import MuonAdamW
 from allhands.step.optimizer_step import OptimizerStep
 from allhands.step.precision import PRECISIONS, Precision
 from allhands.step.recorded import STEPS, RecordedSteps, cannot_record
@@ -11,6 +12,7 @@ __all__ = [
     "PRECISIONS",
     "STEPS",
     "LossRule",
+    "MuonAdamW",
     "NonFiniteLossError",
     "OptimizerStep",
     "Precision",

@@ -29,7 +29,7 @@ def check_optimizer(optimizer: optim.Optimizer, strategy: str) -> None:
     known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
     raise UserError(
         f"strategy '{strategy}' gives the optimizer parts of parameters, and {kind.__name__} may need whole ones. Use one of "
-        f"{known}" + ("" if kind.__module__.startswith("torch.") else
+        f"{known}" + ("" if kind.__module__.startswith(("torch.", "allhands.")) else
         f"; or, if each element's update depends on that element's gradient and state alone, write `elementwise = True` into the "
         f"class {kind.__name__}")
     )  # fmt: skip
