@@ -154,6 +154,7 @@ class Federated(Strategy):
         for name, kept, instead in (
             ("num_epochs", 1, f"training goes by rounds: leave it out, and write Federated(rounds={settings.num_epochs})"),
             ("accumulate", 1, f"clients step after each batch: leave it out and make batches {settings.accumulate} times larger"),
+            ("activation_checkpointing", False, "clients train small models: leave it out"),
             ("overfit", False, "each client draws its own batches: write overfit=False, and Federated(local_steps=1)"),
             ("log_every", 50, "every round is logged: leave it out"),
             ("profile", None, "its report shows who trained when in a round: leave it out"),
@@ -163,8 +164,8 @@ class Federated(Strategy):
                 raise UserError(f"{name}={value!r} with distributed=Federated(…): {instead}")
         if settings.step in ("compile", "graph"):
             raise UserError(
-                f"step={settings.step!r} with distributed=Federated(…): an executor takes the clients' steps; leave it out, and write "
-                "Federated(executor='graph')"
+                f"step={settings.step!r} with distributed=Federated(…): an executor takes the clients' steps; leave it out, "
+                "and write Federated(executor='graph')"
             )
         if settings.precision not in CLIENT_PRECISIONS:
             raise UserError(

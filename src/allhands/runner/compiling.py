@@ -37,7 +37,7 @@ def compiling(training: Training) -> AbstractContextManager[Any]:
     """
     if training.settings.step != "compile":
         return nullcontext()
-    layers = training.settings.strategy.compiled(training.world.world_size) == "layers"
-    compiled = Compiled(training.model, layers, training.world.device)
+    by_layer = training.settings.strategy.compiled(training.world.world_size) == "layers"
+    compiled = Compiled(training.model, by_layer, training.world.device)
     training.reporter.line(f"step: {compiled.what} compiled, at the first step of each shape of a batch")
     return compiled

@@ -78,6 +78,7 @@ class TrainSettings:
     save_minutes: float | None = None
     step: str = "eager"
     profile: int | None = None
+    activation_checkpointing: bool | str | Sequence[str] = False
     strategy: Strategy = field(default=None)  # type: ignore[assignment]
 
     def validate(self) -> None:
@@ -140,6 +141,13 @@ class TrainSettings:
             raise UserError(f"precision={self.precision!r} is not known; write one of {', '.join(map(repr, PRECISIONS))}")
         if self.step not in STEPS:
             raise UserError(f"step={self.step!r} is not known; write one of {', '.join(map(repr, STEPS))}")
+        asked = self.activation_checkpointing
+        names = asked if isinstance(asked, (list, tuple)) else [asked]
+        if not isinstance(asked, bool) and not (names and all(isinstance(name, str) and name for name in names)):
+            raise UserError(
+                f"activation_checkpointing={asked!r}; it must be True, False, the name of a class of layers, or a list of names "
+                "of classes or modules"
+            )
         if not isinstance(self.seed, int):
             raise UserError(f"seed={self.seed!r}; it must be a whole number")
 

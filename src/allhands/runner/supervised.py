@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from allhands.runner.compiling import check_compiled
 from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule, predict_feed
 from allhands.runner.loggers import prepare_logdir
 from allhands.runner.metrics import LoaderMetrics, named_metrics
+from allhands.runner.recomputing import check_recomputed
 from allhands.runner.reporter import Reporter
 from allhands.runner.settings import Data, TrainSettings, callback_list, check_meta, check_model, check_values, is_meta
 from allhands.runner.training import History, Training
@@ -115,6 +116,7 @@ class SupervisedRunner:
         save_minutes: float | None = None,
         step: str = "auto",
         profile: int | None = None,
+        activation_checkpointing: bool | str | Sequence[str] = False,
     ) -> History:
         """Train a model, in place, and return the history.
 
@@ -164,6 +166,9 @@ class SupervisedRunner:
                 as "auto" does.
             profile: record a timeline of so many optimizer steps, after the first five, into ``logdir/profile``, a file a rank
                 in Chrome's trace format, and print where a step's time goes; None records none.
+            activation_checkpointing: layers that keep their input alone until the backward pass, and are computed again there:
+                True for the members of the model's outermost lists and sequences that have parts, the name of a class, or a
+                list of names of classes or modules. It takes less memory and more time, and changes no number.
 
         Returns:
             ``{"epoch": […], "step": […], "lr": […], "seconds": […], "train": {"loss": […], …}, "valid": {…}}``, one entry
@@ -183,7 +188,7 @@ class SupervisedRunner:
             resume=None if resume is None else resume if resume == "auto" else str(Path(resume).expanduser().absolute()),
             seed=seed, accumulate=accumulate, clip_norm=clip_norm, precision=precision, check=check, overfit=overfit,
             load_best_on_end=load_best_on_end, log_every=log_every, save_every=save_every, save_minutes=save_minutes,
-            step=step, profile=profile,
+            step=step, profile=profile, activation_checkpointing=activation_checkpointing,
         )  # fmt: skip
         settings.validate()
         prepare_logdir(settings.logdir)
@@ -195,6 +200,7 @@ class SupervisedRunner:
         settings.strategy = plan.strategy
         settings.strategy.check_settings(settings)
         check_compiled(settings, plan.world_size)
+        check_recomputed(settings)
         check_meta(settings)
         settings.strategy.check_training(settings, plan.world_size)
         # It takes half a second to import, so once for all workers.

@@ -26,6 +26,7 @@ from allhands.runner.loggers import Loggers
 from allhands.runner.memory import Memory
 from allhands.runner.metrics import LoaderMetrics
 from allhands.runner.position import Position
+from allhands.runner.recomputing import recomputing
 from allhands.runner.recording import recorded_steps, records_steps
 from allhands.runner.reporter import Pace, Reporter
 from allhands.runner.schedule import Schedule, learning_rates
@@ -173,7 +174,7 @@ class Training:
                 signal's number.
         """
         settings = self.settings
-        with preserved_generators(), self.agreement, compiling(self):
+        with preserved_generators(), self.agreement, recomputing(self), compiling(self):
             self.memory.restore()
             settings.strategy.begin(self.optimizer, self.step)
             if self.recorded is not None:

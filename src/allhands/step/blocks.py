@@ -24,6 +24,11 @@ def layers(model: nn.Module, prefix: str = "") -> Iterable[tuple[str, nn.Module]
             yield from layers(child, f"{path}.")
 
 
+def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Those of `layers` that have parts."""
+    return [(name, module) for name, module in layers(model) if next(module.children(), None) is not None]
+
+
 def named(model: nn.Module, wanted: Sequence[str], option: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules with parameters that have one of these names, or are of a class that has.
 

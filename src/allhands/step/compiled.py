@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from allhands.errors import UserError
-from allhands.step.blocks import layers
+from allhands.step.blocks import blocks
 from allhands.step.guards import where_raised
 
 _FORMS = 16  # of each module: shapes of micro-batches, in training and in evaluation
@@ -56,30 +56,29 @@ class Compiled:
 
     Args:
         model: what is trained.
-        blocks: compile each layer that has parts, of the outermost lists and sequences of the model, and leave the rest; without
-            such layers, or with False, the whole model is compiled as one. What is compiled as one gives all gradients of its
-            weights at the end of its backward pass, when no time is left to exchange them behind it.
+        by_layer: compile each layer that has parts, of the outermost lists and sequences of the model, and leave the rest;
+            without such layers, or with False, the whole model is compiled as one. What is compiled as one gives all gradients
+            of its weights at the end of its backward pass, when no time is left to exchange them behind it.
         device: of the model.
 
     Raises:
         UserError: there is no compiler for the device.
     """
 
-    def __init__(self, model: nn.Module, blocks: bool, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, by_layer: bool, device: torch.device) -> None:
         missing = compiler_missing(device)
         if missing is not None:
             raise cannot_compile(missing)
-        found = [module for _, module in layers(model) if next(module.children(), None) is not None] if blocks else []
+        found = [module for _, module in blocks(model)] if by_layer else []
         self.modules: Sequence[nn.Module] = found or [model]
         self.what = f"its {len(found)} layers" if found else "the whole model"
-        self._blocks = bool(found)
         self._stack = ExitStack()
 
     def __enter__(self) -> Compiled:
         limit = _FORMS * len(self.modules)
         changes: dict[str, Any] = {"recompile_limit": limit, "accumulated_recompile_limit": max(256, limit)}
-        if self._blocks:
-            changes["optimize_ddp"] = False  # it would cut what is called inside DistributedDataParallel into buckets once more
+        # It cuts what is called inside DistributedDataParallel by buckets, and cannot do so where layers are computed again.
+        changes["optimize_ddp"] = False
         self._stack.enter_context(torch._dynamo.config.patch(**changes))
         for module in self.modules:
             _show_globals(module, self._stack)

@@ -67,6 +67,10 @@ class Strategy(ABC):
         """What ``step="compile"`` compiles with so many workers: "model", as one; "layers", each for itself; None refuses it."""
         return None
 
+    def recomputing_refused(self) -> str | None:
+        """Why layers cannot be computed again in the backward pass, as a sentence with what to write; None where they can."""
+        return None
+
     def check_training(self, settings: Any, workers: int) -> None:
         """Raise `UserError` for a model (of `TrainSettings`) that it cannot train with so many workers, before any is started."""
 

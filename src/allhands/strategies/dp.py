@@ -43,6 +43,9 @@ class DP(Strategy):
         if absent:
             raise UserError(f"DP(devices={self.devices}): no CUDA device {absent}; this machine shows {found} (0 to {found - 1})")
 
+    def recomputing_refused(self) -> str | None:
+        return "DataParallel copies the model in every step, and copies would call what they are of; write distributed='ddp'"
+
     def prepare(self, model: nn.Module, world: World) -> nn.Module:
         devices = self.devices if self.devices is not None else list(range(torch.cuda.device_count()))
         model.to(f"cuda:{devices[0]}")

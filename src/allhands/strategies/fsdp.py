@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from torch import nn
 
 from allhands.errors import UserError
 from allhands.step.blocks import CONTAINERS, layers, named
+from allhands.step.recompute import recompute
 from allhands.strategies.degrees import Degrees
 from allhands.strategies.meshed import Meshed
 from allhands.world import World
@@ -121,10 +121,10 @@ class FSDP(Meshed):
                     if buffer is not None and buffer.is_floating_point():
                         module._buffers[name] = buffer.to(DTYPES[self.buffer_dtype])
         # Whole layers are drawn or received, sharded, and let go of, before the next one.
-        for _, module in [*self.units(model), ("", model)]:
+        for name, module in [*self.units(model), ("", model)]:
             values.settle(model, list(module.parameters()))
             if self.checkpoint_activations and module is not model:
-                _checkpoint(module)
+                recompute(name, module)
             module.register_forward_hook(_without_views)
             fully_shard(
                 module, mesh=mesh, mp_policy=outer if module is model else inner, offload_policy=offload,
@@ -220,12 +220,6 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
         return {key: own(item) for key, item in value.items()} if type(value) is dict else value
 
     return own(output)
-
-
-def _checkpoint(module: nn.Module) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def _check_memory(model: nn.Module, shards: int, here: int, free: int) -> None:

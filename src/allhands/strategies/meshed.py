@@ -97,6 +97,13 @@ class Meshed(Strategy):
             return None
         return "layers" if workers > 1 else "model"
 
+    def recomputing_refused(self) -> str | None:
+        if self.fsdp is not None and self.fsdp.checkpoint_activations:
+            return "FSDP(checkpoint_activations=True) says so already; write FSDP(), or leave activation_checkpointing out"
+        if self.pipeline is not None and self.pipeline.schedule == "zero_bubble":
+            return "schedule='zero_bubble' takes the backward pass of a layer in two; write Pipeline(schedule='1f1b')"
+        return None
+
     # ------------------------------------------------------------------ who sees what
 
     def shares(self, workers: int) -> int:

@@ -57,7 +57,8 @@ class Definition:
         """Raise `UserError` for the first setting that cannot be honoured across sites."""
         self.strategy.check_settings(
             SimpleNamespace(num_epochs=1, accumulate=self.accumulate, precision=self.precision, overfit=self.overfit,
-                            log_every=50, scheduler=self.scheduler, callbacks=[], step="eager", profile=None)
+                            log_every=50, scheduler=self.scheduler, callbacks=[], step="eager", profile=None,
+                            activation_checkpointing=False)
         )  # fmt: skip
         check(self.strategy)
 
