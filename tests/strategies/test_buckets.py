@@ -120,6 +120,28 @@ def test_a_loss_that_is_not_finite_ends_the_training_on_all_ranks() -> None:
         in_world(2, in_buckets, broken)
 
 
+class CountsOnOne(nn.Linear):
+    """Its steps cannot be recorded on rank 1."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += dist.get_rank()
+        return super().forward(x)
+
+
+def one_is_eager() -> None:
+    model = nn.Sequential(tall(), nn.Tanh(), CountsOnOne(4, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    train(model, samples(), 4, nn.CrossEntropyLoss(), epochs=6, optimizer=optimizer, strategy=DDP(check_weights_every=1))
+
+
+@pytest.mark.serial
+@pytest.mark.usefixtures("preloaded")
+def test_a_rank_whose_steps_cannot_be_recorded_keeps_the_weights_of_the_others() -> None:
+    in_world(2, recorded, one_is_eager)
+
+
 def orders() -> tuple[list[float], list[float]]:
     """Gradients made in another order on each rank."""
     world = allhands.current_world()

@@ -89,13 +89,17 @@ def waits_noted(device: torch.device) -> Iterator[list[str]]:
         return
     before = warnings.showwarning
     thread, depth = threading.get_ident(), len(traceback.extract_stack()) - 2  # of who calls; the two are contextlib's and this
+    threads = set(threading.enumerate())
 
     def note(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: str | None = None) -> None:
         if "Synchronization debug mode is a prototype" in str(message):
             return
         if "synchronizing CUDA operation" in str(message):
             frames = [frame for frame in traceback.extract_stack()[:-1] if frame.filename != warnings.__file__]
-            places.append(_where(frames[depth:] if threading.get_ident() == thread else frames))
+            if threading.get_ident() == thread:
+                places.append(_where(frames[depth:]))
+            elif threading.current_thread() not in threads:  # autograd's own; those that write or read ahead may wait
+                places.append(_where(frames))
         else:
             before(message, category, filename, lineno, file, line)
 

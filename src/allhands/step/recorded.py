@@ -41,7 +41,7 @@ class RecordedSteps:
     then on the shape is recorded. A step that cannot be is taken eagerly, as are all that follow, and the reason is said once.
 
     With several workers the exchange is part of the record. Each rank records for itself: recorded or eager, a step asks for the
-    same collectives in the same order.
+    same collectives in the same order, and the optimizer's update rounds alike, so that the ranks' weights stay equal.
 
     Args:
         module: the model.
@@ -67,13 +67,12 @@ class RecordedSteps:
         self._taken: dict[Any, OptimizerStep] = {}  # the step object that has taken this shape eagerly before
         self._good: set[Any] = set()  # shapes that have been looked at
         self._form: Any = None
-        refusal = self.optimizer.look()
-        if refusal is not None:
-            self._give_up(refusal)
+        self._adapts = True  # the optimizer updates in the way that can be recorded
+        self._unfit(self.optimizer.look())
 
     def begin(self) -> None:
         """The weights and the optimizer's state are those that the training begins or goes on with."""
-        if self.reason is None:
+        if self._adapts:
             self.optimizer.begin()
 
     def finish(self) -> None:
@@ -84,12 +83,13 @@ class RecordedSteps:
     def look(self) -> None:
         """What records hold by address or by value may have changed: where it has, forget them. To be called when code of the
         user's has run between two steps."""
+        if self._adapts:
+            self._unfit(self.optimizer.look())
         if self.reason is not None:
             return
-        refusal = self.optimizer.look() or (None if self.insist else hooked(self.module))
+        refusal = None if self.insist else hooked(self.module)
         if refusal is not None:
             self._give_up(refusal)
-            self.optimizer.finish()
             return
         flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
         form = (
@@ -103,11 +103,15 @@ class RecordedSteps:
 
     def __call__(self, take: OptimizerStep, batches: Sequence[Any], counts: Sequence[int], total: int, idle: bool) -> None:
         """Take the step that ``take(batches, counts, total, idle)`` takes."""
-        if self.reason is not None:
+        if not self._adapts:
             take(batches, counts, total, idle)
             return
         if self.optimizer.changed():
             self._forget()
+        if self.reason is not None:
+            with self.optimizer.recordable():
+                take(batches, counts, total, idle)
+            return
         leaves, tree = pytree.tree_flatten(batches)
         key = (tree, tuple(_form_of(leaf) for leaf in leaves), tuple(counts), total, idle)
         record = self._records.get(key)
@@ -127,8 +131,6 @@ class RecordedSteps:
             else:
                 record = self._record(take, leaves, tree, counts, total, idle)
         self._taken[key] = take
-        if self.reason is not None:
-            self.optimizer.finish()
         if record is not None:
             self._records[key] = record
             record.replay(take, leaves)
@@ -176,6 +178,14 @@ class RecordedSteps:
         self.reason = reason
         self._records.clear()
         self.say(f"step: eager, since {reason}")
+
+    def _unfit(self, refusal: str | None) -> None:
+        """The optimizer cannot be recorded."""
+        if refusal is not None:
+            self._adapts = False
+            self.optimizer.finish()
+            if self.reason is None:
+                self._give_up(refusal)
 
     def _forget(self) -> None:
         self._records.clear()
