@@ -22,6 +22,8 @@ from tests.worlds import in_world
 
 
 class Block(nn.Module):
+    scale: torch.Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.inner, self.dropout = nn.BatchNorm1d(width), nn.Linear(width, width), nn.Dropout(0.2)

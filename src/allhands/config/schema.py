@@ -146,8 +146,8 @@ class RunConfig(Section):
     precision: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="number format of the forward pass")
     step: Literal["auto", "eager", "compile", "graph"] = Field(
         default="auto",
-        description="on GPUs: record a step in a CUDA graph (graph), where it can be (auto), or never (eager); compile: compile the "
-        "model first, then auto",
+        description="on GPUs: record a step in a CUDA graph (graph), where it can be (auto), or never (eager); compile: compile "
+        "the model first, then auto",
     )
     activation_checkpointing: Flag | str | list[str] = Field(
         default=False,
