@@ -30,6 +30,8 @@ def announce(training: Training) -> None:
     training.reporter.line(
         f"allhands: {settings.strategy.name}{f' ({layout})' if layout else ''}, {where}; {batch}; {samples}{steps}, {feed.kind}"
     )
+    for note in settings.strategy.notes():
+        training.reporter.line(note)
     if training.schedule.scheduler is not None:
         training.reporter.line(training.schedule.describe())
     if settings.logdir is None and slurm.wants_requeue(os.environ):

@@ -118,6 +118,10 @@ class Strategy(ABC):
         ``full_output(output)``; else None."""
         return None
 
+    def notes(self) -> list[str]:
+        """Lines to print as the training begins: what it has found out and chosen."""
+        return []
+
     # ------------------------------------------------------------------ a step
 
     @property

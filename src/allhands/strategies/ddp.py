@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
+import copy
 import re
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,12 +17,19 @@ from allhands.errors import UserError
 from allhands.strategies.alike import check_weights_equal, make_buffers_equal
 from allhands.strategies.base import Strategy
 from allhands.strategies.buckets import CAP_MB, Buckets
+from allhands.strategies.compressed import check_compress, check_compressible, mean_in_bf16, sum_in_bf16
+from allhands.strategies.ddp_wrapper import InOrder, wrap
+from allhands.strategies.measured import (
+    backward_of,
+    candidates_for,
+    check_cap,
+    fastest,
+    on_training_data,
+    said,
+    without_gradients,
+)
+from allhands.strategies.powersgd import PowerSGD
 from allhands.world import World
-
-# Buffers are made equal when it matters (sync_buffers); a broadcast in every forward pass would let rank 0's BatchNorm
-# statistics overwrite those of the others. PyTorch 2.13 renamed the argument.
-_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-_NO_BUFFERS_IN_FORWARD: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
 
 class DDP(Strategy):
@@ -36,27 +43,51 @@ class DDP(Strategy):
     Args:
         find_unused_parameters: allow parameters that take no part in some step. Costs a walk over the graph each step.
         sync_batchnorm: compute BatchNorm statistics over all ranks (torch.nn.SyncBatchNorm; needs GPUs).
-        bucket_cap_mb: size in MB of the buckets in which gradients travel; None keeps PyTorch's default of 25.
+        bucket_cap_mb: size in MB of the buckets in which gradients travel; None keeps PyTorch's default of 25, the
+            first of 1. "measured" takes the one of a few sizes with which a step on the first samples is the fastest, and prints
+            it; a resumed training keeps it.
         static_graph: promise that the same parameters are used in every step, which lets PyTorch save work.
         check_weights_every: compare the ranks' weights every so many optimizer steps (and at the end of each epoch);
             0 never compares.
+        compress: "bf16": gradients travel in bf16 and are added up in fp32. "powersgd": of each gradient matrix two thin factors
+            travel, and what they do not hold is added to the next step's gradient (Vogels et al., NeurIPS 2019). Neither computes
+            what one process does (`exact` is False). None sends gradients as they are. A step in which some worker has no sample
+            is exchanged as it is.
+        powersgd_rank: rank of the approximation of a gradient; None takes 1.
+        powersgd_start: so many steps are exchanged as they are first; None takes 10.
+
+    Raises:
+        UserError: a setting that there is not, or that has no meaning beside the others.
     """
 
     name = "ddp"
+    resumes_anywhere = True
 
     def __init__(
         self,
         find_unused_parameters: bool = False,
         sync_batchnorm: bool = False,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | str | None = None,
         static_graph: bool = False,
         check_weights_every: int = 1000,
+        compress: str | None = None,
+        powersgd_rank: int | None = None,
+        powersgd_start: int | None = None,
     ) -> None:
+        check_cap(bucket_cap_mb)
+        check_compress(compress, powersgd_rank, powersgd_start, find_unused_parameters)
         self.find_unused_parameters = find_unused_parameters
         self.sync_batchnorm = sync_batchnorm
         self.bucket_cap_mb = bucket_cap_mb
         self.static_graph = static_graph
         self.check_weights_every = check_weights_every
+        self.compress, self.powersgd_rank = compress, powersgd_rank or 1
+        self.powersgd_start = 10 if powersgd_start is None else powersgd_start
+        self.exact = compress is None
+
+    def check_training(self, settings: Any, workers: int) -> None:
+        if self.compress is not None and workers > 1:
+            check_compressible(self.compress, settings.model, settings.precision)
 
     def recording_refused(self, model: nn.Module, world: World) -> str | None:
         if world.world_size == 1:
@@ -64,6 +95,8 @@ class DDP(Strategy):
         for name in ("find_unused_parameters", "static_graph", "sync_batchnorm"):
             if getattr(self, name):
                 return f"with several workers DDP({name}=True) decides on the host; write DDP()"
+        if self.compress == "powersgd":
+            return "DDP(compress='powersgd') decides on the host which steps it compresses; compress='bf16' does not"
         sparse = next((name for name, module in model.named_modules() if _is_sparse(module)), None)
         return None if sparse is None else f"'{sparse}' has sparse gradients; make it with sparse=False"
 
@@ -78,8 +111,10 @@ class DDP(Strategy):
         self.world = world
         self._order: list[str] = []
         self._hooks: list[Any] = []
-        self._exchanged = self._called = False
+        self._exchanged = self._called = self._cap_known = False
         self.buckets: Buckets | None = None
+        self._powersgd: PowerSGD | None = None
+        self._measure_on, self._notes = self.try_on, list[str]()
         if world.world_size == 1:
             self.bare, self.wrapped = model, model
             return model
@@ -90,25 +125,77 @@ class DDP(Strategy):
         broadcast_tensors(list(model.buffers()), world)
         if self.records:
             broadcast_tensors([parameter.detach() for parameter in model.parameters()], world)
-            self.buckets = Buckets([p for _, p in self.trained], world, self.bucket_cap_mb or CAP_MB)
-            self.wrapped = model
-            return model
-        options: dict[str, Any] = {}
-        if self.bucket_cap_mb is not None:
-            options["bucket_cap_mb"] = self.bucket_cap_mb
-        with _without_buffers(model):
-            self.wrapped = DistributedDataParallel(
-                model,
-                device_ids=[world.device.index] if world.device.type == "cuda" else None,
-                **_NO_BUFFERS_IN_FORWARD,
-                find_unused_parameters=self.find_unused_parameters,
-                static_graph=self.static_graph,
-                gradient_as_bucket_view=True,
-                **options,
-            )
-        self._called_hook = self.wrapped.register_forward_pre_hook(self._note_call)
-        self._watch_order()
+        if self.compress == "powersgd":
+            self._powersgd = self._make_powersgd(self.trained)
+        self._lay_out(None if isinstance(self.bucket_cap_mb, str) else self.bucket_cap_mb)
+        if self.buckets is None:
+            self._watch_order()
         return self.wrapped
+
+    def _lay_out(self, cap_mb: float | None, into: nn.Module | None = None) -> None:
+        """Exchange gradients in buckets of this size; `into` is the wrapper that the training has already."""
+        if self.records:
+            if self.buckets is not None:
+                self.buckets.close()
+            self.buckets = self._make_buckets(self.trained, cap_mb)
+            self.wrapped = self.bare
+            return
+        self.wrapped = self._wrap(self.bare, cap_mb, self._powersgd, into)
+        self._called_hook = self.wrapped.register_forward_pre_hook(self._note_call)
+
+    def _make_buckets(self, trained: list[tuple[str, nn.Parameter]], cap_mb: float | None) -> Buckets:
+        add_up = sum_in_bf16 if self.compress == "bf16" else None
+        return Buckets([p for _, p in trained], self.world, CAP_MB if cap_mb is None else cap_mb, add_up)
+
+    def _make_powersgd(self, trained: list[tuple[str, nn.Parameter]], start: int | None = None) -> PowerSGD:
+        return PowerSGD(
+            self.powersgd_rank, self.powersgd_start if start is None else start, self.seed, trained, self.world
+        )  # fmt: skip
+
+    def _wrap(self, model: nn.Module, cap_mb: float | None, powersgd: PowerSGD | None,
+              into: nn.Module | None = None) -> DistributedDataParallel:  # fmt: skip
+        mean = powersgd.mean if powersgd is not None else mean_in_bf16 if self.compress == "bf16" else None
+        return wrap(
+            model, self.world.device, cap_mb, mean, into, find_unused_parameters=self.find_unused_parameters,
+            static_graph=self.static_graph,
+        )  # fmt: skip
+
+    def begin(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        measure_on, self._measure_on = self._measure_on, None
+        if self.bucket_cap_mb != "measured" or self.world.world_size == 1 or self._cap_known:
+            return
+        assert measure_on is not None
+        cap, times = None, {}
+        candidates = candidates_for(sum(p.nbytes for _, p in self.trained))
+        if len(candidates) > 1:
+            cap, times = on_training_data(
+                measure_on, lambda call: fastest(lambda size: self._trial(size, call), candidates, self.world), self.world.device
+            )
+        self._take_cap(cap, said(cap, times))
+
+    def _trial(self, cap_mb: float | None, call: Callable[[nn.Module], Any]) -> Callable[[], None]:
+        """What takes a step on a copy of the model, with buckets of this size."""
+        model = copy.deepcopy(self.bare).train()
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        buckets = self._make_buckets(trained, cap_mb) if self.records else None
+        powersgd = self._make_powersgd(trained, 0) if self._powersgd is not None else None
+        module = model if buckets is not None else self._wrap(model, cap_mb, powersgd)
+
+        def step() -> None:
+            without_gradients(p for _, p in trained)
+            backward_of(call(module))
+            if buckets is not None:
+                buckets.finish()
+
+        return step
+
+    def _take_cap(self, cap_mb: float | None, note: str) -> None:
+        self._cap, self._cap_known = cap_mb, True
+        self._notes.append(note)
+        self._lay_out(cap_mb, self.wrapped)
+
+    def notes(self) -> list[str]:
+        return self._notes
 
     def compiled(self, workers: int) -> str | None:
         return "layers" if workers > 1 else "model"
@@ -161,19 +248,49 @@ class DDP(Strategy):
         self._order = self._order[-len(self.trained) :]  # earlier ones are of micro-batches that were not exchanged
 
     def state_dict(self) -> dict[str, Any]:
-        return {"order": list(self._order)} if self.world.world_size > 1 and self.buckets is None else {}
+        if self.world.world_size == 1:
+            return {}
+        state: dict[str, Any] = {"workers": self.world.world_size}
+        if self.buckets is None:
+            state["order"] = list(self._order)
+        if self._cap_known:
+            state["bucket_cap_mb"] = self._cap
+        if self._powersgd is not None:
+            state["powersgd"] = self._powersgd.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        by_name = dict(self.trained) if self.world.world_size > 1 else {}
+        if self.world.world_size == 1:
+            return
+        if self._powersgd is not None and "powersgd" in state:
+            self._powersgd.load_state_dict(state["powersgd"])
+        if state.get("workers", self.world.world_size) != self.world.world_size:
+            return  # with another number of ranks, other sizes of buckets may be the fastest, and sums have other last bits
+        if self.bucket_cap_mb == "measured" and "bucket_cap_mb" in state:
+            cap = state["bucket_cap_mb"]
+            self._take_cap(cap, f"bucket_cap_mb={cap} (measured before the checkpoint)")
+        by_name = dict(self.trained)
         order = state.get("order") or []
         if not self._hooks or sorted(order) != sorted(by_name):
             return
         self._stop_watching()
         self._order = list(order)
+        if self._powersgd is not None:
+            self._powersgd.passing = True
         self._backward_alone([by_name[name] for name in order], 0.0)
+        if self._powersgd is not None:
+            self._powersgd.passing = False
         self._called = False
         for parameter in by_name.values():
             parameter.grad = None
+
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        return self._powersgd.own_tensors() if self._powersgd is not None else {}
+
+    def load_own_tensors(self, tensors: dict[str, torch.Tensor]) -> bool:
+        if self._powersgd is not None:
+            self._powersgd.load_own_tensors(tensors)
+        return self._powersgd is not None
 
     def spoil(self) -> None:
         if self.buckets is not None:
@@ -184,7 +301,7 @@ class DDP(Strategy):
     def _backward_alone(self, parameters: list[nn.Parameter], gradient: float) -> None:
         """A backward pass over the bare parameters, which makes them ready in this order with this gradient."""
         sparse = {id(module.weight) for module in self.bare.modules() if _is_sparse(module)}
-        self.wrapped.module = _InOrder(parameters, gradient, sparse)
+        self.wrapped.module = InOrder(parameters, gradient, sparse)
         try:
             self.wrapped().backward()
         finally:
@@ -258,42 +375,3 @@ class DDP(Strategy):
 
 def _is_sparse(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-
-
-@contextmanager
-def _without_buffers(model: nn.Module) -> Iterator[None]:
-    """Within, DistributedDataParallel leaves buffers out: it cannot send those of some dtypes (int16, complex) over gloo."""
-    name = "_ddp_params_and_buffers_to_ignore"  # PyTorch's; read once, when the wrapper is made
-    before = getattr(model, name, None)
-    setattr(model, name, [*(before or ()), *(buffer for buffer, _ in model.named_buffers())])
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(model, name)
-        else:
-            setattr(model, name, before)
-
-
-class _InOrder(nn.Module):
-    """Adds its parameters up, times a number, so that their gradients become ready in the given order.
-
-    Those whose id is in `sparse` get sparse gradients, of their first row.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], gradient: float, sparse: set[int]) -> None:
-        super().__init__()
-        self.gradient = gradient
-        self.sparse = sparse
-        self.ordered = parameters  # a plain list: they are not this module's own
-
-    def forward(self) -> torch.Tensor:
-        total = torch.zeros((), device=self.ordered[0].device)
-        # The autograd engine goes back through the last operation first.
-        for parameter in reversed(self.ordered):
-            value: torch.Tensor = parameter
-            if id(parameter) in self.sparse:
-                first = torch.zeros(1, dtype=torch.int64, device=parameter.device)
-                value = nn.functional.embedding(first, parameter, sparse=True)
-            total = total + (value * self.gradient).sum()
-        return total
