@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset
 
 import allhands
 from allhands import DDP, DP, Callback, SupervisedRunner, UserError, WorkerError, models
 from allhands.data import catalogue
+from allhands.data.feed import InMemoryFeed
 from allhands.launch import spawn
 from tests.reference import global_batches, relative_difference, train_by_hand
 from tests.runner.problems import arguments, classification, classifier
@@ -200,6 +201,59 @@ def test_verify_on_cards() -> None:
         del given[name]
     report = allhands.verify(**given, workers=workers, steps=8)
     assert report.ok, str(report)
+
+
+class Watched(Callback):
+    """From the third step to the twelfth nothing may wait for the GPU."""
+
+    def __init__(self) -> None:
+        self.watched = 0
+
+    def on_step_end(self, training: Any) -> None:
+        if training.step == 2:
+            torch.cuda.set_sync_debug_mode("error")
+        elif training.step == 12:
+            torch.cuda.set_sync_debug_mode("default")
+        elif 2 < training.step < 12:
+            self.watched += 1
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return iter(self.data)
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), nn.MultiMarginLoss()], ids=["counts targets", "counts samples"])
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_no_step_waits_for_the_card(kind: str, processes: int, criterion: nn.Module) -> None:
+    """Batches come from a loader; losses, metrics, clipping and the optimizer leave nothing to be read."""
+    data = classification(160)
+    rows: Any = Subset(ConcatDataset([data]), range(160)) if kind == "map" else Stream(data)
+    model, watched = classifier(), Watched()
+    try:
+        history = SupervisedRunner().train(
+            model=model, criterion=criterion, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), num_epochs=1,
+            loaders={"train": DataLoader(rows, 4, num_workers=processes)}, metrics=["accuracy"], clip_norm=0.5, accumulate=2,
+            step="eager", callbacks=[watched],
+        )  # fmt: skip
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert watched.watched == 9
+    assert history["step"] == [20]
+
+
+def test_data_that_does_not_fit_on_the_card_trains_as_data_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = []
+    for fits in (True, False):
+        monkeypatch.setattr(InMemoryFeed, "_fits_on_device", lambda feed, fits=fits: fits)
+        given = arguments(dropout=0.3)
+        SupervisedRunner().train(**given)
+        weights.append(given["model"].state_dict())
+    assert relative_difference(*weights) < 1e-5
 
 
 def test_data_lies_on_the_card_and_predictions_come_back() -> None:

@@ -22,9 +22,11 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from allhands.data.agree import share_data
-from allhands.data.feed import Feed, InMemoryFeed, IterableFeed, LoaderFeed
+from allhands.data.feed import Feed, InMemoryFeed
+from allhands.data.loaders import LoaderFeed
 from allhands.data.random import derive_seed, preserved_generators, seed_everything
 from allhands.data.sources import BatchSource, OrderSource, Sampled, Sequential, Shuffled
+from allhands.data.streams import IterableFeed
 from allhands.errors import UserError, kind_of
 from allhands.world import World
 
@@ -181,6 +183,8 @@ def _source_from_loader(name: str, loader: Any) -> Source:
             "DataLoader with that behaviour in its collate_fn, sampler or data set"
         )
     options = {key: getattr(loader, key) for key in _READING}
+    if not options["pin_memory"]:
+        options.pop("pin_memory")  # what a DataLoader has where nothing was said
     if not options["num_workers"]:
         for key in ("prefetch_factor", "multiprocessing_context", "persistent_workers", "timeout"):
             options.pop(key)
@@ -236,14 +240,14 @@ def _build_feed(source: Source, world: World, seed: int, accumulate: int, place:
     if world.device.type == "cuda" and options.get("collate_fn") in (None, default_collate):
         options.setdefault("pin_memory", True)
     if isinstance(dataset, IterableDataset):
-        return IterableFeed(name, dataset, deal, rank, world, seed, _iterable_options(source, world))
+        return IterableFeed(name, dataset, deal, rank, world, seed, _iterable_options(source, world, options))
     if len(dataset) == 0:
         raise UserError(f"the data set of loader {name!r} is empty")
     order = _order_of(source, world, seed)
     tensors = None if isinstance(order, BatchSource) else _tensors_of(dataset, options)
     if tensors is not None:
         return InMemoryFeed(name, tensors, order, deal, rank, world.device)  # type: ignore[arg-type]
-    return LoaderFeed(name, dataset, order, deal, rank, seed, options)
+    return LoaderFeed(name, dataset, order, deal, rank, seed, options, world.device)
 
 
 def _order_of(source: Source, world: World, seed: int) -> OrderSource:
@@ -267,8 +271,7 @@ def _tensors_of(dataset: Any, options: dict[str, Any]) -> tuple[torch.Tensor, ..
     return None
 
 
-def _iterable_options(source: Source, world: World) -> dict[str, Any]:
-    options = dict(source.options)
+def _iterable_options(source: Source, world: World, options: dict[str, Any]) -> dict[str, Any]:
     workers = options.get("num_workers", 0)
     if source.shuffle or source.sampler is not None:
         raise UserError(

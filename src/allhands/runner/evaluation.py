@@ -107,7 +107,7 @@ def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: F
                         rule.check_counts(output, target, loss)
                     metrics.observe(output, target, loss, factor, counts_for)
                 done += 1
-                if done >= pace.next_look and pace.due(done):
+                if reporter.shows_bar and done >= pace.next_look and pace.due(done):
                     reporter.progress(label, done, feed.num_steps, metrics.running_loss())
     finally:
         forward.module = module

@@ -322,7 +322,7 @@ class Training:
                 self._after_step()
                 if recorded is not None and self._step_hooks:
                     recorded.look()
-            if step - first >= pace.next_look and pace.due(step - first):
+            if reporter.shows_bar and step - first >= pace.next_look and pace.due(step - first):
                 reporter.progress(f"{number}/{self.num_epochs} {feed.name}", step - first, total_steps, metrics.running_loss())
             if step >= next_log:
                 next_log = step + settings.log_every

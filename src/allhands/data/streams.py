@@ -1,0 +1,124 @@
+"""Batches of an iterable data set, dealt out to the ranks."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+
+from allhands.comm import all_gather_rows
+from allhands.data.agree import checksum
+from allhands.data.feed import Feed, cut
+from allhands.data.loaders import reading
+from allhands.data.order import Dealer
+from allhands.data.prefetch import StepBatch, ahead
+from allhands.data.random import derive_seed
+from allhands.data.seeded import Samples, StreamGenerators, seeded_collate
+from allhands.errors import UserError
+from allhands.world import World
+
+
+class IterableFeed(Feed):
+    """Batches of an iterable data set: every rank reads the whole stream and keeps its contiguous share of each global batch.
+
+    Reading is repeated on every rank, which costs reading time but no exactness: the samples and their order are those of
+    a single process. The dealing happens in the loader process where there is one.
+    """
+
+    def __init__(self, name: str, dataset: IterableDataset[Any], deal: dict[str, Any], rank: int, world: World, seed: int,
+                 options: dict[str, Any]) -> None:  # fmt: skip
+        self.dealer = dealer = Dealer(0, **deal)
+        self.name = name
+        self.world = world
+        self.kind = "an iterable, read on every rank and dealt out"
+        self.batch_size, self.global_batch = dealer.batch_size, dealer.global_batch
+        self.num_samples = self.num_steps = None
+        self.seed = seed
+        self._generator = torch.Generator()
+        options = dict(options)
+        options.pop("persistent_workers", None)  # a process is started for each epoch, so that it knows which one it is
+        self._stream = _DealtStream(dataset, dealer, rank, options.pop("collate_fn", None))
+        self.loader: DataLoader[Any] = DataLoader(self._stream, batch_size=None, generator=self._generator, **options)
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[StepBatch]:
+        return ahead(self._read(epoch, skip), self.world.device)
+
+    def _read(self, epoch: int, skip: int) -> Iterator[StepBatch]:
+        # The same seed on every rank: a stream that shuffles must shuffle alike everywhere, or samples are lost.
+        self._stream.seed = derive_seed(self.seed, "stream", self.name, epoch)
+        self._stream.skip = skip
+        self._generator.manual_seed(self._stream.seed)  # for a worker_init_fn that draws
+        set_epoch = getattr(self._stream.dataset, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        with reading(self.loader) as loaded:
+            for batches, counts, total, fingerprint in loaded:
+                self._check_same_stream(total, fingerprint)
+                yield batches, counts, total, not self.dealer.level and total < self.dealer.world_size
+        self._check_same_stream(0, 0)
+
+    def _check_same_stream(self, total: int, fingerprint: int) -> None:
+        """Raise unless every rank has read the same block; without this, ranks that read other streams would train on
+        samples twice or wait for one another for ever."""
+        if self.world.world_size == 1:
+            return
+        mine = torch.tensor([[total, fingerprint]], dtype=torch.int64, device=self.world.device)
+        seen = [tuple(row[0].tolist()) for row in all_gather_rows(mine, self.world)]
+        if len(set(seen)) > 1:
+            raise UserError(
+                f"the ranks read different streams from loader '{self.name}': samples in this block by rank: "
+                f"{[total for total, _ in seen]}, checksums {[checksum for _, checksum in seen]}. An IterableDataset must "
+                "give the same samples in the same order on every rank (allhands deals them out); remove its own sharding "
+                "by rank, or derive its shuffling from a fixed seed"
+            )
+
+
+class _DealtStream(IterableDataset[Any]):
+    """The share of one rank of a stream, already collated into steps."""
+
+    def __init__(self, dataset: IterableDataset[Any], dealer: Dealer, rank: int, collate: Any) -> None:
+        self.dataset = dataset
+        self.dealer = dealer
+        self.rank = rank
+        self.collate = seeded_collate(collate)
+        self.seed = self.skip = 0
+
+    def __iter__(self) -> Iterator[tuple[Sequence[Any], Sequence[int], int, int]]:
+        # A collate function that draws seeds the generators for itself, and must not move the stream's.
+        reading = StreamGenerators(self.seed, alone=get_worker_info() is not None and self.collate is None)
+        with reading:
+            samples = itertools.islice(self.dataset, self.skip, None)
+        first, size = self.skip, self.dealer.global_batch
+        while True:
+            with reading:
+                block = list(itertools.islice(samples, size))
+            if not block or (len(block) < size and self.dealer.drop_last):
+                return
+            yield self._deal(block, first)
+            if len(block) < size:
+                return
+            first += size
+
+    def _deal(self, block: list[Any], first: int) -> tuple[Sequence[Any], Sequence[int], int, int]:
+        share = self.dealer.share(0, len(block), self.rank)
+        collate = self.collate or default_collate
+        batches = [collate(Samples(self.seed, position, part)) for position, part in cut(block, share, first)]
+        return batches, share.sizes, share.total, _fingerprint([block[0], block[-1]])
+
+
+def _fingerprint(sample: Any) -> int:
+    """A 32-bit checksum of one sample, the same on every rank that reads the same sample."""
+    if isinstance(sample, torch.Tensor):
+        return checksum(sample)
+    if isinstance(sample, Mapping):
+        return zlib.crc32(repr([(str(key), _fingerprint(value)) for key, value in sample.items()]).encode())
+    if isinstance(sample, (list, tuple)):
+        return zlib.crc32(repr([_fingerprint(value) for value in sample]).encode())
+    if isinstance(sample, np.ndarray):
+        return zlib.crc32(np.ascontiguousarray(sample).tobytes())
+    return zlib.crc32(repr(sample).encode()) if isinstance(sample, (int, float, str, bytes, bool)) else 0
