@@ -83,7 +83,8 @@ class DDP(Strategy):
         self.check_weights_every = check_weights_every
         self.compress, self.powersgd_rank = compress, powersgd_rank or 1
         self.powersgd_start = 10 if powersgd_start is None else powersgd_start
-        self.exact = compress is None
+        if compress is not None:
+            self.exact = False
 
     def check_training(self, settings: Any, workers: int) -> None:
         if self.compress is not None and workers > 1:
