@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from allhands.errors import UserError
 from allhands.step.compiled import Compiled
 
@@ -38,6 +40,8 @@ def compiling(training: Training) -> AbstractContextManager[Any]:
     if training.settings.step != "compile":
         return nullcontext()
     by_layer = training.settings.strategy.compiled(training.world.world_size) == "layers"
-    compiled = Compiled(training.model, by_layer, training.world.device)
+    calls = [training.rules[feed.name].call for feed in training.trained]
+    losses = [call for call in calls if isinstance(call, nn.Module)]  # that of a language model is among its longest operations
+    compiled = Compiled(training.model, by_layer, training.world.device, losses)
     training.reporter.line(f"step: {compiled.what} compiled, at the first step of each shape of a batch")
     return compiled

@@ -60,18 +60,19 @@ class Compiled:
             without such layers, or with False, the whole model is compiled as one. What is compiled as one gives all gradients
             of its weights at the end of its backward pass, when no time is left to exchange them behind it.
         device: of the model.
+        losses: of modules that compute a loss, each compiled for itself.
 
     Raises:
         UserError: there is no compiler for the device.
     """
 
-    def __init__(self, model: nn.Module, by_layer: bool, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, by_layer: bool, device: torch.device, losses: Sequence[nn.Module] = ()) -> None:
         missing = compiler_missing(device)
         if missing is not None:
             raise cannot_compile(missing)
         found = [module for _, module in blocks(model)] if by_layer else []
-        self.modules: Sequence[nn.Module] = found or [model]
-        self.what = f"its {len(found)} layers" if found else "the whole model"
+        self.modules: Sequence[nn.Module] = [*(found or [model]), *losses]
+        self.what = (f"its {len(found)} layers" if found else "the whole model") + (" and the loss" if losses else "")
         self._stack = ExitStack()
 
     def __enter__(self) -> Compiled:
