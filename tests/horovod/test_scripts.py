@@ -72,7 +72,7 @@ def test_what_horovod_has_and_allhands_lacks_is_said(tmp_path: Path) -> None:
     for name in ("spark", "ray", "mxnet"):
         assert f"there is no 'horovod.{name}' here" in done.stdout
     assert "horovod.run is not here: write `allhands launch --horovod -np 4 script.py`" in done.stdout
-    assert "0.28.1 allhands.horovod.torch.ops" in done.stdout
+    assert "0.28.1 allhands.horovod.torch.reductions" in done.stdout
 
 
 def test_the_name_is_for_the_workers_alone(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from allhands.horovod import engine
 from allhands.horovod.checks import Ask
 from allhands.horovod.handles import Handle
-from allhands.horovod.torch.ops import Pending
+from allhands.horovod.torch.pending import Pending
 
 # As torch's DistributedDataParallel has them: the first one is small, so that it leaves early.
 _FIRST_BUCKET = 2**20

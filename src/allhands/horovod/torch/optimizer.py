@@ -14,8 +14,8 @@ from allhands.horovod import engine
 from allhands.horovod.process_sets import ProcessSet, global_process_set
 from allhands.horovod.reduce_ops import Adasum, Average, checked
 from allhands.horovod.torch.compression import Compression
-from allhands.horovod.torch.ops import grouped_allreduce_
 from allhands.horovod.torch.reducer import Reducer
+from allhands.horovod.torch.reductions import grouped_allreduce_
 
 
 def DistributedOptimizer(

@@ -23,7 +23,7 @@ from allhands.horovod.reduce_ops import ADDITIVE, Average, ReduceOp, Sum
 from allhands.horovod.rounds import Parts
 from allhands.horovod.torch.buckets import Bucket, Flat, grouped, of_one_sort
 from allhands.horovod.torch.compression import Compression
-from allhands.horovod.torch.ops import sparse_allreduce_async
+from allhands.horovod.torch.reductions import sparse_allreduce_async
 
 # So many steps in a row that sent all buckets in the usual way come before the first that is promised.
 _STEADY = 3

@@ -1,0 +1,45 @@
+"""What the ``_async`` functions return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from allhands.horovod.handles import Handle
+
+
+class Pending:
+    """What the ``_async`` functions return: an engine's handle and what its result becomes."""
+
+    def __init__(self, handle: Handle, finish: Callable[[Any], Any]) -> None:
+        self.handle, self._finish = handle, finish
+
+    def wait(self) -> Any:
+        """The operation's result; see `synchronize`."""
+        return self._finish(self.handle.wait())
+
+
+def poll(handle: Pending) -> bool:
+    """Whether `synchronize` would return at once."""
+    return handle.handle.done()
+
+
+def synchronize(handle: Pending) -> Any:
+    """Wait for an operation that was begun, and return its result.
+
+    Raises:
+        HorovodInternalError: it failed; the message names the tensor, the ranks and what each of them gave.
+    """
+    return handle.wait()
+
+
+def only(values: list[torch.Tensor]) -> torch.Tensor:
+    """The result of one tensor's operation."""
+    return values[0]
+
+
+def same(values: Any) -> Any:
+    """A group's result."""
+    return values
