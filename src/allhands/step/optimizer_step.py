@@ -50,6 +50,8 @@ class Exchange(Protocol):
 
     def exchange_missing(self) -> None: ...
 
+    def updated(self) -> None: ...
+
     def check_gradients(self) -> None: ...
 
     def spoil(self) -> None: ...
@@ -322,6 +324,8 @@ class OptimizerStep:
             scaler.update()
         else:
             self._apply()
+        if self.several:
+            self.exchange.updated()
 
 
 _nothing: AbstractContextManager[Any] = nullcontext()

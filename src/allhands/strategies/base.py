@@ -157,6 +157,9 @@ class Strategy(ABC):
     def exchange_missing(self) -> None:
         """Exchange gradients of a step in which some rank had no sample; every backward pass was in `no_exchange`."""
 
+    def updated(self) -> None:
+        """The optimizer's step was taken, with several workers and not by the strategy itself."""
+
     def check_gradients(self) -> None:
         """Raise `UserError` when the exchange of this step cannot have been complete."""
 

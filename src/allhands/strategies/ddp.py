@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +19,7 @@ from allhands.strategies.base import Strategy
 from allhands.strategies.buckets import CAP_MB, Buckets
 from allhands.strategies.compressed import check_compress, check_compressible, mean_in_bf16, sum_in_bf16
 from allhands.strategies.ddp_wrapper import InOrder, wrap
+from allhands.strategies.held import Read
 from allhands.strategies.measured import (
     backward_of,
     candidates_for,
@@ -29,6 +30,7 @@ from allhands.strategies.measured import (
     without_gradients,
 )
 from allhands.strategies.powersgd import PowerSGD
+from allhands.strategies.sharded_state import ShardedState, check_shardable, check_state
 from allhands.world import World
 
 
@@ -55,6 +57,8 @@ class DDP(Strategy):
             is exchanged as it is.
         powersgd_rank: rank of the approximation of a gradient; None takes 1.
         powersgd_start: so many steps are exchanged as they are first; None takes 10.
+        optimizer_state: "sharded": each worker keeps the optimizer's state of about 1/N of the parameters, updates those, and
+            sends them to the others (ZeRO's first stage, Rajbhandari et al., SC 2020), to the same bits. "whole": each keeps all.
 
     Raises:
         UserError: a setting that there is not, or that has no meaning beside the others.
@@ -73,7 +77,9 @@ class DDP(Strategy):
         compress: str | None = None,
         powersgd_rank: int | None = None,
         powersgd_start: int | None = None,
+        optimizer_state: str = "whole",
     ) -> None:
+        check_state(optimizer_state)
         check_cap(bucket_cap_mb)
         check_compress(compress, powersgd_rank, powersgd_start, find_unused_parameters)
         self.find_unused_parameters = find_unused_parameters
@@ -85,6 +91,12 @@ class DDP(Strategy):
         self.powersgd_start = 10 if powersgd_start is None else powersgd_start
         if compress is not None:
             self.exact = False
+        self._shards = optimizer_state == "sharded"
+        self._sharded: ShardedState | None = None
+
+    def check_settings(self, settings: Any) -> None:
+        if self._shards:
+            check_shardable(settings)
 
     def check_training(self, settings: Any, workers: int) -> None:
         if self.compress is not None and workers > 1:
@@ -96,6 +108,8 @@ class DDP(Strategy):
         for name in ("find_unused_parameters", "static_graph", "sync_batchnorm"):
             if getattr(self, name):
                 return f"with several workers DDP({name}=True) decides on the host; write DDP()"
+        if self._shards:
+            return "DDP(optimizer_state='sharded') shares what each worker has updated, which is not recorded; write DDP()"
         if self.compress == "powersgd":
             return "DDP(compress='powersgd') decides on the host which steps it compresses; compress='bf16' does not"
         sparse = next((name for name, module in model.named_modules() if _is_sparse(module)), None)
@@ -197,6 +211,28 @@ class DDP(Strategy):
 
     def notes(self) -> list[str]:
         return self._notes
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        self._sharded = None
+        if self._shards and self.world.world_size > 1:
+            self._sharded = ShardedState(optimizer, self.bare, self.world)
+
+    def updated(self) -> None:
+        if self._sharded is not None:
+            self._sharded.share()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return optimizer.state_dict() if self._sharded is None else self._sharded.state_dict()
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], read: Read) -> None:
+        if self._sharded is None:
+            optimizer.load_state_dict(dict(state))
+        else:
+            self._sharded.load_state_dict(state, read)
+
+    def give_back(self, keep: bool) -> None:
+        if self._sharded is not None:
+            self._sharded.give_back(keep)
 
     def compiled(self, workers: int) -> str | None:
         return "layers" if workers > 1 else "model"

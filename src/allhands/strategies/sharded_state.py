@@ -1,0 +1,116 @@
+"""The optimizer's state dealt out to the workers of ddp, parameter by parameter.
+
+The first stage of Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from allhands.comm import broadcast_tensors, calls
+from allhands.errors import UserError
+from allhands.strategies.held import Held, held, nowhere
+from allhands.strategies.repoint import ELEMENTWISE, Read, Repointed
+from allhands.world import World
+
+STATES = ("whole", "sharded")
+_MESSAGE = 25 * 2**20  # bytes of parameters that travel together
+
+
+def check_state(optimizer_state: Any) -> None:
+    """Raise `UserError` for a setting that there is not."""
+    if optimizer_state not in STATES:
+        raise UserError(f"DDP(optimizer_state={optimizer_state!r}); it must be one of {', '.join(map(repr, STATES))}")
+
+
+def check_shardable(settings: Any) -> None:
+    """Raise `UserError` for settings of a training (`TrainSettings`) whose optimizer cannot be dealt out."""
+    kind = type(settings.optimizer)
+    if kind not in ELEMENTWISE and not getattr(settings.optimizer, "elementwise", False):
+        raise UserError(
+            f"DDP(optimizer_state='sharded') lets each worker update some of the parameters, and {kind.__name__} may "
+            f"look at all of them. Use one of {', '.join(cls.__name__ for cls in ELEMENTWISE)}; or write DDP()"
+        )
+    if settings.precision == "fp16":
+        raise UserError(
+            "precision='fp16' looks for overflows in the gradients of the optimizer's parameters, of which "
+            "DDP(optimizer_state='sharded') leaves each worker some; write precision='bf16'"
+        )
+
+
+class ShardedState:
+    """The optimizer of one training, pointed at the parameters that this rank updates.
+
+    Each parameter belongs to one rank, so that each has about the same number of bytes. All ranks have the whole gradients; after
+    a step the owners send what they have updated to the others.
+
+    Args:
+        optimizer: the user's, over parameters of `model`.
+        model: the same on all ranks.
+        world: its ranks, of which there are several.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, model: nn.Module, world: World) -> None:
+        plain = dict(model.named_parameters())
+        names = {id(parameter): name for name, parameter in plain.items()}
+        members = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        owners = dealt([plain[name].nbytes for name in members], world.world_size)
+        described: dict[str, Held] = {}
+        local: dict[str, nn.Parameter] = {}
+        for name, owner in zip(members, owners, strict=True):
+            parameter = plain[name]
+            if owner == world.rank:
+                local[name], described[name] = parameter, held(parameter, {}, None)
+            else:
+                described[name] = nowhere(parameter.shape, parameter.dtype)
+        self._world = world
+        self._messages = [
+            (rank, message)
+            for rank in range(world.world_size)
+            for message in _messages([plain[name] for name, owner in zip(members, owners, strict=True) if owner == rank])
+        ]
+        self._repointed = Repointed(optimizer, plain, described, local, world)
+
+    def share(self) -> None:
+        """After the optimizer's step: every rank gets what the others have updated."""
+        calls.note("sharing updated parameters")
+        with torch.no_grad():
+            for rank, parameters in self._messages:
+                broadcast_tensors(parameters, self._world, rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plain optimizer's ``state_dict``, with `Held` for tensors; all ranks call it together."""
+        return self._repointed.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], read: Read) -> None:
+        """Go on from the plain optimizer's ``state_dict``."""
+        self._repointed.load_state_dict(state, read)
+
+    def give_back(self, keep: bool) -> None:
+        """The optimizer has all parameters again, and their state where `keep` says so; all ranks call it together."""
+        self._repointed.give_back(keep, self._world.device)
+
+
+def dealt(sizes: Sequence[int], ranks: int) -> list[int]:
+    """To which rank each item goes: the largest first, each to the rank that has least."""
+    owners, loads = [0] * len(sizes), [0] * ranks
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += sizes[index]
+    return owners
+
+
+def _messages(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    messages: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in parameters:
+        if parameter.nbytes > room:
+            messages.append([])
+            room = max(_MESSAGE, parameter.nbytes)
+        messages[-1].append(parameter)
+        room -= parameter.nbytes
+    return messages
