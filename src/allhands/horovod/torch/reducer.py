@@ -17,6 +17,7 @@ import torch
 
 from allhands.errors import UserError
 from allhands.horovod import engine
+from allhands.horovod.exceptions import HorovodInternalError
 from allhands.horovod.lanes import Lane
 from allhands.horovod.process_sets import ProcessSet
 from allhands.horovod.reduce_ops import ADDITIVE, Average, ReduceOp, Sum
@@ -104,11 +105,15 @@ class Reducer:
             )
         bucket.left[place] = left
         if left == 0:
-            if not self._begun:
-                self._begin()
             bucket.waiting -= 1
-            if not bucket.waiting:
-                self._send(bucket)
+            try:
+                if not self._begun:
+                    self._begin()
+                if not bucket.waiting:
+                    self._send(bucket)
+            except HorovodInternalError:
+                self.reset()  # so that an elastic training can go on
+                raise
 
     # ------------------------------------------------------------------ bucket by bucket
 
