@@ -127,6 +127,9 @@ def test_strategy_settings():
     assert "did you mean 'ddp'?" in refused(objects._strategy, "strategy=dddp")
     assert "did you mean 'find_unused_parameters'?" in refused(objects._strategy, "strategy.find_unused=true")
     assert "it must be true or false" in refused(objects._strategy, "strategy.static_graph=1")
+    made = built(objects._strategy, "strategy.compress=powersgd", "strategy.powersgd_rank=2", "strategy.bucket_cap_mb=measured")
+    assert (made.compress, made.powersgd_rank, made.powersgd_start, made.bucket_cap_mb) == ("powersgd", 2, 10, "measured")
+    assert "Set compress to 'bf16'" in refused(objects._strategy, "strategy.compress=fp16")
 
 
 @pytest.mark.parametrize(
