@@ -16,6 +16,7 @@ from torch import nn
 from allhands.comm import calls
 from allhands.data import Feed, build_feeds, derive_seed, preserved_generators, seed_everything
 from allhands.errors import UserError
+from allhands.runner import peak
 from allhands.runner.agreement import SIGNALS, Agreement, requeue_if_asked
 from allhands.runner.announce import announce, report_epoch
 from allhands.runner.callbacks import overridden, run_hooks
@@ -175,6 +176,7 @@ class Training:
         """
         settings = self.settings
         with preserved_generators(), self.agreement, recomputing(self), compiling(self):
+            peak.start(self.world)
             self.memory.restore()
             settings.strategy.begin(self.optimizer, self.step)
             if self.recorded is not None:
@@ -202,6 +204,7 @@ class Training:
             settings.strategy.finish()
             if self._signal:
                 self._leave_for_signal(where)
+            self.reporter.line(peak.said(self.world))
             if settings.load_best_on_end:
                 self._load_best()
             self.memory.close()
