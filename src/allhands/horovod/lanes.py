@@ -89,11 +89,12 @@ class Lane:
             work.wait()
             return
         while True:
+            over = work.is_completed()
             try:
                 work.wait(_A_WHILE)
                 return
-            except RuntimeError as error:
-                if self._error or work.is_completed():
+            except RuntimeError as error:  # a while has passed, or it failed
+                if self._error or over:
                     raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> HorovodInternalError:
@@ -127,7 +128,8 @@ class Lane:
             time.sleep(0.1)
         with contextlib.suppress(Exception):
             if on_gpu and not done:
-                self.group.abort()
+                backend = self.group._get_backend(torch.device("cuda"))
+                (backend if hasattr(backend, "abort") else self.group).abort()
             elif not on_gpu and done and self.group is not None:
                 self._works, group, self.group = [], self.group, None
                 dist.destroy_process_group(group)
