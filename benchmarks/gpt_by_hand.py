@@ -45,11 +45,12 @@ def fsdp(sizes: dict[str, int], device: torch.device) -> Step:
     with torch.device("meta"):
         model = GPT(**sizes, tied=False)
     narrow = device.type == "cuda"
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32) if narrow else MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if narrow else MixedPrecisionPolicy()
+    for_loss = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32) if narrow else MixedPrecisionPolicy()
     mesh = init_device_mesh(device.type, (get_world_size(),), mesh_dim_names=("dp_shard",))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=for_loss)
     model.to_empty(device=device)
     for module in model.modules():
         if isinstance(module, (nn.LayerNorm, nn.Linear, nn.Embedding)):
