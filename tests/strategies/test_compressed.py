@@ -82,6 +82,7 @@ def test_verify_measures_how_far_compression_drifts() -> None:
     report = verified(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.2), strategies=strategies)
     exact, bf16, powersgd = report.rows
     assert [row.verdict for row in report.rows] == ["same", "lossy as declared", "lossy as declared"]
+    assert [row.strategy for row in report.rows] == ["ddp", "ddp, bf16 gradients", "ddp, powersgd 1"]
     assert report.ok
     assert exact.difference < 1e-6
     assert 1e-5 < bf16.difference < 1e-2

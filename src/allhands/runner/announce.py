@@ -20,7 +20,7 @@ def announce(training: Training) -> None:
         where += f", {world.backend}"
     samples = f"{feed.num_samples:,} samples" if feed.num_samples is not None else "a stream of samples"
     steps = f", {feed.num_steps} steps an epoch" if feed.num_steps is not None else ""
-    layout = settings.strategy.layout(world)
+    strategy, layout = settings.strategy.in_words(), settings.strategy.layout(world)
     if feed.global_batch:
         parts = f"{feed.batch_size} a {'share' if layout else 'worker'} x {settings.strategy.shares(world.world_size)}"
         parts += f" x {settings.accumulate} accumulated" if settings.accumulate > 1 else ""
@@ -28,7 +28,7 @@ def announce(training: Training) -> None:
     else:
         batch = "batches made by the batch sampler"
     training.reporter.line(
-        f"allhands: {settings.strategy.name}{f' ({layout})' if layout else ''}, {where}; {batch}; {samples}{steps}, {feed.kind}"
+        f"allhands: {strategy}{f' ({layout})' if layout else ''}, {where}; {batch}; {samples}{steps}, {feed.kind}"
     )
     for note in settings.strategy.notes():
         training.reporter.line(note)

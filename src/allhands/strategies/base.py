@@ -118,6 +118,10 @@ class Strategy(ABC):
         ``full_output(output)``; else None."""
         return None
 
+    def in_words(self) -> str:
+        """Its name, with settings by which two of them differ in what they compute."""
+        return self.name
+
     def notes(self) -> list[str]:
         """Lines to print as the training begins: what it has found out and chosen."""
         return []

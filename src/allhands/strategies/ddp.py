@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,7 +17,7 @@ from allhands.strategies.alike import check_weights_equal, make_buffers_equal
 from allhands.strategies.base import Strategy
 from allhands.strategies.buckets import CAP_MB, Buckets
 from allhands.strategies.compressed import check_compress, check_compressible, mean_in_bf16, sum_in_bf16
-from allhands.strategies.ddp_wrapper import InOrder, wrap
+from allhands.strategies.ddp_wrapper import InOrder, explained, took_no_part, wrap
 from allhands.strategies.held import Read
 from allhands.strategies.measured import (
     backward_of,
@@ -209,6 +208,11 @@ class DDP(Strategy):
         self._notes.append(note)
         self._lay_out(cap_mb, self.wrapped)
 
+    def in_words(self) -> str:
+        if self.compress is None:
+            return self.name
+        return f"{self.name}, " + ("bf16 gradients" if self.compress == "bf16" else f"powersgd {self.powersgd_rank}")
+
     def notes(self) -> list[str]:
         return self._notes
 
@@ -350,7 +354,7 @@ class DDP(Strategy):
         if self.buckets is not None:
             missing = {id(parameter) for parameter in self.buckets.finish()}
             if missing:
-                raise self._took_no_part([(name, p) for name, p in self.trained if id(p) in missing])
+                raise took_no_part([(name, p) for name, p in self.trained if id(p) in missing], self.world.rank)
             return
         if not self._exchanged:
             self._after_first_exchange()
@@ -359,7 +363,7 @@ class DDP(Strategy):
         try:
             self.wrapped._check_reducer_finalized()  # type: ignore[operator]
         except RuntimeError as error:
-            raise self._unused(error) from None
+            raise explained(error, self.trained, self.world.rank) from None
 
     def _note_call(self, *_: Any) -> None:
         self._called = True
@@ -373,27 +377,6 @@ class DDP(Strategy):
                 "inside it (model.module, or a method of it), so no gradients were exchanged. Call model(…) itself; what else "
                 "must run goes into its forward()"
             )
-
-    def _unused(self, error: RuntimeError) -> Exception:
-        """What to say when PyTorch has not finished the exchange; its own message gives numbers instead of names."""
-        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        if found is None:
-            return error
-        return self._took_no_part([self.trained[int(number)] for number in found[1].split()])
-
-    def _took_no_part(self, unused: list[tuple[str, nn.Parameter]]) -> UserError:
-        names = [name for name, _ in unused]
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        if any(not parameter.requires_grad for _, parameter in unused):
-            return UserError(
-                f"these parameters were frozen (requires_grad=False) after the training had begun: {shown}. Freeze them before "
-                "train(), or write distributed=DDP(find_unused_parameters=True)"
-            )
-        return UserError(
-            f"on rank {self.world.rank} these parameters took no part in the loss (with accumulate: in that of the last "
-            f"micro-batch), so their gradients (and others exchanged with them) were not reduced: {shown}. Remove them from the "
-            "model, set requires_grad=False, or write distributed=DDP(find_unused_parameters=True)"
-        )
 
     def finish(self) -> None:
         if self.buckets is not None:

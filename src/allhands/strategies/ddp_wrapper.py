@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from allhands.errors import UserError
 
 # Buffers are made equal when it matters (sync_buffers); a broadcast in every forward pass would let rank 0's BatchNorm
 # statistics overwrite those of the others. PyTorch 2.13 renamed the argument.
@@ -107,3 +110,27 @@ class InOrder(nn.Module):
                 value = nn.functional.embedding(first, parameter, sparse=True)
             total = total + (value * self.gradient).sum()
         return total
+
+
+def explained(error: RuntimeError, trained: Sequence[tuple[str, nn.Parameter]], rank: int) -> Exception:
+    """What to say when PyTorch has not finished the exchange; its own message gives numbers instead of names."""
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+    if found is None:
+        return error
+    return took_no_part([trained[int(number)] for number in found[1].split()], rank)
+
+
+def took_no_part(unused: Sequence[tuple[str, nn.Parameter]], rank: int) -> UserError:
+    """The error of parameters without a gradient."""
+    names = [name for name, _ in unused]
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    if any(not parameter.requires_grad for _, parameter in unused):
+        return UserError(
+            f"these parameters were frozen (requires_grad=False) after the training had begun: {shown}. Freeze them before "
+            "train(), or write distributed=DDP(find_unused_parameters=True)"
+        )
+    return UserError(
+        f"on rank {rank} these parameters took no part in the loss (with accumulate: in that of the last micro-batch), so their "
+        f"gradients (and others exchanged with them) were not reduced: {shown}. Remove them from the model, set "
+        "requires_grad=False, or write distributed=DDP(find_unused_parameters=True)"
+    )

@@ -161,7 +161,7 @@ def _compare(runs: Runs, objects: dict[str, Any], strategies: list[Strategy], co
             rows.append(row)
         for baseline in baselines.values():
             runs.forget(baseline.path)
-    rows.sort(key=lambda row: [strategy.name for strategy in strategies].index(row.strategy))
+    rows.sort(key=lambda row: [strategy.in_words() for strategy in strategies].index(row.strategy))
     notes += probe.notes()
     about = (
         f"{len(baseline.trace.steps)} optimizer steps distributed, against one process on the same global batches; more than "
@@ -189,7 +189,7 @@ def _row(strategy: Strategy, workers: int, trace: Trace, baseline: Baseline, exa
             "limit": [FACTOR * baseline.noise.at(number, name) for number in range(len(trace.steps))],
         }
     row = Row(
-        strategy.name, workers, verdict, finding.step if finding is not None else None, shown.what if shown else "",
+        strategy.in_words(), workers, verdict, finding.step if finding is not None else None, shown.what if shown else "",
         shown.difference if shown else 0.0, shown.noise if shown else 0.0, curves=curves,
     )  # fmt: skip
     return row, finding

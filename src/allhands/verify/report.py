@@ -18,7 +18,7 @@ class Row:
     """One strategy with one number of workers, against the same training alone.
 
     Attributes:
-        strategy: its name.
+        strategy: its name, as `Strategy.in_words` gives it.
         workers: how many trained.
         verdict: "same", "DIFFERS", or "lossy as declared" for a strategy that says ``exact = False``.
         step: the first optimizer step that differs, counted from 1; None when none does.
