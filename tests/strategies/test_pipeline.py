@@ -152,23 +152,24 @@ def make_frozen() -> nn.Module:
     return model
 
 
-def train_frozen(runner: type[SupervisedRunner], damaged: bool = False) -> dict[str, torch.Tensor]:
+def train_frozen(runner: type[SupervisedRunner], strategy: Pipeline, damaged: bool = False) -> dict[str, torch.Tensor]:
     model = make_frozen()
     x, y = labelled()
     if damaged:
         x[23] = float("nan")
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     runner(device="cpu").train(
-        model=model, criterion=WEIGHTED, optimizer=optimizer, num_epochs=1, distributed=Pipeline(), verbose=False,
+        model=model, criterion=WEIGHTED, optimizer=optimizer, num_epochs=1, distributed=strategy, verbose=False,
         loaders={"train": DataLoader(TensorDataset(x, y), BATCH)},
     )  # fmt: skip
     return model.state_dict()
 
 
 def odd_trainings() -> tuple[Any, str, int]:
-    weights = train_frozen(Doubling)
+    strategy = Pipeline()
+    weights = train_frozen(Doubling, strategy)
     with pytest.raises(UserError, match="the training loss is nan on rank 1") as error:
-        train_frozen(SupervisedRunner, damaged=True)
+        train_frozen(SupervisedRunner, strategy, damaged=True)  # the same strategy trains more than once
     model = ResNet18(width=4)
     SupervisedRunner(device="cpu").train(
         model=model, criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), num_epochs=1,

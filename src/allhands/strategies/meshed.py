@@ -159,7 +159,7 @@ class Meshed(Strategy):
                 axes = ("dp_replicate", "dp_shard") if self.degrees.replicate > 1 else "dp_shard"
                 self.fsdp.shard(chunk, self.mesh[axes], values, world)
             values.settle(chunk)
-        self.module = skeleton if self.degrees.pp == 1 else self.pipeline.module()  # type: ignore[union-attr]
+        self.module = skeleton if self.degrees.pp == 1 else self.pipeline.staged()  # type: ignore[union-attr]
         self.chunks = chunks
         self._describe(orders)
         return self.module

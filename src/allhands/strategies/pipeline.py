@@ -142,7 +142,7 @@ class Pipeline(Meshed):
         all_reduce_sum([costs], world)
         return costs.tolist()
 
-    def module(self) -> nn.Module:
+    def staged(self) -> nn.Module:
         """What the runner sees of the model; after the chunks of `cut` are sharded."""
         return self.passes.model(self._names)
 
