@@ -289,6 +289,8 @@ class Engine(Operations):
     def _open_lane(self, number: int, ranks: list[int]) -> None:
         group = self._new_group(ranks)  # all ranks of the world make it
         if self.world.rank in ranks:
+            if self.world.device.type == "cuda":  # connects them now: later it would stop whoever begins the first part
+                dist.all_reduce(torch.zeros(1, device=self.world.device), group=group)
             self._lanes[number].group = group
 
     def _put_in_use(self, process_set: ProcessSet, number: int, ranks: list[int], group: Any) -> None:

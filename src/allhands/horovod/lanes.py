@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,72 +20,93 @@ _A_WHILE = timedelta(seconds=1)
 _GRACE_S = 10.0  # what a GPU still has to do when nothing works any more is over by then, or waits for a rank that does not come
 
 
+class Round:
+    """One that this rank has promised.
+
+    Args:
+        then: called with it by the engine's thread once there is an answer: other ranks may wait for what this rank has ready,
+            while it waits for something else.
+
+    Attributes:
+        answer: None until it is known; True: it is agreed; False: it is declined.
+        works: what has begun of it; to be cleared when nothing is waited for.
+    """
+
+    def __init__(self, then: Callable[[Round], None]) -> None:
+        self.answer: bool | None = None
+        self.works: list[Any] = []
+        self._then = then
+        self._over = threading.Event()
+
+    def wait(self) -> bool | None:
+        """The answer; None when nothing works any more."""
+        self._over.wait()
+        return self.answer
+
+    def told(self, answer: bool | None) -> None:
+        """Called by the engine's thread."""
+        self.answer = answer
+        self._over.set()
+        if answer is not None:
+            self._then(self)
+
+
 class Lane:
     """Where one process set's rounds run, one after another.
 
     Attributes:
         group: of torch; there from the first round on that is agreed.
-        busy: this rank has promised a round, and has neither given all of its parts nor been declined.
-        answer: of the round that was promised last: None until it is known; True: it is agreed; False: it is declined.
+        busy: this rank has promised a round, and has neither begun all of its parts nor been declined.
     """
 
     def __init__(self, set_id: int, link: Link) -> None:
         self._set_id, self._link = set_id, link
-        self._answered = threading.Event()
         self._error = ""
-        self._works: list[Any] = []  # of the last round
+        self._promised: Round | None = None  # and not answered
+        self._rounds: list[Round] = []  # that somebody may wait for
         self.group: Any = None
         self.busy = False
-        self.answer: bool | None = None
 
-    def promise(self, parts: Parts) -> None:
-        """This rank will give all of these allreduces, in this order, without being asked again."""
-        self.busy, self.answer = True, None
-        self._works = []
-        self._answered.clear()
-        if self._error:
-            raise HorovodInternalError(self._error)
+    def promise(self, parts: Parts, then: Callable[[Round], None]) -> Round:
+        """This rank will begin all of these allreduces, in this order, without being asked again."""
+        made = Round(then)
+        self._rounds = [*(other for other in self._rounds if other.works), made]
+        self.busy, self._promised = True, made
+        self.check()
         self._link.promise(self._set_id, parts)
+        return made
 
-    def wait(self) -> bool:
-        """The answer.
+    def check(self) -> None:
+        """Raise `HorovodInternalError` when nothing works any more."""
+        if self._error:
+            raise HorovodInternalError(self._error)
+
+    def begin(self, tensor: torch.Tensor, of: Round) -> None:
+        """Begin to add the next part of an agreed round up over the ranks, in place.
 
         Raises:
             HorovodInternalError: nothing works any more.
         """
-        self._answered.wait()
-        if self._error:
-            raise HorovodInternalError(self._error)
-        return bool(self.answer)
-
-    def begin(self, tensor: torch.Tensor) -> int:
-        """Begin to add the next part up over the ranks, in place; its place in the round.
-
-        Raises:
-            HorovodInternalError: nothing works any more.
-        """
-        if self._error:
-            raise HorovodInternalError(self._error)
+        self.check()
         try:
-            self._works.append(dist.all_reduce(tensor, group=self.group, async_op=True))
+            of.works.append(dist.all_reduce(tensor, group=self.group, async_op=True))
         except (RuntimeError, ValueError) as error:
             raise self._failed(error) from error
-        return len(self._works) - 1
 
     def kept(self) -> None:
         """All parts have begun."""
         self.busy = False
 
-    def end(self, place: int, device: torch.device) -> None:
-        """Wait for a part; on a GPU, only its current stream does.
+    def end(self, of: Round, place: int, device: torch.device) -> None:
+        """Wait for the part at this place; on a GPU, only its current stream does.
 
         Raises:
             HorovodInternalError: it failed, or nothing works any more.
         """
-        works = self._works
-        if place >= len(works):  # given up
-            raise HorovodInternalError(self._error)
-        work = works[place]
+        try:
+            work = of.works[place]
+        except IndexError:  # given up
+            raise HorovodInternalError(self._error) from None
         if device.type == "cuda":
             work.wait()
             return
@@ -107,15 +129,17 @@ class Lane:
 
     def told(self, go: bool) -> None:
         """The answer has come."""
+        asked, self._promised = self._promised, None
         if not go:
             self.busy = False
-        self.answer = go
-        self._answered.set()
+        if asked is not None:
+            asked.told(go)
 
     def fail(self, text: str) -> None:
         """Nothing works any more."""
         self._error = self._error or text
-        self._answered.set()
+        if self._promised is not None:
+            self._promised.told(None)
 
     def give_up(self, on_gpu: bool) -> None:
         """End what waits for a rank that does not come, after `fail`.
@@ -124,12 +148,17 @@ class Lane:
         that is done with its part closes its connections, which ends the others' waiting.
         """
         over = time.monotonic() + _GRACE_S
-        while not (done := all(work.is_completed() for work in self._works)) and on_gpu and time.monotonic() < over:
+        while not (done := self._is_done()) and on_gpu and time.monotonic() < over:
             time.sleep(0.1)
         with contextlib.suppress(Exception):
             if on_gpu and not done:
                 backend = self.group._get_backend(torch.device("cuda"))
                 (backend if hasattr(backend, "abort") else self.group).abort()
             elif not on_gpu and done and self.group is not None:
-                self._works, group, self.group = [], self.group, None
+                for begun in self._rounds:
+                    begun.works.clear()
+                group, self.group = self.group, None
                 dist.destroy_process_group(group)
+
+    def _is_done(self) -> bool:
+        return all(work.is_completed() for begun in self._rounds for work in list(begun.works))

@@ -28,7 +28,7 @@ class _Round:
     keys: frozenset[Key]
     promised: dict[int, None] = field(default_factory=dict)
     unkept: set[int] = field(default_factory=set)  # of those who were told to go: from whom nothing has been heard since
-    asked: float = 0.0
+    asked: float | None = None
     warned: bool = False
 
     def what(self) -> str:
@@ -68,7 +68,7 @@ class Rounds:
         found.promised[rank] = None
         if len(found.promised) == len(members):
             del self._open[set_id]
-            found.since, found.unkept, found.asked = self._clock(), set(members), self._clock()
+            found.since, found.unkept = self._clock(), set(members)
             self._running[set_id] = found
             if set_id not in self._lanes:
                 self._lanes.add(set_id)
@@ -131,11 +131,13 @@ class Rounds:
         for set_id, running in self._running.items():
             if not running.unkept:
                 continue
-            if now - running.asked >= LATE_S:
+            age = now - running.since
+            if running.asked is None and age < min(LATE_S, warn_after or LATE_S, stop_after or LATE_S):
+                continue
+            if running.asked is None or now - running.asked >= LATE_S:
                 running.asked = now
                 self._tell(sorted(running.unkept), {"kept?": set_id})
                 continue  # their answers come before the next look
-            age = now - running.since
             text = f"{running.what()}: all ranks began it {age:.0f} s ago, {ranks_text(running.unkept)} did not end it"
             if 0 < warn_after <= age and not running.warned:
                 running.warned = True

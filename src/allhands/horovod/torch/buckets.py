@@ -50,7 +50,8 @@ class Bucket:
     waiting: int = 0  # how many have one left
     sent: bool = False
     handle: Handle | None = None
-    place: int = -1  # in a round
+    packed: bool = False  # for a round
+    ready: Any = None  # a torch.cuda.Event behind that, where it was too early to leave
     flat: Flat | None = None  # of what was sent
     absent: list[int] = field(default_factory=list)  # places of parameters without a gradient here
     narrow: torch.Tensor | None = None  # what travels, and what the flat memory is made of it with
@@ -69,7 +70,8 @@ class Bucket:
     def renew(self, passes: int) -> None:
         """Begin a new step."""
         self.left, self.waiting = [passes] * len(self.params), len(self.params)
-        self.sent, self.handle, self.place, self.flat, self.narrow = False, None, -1, None, None
+        self.sent, self.handle, self.flat, self.narrow = False, None, None, None
+        self.packed, self.ready = False, None
         self.absent, self.sparse, self.made_dense = [], [], False
 
 

@@ -4,12 +4,14 @@ Parameters are dealt to buckets in the reverse of their order, as their gradient
 given to the engine as one operation, under a name of its own; the engine's thread reduces it while the backward pass goes on.
 
 Once some steps have sent all buckets in the usual way, they are promised as one round (see `rounds`) when the first gradient of
-a step comes. By the time a bucket is full the ranks have agreed, and it leaves at once, from the thread that filled it.
+a step comes. By the time a bucket is full the ranks have agreed, and it leaves at once, from the thread that filled it. One that
+was full before leaves from the engine's thread: this one may be waiting for something else by then.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 from allhands.errors import UserError
 from allhands.horovod import engine
 from allhands.horovod.exceptions import HorovodInternalError
-from allhands.horovod.lanes import Lane
+from allhands.horovod.lanes import Lane, Round
 from allhands.horovod.process_sets import ProcessSet
 from allhands.horovod.reduce_ops import ADDITIVE, Average, ReduceOp, Sum
 from allhands.horovod.rounds import Parts
@@ -58,8 +60,10 @@ class Reducer:
         self._steady = 0
         self._parts: Parts = ()
         self._begun = False
-        self._lane: Lane | None = None  # of the round that is promised
+        self._lane: Lane | None = None
+        self._round: Round | None = None  # that is promised
         self._next = 0  # the bucket that comes next in it
+        self._lock = threading.Lock()  # of the round: the engine's thread takes part
         self._add(list(named), groups)
 
     def add(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
@@ -93,7 +97,7 @@ class Reducer:
 
     def busy(self) -> bool:
         """Whether gradients are on their way."""
-        return self._lane is not None or any(bucket.sent for bucket in self._buckets)
+        return self._round is not None or any(bucket.sent for bucket in self._buckets)
 
     def _on_gradient(self, bucket: Bucket, place: int, param: torch.nn.Parameter) -> None:
         self.synchronized = False
@@ -119,14 +123,24 @@ class Reducer:
 
     def _send(self, bucket: Bucket) -> None:
         bucket.sent = True
-        if self._lane is None:
+        if self._round is None:
             return self._ask(bucket)
         gradients = [param.grad for param in bucket.params]
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             bucket.made_dense = True
             gradients = [gradient.to_dense() if gradient is not None else None for gradient in gradients]
-        self._pack(bucket, bucket.params, gradients)
-        return self._leave()
+        flat = self._pack(bucket, bucket.params, gradients)
+        with torch.no_grad():
+            bucket.narrow, bucket.context = self._compression.compress(flat.marked)
+        with self._lock:
+            bucket.packed = True
+            promised = self._round
+            if promised is None:  # declined meanwhile
+                return self._ask_packed(bucket)
+            if promised.answer is None and flat.marked.is_cuda:
+                bucket.ready = torch.cuda.Event()
+                bucket.ready.record()
+            return self._leave(promised)
 
     def _ask(self, bucket: Bucket) -> None:
         """Give a bucket to the engine, by its name."""
@@ -141,16 +155,22 @@ class Reducer:
         with torch.no_grad():
             bucket.narrow, bucket.context = self._compression.compress(flat.whole)
         assert bucket.narrow is not None
+        self._begin_by_name(bucket)
+
+    def _begin_by_name(self, bucket: Bucket) -> None:
+        flat, narrow = bucket.flat, bucket.narrow
+        assert flat is not None
+        assert narrow is not None
         running = engine.current()
         is_usual = bucket.was_usual
         ask = bucket.usual_ask if is_usual else None
         if ask is None:
-            names = [self._names[param] for param in params]
+            names = [self._names[param] for param in flat.params]
             ask = running.ask_allreduce(
-                flat.cut(bucket.narrow), self._op, 1 / self._predivide, self._predivide, self._process_set, names, bucket.absent
+                flat.cut(narrow), self._op, 1 / self._predivide, self._predivide, self._process_set, names, bucket.absent
             )
             bucket.usual_ask = ask if is_usual else bucket.usual_ask
-        bucket.handle = running.begin(bucket.name, ask, self._process_set, [bucket.narrow], [bucket.narrow])
+        bucket.handle = running.begin(bucket.name, ask, self._process_set, [narrow], [narrow])
 
     def _pack(
         self, bucket: Bucket, params: list[torch.nn.Parameter], gradients: Sequence[torch.Tensor | None]
@@ -209,42 +229,58 @@ class Reducer:
             asks = [(bucket, bucket.usual_ask) for bucket in self._buckets]
             self._parts = tuple(((number, "allreduce", bucket.name), ask) for bucket, ask in asks if ask is not None)
         self._lane, self._next = lane, 0
-        lane.promise(self._parts)
+        self._round = lane.promise(self._parts, self._answered)
 
-    def _leave(self) -> None:
+    def _answered(self, promised: Round) -> None:
+        """Called by the engine's thread."""
+        with self._lock:
+            self._leave(promised)
+
+    def _leave(self, promised: Round) -> None:
         """Begin to reduce the buckets of the round that are full, in its order, once the ranks have agreed."""
         lane, running = self._lane, self._engine
-        assert lane is not None
-        assert running is not None
-        if lane.answer is None:
+        if promised is not self._round or promised.answer is None or lane is None or running is None:
             return
-        if not lane.answer:
-            self._lane = None
+        if not promised.answer:
+            self._round = None
             for bucket in self._buckets:
-                if bucket.sent:
-                    self._ask(bucket)
+                if bucket.packed:
+                    self._ask_packed(bucket)
             return
-        while self._next < len(self._buckets) and self._buckets[self._next].sent:
+        while self._next < len(self._buckets) and self._buckets[self._next].packed:
             bucket = self._buckets[self._next]
             assert bucket.flat is not None
+            assert bucket.narrow is not None
+            if bucket.ready is not None:
+                torch.cuda.current_stream().wait_event(bucket.ready)
             with torch.no_grad():
                 if self._predivide != 1.0:
-                    bucket.flat.whole.mul_(1 / self._predivide)
-                bucket.narrow, bucket.context = self._compression.compress(bucket.flat.marked)
-                assert bucket.narrow is not None
-                bucket.place = lane.begin(bucket.narrow)
+                    bucket.narrow[: bucket.flat.length].mul_(1 / self._predivide)
+                lane.begin(bucket.narrow, promised)
             running.timeline.began_round(self._parts[self._next][0])
             self._next += 1
+            if self._next == len(self._buckets):
+                lane.kept()
 
-    def _end_round(self, lane: Lane) -> None:
-        lane.kept()
+    def _ask_packed(self, bucket: Bucket) -> None:
+        """Give a bucket that was made for a round to the engine, by its name."""
+        flat, narrow = bucket.flat, bucket.narrow
+        assert flat is not None
+        assert narrow is not None
+        bucket.narrow = flat.whole if narrow is flat.marked else narrow[: flat.length]
+        if bucket.ready is not None:
+            torch.cuda.current_stream().wait_event(bucket.ready)
+        self._begin_by_name(bucket)
+
+    def _end_round(self, lane: Lane, promised: Round) -> None:
         divisor = 1 if self._op is Sum else self._process_set.size()
         on_gpu = self._buckets[0].params[0].is_cuda
         # On a GPU nothing waits here, and few kernels for all are better; on the CPU the next bucket still travels.
-        for buckets in [self._buckets] if on_gpu else [[bucket] for bucket in self._buckets]:
-            for bucket in buckets:
-                assert bucket.narrow is not None
-                lane.end(bucket.place, bucket.narrow.device)
+        places = list(range(len(self._buckets)))
+        for together in [places] if on_gpu else [[place] for place in places]:
+            buckets = [self._buckets[place] for place in together]
+            for place in together:
+                lane.end(promised, place, buckets[0].params[0].device)
             with torch.no_grad():
                 reduced = [bucket.narrow for bucket in buckets if bucket.narrow is not None]
                 if divisor > 1:
@@ -293,11 +329,15 @@ class Reducer:
             for bucket in self._buckets:
                 if not bucket.sent:
                     self._send(bucket)
-            if self._lane is not None:
-                self._lane.wait()
-                self._leave()
-            if self._lane is not None:  # not declined
-                self._end_round(self._lane)
+            with self._lock:  # the engine's thread may be asking for what was declined
+                promised, lane = self._round, self._lane
+            if promised is not None and lane is not None:
+                agreed = promised.wait()
+                lane.check()
+                with self._lock:
+                    self._leave(promised)  # what is left, if this comes before the engine's thread
+                if agreed:
+                    self._end_round(lane, promised)
             for bucket in self._buckets:
                 if bucket.handle is not None:
                     bucket.handle.wait()
@@ -324,7 +364,7 @@ class Reducer:
         gradients = [param.grad for param in flat.params]
         with torch.no_grad():
             present = [gradient for gradient in gradients if gradient is not None]
-            if len(present) == len(views):
+            if len(present) == len(views) and not bucket.made_dense:
                 torch._foreach_copy_(present, views)
                 return
             for place, (param, view) in enumerate(zip(flat.params, views, strict=True)):
@@ -332,11 +372,15 @@ class Reducer:
                     continue
                 if param.grad is None:
                     param.grad = view.clone()
+                elif param.grad.is_sparse:
+                    param.grad = view.to_sparse(param.grad.sparse_dim())
                 else:
                     param.grad.copy_(view)
 
     def reset(self) -> None:
         """Begin a new step."""
-        self._begun, self._lane = False, None
+        if self._round is not None:
+            self._round.works.clear()
+        self._begun, self._round = False, None
         for bucket in self._buckets:
             bucket.renew(self._passes)
