@@ -88,6 +88,29 @@ class Inner(SupervisedRunner):
         return torch.zeros(len(batch[0]), 4), batch[1]
 
 
+def by_own_buckets(world: Any) -> tuple[float, list[str]]:
+    """Of steps that may be recorded: the largest difference of a gradient from the mean of the ranks' in bf16."""
+    model, strategy = Normalised().eval(), DDP(bucket_cap_mb="measured", compress="bf16")
+    x = classification(50).tensors[0][world.rank :: world.world_size]
+    strategy.records, strategy.try_on = True, lambda module, _: module(x)
+    strategy.prepare(model, world)
+    strategy.try_on = None
+    strategy.begin(torch.optim.SGD(model.parameters()), 0)
+    model(x).square().mean().backward()
+    strategy.check_gradients()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    strategy.finish()
+    model.zero_grad()
+    model(x).square().mean().backward()
+    worst = 0.0
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        own = parameter.grad.bfloat16().float()
+        dist.all_reduce(own)
+        worst = max(worst, float((own.bfloat16().float() - found[name]).abs().max()))
+    return worst, strategy.notes()
+
+
 def measured(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rank = dist.get_rank()
@@ -97,6 +120,7 @@ def measured(folder: str) -> dict[str, Any]:
     assert world is not None
     found["chosen"], found["times"] = fastest(lambda cap: lambda: time.sleep(seconds[cap]), [None, 1, 5, 100], world)
 
+    found["own buckets"], found["notes of own buckets"] = by_own_buckets(world)
     weights, strategy = train("measured", logdir=f"{folder}/whole", callbacks=[Callback()])
     found["notes"] = strategy.notes()
     tried, chosen = len(calls), strategy.state_dict()["bucket_cap_mb"]
@@ -127,6 +151,8 @@ def test_the_same_choice_on_all_ranks_and_nothing_else_is_changed(tmp_path: Path
     for found in in_world(2, measured, str(tmp_path)):
         assert found["chosen"] == 5
         assert found["times"][1] > 0.07
+        assert found["own buckets"] == 0
+        assert "(measured: 1: " in found["notes of own buckets"][0]
         (note,) = found["notes"]
         assert note.startswith("bucket_cap_mb=")
         assert "(measured: 1: " in note
