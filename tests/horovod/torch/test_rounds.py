@@ -171,6 +171,21 @@ def two_optimizers() -> list[list[float]]:
     return [param.tolist() for net in nets.values() for param in net.parameters()]
 
 
+def turns_sparse() -> tuple[list[bool], list[list[float]]]:
+    """A gradient that was dense for many steps is sparse in some."""
+    table = nn.Parameter(torch.ones(5, 2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([table], lr=0.1), [("table", table)])
+    found = []
+    for step in range(STEPS + 10):
+        optimizer.zero_grad()
+        rows = torch.tensor([hvd.rank(), 4])
+        nn.functional.embedding(rows, table, sparse=step in (STEPS, STEPS + 1, STEPS + 2)).sum().backward()
+        optimizer.step()
+        assert table.grad is not None
+        found.append(table.grad.is_sparse)
+    return found, table.tolist()
+
+
 def calls_by_name() -> dict[str, Any]:
     """Not of an optimizer: the same names in the same order, and then not."""
     rank = hvd.rank()
@@ -223,6 +238,7 @@ def everything() -> dict[str, Any]:
     found["shape"] = changed_shape()
     found["more"] = more_parameters()
     found["two"] = two_optimizers()
+    found["sparse"] = turns_sparse()
     found["names"] = calls_by_name()
     found["busy"] = busy()
     hvd.shutdown()
@@ -302,6 +318,14 @@ def test_two_optimizers_whose_steps_overlap(world: list[dict[str, Any]]) -> None
         optimizer.step()
     for found in (rank["two"] for rank in world):
         same(found, [param.tolist() for param in net.parameters()] * 2)
+
+
+def test_a_gradient_that_becomes_sparse_stays_so(world: list[dict[str, Any]]) -> None:
+    steps = STEPS + 10
+    for sparse, table in (rank["sparse"] for rank in world):
+        assert [step for step in range(steps) if sparse[step]] == [STEPS, STEPS + 1, STEPS + 2]
+        wanted = [[1 - 0.1 * steps / 3] * 2] * 3 + [[1.0] * 2] + [[1 - 0.1 * steps] * 2]
+        torch.testing.assert_close(torch.tensor(table), torch.tensor(wanted), atol=1e-5, rtol=0)
 
 
 def test_names_in_another_order_after_many_steps_and_another_shape(world: list[dict[str, Any]]) -> None:
