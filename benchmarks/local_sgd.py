@@ -1,7 +1,7 @@
 """A small GPT on tiny Shakespeare with two workers: loss and bytes of local SGD beside ddp's, at equal samples.
 
-    python benchmarks/local_sgd.py [--epochs 2] [--rate 0.003] [--warm 0] [--beta2 0.999] [--clip C] [--muon RATE] [--seed 0]
-        [--cases NAME …] [--out NAME]
+    python benchmarks/local_sgd.py [--epochs 2] [--rate 0.003] [--warm 0] [--beta2 0.999] [--clip C] [--seed 0]
+        [--muon RATE [--momentum M]] [--cases NAME …] [--out NAME]
 
 All train the same samples in the same order with AdamW, or with Muon at the rate `--muon` for the layers' matrices and AdamW for
 all else, and a cosine schedule, after `--warm` steps in which the rate rises, one
@@ -39,7 +39,7 @@ from allhands.launch import spawn
 from allhands.models.transformer import GPT
 
 WORKERS, BATCH, BLOCK = 2, 16, 64
-OPTIONS = ("epochs", "seed", "rate", "warm", "beta2", "clip", "muon")
+OPTIONS = ("epochs", "seed", "rate", "warm", "beta2", "clip", "muon", "momentum")
 DILOCO = {"name": "nesterov", "lr": 0.7, "momentum": 0.9}
 RARELY: dict[str, dict[str, Any]] = {
     "average, H=32": {"every": 32},
@@ -94,7 +94,7 @@ def _carried() -> int:
 
 def train(
     case: dict[str, Any] | None, epochs: int, seed: int, rate: float, warm: int, beta2: float, clip: float | None,
-    muon: float | None, logdir: str | None, start: str | None,
+    muon: float | None, momentum: float | None, logdir: str | None, start: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     """One training, in a worker."""
     allhands.init(device="cpu")
@@ -104,7 +104,8 @@ def train(
     if muon is None:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, beta2), weight_decay=0.01)
     else:
-        optimizer = MuonAdamW(model, lr=rate, muon_lr=muon, betas=(0.9, beta2), weight_decay=0.01)
+        turned = {} if momentum is None else {"momentum": momentum}
+        optimizer = MuonAdamW(model, lr=rate, muon_lr=muon, betas=(0.9, beta2), weight_decay=0.01, **turned)
     steps = epochs * math.ceil(len(parts["train"]) / (BATCH * WORKERS))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, Rate(warm, steps))
     legs: list[tuple[Any, int]] = [(case, epochs)]
@@ -156,6 +157,7 @@ def main() -> None:
     parser.add_argument("--beta2", type=float, default=0.999)
     parser.add_argument("--clip", type=float)
     parser.add_argument("--muon", type=float)
+    parser.add_argument("--momentum", type=float)
     parser.add_argument(
         "--cases", nargs="+", choices=list(CASES), default=list(CASES), help="those that begin with ddp need it too"
     )

@@ -18,7 +18,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Muon (Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024) steps along the orthogonalised momentum of
     a whole matrix. It is meant for matrices inside a model: embeddings, the last linear layer, which gives the output, biases and
-    norms are AdamW's, and so are convolutions. As the inner optimizer of `local_sgd` it comes much nearer to `ddp` than AdamW
+    norms are AdamW's, and so are convolutions. As the inner optimizer of `local_sgd` it comes nearer to `ddp` than AdamW
     (Thérien et al., MuLoCo: Muon is a practical inner optimizer for DiLoCo, 2025).
 
     It needs whole matrices, so that `fsdp`, `tensor` and `pipeline` refuse it.
