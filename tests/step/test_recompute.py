@@ -207,16 +207,16 @@ def test_what_cannot_be_honoured_is_refused(given: dict[str, Any], message: str)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("step", ["auto", "compile"])
-def test_on_a_gpu_recorded_steps_draw_the_same_dropout_again(step: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A recorded step computes layers again with the same dropout, which the eager one without checkpointing has drawn."""
+def test_on_a_gpu_layers_draw_the_same_dropout_again(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps are eager then, and computed again with the dropout that they would draw without checkpointing."""
     given: dict[str, Any] = {"device": "cuda", "samples": 101, "num_epochs": 3}
     expected = train(False, step="eager", **given)
     capsys.readouterr()
     model = train("Block", step=step, **given)
-    said = capsys.readouterr().out
-    print(said)
-    assert "recorded in a CUDA graph" in said
+    assert "step: eager, since activation_checkpointing keeps the state of the random generators" in capsys.readouterr().out
     assert relative_difference(model.state_dict(), expected.state_dict()) < 1e-4
+    with pytest.raises(UserError, match="step='graph': .* since activation_checkpointing keeps"):
+        train("Block", step="graph", **given)
 
 
 def peaks(again: Any) -> int:

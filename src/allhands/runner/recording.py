@@ -57,6 +57,8 @@ def _refusal(training: Training, own_batches: bool) -> str | None:
     refused = strategy.recording_refused(training.settings.model, world)
     if refused is not None:
         return refused
+    if training.settings.activation_checkpointing:
+        return "activation_checkpointing keeps the state of the random generators on the host, to draw the same again"
     if training.precision.scaler is not None:
         return "precision='fp16' looks at its gradients on the host; precision='bf16' does not"
     return (
