@@ -66,6 +66,7 @@ class Lane:
         self._rounds: list[Round] = []  # that somebody may wait for
         self.group: Any = None
         self.busy = False
+        self._device = torch.device("cpu")
 
     def promise(self, parts: Parts, then: Callable[[Round], None]) -> Round:
         """This rank will begin all of these allreduces, in this order, without being asked again."""
@@ -88,6 +89,7 @@ class Lane:
             HorovodInternalError: nothing works any more.
         """
         self.check()
+        self._device = tensor.device
         try:
             of.works.append(dist.all_reduce(tensor, group=self.group, async_op=True))
         except (RuntimeError, ValueError) as error:
@@ -147,8 +149,8 @@ class Lane:
         On a GPU it leaves nothing of use, and the next call of this rank says that nothing works any more. On the CPU a rank
         that is done with its part closes its connections, which ends the others' waiting.
         """
-        over = time.monotonic() + _GRACE_S
-        while not (done := self._is_done()) and on_gpu and time.monotonic() < over:
+        over, is_done = time.monotonic() + _GRACE_S, self._gpu_is_done() if on_gpu else self._is_done
+        while not (done := is_done()) and on_gpu and time.monotonic() < over:
             time.sleep(0.1)
         with contextlib.suppress(Exception):
             if on_gpu and not done:
@@ -162,3 +164,17 @@ class Lane:
 
     def _is_done(self) -> bool:
         return all(work.is_completed() for begun in self._rounds for work in list(begun.works))
+
+    def _gpu_is_done(self) -> Callable[[], bool]:
+        """What says whether the GPU is done with all parts. A part of which nccl knows that it has failed says that it is
+        completed, while the GPU still waits in it."""
+        try:
+            with torch.cuda.stream(torch.cuda.Stream(self._device)):
+                for begun in self._rounds:
+                    for work in list(begun.works):
+                        work.wait()  # the stream does
+                reached = torch.cuda.Event()
+                reached.record()
+            return reached.query
+        except RuntimeError:
+            return lambda: False
