@@ -74,3 +74,45 @@ def test_shapes_that_would_broadcast_are_refused() -> None:
     with pytest.raises(UserError, match=r"\[32, 1\].*\[32\].*unsqueeze"):
         rule.check_shapes(torch.rand(32, 1), torch.rand(32))
     rule.check_shapes(torch.rand(32, 1), torch.rand(32, 1))
+
+
+class Focal(nn.CrossEntropyLoss):
+    """Averages over all targets, whatever `reduction` says."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        each = F.cross_entropy(output, target, reduction="none")
+        return ((1 - torch.exp(-each)) ** 2 * each).mean()
+
+
+class Watched(nn.CrossEntropyLoss):
+    """Notes how many rows it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.rows.append(len(output))
+        return super().forward(output, target)
+
+
+@pytest.mark.parametrize("ignored", [0, 3, 6])
+def test_a_derived_criterion_that_does_not_sum_is_refused(ignored: int) -> None:
+    output, target = torch.randn(9, 5), torch.arange(9) % 5
+    target[:ignored] = -100
+    rule = LossRule(Focal())
+    with pytest.raises(UserError, match="the criterion Focal derives from CrossEntropyLoss"):
+        rule.check_counts(output, target, rule.call(output, target))
+
+
+@pytest.mark.parametrize(("ignored", "rows"), [(0, 4), (2, 4), (3, 100), (6, 100)])
+def test_a_derived_criterion_is_compared_on_a_few_samples(ignored: int, rows: int) -> None:
+    """On more only where too few of the first ones count."""
+    criterion = Watched()
+    rule = LossRule(criterion)
+    output, target = torch.randn(100, 5), torch.arange(100) % 5
+    target[:ignored] = -100
+    loss = rule.call(output, target)
+    criterion.rows.clear()
+    rule.check_counts(output, target, loss)
+    assert max(criterion.rows) == rows
