@@ -137,8 +137,8 @@ class LossRule:
             )
 
     def _some(self, output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A few samples with targets that count, for what is compared once: a language model's output is among the largest tensors
-        of a step. None: all of them."""
+        """A few samples with targets that count, for what is compared once: a language model's output is among the largest
+        tensors of a step. None: all of them."""
         if type(output) is not torch.Tensor or type(target) is not torch.Tensor or len(output) != len(target):
             return None
         counted = self.count_targets([target[:_COMPARED]])
