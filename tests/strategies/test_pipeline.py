@@ -191,7 +191,7 @@ def test_frozen_stages_outputs_that_are_changed_and_losses_that_are_not_finite()
 
 def test_a_model_that_is_called_twice_is_refused() -> None:
     with pytest.raises(UserError, match="handle_batch calls the model more than once a batch.*distributed='fsdp'"):
-        in_world(2, train_frozen, Twice)
+        in_world(2, train_frozen, Twice, Pipeline())
 
 
 @pytest.mark.parametrize(
