@@ -89,7 +89,8 @@ def waits_noted(device: torch.device) -> Iterator[list[str]]:
         return
     before = warnings.showwarning
     thread, depth = threading.get_ident(), len(traceback.extract_stack()) - 2  # of who calls; the two are contextlib's and this
-    threads = set(threading.enumerate())
+    # Those that Python started; autograd's are not among them, whatever Python has run in them.
+    threads = {other for other in threading.enumerate() if not other.name.startswith("Dummy-")}
 
     def note(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: str | None = None) -> None:
         if "Synchronization debug mode is a prototype" in str(message):
@@ -98,7 +99,7 @@ def waits_noted(device: torch.device) -> Iterator[list[str]]:
             frames = [frame for frame in traceback.extract_stack()[:-1] if frame.filename != warnings.__file__]
             if threading.get_ident() == thread:
                 places.append(_where(frames[depth:]))
-            elif threading.current_thread() not in threads:  # autograd's own; those that write or read ahead may wait
+            elif threading.current_thread() not in threads:  # those that write or read ahead may wait
                 places.append(_where(frames))
         else:
             before(message, category, filename, lineno, file, line)
