@@ -9,22 +9,7 @@ import pytest
 from allhands.horovod.checks import Ask
 from allhands.horovod.matcher import CROSSED_S, Matcher
 
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def matcher(clock: Clock) -> Matcher:
-    return Matcher(3, 1000, 60.0, 600.0, clock)
+from .conftest import Clock
 
 
 def reduce(shape: tuple[int, ...] = (4,), dtype: str = "float32", **more: Any) -> Ask:

@@ -9,7 +9,9 @@ import pytest
 from allhands.horovod.checks import Ask, Key
 from allhands.horovod.matcher import Matcher
 from allhands.horovod.rounds import LATE_S, Parts
-from tests.horovod.test_matcher import Clock, errors, key, names, reduce
+from tests.horovod.test_matcher import errors, key, names, reduce
+
+from .conftest import Clock
 
 
 def parts(*called: str, shape: int = 4) -> Parts:
@@ -22,16 +24,6 @@ USUAL = parts("a", "b")
 def told(out: list[Any], what: str) -> list[int]:
     """The ranks that are told this, in order."""
     return sorted(rank for ranks, message in out if what in message for rank in ranks)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def matcher(clock: Clock) -> Matcher:
-    return Matcher(3, 1000, 60.0, 600.0, clock)
 
 
 def promise(matcher: Matcher, ranks: tuple[int, ...] = (0, 1, 2), of: Parts = USUAL) -> list[Any]:

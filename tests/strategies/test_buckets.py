@@ -17,7 +17,7 @@ from allhands.runner import training
 from allhands.step import RecordedSteps
 from allhands.strategies.buckets import Buckets, _grouped
 from tests.reference import global_batches, relative_difference, train_by_hand
-from tests.strategies.test_ddp import CRITERIA, counted_trainings, forgetful, labelled, make_classifier, slopes, train
+from tests.strategies.test_ddp import check_counted_trainings, counted_trainings, forgetful, slopes, train
 from tests.worlds import in_world
 
 several = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
@@ -58,15 +58,7 @@ class TestOnWorkers:
             assert found == pytest.approx([3.0, 5.5, 1.0, 10.0])
 
     def test_what_the_criterion_counts_is_what_is_averaged(self, workers: int) -> None:
-        cases = [(name, criterion, accumulate) for name, criterion in CRITERIA.items() for accumulate in (1, 2)]
-        for weights in in_world(workers, recorded, counted_trainings):
-            for (name, criterion, accumulate), found in zip(cases, weights, strict=True):
-                model = make_classifier()
-                size = 3 * workers * accumulate
-                batches = global_batches(23, size, seed=0, shuffle=False)
-                steps = 4 * -(-23 // size)
-                train_by_hand(model, criterion, torch.optim.SGD(model.parameters(), lr=0.3), labelled(), batches, steps)
-                assert relative_difference(found, model.state_dict()) < 1e-6, (name, accumulate)
+        check_counted_trainings(in_world(workers, recorded, counted_trainings))
 
 
 def tall() -> nn.Module:
@@ -130,16 +122,18 @@ class CountsOnOne(nn.Linear):
         return super().forward(x)
 
 
-def one_is_eager() -> None:
+def one_is_eager() -> dict[str, torch.Tensor]:
     model = nn.Sequential(tall(), nn.Tanh(), CountsOnOne(4, 4))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     train(model, samples(), 4, nn.CrossEntropyLoss(), epochs=6, optimizer=optimizer, strategy=DDP(check_weights_every=1))
+    return model.state_dict()
 
 
 @pytest.mark.serial
 @pytest.mark.usefixtures("preloaded")
 def test_a_rank_whose_steps_cannot_be_recorded_keeps_the_weights_of_the_others() -> None:
-    in_world(2, recorded, one_is_eager)
+    first, second = in_world(2, recorded, one_is_eager)
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def orders() -> tuple[list[float], list[float]]:

@@ -98,7 +98,8 @@ CASES = {
     "exit, rank 0": ("exit", 0, [3, 1, 1], r"rank 0 \(\S+, pid \d+\) failed first: left with exit code 3"),
     "bare exit": (
         "bare exit", 1, [1, 3, 1],
-        r"rank 2 \(\S+, pid \d+\) failed first: raised ConnectionError.*\n.*rank 1 \(\S+, pid \d+\) had already left, [0-3]\.",
+        r"rank 2 \(\S+, pid \d+\) failed first: raised ConnectionError.*\n"
+        r".*rank 1 \(\S+, pid \d+\) had already left, [0-3]\.\d s",
     ),
     "kill": ("kill", 1, [1, -9, 1], r"rank 1 \(\S+, pid \d+\) failed first: is gone without a word: killed"),
     "kill, rank 0": ("kill", 0, [-9, 1, 1], r"rank 1 \(\S+, pid \d+\) ends because rank 0 is gone without a word: killed"),

@@ -139,3 +139,12 @@ def _pieces(starts: Sequence[int], sizes: Sequence[int], order: torch.Tensor | N
     for _, run in itertools.groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
         members = list(run)
         yield Piece((members[0][1], *starts[1:]), (len(members), *sizes[1:]), members[0][0])
+
+
+def dealt(sizes: Sequence[int], ranks: int) -> list[int]:
+    """To which rank each item goes: the largest first, each to the rank that has least."""
+    owners, loads = [0] * len(sizes), [0] * ranks
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += sizes[index]
+    return owners

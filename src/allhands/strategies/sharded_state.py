@@ -13,7 +13,7 @@ from torch import nn, optim
 
 from allhands.comm import broadcast_tensors, calls
 from allhands.errors import UserError
-from allhands.strategies.held import Held, held, nowhere
+from allhands.strategies.held import Held, dealt, held, nowhere
 from allhands.strategies.repoint import ELEMENTWISE, Read, Repointed
 from allhands.world import World
 
@@ -93,15 +93,6 @@ class ShardedState:
     def give_back(self, keep: bool) -> None:
         """The optimizer has all parameters again, and their state where `keep` says so; all ranks call it together."""
         self._repointed.give_back(keep, self._world.device)
-
-
-def dealt(sizes: Sequence[int], ranks: int) -> list[int]:
-    """To which rank each item goes: the largest first, each to the rank that has least."""
-    owners, loads = [0] * len(sizes), [0] * ranks
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        owners[index] = loads.index(min(loads))
-        loads[owners[index]] += sizes[index]
-    return owners
 
 
 def _messages(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

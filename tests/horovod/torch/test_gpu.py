@@ -68,24 +68,26 @@ def test_operations() -> None:
         assert "call torch.cuda.set_device(hvd.local_rank())" in found["elsewhere"]
 
 
-def train(op: str) -> list[torch.Tensor]:
+def train(data: Any, **options: Any) -> tuple[list[torch.Tensor], int]:
+    """The weights after this rank's batches, ``data(rank)``, and how many parts of rounds it has begun."""
+    counted = Counted()
     hvd.init()
     net = model().cuda()
     hvd.broadcast_parameters(net.state_dict(), root_rank=0)
-    optimizer = hvd.DistributedOptimizer(optimizers("sgd", net), named_parameters=net.named_parameters(), op=op)
-    for images, labels in batches(hvd.rank()):
+    optimizer = hvd.DistributedOptimizer(optimizers("sgd", net), named_parameters=net.named_parameters(), **options)
+    for images, labels in data(hvd.rank()):
         optimizer.zero_grad()
         loss_of(net, (images.cuda(), labels.cuda())).backward()
         optimizer.step()
     last = hvd.join()
     hvd.broadcast_parameters(net.state_dict(), root_rank=last)
     hvd.shutdown()
-    return [value.cpu() for value in weights(net)]
+    return [value.cpu() for value in weights(net)], counted.number
 
 
 @pytest.mark.parametrize("op", ["Average", "ActiveAverage"])
 def test_uneven_data_with_join_trains_as_one_process_does(op: str) -> None:
-    for found in spawn(train, (op,), workers=2):
+    for found, _ in spawn(train, (batches,), {"op": op}, workers=2):
         for own, other in zip(found, by_hand(2, "sgd", op), strict=True):
             torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-4)
 
@@ -94,22 +96,6 @@ def many_batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     made = torch.Generator().manual_seed(rank)
     sizes = [4 + (rank + number) % 3 for number in range(STEPS + 5 * rank)]
     return [(torch.randn(size, 6, generator=made), torch.randint(3, (size,), generator=made)) for size in sizes]
-
-
-def steady(compressed: bool) -> tuple[list[torch.Tensor], int]:
-    counted = Counted()
-    hvd.init()
-    net = model().cuda()
-    compression = hvd.Compression.bf16 if compressed else hvd.Compression.none
-    optimizer = hvd.DistributedOptimizer(optimizers("sgd", net), net.named_parameters(), compression, groups=3)
-    for images, labels in many_batches(hvd.rank()):
-        optimizer.zero_grad()
-        loss_of(net, (images.cuda(), labels.cuda())).backward()
-        optimizer.step()
-    last = hvd.join()
-    hvd.broadcast_parameters(net.state_dict(), root_rank=last)
-    hvd.shutdown()
-    return [value.cpu() for value in weights(net)], counted.number
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -124,7 +110,8 @@ def test_rounds_train_as_one_process_does(compressed: bool) -> None:
                 (loss_of(net, own[step]) / 2).backward()
         optimizer.step()
     tolerance = 5e-2 if compressed else 1e-4
-    for found, begun in spawn(steady, (compressed,), workers=2):
+    options = {"compression": hvd.Compression.bf16 if compressed else hvd.Compression.none, "groups": 3}
+    for found, begun in spawn(train, (many_batches,), options, workers=2):
         assert begun > 3 * (STEPS - 10)
         for own, other in zip(found, weights(net), strict=True):
             torch.testing.assert_close(own, other, atol=tolerance, rtol=tolerance)

@@ -44,36 +44,36 @@ from allhands.horovod.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from allhands.horovod.torch.ops import (
-    allgather,
-    allgather_async,
+from allhands.horovod.torch.ops import barrier, join
+from allhands.horovod.torch.optimizer import DistributedOptimizer
+from allhands.horovod.torch.pending import poll, synchronize
+from allhands.horovod.torch.reductions import (
     allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+)
+from allhands.horovod.torch.rows import (
+    allgather,
+    allgather_async,
     alltoall,
     alltoall_async,
-    barrier,
     broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
     grouped_reducescatter,
     grouped_reducescatter_async,
-    join,
-    poll,
     reducescatter,
     reducescatter_async,
-    sparse_allreduce_async,
-    synchronize,
 )
-from allhands.horovod.torch.optimizer import DistributedOptimizer
 from allhands.horovod.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [

@@ -1,4 +1,9 @@
-"""Tensors reduced over the ranks; see `ops`."""
+"""Tensors reduced over the ranks.
+
+Operations that end in ``_async`` return a handle for `poll` and `synchronize`; those with ``_`` in the end write into their
+argument. `name` is what matches an operation over the ranks; without one, the order of the calls of its kind does. `process_set`
+limits it to some ranks. What all ranks must give the same and do not is a `HorovodInternalError` on each of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows gathered, dealt out and sent; see `ops`."""
+"""Rows gathered, dealt out and sent; names and arguments are as in `reductions`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from allhands.comm import broadcast_ints
 from allhands.errors import WorldError
 from allhands.runner.checkpoint import folder as folders
 from allhands.runner.checkpoint import tree
-from allhands.strategies.held import Held
+from allhands.strategies.held import Held, dealt
 from allhands.world import World
 
 if TYPE_CHECKING:
@@ -175,15 +175,11 @@ class Saver:
 
     def _my_share(self, tensors: Mapping[str, Any]) -> list[str]:
         """The keys that this rank writes: the largest first, always to the rank that has least so far."""
-        loads = [0] * self.size
-        mine = []
         parts = {key for key, value in tensors.items() if isinstance(value, Held)}
-        mine += [key for key in tensors if key in parts and tensors[key].first and tensors[key].local is not None]
-        for key in sorted(tensors.keys() - parts, key=lambda key: (-tensors[key].nbytes, key)):
-            rank = loads.index(min(loads))
-            loads[rank] += tensors[key].nbytes
-            if rank == self.rank:
-                mine.append(key)
+        mine = [key for key in tensors if key in parts and tensors[key].first and tensors[key].local is not None]
+        whole = sorted(tensors.keys() - parts)  # so that all ranks deal alike
+        owners = dealt([tensors[key].nbytes for key in whole], self.size)
+        mine += [key for key, owner in zip(whole, owners, strict=True) if owner == self.rank]
         return mine
 
     def _stage(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
