@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from allhands.data import Dealer, derive_seed, global_order, preserved_generators, seed_everything, share_of
 
@@ -55,9 +57,29 @@ def test_dealing_gives_every_item_once_at_any_world_size(
     assert seen == list(range(kept))
 
 
-def test_a_short_share_is_cut_evenly() -> None:
-    (share,) = Dealer(9, batch_size=8, accumulate=2).shares(0)
-    assert share.sizes == (5, 4)
+@pytest.mark.parametrize("items", [9, 17, 22, 24, 26])
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_one_process_sees_the_batches_of_a_dataloader(items: int, accumulate: int) -> None:
+    expected = [len(batch) for batch in DataLoader(range(items), batch_size=4)]
+    shares = Dealer(items, batch_size=4, accumulate=accumulate).shares(0)
+    assert [size for share in shares for size in share.sizes] == expected
+
+
+@pytest.mark.parametrize(
+    ("items", "level", "expected"),
+    [
+        (12, False, [(4, 2), (4, 2)]),
+        (11, False, [(4, 2), (3, 2)]),  # a rest of one sample is evened out
+        (10, False, [(3, 2), (3, 2)]),
+        (9, False, [(3, 2), (4,)]),
+        (9, True, [(3, 2), (2, 2)]),
+        (8, True, [(4,), (4,)]),
+        (1, True, [(1,), (0,)]),
+    ],
+)
+def test_several_workers_cut_a_short_share_alike_but_leave_no_single_sample(items: int, level: bool, expected: list[Any]) -> None:
+    dealer = Dealer(items, batch_size=4, world_size=2, accumulate=2, level=level)
+    assert [share.sizes for rank in range(2) for share in dealer.shares(rank)] == expected
 
 
 def test_derived_seeds_do_not_collide() -> None:

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from allhands import SupervisedRunner
-from tests.faults.probes import Found, probe, refusal, size, train
+from tests.faults.probes import Found, probe, probe_each, refusal, size, train
+from tests.reference import relative_difference
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(400)]
 
@@ -121,12 +122,53 @@ def test_a_batch_of_one_sample_says_what_to_change(found: Found) -> None:
 
 
 @probe
-def evenly_cut() -> list[int]:
-    """9 samples in batches of 8 on one rank are one step of 8 and one of 1; with two micro-batches, 5 and 4."""
+def evenly_cut() -> list[int] | str:
+    """9 samples in batches of 8 on one rank, two of which make a step: a DataLoader has one of 8 and one of 1."""
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
     n = 9 * size()
-    return train(model, (torch.rand(n, 2), torch.rand(n, 1)), 8, nn.MSELoss(), lr=0.01, accumulate=2)["step"]
+    data = torch.rand(n, 2), torch.rand(n, 1)
+    if size() == 1:
+        return refusal(lambda: train(model, data, 8, nn.MSELoss(), lr=0.01, accumulate=2))
+    return train(model, data, 8, nn.MSELoss(), lr=0.01, accumulate=2)["step"]
 
 
-def test_a_short_share_is_cut_into_even_micro_batches(found: Found) -> None:
-    assert found(evenly_cut) == [[1]] * found.workers
+def test_a_rest_of_one_sample_is_evened_out_with_several_workers(found: Found) -> None:
+    if found.workers == 1:
+        assert "BatchNorm cannot train on one sample" in found(evenly_cut)[0]
+    else:
+        assert found(evenly_cut) == [[1]] * found.workers
+
+
+@probe_each(("22", "24", "26"))
+def accumulated(samples: str) -> dict[str, torch.Tensor]:
+    """Weights and statistics after batches of 4, two or three of which make a step."""
+    model = normalised()
+    train(model, some_rows(int(samples)), 4, nn.MSELoss(), lr=0.1, accumulate=3 if samples == "26" else 2)
+    return model.state_dict()
+
+
+def normalised() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def some_rows(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(samples, 6, generator=generator), torch.randn(samples, 1, generator=generator)
+
+
+@pytest.mark.parametrize("samples", [22, 24, 26])
+def test_one_process_normalises_the_batches_of_a_dataloader(found: Found, samples: int) -> None:
+    if found.workers > 1:
+        pytest.skip("each worker's statistics are of its own share")
+    model, window = normalised(), 3 if samples == 26 else 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = list(DataLoader(TensorDataset(*some_rows(samples)), batch_size=4))
+    for first in range(0, len(batches), window):
+        optimizer.zero_grad()
+        of_step = batches[first : first + window]
+        total = sum(len(x) for x, _ in of_step)
+        for x, y in of_step:
+            (nn.functional.mse_loss(model(x), y) * len(x) / total).backward()
+        optimizer.step()
+    assert relative_difference(found(accumulated, str(samples))[0], model.state_dict()) < 1e-5

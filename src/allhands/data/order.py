@@ -2,7 +2,8 @@
 
 The order of epoch e is a function of (seed, e) only. Optimizer step t takes the next G samples of it, where G (the global
 batch) is ``batch_size * world_size * accumulate``; each rank takes its contiguous share of those G. Nothing is padded,
-repeated or dropped; only the last step of an epoch may be short, and is dealt out as evenly as its size allows.
+repeated or dropped; only the last step of an epoch may be short, and is dealt out as evenly as its size allows. A rank's
+share of a step is cut into micro-batches as a DataLoader of one process would cut it, see `split_share`.
 """
 
 from __future__ import annotations
@@ -92,7 +93,13 @@ def split_share(first: int, total: int, rank: int, world_size: int, batch_size: 
     """`rank`'s part of a global batch of `total` items that begins at position `first`; `level` as for `Dealer`."""
     start, stop = share_of(total, rank, world_size)
     most = share_of(total, 0, world_size)[1] if level else stop - start  # rank 0's share is never smaller than another's
-    chunks = -(-most // batch_size)
-    # A short share is cut into even micro-batches: 9 items as 5 and 4, not 8 and 1, which BatchNorm could not train on.
-    bounds = [share_of(stop - start, chunk, chunks) for chunk in range(chunks)]
-    return StepShare(first + start, tuple(b - a for a, b in bounds), total, first)
+    own, chunks = stop - start, -(-most // batch_size)
+    # A share is cut as a DataLoader cuts it: full micro-batches, then the rest. With several workers a rest of one sample (or of
+    # none, where shares are level) is evened out: 9 items as 5 and 4, not 8 and 1, which BatchNorm could not train on.
+    full = max(0, chunks - 1) * batch_size
+    if own - full > (world_size > 1):
+        sizes = (batch_size,) * (chunks - 1) + (own - full,)
+    else:
+        bounds = [share_of(own, chunk, chunks) for chunk in range(chunks)]
+        sizes = tuple(b - a for a, b in bounds)
+    return StepShare(first + start, sizes, total, first)
