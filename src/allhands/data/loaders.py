@@ -15,6 +15,7 @@ from allhands.data.order import Dealer
 from allhands.data.prefetch import StepBatch, ahead
 from allhands.data.random import derive_seed, preserved_generators
 from allhands.data.seeded import Request, SeededDataset, seeded_collate
+from allhands.data.sending import LoaderProcess, read_error
 from allhands.data.sources import BatchSource, IndexSource, OrderSource
 from allhands.errors import UserError
 
@@ -36,7 +37,7 @@ class LoaderFeed(Feed):
         self.kind = f"{workers} loader process{'es' if workers != 1 else ''}" if workers else "read in the worker itself"
         self._batches = _RankBatches()
         self._generator = torch.Generator()
-        options = dict(options)
+        options = with_processes(name, options)
         options["collate_fn"] = seeded_collate(options.get("collate_fn"))
         # The sampler's batches are requests that the data set wrapper understands, not the lists that PyTorch's types expect.
         requests: Any = self._batches
@@ -61,7 +62,7 @@ class LoaderFeed(Feed):
         self._batches.batches = [(seed, first, batch) for batches, _, _, _ in steps for first, batch in batches]
         # What loader processes draw outside of samples, in a worker_init_fn: others in each epoch and on each rank.
         self._generator.manual_seed(derive_seed(self.seed, "loader", self.name, epoch, self.rank))
-        with reading(self.loader) as loaded:
+        with reading(self.loader, self.name) as loaded:
             for batches, counts, total, idle in steps:
                 yield [next(loaded) for _ in batches], counts, total, idle
 
@@ -107,15 +108,31 @@ class LoaderFeed(Feed):
         ]
 
 
+def with_processes(name: str, options: dict[str, Any], stream: bool = False) -> dict[str, Any]:
+    """The options of a DataLoader, whose processes, if it has any, say when they cannot send a batch."""
+    options = dict(options)
+    if options.get("num_workers"):
+        options["worker_init_fn"] = LoaderProcess(name, options.get("worker_init_fn"), stream)
+    return options
+
+
 @contextmanager
-def reading(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
+def reading(loader: DataLoader[Any], name: str) -> Iterator[Iterator[Any]]:
     """An iterator whose loader processes end with the block, unless they serve the next epoch too.
 
     Where that is left to the garbage collector, which may take their queues apart first, PyTorch waits five seconds for each.
+
+    Raises:
+        UserError: a loader process cannot send its batch, see `allhands.data.sending`.
     """
     loaded = iter(loader)
     try:
         yield loaded
+    except RuntimeError as error:
+        explained = read_error(name, error) if loader.num_workers else None
+        if explained is None:
+            raise
+        raise explained from error
     finally:
         if not loader.persistent_workers:
             end_processes(loaded)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from allhands.comm import all_gather_rows
 from allhands.data.agree import checksum
 from allhands.data.feed import Feed, cut
-from allhands.data.loaders import reading
+from allhands.data.loaders import reading, with_processes
 from allhands.data.order import Dealer
 from allhands.data.prefetch import StepBatch, ahead
 from allhands.data.random import derive_seed
@@ -40,7 +40,7 @@ class IterableFeed(Feed):
         self.num_samples = self.num_steps = None
         self.seed = seed
         self._generator = torch.Generator()
-        options = dict(options)
+        options = with_processes(name, options, stream=True)
         options.pop("persistent_workers", None)  # a process is started for each epoch, so that it knows which one it is
         self._stream = _DealtStream(dataset, dealer, rank, options.pop("collate_fn", None))
         self.loader: DataLoader[Any] = DataLoader(self._stream, batch_size=None, generator=self._generator, **options)
@@ -56,7 +56,7 @@ class IterableFeed(Feed):
         set_epoch = getattr(self._stream.dataset, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        with reading(self.loader) as loaded:
+        with reading(self.loader, self.name) as loaded:
             for batches, counts, total, fingerprint in loaded:
                 self._check_same_stream(total, fingerprint)
                 yield batches, counts, total, not self.dealer.level and total < self.dealer.world_size
