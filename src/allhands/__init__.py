@@ -33,7 +33,9 @@ _LAZY = {
     "DDP": "allhands.strategies",
     "KVStore": "allhands.strategies",
     "LocalSGD": "allhands.strategies",
+    "ModelLoss": "allhands.step",
     "MuonAdamW": "allhands.step",
+    "PerTarget": "allhands.step",
     "FSDP": "allhands.strategies",
     "Mesh": "allhands.strategies",
     "Pipeline": "allhands.strategies",
@@ -57,7 +59,9 @@ __all__ = [
     "KVStore",
     "LocalSGD",
     "Mesh",
+    "ModelLoss",
     "MuonAdamW",
+    "PerTarget",
     "Pipeline",
     "Single",
     "Strategy",
@@ -80,7 +84,7 @@ if TYPE_CHECKING:
     from allhands.errors import AllhandsError, UserError, WorkerError, WorldError
     from allhands.federated.strategy import Federated
     from allhands.runner import Callback, EarlyStopping, SupervisedRunner, load_checkpoint, utils
-    from allhands.step import MuonAdamW
+    from allhands.step import ModelLoss, MuonAdamW, PerTarget
     from allhands.strategies import DDP, DP, FSDP, KVStore, LocalSGD, Mesh, Pipeline, Single, Strategy, Tensor
     from allhands.verify.compare import verify
     from allhands.world import World, current_world, finalize, init

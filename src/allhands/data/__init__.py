@@ -6,9 +6,11 @@ from allhands.data.build import Source, build_feeds, sources_from_datasets, sour
 from allhands.data.feed import Feed
 from allhands.data.order import Dealer, global_order, share_of
 from allhands.data.random import derive_seed, preserved_generators, seed_everything
+from allhands.data.rows import CountedRows
 from allhands.data.trees import map_tensors
 
 __all__ = [
+    "CountedRows",
     "Dealer",
     "Feed",
     "Source",

@@ -225,6 +225,13 @@ def _refuse_distributed_sampler(name: str, sampler: Any) -> None:
 
 
 def _build_feed(source: Source, world: World, seed: int, accumulate: int, place: tuple[int, int] | None, level: bool) -> Feed:
+    feed = _feed_of(source, world, seed, accumulate, place, level)
+    feed.own_collate = source.options.get("collate_fn") not in (None, default_collate)
+    feed.level = level
+    return feed
+
+
+def _feed_of(source: Source, world: World, seed: int, accumulate: int, place: tuple[int, int] | None, level: bool) -> Feed:
     name, dataset = source.name, source.dataset
     rank, size = place if place is not None else (world.rank, world.world_size)
     if source.batch_sampler is None and (not isinstance(source.batch_size, int) or source.batch_size < 1):

@@ -39,6 +39,8 @@ class Feed(ABC):
         num_steps: optimizer steps in an epoch, or None when only reading tells.
         targets: the last member of every batch, for the whole data set, where it lies in memory.
         order: where the order of an epoch comes from; None for a stream, which has its own.
+        own_collate: a collate function of the user's makes the batches, and may drop samples or add rows; see `CountedRows`.
+        level: ranks must call the model equally often.
     """
 
     name: str
@@ -49,6 +51,8 @@ class Feed(ABC):
     num_steps: int | None
     targets: torch.Tensor | None = None
     order: OrderSource | None = None
+    own_collate: bool = False
+    level: bool = False
 
     @abstractmethod
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[StepBatch]:

@@ -7,7 +7,7 @@ errors of the feed: one that reading the next step has raised comes when the nex
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -81,10 +81,21 @@ class _Failed:
 def sent_ahead(steps: Iterator[StepBatch], transfer: Transfer) -> Iterator[StepBatch]:
     """The same steps, each sent when the one before it is handed out."""
 
+    def receive(sent: Any) -> StepBatch:
+        (batches, ticket), rest = sent
+        transfer.receive(ticket)
+        return batches, *rest
+
+    return a_step_ahead(steps, lambda step: (transfer.send(step[0]), step[1:]), receive)
+
+
+def a_step_ahead(steps: Iterator[StepBatch], send: Callable[[StepBatch], Any], receive: Callable[[Any], Any]) -> Iterator[Any]:
+    """What `receive` makes of what `send` gave of each step, which is called when the step before it is handed out."""
+
     def send_next() -> Any:
         try:
             step = next(steps, None)
-            return None if step is None else (transfer.send(step[0]), step[1:])
+            return None if step is None else send(step)
         except Exception as error:
             return _Failed(error)
 
@@ -93,10 +104,8 @@ def sent_ahead(steps: Iterator[StepBatch], transfer: Transfer) -> Iterator[StepB
         while following is not None:
             if isinstance(following, _Failed):
                 raise following.error
-            (batches, ticket), rest = following
-            following = send_next()
-            transfer.receive(ticket)
-            yield batches, *rest
+            sent, following = following, send_next()
+            yield receive(sent)
     finally:
         close = getattr(steps, "close", None)
         if close is not None:

@@ -30,7 +30,7 @@ from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule
 from allhands.runner.metrics import LoaderMetrics
 from allhands.runner.reporter import Reporter
 from allhands.runner.settings import TrainSettings
-from allhands.step import Precision
+from allhands.step import Precision, batch_loss
 from allhands.world import World
 
 
@@ -96,7 +96,7 @@ def local_training(settings: Any, strategy: Federated, source: Source, forward: 
     """
     steps = strategy.local_steps
     return LocalTraining(
-        criterion=settings.criterion, optimizer=LocalOptimizer.like(settings.optimizer, settings.model),
+        criterion=batch_loss(settings.criterion), optimizer=LocalOptimizer.like(settings.optimizer, settings.model),
         batch_size=source.batch_size, epochs=strategy.local_epochs, steps=min(3, steps or 3) if settings.check else steps,
         clip_norm=settings.clip_norm, forward=forward, drop_last=source.drop_last, precision=settings.precision,
     )  # fmt: skip

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from allhands.comm import all_gather_rows, all_gather_text
-from allhands.data import Feed, map_tensors
+from allhands.data import CountedRows, Feed, map_tensors
 from allhands.errors import UserError
 from allhands.runner.metrics import LoaderMetrics
 from allhands.runner.reporter import Pace, Reporter
 from allhands.step import LossRule, Precision
+from allhands.step.counted import as_count, split_pair
 from allhands.strategies.base import OutputElsewhere
 from allhands.world import World
 
@@ -27,7 +28,7 @@ class Forward:
 
     def __init__(self, runner: SupervisedRunner, module: nn.Module, device: torch.device) -> None:
         self.handle_batch = runner.handle_batch
-        self.target_of = runner.target_of
+        self.target_of, self.rows_of = runner.target_of, runner.rows_of
         self.module = module
         self.device = device
         self.moves = device.type != "cpu"
@@ -81,6 +82,8 @@ def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: F
     model.eval()
     metrics.start(label)
     pace, done = Pace(), 0
+    if feed.own_collate:
+        steps = CountedRows(feed, forward.rows_of)(steps)
     # The bare model is called: gradients are not exchanged here, and ranks may have different numbers of batches.
     module, forward.module = forward.module, model
     try:
@@ -102,6 +105,9 @@ def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: F
                     else:
                         factor, counts_for = 1.0 if rule.sums else count, count
                     loss = rule.call(output, target)
+                    if rule.pairs is not False and isinstance(loss, tuple):
+                        loss, counts_for = split_pair(loss) if done == 0 else loss
+                        factor, counts_for = 1.0, as_count(counts_for)
                     if done == 0:
                         rule.check_value(loss)
                         rule.check_counts(output, target, loss)
@@ -122,32 +128,38 @@ def predict_feed(feed: Feed, model: nn.Module, forward: Forward, precision: Prec
         UserError: an output's first dimension is not the batch.
     """
     model.eval()
+    steps = feed.epoch(0)
+    if feed.own_collate:
+        steps = CountedRows(feed, forward.rows_of)(steps)
     counts_by_step: list[int] = []
     outputs: list[list[torch.Tensor]] = []
     tree: Any = None
     with torch.no_grad(), precision.autocast():
-        for batches, counts, _, _ in feed.epoch(0):
+        for batches, counts, _, _ in steps:
             for batch, count in zip(batches, counts, strict=True):
                 output, _ = forward(batch)
                 tree, leaves = _flatten(output)
                 for leaf in leaves:
                     if leaf.dim() == 0 or len(leaf) != count:
                         raise UserError(
-                            f"the model gave an output of shape {list(leaf.shape)} for a batch of {count} samples; predict needs "
+                            f"the model gave an output of shape {list(leaf.shape)} for a batch of {count} rows; predict needs "
                             "outputs whose first dimension is the batch"
                         )
                 outputs.append([leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf for leaf in leaves])
             counts_by_step.append(sum(counts))
     columns = [torch.cat(column) for column in zip(*outputs, strict=True)]
-    if world.world_size == 1:
+    if world.world_size == 1 and outputs:
         return _rebuild(tree, iter([column.cpu() for column in columns]))
     return _gather(columns, tree, counts_by_step, world)
 
 
 def _gather(columns: list[torch.Tensor], tree: Any, counts_by_step: list[int], world: World) -> Any:
-    # A rank that had no sample does not know what the model gives; rank 0 always has one.
+    # A rank that had no row does not know what the model gives.
     described = {"tree": tree, "leaves": [[list(c.shape[1:]), str(c.dtype).removeprefix("torch.")] for c in columns]}
-    known = json.loads(all_gather_text(json.dumps(described), world)[0])
+    said = [json.loads(text) for text in all_gather_text(json.dumps(described), world)]
+    known = next((one for one in said if one["tree"] is not None), None)
+    if known is None:
+        raise UserError("predict: the collate function has dropped every sample, so there is no row to give")
     if not columns:
         columns = [torch.empty(0, *shape, dtype=getattr(torch, dtype), device=world.device) for shape, dtype in known["leaves"]]
     steps = all_gather_rows(torch.tensor(counts_by_step, dtype=torch.int64, device=world.device), world)

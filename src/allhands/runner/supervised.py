@@ -71,6 +71,25 @@ class SupervisedRunner:
             return batch[self.target_key]
         return batch[-1]
 
+    def rows_of(self, batch: Any) -> int | None:
+        """How many samples a batch holds that a collate function of yours has made; None: as many as it was given.
+
+        The length of the target's first dimension, where it is a tensor with one, else of the first tensor in the batch.
+        Override it for batches of another form; nobody asks for batches that PyTorch's own collate function has made.
+        """
+        if batch is None:
+            return 0
+        if isinstance(batch, Mapping):
+            members, target = list(batch.values()), batch.get(self.target_key)
+        elif isinstance(batch, (list, tuple)):
+            members, target = list(batch), batch[-1] if batch else None
+        else:
+            members, target = [batch], None
+        if not members:
+            return 0
+        tensors = [member for member in (target, *members) if isinstance(member, torch.Tensor) and member.dim()]
+        return len(tensors[0]) if tensors else None
+
     @property
     def plain_batches(self) -> bool:
         """Whether no subclass has changed what is done with a batch."""
@@ -122,8 +141,10 @@ class SupervisedRunner:
 
         Args:
             model: the bare module; it holds the trained weights afterwards, on the device where it was.
-            criterion: ``(output, target)`` to one number, the mean over the samples (or their sum, with
-                ``reduction="sum"``, which is then not divided by anything).
+            criterion: ``(output, target)`` to one number, a tensor of shape []: the mean over the samples, or what PyTorch's own
+                losses are a mean over; their sum, with an attribute ``reduction = "sum"``, is not divided by anything. Or to
+                ``(sum, count)``, what to divide by what. `PerTarget` says that a function is a mean over the targets, and
+                `ModelLoss` that the model has computed its loss itself.
             optimizer: over the model's parameters.
             scheduler: anything with ``step()``; see `Schedule` for its period, which is printed.
             loaders: DataLoaders by name. A name that begins with "train" is trained on; others are evaluated.
@@ -272,7 +293,7 @@ class SupervisedRunner:
         Args:
             model: the module to apply.
             loader: a DataLoader; its shuffling is left out, so that row i belongs to sample i. A custom sampler is kept, and
-                row i then belongs to the i-th sample that it gives.
+                row i then belongs to the i-th sample that it gives. There is a row for each that its collate_fn makes.
             dataset: instead of a loader, read `batch_size` samples at a time.
             batch_size: with `dataset`, samples per worker and batch.
             distributed, workers, precision, seed: as for `train`.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from allhands.comm import calls
-from allhands.data import Feed, build_feeds, derive_seed, preserved_generators, seed_everything
+from allhands.data import CountedRows, Feed, build_feeds, derive_seed, preserved_generators, seed_everything
 from allhands.errors import UserError
 from allhands.runner import peak
 from allhands.runner.agreement import SIGNALS, Agreement, requeue_if_asked
@@ -116,6 +116,8 @@ class Training:
             name: LoaderMetrics(settings.metrics, world, trains=feed in self.trained, counts=counts, slices=slices)
             for name, feed in self.feeds.items()
         }
+        together = None if settings.strategy.alone else world
+        self.rows = {feed.name: CountedRows(feed, runner.rows_of, together, counts) for feed in self.trained if feed.own_collate}
         self._step_hooks = overridden(settings.callbacks, "on_step_end")
         self.recorded = recorded_steps(self, bool(self._step_hooks))
         self.logged = Logged(world)
@@ -302,7 +304,7 @@ class Training:
         together, recorded = world.world_size > 1, self.recorded
         if recorded is not None:
             recorded.look()
-        pace = Pace()
+        pace, rows = Pace(), self.rows.get(feed.name)
         first = self.step - position.steps
         next_log = self.step + settings.log_every
         next_check = self.step + check_every if check_every else math.inf
@@ -319,7 +321,7 @@ class Training:
             self.step = step = self.step + 1
             if profile is not None:
                 profile.step()
-            position.samples += total
+            position.samples += total if rows is None else rows.samples
             position.steps += 1
             if steps_hooked:
                 self._after_step()
@@ -353,6 +355,8 @@ class Training:
     def _steps_of(self, feed: Feed, position: Position) -> Iterator[Any]:
         """The steps of the epoch that are left."""
         steps = feed.epoch(0 if self.settings.overfit else self.epoch, position.samples)
+        if feed.name in self.rows:
+            steps = self.rows[feed.name](steps)
         steps = itertools.islice(steps, max(0, self._limit - position.steps)) if self._limit else steps
         return steps if self.profile is None else self.profile.reading(steps)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from allhands.step.counted import ModelLoss, PerTarget, batch_loss
 from allhands.step.loss import LossRule, NonFiniteLossError
 from allhands.step.muon import MuonAdamW
 from allhands.step.optimizer_step import OptimizerStep
@@ -12,10 +13,13 @@ __all__ = [
     "PRECISIONS",
     "STEPS",
     "LossRule",
+    "ModelLoss",
     "MuonAdamW",
     "NonFiniteLossError",
     "OptimizerStep",
+    "PerTarget",
     "Precision",
     "RecordedSteps",
+    "batch_loss",
     "cannot_record",
 ]

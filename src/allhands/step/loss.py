@@ -2,7 +2,7 @@
 
 One optimizer step applies the gradient of (sum of losses over the global batch) / (its count). What the count is depends on
 the criterion: samples for most, counted targets for classification with `ignore_index` or class weights, nothing (a factor
-of one) for a criterion that sums.
+of one) for a criterion that sums. A criterion may also return the two itself, ``(sum, count)``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from allhands.errors import UserError
+from allhands.step.counted import Counted
 
 Criterion = Callable[[Any, Any], torch.Tensor]
 
@@ -38,6 +39,7 @@ class LossRule:
             any counted target gives 0 and not 0/0.
         sums: the criterion sums over its samples and is not divided by any count.
         counts_targets: the count is what `count_targets` gives, not the number of samples.
+        pairs: the criterion returns ``(sum, count)``; None as long as only its first call can tell.
     """
 
     def __init__(self, criterion: Criterion) -> None:
@@ -69,6 +71,11 @@ class LossRule:
             self._class_weights = options.get("weight")
             self.call = _Summing(criterion)
         self.mean_call: Criterion = criterion
+        self.pairs: bool | None = None
+        if isinstance(criterion, Counted):
+            self.pairs = criterion.pairs
+        elif self.sums or self.counts_targets or _of_torch(function):
+            self.pairs = False
 
     def use_samples_if_equal(self, targets: torch.Tensor | None) -> None:
         """Count samples instead of targets when the whole data set (`targets`) shows that it comes to the same thing.
@@ -153,7 +160,14 @@ class LossRule:
             raise UserError(
                 f"the criterion returned {what}; it must return one number (a tensor of shape []), the mean over the batch: "
                 "write reduction='mean', or end it with .mean()"
+                + ("; where a pair (sum, count) cannot be taken, as here, return sum / count" if isinstance(loss, tuple) else "")
             )
+
+
+def _of_torch(function: Any) -> bool:
+    """Whether it is one of PyTorch's own losses, each of which is a mean over the samples, where nothing else is known of it."""
+    module = getattr(function, "__module__", None) or ""
+    return module.startswith(("torch.nn.", "torch._C._nn"))
 
 
 class _Summing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +13,7 @@ from torch import nn
 
 from allhands.comm import all_gather_text, all_reduce_sum, calls
 from allhands.errors import UserError
+from allhands.step.counted import as_count, scale_gradients, split_pair
 from allhands.step.loss import Criterion, LossRule, NonFiniteLossError
 from allhands.step.precision import Precision
 from allhands.step.update import update_function
@@ -44,6 +46,8 @@ class Exchange(Protocol):
 
     def place(self, world: World) -> tuple[int, int]: ...
 
+    def counts(self, world: World) -> bool: ...
+
     def gradient_scale(self, world: World) -> float: ...
 
     def no_exchange(self) -> AbstractContextManager[None]: ...
@@ -56,7 +60,7 @@ class Exchange(Protocol):
 
     def spoil(self) -> None: ...
 
-    def exchange_all(self, own: int, total: int, clip_norm: float | None) -> bool: ...
+    def exchange_all(self, own: float, total: float, clip_norm: float | None) -> bool: ...
 
 
 class OptimizerStep:
@@ -99,6 +103,11 @@ class OptimizerStep:
         self.after_backward, self.alone, self.level = exchange.after_backward, exchange.alone, exchange.level
         # So many ranks see the same samples, and count the same targets.
         self.copies = world.world_size // exchange.place(world)[1]
+        # Whether losses come as (sum, count), or may; such counts are added up after the backward passes.
+        self.pairs, self.open = bool(rule.pairs), rule.pairs is not False
+        self.counts_here = exchange.counts(world)
+        self._pair_weight: torch.Tensor | None = None
+        self._items: Any = 0.0  # what this rank's losses of the step count
         #: Names the parts of a step for whoever records a timeline.
         self.label: Callable[[str], AbstractContextManager[Any]] = _unlabelled
         self._failed: NonFiniteLossError | None = None
@@ -120,7 +129,7 @@ class OptimizerStep:
             parameter.grad = None
         if self.alone:
             total = sum(counts)
-        own = sum(counts)
+        own: float = sum(counts)
         if self.exchange.drives:
             batches, counts = self.exchange.divide(batches, counts)
         if self.rule.counts_targets:
@@ -130,6 +139,8 @@ class OptimizerStep:
             factors, counted = [1.0] * len(batches), counts
         else:
             weights, factors, counted = [self._weight(self.scale * count / total) for count in counts], counts, counts
+        if self.open:
+            self._pair_weight, self._items = self._weight(self.scale / max(total, 1)), 0.0
         failed = self._failed = None
         try:
             if self.exchange.drives:
@@ -142,6 +153,8 @@ class OptimizerStep:
             failed = error
             if not self.after_backward:
                 self._spoil(idle)
+        if self.alone and self.rule.counts_targets:
+            own = float(counted.sum()) if batches else 0.0
         if self.after_backward:
             self._exchange_all(failed or self._failed, own, total)
             return
@@ -151,6 +164,8 @@ class OptimizerStep:
             self.exchange.check_gradients()
         if self.several and self.world.device.type == "cpu":
             self._stop_together(failed)
+        if self.open:
+            self._divide(total)
         self._update()
 
     def _one_by_one(self, batches: Sequence[Any], counts: Sequence[int], weights: Any, factors: Any, counted: Any,
@@ -169,9 +184,11 @@ class OptimizerStep:
         """The passes run as the strategy says, and it asks for each micro-batch's loss where its output is."""
 
         def loss_of(number: int, output: Any, target: Any) -> torch.Tensor:
-            loss = self._loss(output, target)
-            self._observe(output, target, loss, factors[number], counted[number])
-            return loss * weights[number].to(loss.dtype)
+            loss, weight, factor, count = self._loss(output, target), weights[number], factors[number], counted[number]
+            if self.pairs:
+                loss, weight, factor, count = self._pair(loss)
+            self._observe(output, target, loss, factor, count)
+            return loss * weight.to(loss.dtype)
 
         try:
             with self.label("forward"):  # and backward, in the strategy's own order
@@ -188,6 +205,8 @@ class OptimizerStep:
         except ValueError as error:
             self._explain(error)
             raise
+        if self.pairs:
+            loss, weight, factor, count = self._pair(loss)
         self._observe(output, target, loss, factor, count)
         del output  # a language model's is among its largest tensors, and the backward pass needs it only where the loss does
         # The weight enters as the gradient of the loss, which costs nothing; multiplying the loss would add an operation.
@@ -227,12 +246,46 @@ class OptimizerStep:
             with self.precision.autocast():
                 output, target = self.forward(batch)
                 loss = self._loss(output, target)
+            if self.pairs:
+                loss, _ = loss
             loss.backward(weight.to(loss.dtype))
         finally:
             for child, training in modes:
                 child.training = training
 
-    def _exchange_all(self, failed: NonFiniteLossError | None, own: int, total: int) -> None:
+    def _pair(self, given: Any) -> tuple[torch.Tensor, Any, float, Any]:
+        """A micro-batch's sum of losses, its weight as long as the step's count is not known, the sum's factor, and the count."""
+        loss, count = given
+        count = as_count(count)
+        self._items = self._items + count
+        return loss, self._pair_weight, 1.0, count
+
+    def _divide(self, total: float) -> None:
+        """Divide the gradients, which were by the samples, by what the losses of the step count."""
+        if self.rule.pairs is None:
+            self._agree_on_pairs()
+        if not self.pairs:
+            return
+        items = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        if self.counts_here:
+            items += self._items
+        if not self.alone:
+            all_reduce_sum([items], self.world)
+        # When nothing at all counts, every loss is a sum over nothing, 0, and so is its gradient.
+        scale_gradients(self.parameters, torch.where(items > 0, total / items, 0.0))
+
+    def _agree_on_pairs(self) -> None:
+        """After the first step: whether losses come as (sum, count), which a rank that computed none does not know."""
+        forms = [None if self._loss == self._first_loss else self.pairs]
+        if not self.alone:
+            forms = [json.loads(text) for text in all_gather_text(json.dumps(forms[0]), self.world)]
+        known = {form for form in forms if form is not None}
+        if len(known) > 1:
+            raise UserError("the criterion returned (sum, count) on some ranks and one number on others; let it return the pair")
+        if known:
+            self.rule.pairs = self.pairs = self.open = known.pop()
+
+    def _exchange_all(self, failed: NonFiniteLossError | None, own: float, total: float) -> None:
         if failed is not None and self.alone:
             raise failed  # nobody waits for this rank's part of the step
         if self.several and not self.alone and self.world.device.type == "cpu":
@@ -240,8 +293,11 @@ class OptimizerStep:
             all_reduce_sum([flag], self.world)
             if float(flag):
                 self._tell(failed)
+        if self.open:
+            self._divide(total)
+            own = float(self._items) if self.alone and self.pairs else own
         with self.label("exchange"):
-            updated = self.exchange.exchange_all(own, total, self.clip_norm)
+            updated = self.exchange.exchange_all(own, own if self.alone else total, self.clip_norm)
         if not updated:
             self._update()
 
@@ -276,11 +332,14 @@ class OptimizerStep:
     def _first_loss(self, output: Any, target: Any) -> torch.Tensor:
         """The first loss, looked at; later ones have the same form and are not."""
         self.rule.check_shapes(output, target)
-        loss = self.rule.call(output, target)
-        self.rule.check_value(loss)
-        self.rule.check_counts(output, target, loss)
+        loss: Any = self.rule.call(output, target)
+        if self.rule.pairs is None:
+            self.pairs = isinstance(loss, tuple)
+        value = split_pair(loss)[0] if self.pairs else loss
+        self.rule.check_value(value)
+        self.rule.check_counts(output, target, value)
         self._loss = self.rule.call
-        self._loss_dtype = loss.dtype
+        self._loss_dtype = value.dtype
         self._weights.clear()
         return loss
 

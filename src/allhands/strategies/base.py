@@ -191,12 +191,12 @@ class Strategy(ABC):
     def begin(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """The training begins or goes on: the model's weights and the optimizer's state are those of optimizer step `step`."""
 
-    def exchange_all(self, own: int, total: int, clip_norm: float | None) -> bool:
+    def exchange_all(self, own: float, total: float, clip_norm: float | None) -> bool:
         """Exchange the gradients that lie in the parameters; a strategy that does so defines it.
 
         Args:
-            own: samples of this rank in this step.
-            total: samples of all ranks.
+            own: samples of this rank in this step; where it is `alone`, what its losses count.
+            total: samples of all ranks; where it is `alone`, `own`.
             clip_norm: bound of the norm of the exchanged gradients, where the strategy takes the optimizer's step too.
 
         Returns:

@@ -270,7 +270,7 @@ class KVStore(Strategy):
                     "before train(), or write KVStore(update='worker')"
                 )
 
-    def exchange_all(self, own: int, total: int, clip_norm: float | None) -> bool:
+    def exchange_all(self, own: float, total: float, clip_norm: float | None) -> bool:
         assert self._store is not None
         self._check_unchanged()
         self._steps += 1
@@ -304,7 +304,7 @@ class KVStore(Strategy):
         all_reduce_sum([used], self.world)
         return [slot for slot, ranks in zip(self._slots, used.tolist(), strict=True) if ranks]
 
-    def _gradients(self, slots: Sequence[Slot], own: int) -> dict[str, torch.Tensor]:
+    def _gradients(self, slots: Sequence[Slot], own: float) -> dict[str, torch.Tensor]:
         """This rank's gradients by name; zeros for those that it has not used."""
         found = {}
         for slot in slots:

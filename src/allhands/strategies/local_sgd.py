@@ -164,7 +164,7 @@ class LocalSGD(Strategy):
             if "weights" in kept and same_size:
                 self._aside = self._aside or [None] * len(self._parts)
                 self._aside[number] = kept["weights"]
-                part.alike, part.seen = False, int(own["seen"][number])
+                part.alike, part.seen = False, float(own["seen"][number])
         if same_size and "seen" in own:
             self._own_state = take_own_state(own, optimizer)
         self._between = True
@@ -178,7 +178,7 @@ class LocalSGD(Strategy):
 
     # ------------------------------------------------------------------ a step
 
-    def exchange_all(self, own: int, total: int, clip_norm: float | None) -> bool:
+    def exchange_all(self, own: float, total: float, clip_norm: float | None) -> bool:
         assert self._optimizer is not None
         if self.before_step is not None:
             self._show(own)
@@ -200,7 +200,7 @@ class LocalSGD(Strategy):
         """Bring a fragment's weights together, and take the outer optimizer's step."""
         averages, size = self.outer["name"] == "average", self.world.world_size
         if size == 1 and averages and part.residual is None:
-            part.anchor, part.seen = part.read(), 0  # the mean of one: no arithmetic, which would round
+            part.anchor, part.seen = part.read(), 0.0  # the mean of one: no arithmetic, which would round
             return
         delta = part.anchor - part.read()
         if part.residual is not None:
@@ -219,11 +219,11 @@ class LocalSGD(Strategy):
             part.momentum = delta.clone() if part.momentum is None else part.momentum.mul_(momentum).add_(delta)
             part.anchor.sub_(delta.add_(part.momentum, alpha=momentum), alpha=lr)
         part.write(torch.lerp(part.anchor, part.read(), self.mix) if self.mix else part.anchor)
-        part.seen, part.alike = 0, not self.mix or size == 1
+        part.seen, part.alike = 0.0, not self.mix or size == 1
         self.sent += sent
         self._epoch[0] += sent
 
-    def _show(self, own: int) -> None:
+    def _show(self, own: float) -> None:
         """Call `before_step` with the mean of the ranks' gradients, which the weights' mean follows when ``every`` is 1."""
         grads = [p.grad for p in self._parameters]
         weight = float(shares([own], self.world)[self.world.rank])
@@ -343,7 +343,7 @@ class LocalSGD(Strategy):
     def own_tensors(self) -> dict[str, torch.Tensor]:
         if self.world.world_size == 1 or self._optimizer is None:
             return {}
-        found = {"seen": torch.tensor([part.seen for part in self._parts], dtype=torch.int64)}
+        found = {"seen": torch.tensor([part.seen for part in self._parts], dtype=torch.float64)}
         for number, part in enumerate(self._parts):
             kept = {"residual": part.residual}
             if part.owed is not None:  # of the whole vector's length, so that the ranks' add up to it

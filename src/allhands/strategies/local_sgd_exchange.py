@@ -28,7 +28,7 @@ class Fragment:
         momentum: of the outer optimizer, likewise; None before its first step.
         residual: what this rank's last delta lost on its way, of shape ``[numbers]``; None where nothing was lost.
         owed: likewise of this rank's part of the last mean; see `narrowed_mean`.
-        seen: samples that this rank has trained on since the last exchange.
+        seen: samples (or what the loss counts) that this rank has trained on since the last exchange.
         alike: all ranks hold the same weights now.
     """
 
@@ -42,7 +42,7 @@ class Fragment:
         self.momentum: torch.Tensor | None = None
         self.residual: torch.Tensor | None = None
         self.owed: torch.Tensor | None = None
-        self.seen = 0
+        self.seen = 0.0
         self.alike = True
 
     def read(self) -> torch.Tensor:
@@ -100,15 +100,15 @@ def cut_in_fragments(layers: Sequence[Sequence[tuple[str, nn.Parameter]]], count
     return fragments
 
 
-def shares(counts: Sequence[int], world: World) -> torch.Tensor:
+def shares(counts: Sequence[float], world: World) -> torch.Tensor:
     """Each rank's part of the samples, float64 of shape ``[world_size, len(counts)]``; equal parts of what nobody has seen."""
-    own = torch.tensor([list(counts)], dtype=torch.int64, device=world.device)
-    rows = torch.cat(all_gather_rows(own, world)).cpu().double()
+    own = torch.tensor([list(counts)], dtype=torch.float64, device=world.device)
+    rows = torch.cat(all_gather_rows(own, world)).cpu()
     total = rows.sum(0)
-    return torch.where(total > 0, rows / total.clamp_min(1), 1 / world.world_size)
+    return torch.where(total > 0, rows / total, 1 / world.world_size)
 
 
-def weighted_mean(values: Sequence[torch.Tensor], counts: Sequence[int], world: World) -> int:
+def weighted_mean(values: Sequence[torch.Tensor], counts: Sequence[float], world: World) -> int:
     """Replace vectors by their mean over the ranks, weighted by samples, in place; the bytes that this rank has sent.
 
     Bytes are those of a ring: 2 (N - 1) / N of the vectors' own for the sum, N - 1 times the counts.
@@ -122,7 +122,7 @@ def weighted_mean(values: Sequence[torch.Tensor], counts: Sequence[int], world: 
     return 2 * (size - 1) * sum(value.nbytes for value in values) // size + (size - 1) * 8 * (1 + len(counts))
 
 
-def narrowed_mean(delta: torch.Tensor, seen: int, owed: torch.Tensor | None, form: str,
+def narrowed_mean(delta: torch.Tensor, seen: float, owed: torch.Tensor | None, form: str,
                   world: World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:  # fmt: skip
     """The mean of vectors over the ranks, weighted by samples, of which every part travels narrowed, twice.
 
@@ -144,7 +144,7 @@ def narrowed_mean(delta: torch.Tensor, seen: int, owed: torch.Tensor | None, for
     message = torch.stack([pack(part, seen, form) for part in parts])
     received = torch.empty_like(message)
     dist.all_to_all_single(received, message)
-    counts = [int(row[:8].cpu().view(torch.int64)) for row in received]
+    counts = [float(row[:8].cpu().view(torch.float64)) for row in received]
     mean = torch.zeros_like(parts[0]) if owed is None else owed.clone()
     for count, row in zip(counts, received, strict=True):
         if count:
@@ -162,12 +162,12 @@ def part_length(numbers: int, world: World) -> int:
     return -(-numbers // world.world_size)
 
 
-def pack(values: torch.Tensor, seen: int, form: str) -> torch.Tensor:
+def pack(values: torch.Tensor, seen: float, form: str) -> torch.Tensor:
     """A vector as bytes: 8 for a number of samples, for int8 the scales of its blocks, 4 bytes each, then its numbers.
 
     They are filled up to a multiple of 8.
     """
-    head = torch.tensor([seen], dtype=torch.int64, device="cpu").view(torch.uint8).to(values.device)
+    head = torch.tensor([seen], dtype=torch.float64, device="cpu").view(torch.uint8).to(values.device)
     if form == "bf16":
         fields = [head, values.to(torch.bfloat16).view(torch.uint8)]
     else:

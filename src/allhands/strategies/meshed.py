@@ -206,7 +206,7 @@ class Meshed(Strategy):
     def gradient_scale(self, world: World) -> float:
         return float(self.degrees.dp)  # the exchange divides by it
 
-    def exchange_all(self, own: int, total: int, clip_norm: float | None) -> bool:
+    def exchange_all(self, own: float, total: float, clip_norm: float | None) -> bool:
         calls.note("exchanging gradients")
         gradients = {name: self._gradient(name) for name in self.parameters}
         self._sum_loose(gradients)

@@ -173,7 +173,10 @@ class Probe:
                 return ""
             size = len(both[0])
             first = size // 3
-            whole = float(rule.call(output, target))
+            value: Any = rule.call(output, target)
+            if isinstance(value, tuple):
+                return ""  # it says itself what it is divided by
+            whole = float(value)
             parts = [float(rule.call(_rows(output, rows), _rows(target, rows))) for rows in (slice(0, first), slice(first, size))]
         together = sum(parts)
         if not rule.sums and not rule.counts_targets:
