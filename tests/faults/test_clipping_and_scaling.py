@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from allhands import Callback
-from tests.faults.probes import Found, a_share, probe, size, train
+from allhands import DDP, Callback
+from allhands.strategies import KVStore
+from tests.faults.probes import Found, a_share, probe, probe_each, size, train
 from tests.reference import Slope
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(400)]
@@ -101,6 +102,48 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_is_no_error(found: Found)
     assert weights == pytest.approx(expected, rel=2e-3)
     assert weights[-1] < 0
     assert all(math.isfinite(loss) for loss in ranks[0]["losses"])
+
+
+TARGETS = {
+    "none": [0.125] * 5 + [4.0],  # 65536 * 4 / 6 is the largest gradient; times the workers, it would be too large
+    "last": [0.125] * 5 + [12.0],
+    "first": [-40.0] + [0.5] * 5,
+}
+STRATEGIES = {"ddp": DDP, "unused": lambda: DDP(find_unused_parameters=True), "kvstore": lambda: KVStore(update="worker")}
+
+
+def scales_by_hand(target: torch.Tensor) -> list[float]:
+    """What torch's own loop in one process has after each of 6 steps."""
+    model, scaler, scales = nn.Linear(1, 1, bias=False), torch.amp.GradScaler("cpu"), []
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(6):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = weighted(model(torch.ones(6, 1)), target)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+@probe_each(f"{targets} {strategy}" for targets in TARGETS for strategy in STRATEGIES)
+def scales(case: str) -> dict[str, Any]:
+    targets, strategy = case.split()
+    return fp16_run(torch.tensor(TARGETS[targets]), strategy=STRATEGIES[strategy]())
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_loss_scale_is_that_of_one_process(found: Found, targets: str, strategy: str) -> None:
+    expected = scales_by_hand(torch.tensor(TARGETS[targets]))
+    assert (expected[0] < 65536) == (targets != "none")
+    for result in found(scales, f"{targets} {strategy}"):
+        assert result["scales"] == expected
+        taken = sum(scale >= before for before, scale in zip([65536.0, *expected], expected, strict=False))
+        mean = sum(TARGETS[targets]) / 6
+        assert result["weights"][-1] == pytest.approx(-taken * mean, rel=2e-3)
 
 
 @probe

@@ -151,7 +151,8 @@ class Strategy(ABC):
         """
 
     def gradient_scale(self, world: World) -> float:
-        """What to multiply each rank's share of the loss by, because of how the exchange combines gradients."""
+        """What to multiply each rank's share of the loss by, because of how the exchange combines gradients; under fp16, what to
+        multiply the exchanged gradients by."""
         return 1.0
 
     def no_exchange(self) -> AbstractContextManager[None]:
