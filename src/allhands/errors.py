@@ -6,6 +6,7 @@ what they wrote are `UserError`; the command line prints them without a tracebac
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -41,3 +42,24 @@ class WorkerError(AllhandsError, RuntimeError):
 def kind_of(value: Any) -> str:
     """What a value is, for a message: ``a Linear``, or ``None``."""
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def nearest(word: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The name in `known` that is most like `word`, in any capitals; None where none is.
+
+    Args:
+        word: what was written.
+        known: what could have been meant.
+        cutoff: how like they must be, from 0 to 1 (the same).
+    """
+    import difflib
+
+    names = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(str(word).lower(), list(names), n=1, cutoff=cutoff)
+    return names[found[0]] if found else None
+
+
+def did_you_mean(word: object, known: Iterable[str], otherwise: str = ".") -> str:
+    """``; did you mean 'x'?``, to follow a name that does not exist; `otherwise` where no name is like it."""
+    near = nearest(word, known)
+    return otherwise if near is None else f"; did you mean {near!r}?"

@@ -166,7 +166,7 @@ def test_schedulers():
 def test_data_options():
     assert built(objects._data_options, "data.limit=5") == {"limit": 5}
     assert "the data set 'digits' has no such option" in refused(objects._data_options, "data.labels=fine")
-    assert "Did you mean 'cifar10'" in refused(objects._entry, "data=cifar1")
+    assert "did you mean 'cifar10'" in refused(objects._entry, "data=cifar1")
     made = objects.load_datasets("digits", {"limit": 5})
     assert [len(made[split]) for split in ("train", "valid")] == [5, 5]
     assert len(catalogue.load("digits", "train")) == 1437

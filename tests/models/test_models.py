@@ -130,9 +130,9 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("resnet-18", {}, "there are mlp, simple_cnn, resnet18, gpt. Did you mean 'resnet18'"),
+        ("resnet-18", {}, "there are mlp, simple_cnn, resnet18, gpt; did you mean 'resnet18'"),
         ("vit", {}, "no model 'vit'"),
-        ("simple_cnn", {"num_class": 3}, "no option 'num_class'.*Did you mean 'num_classes'"),
+        ("simple_cnn", {"num_class": 3}, "no option 'num_class'.*did you mean 'num_classes'"),
         ("mlp", {}, "needs in_features="),
         ("mlp", {"in_features": 3, "hidden": (4, 0)}, r"hidden\[1\]=0 must be at least 1"),
         ("simple_cnn", {"image_size": 3}, "image_size=3 must be at least 4"),

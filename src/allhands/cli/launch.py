@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from allhands.errors import UserError
+from allhands.errors import UserError, nearest
 from allhands.launch import horovod as alias
 from allhands.launch.hosts import read_hosts
 from allhands.launch.job import Job
@@ -295,15 +295,13 @@ def parse(words: list[str], *, elsewhere: bool = False) -> Command:
 
 
 def _similar(path: Path) -> str:
-    import difflib
-
     try:
         names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
     except OSError:
         return f": there is no folder {str(path.parent)!r}"
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
+    near = nearest(path.name, names, cutoff=0.7)
     where = "the working folder" if path.parent == Path() else str(path.parent)
-    return f" (looked in {where})" + (f"; did you mean {str(path.parent / close[0])!r}?" if close else "")
+    return f" (looked in {where})" + (f"; did you mean {str(path.parent / near)!r}?" if near else "")
 
 
 def default_workers() -> int:

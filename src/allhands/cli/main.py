@@ -6,14 +6,13 @@ Each subcommand lives in a module of its own that is imported only when it is as
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from allhands.errors import AllhandsError, UserError, WorkerError, WorldError
+from allhands.errors import AllhandsError, UserError, WorkerError, WorldError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,7 @@ def run(argv: list[str]) -> int:
 
 def nearest(word: str, names: Any) -> str:
     """`; did you mean …?` for a name that was probably misspelled, else the names that exist."""
-    close = difflib.get_close_matches(word, list(names), n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; there are: {', '.join(names)}"
+    return did_you_mean(word, names, f"; there are: {', '.join(names)}")
 
 
 def _refuse(message: str, code: int = 2) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from allhands import errors
 from allhands.config.schema import RunConfig
 from allhands.errors import UserError
 
@@ -84,9 +84,8 @@ def parse_override(text: str) -> tuple[KeyPath, Any]:
 def nearest(word: str, names: Iterable[str]) -> str:
     """``did you mean …? Known are: …`` for a name that does not exist."""
     known = list(names)
-    lowered = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), list(lowered), n=1)
-    guess = f"did you mean '{lowered[close[0]]}'? " if close else ""
+    near = errors.nearest(word, known)
+    guess = f"did you mean '{near}'? " if near else ""
     return f"{guess}Known are: {', '.join(known)}"
 
 
@@ -167,8 +166,8 @@ def _similar(path: Path) -> str:
         names = [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yml", ".yaml")]
     except OSError:
         return f"; there is no folder {str(path.parent)!r}"
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {str(path.parent / close[0])!r}?" if close else ""
+    near = errors.nearest(path.name, names)
+    return f"; did you mean {str(path.parent / near)!r}?" if near else ""
 
 
 # ---------------------------------------------------------------------- merging

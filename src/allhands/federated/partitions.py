@@ -11,7 +11,6 @@ Each function gives a `Clients`; `partition_of` takes their names, as run files 
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from allhands.data import derive_seed
-from allhands.errors import UserError
+from allhands.errors import UserError, did_you_mean
 from allhands.federated.clients import Clients
 from allhands.federated.samples import Samples
 
@@ -258,15 +257,13 @@ def _named(given: dict[str, Any], samples: Samples, clients: int | None, seed: i
     options = {key: value for key, value in given.items() if key != "name"}
     name = str(given["name"])
     if name not in _KNOWN:
-        near = difflib.get_close_matches(name.lower(), _KNOWN, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        hint = did_you_mean(name, _KNOWN)
         raise UserError(f"there is no partition {name!r}{hint} Known are: {', '.join(_KNOWN)}")
     takes = inspect.signature(_KNOWN[name]).parameters
     own = [option for option in takes if option not in ("num_samples", "targets", "clients")]
     for option in options:
         if option not in own:
-            near = difflib.get_close_matches(option, own, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            hint = did_you_mean(option, own)
             raise UserError(f"the partition {name!r} has no option {option!r}{hint} It takes: {', '.join(own)}")
     if "clients" in takes:
         if clients is None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from allhands.errors import UserError
+from allhands.errors import UserError, did_you_mean
 from allhands.federated.algorithms.base import OWN_LAYERS, Server, Trained
 from allhands.federated.clients import Clients
 from allhands.federated.executors.base import Work
@@ -40,9 +39,10 @@ def own_numbers(patterns: Sequence[str], model: nn.Module, layout: Layout) -> to
     for pattern in patterns:
         matched = {name for name in known if fnmatch.fnmatchcase(name, pattern)}
         if not matched:
-            near = difflib.get_close_matches(pattern, known, n=1)
-            raise UserError(f"local_layers: the model has nothing called {pattern!r}"
-                            f"{f'; did you mean {near[0]!r}?' if near else ''} It has: {', '.join(modules)}")  # fmt: skip
+            raise UserError(
+                f"local_layers: the model has nothing called {pattern!r}{did_you_mean(pattern, known)} "
+                f"It has: {', '.join(modules)}"
+            )
         found |= matched
     for name, module in model.named_modules():
         counts = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats and module.momentum is None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
-from allhands.errors import UserError
+from allhands.errors import UserError, did_you_mean
 from allhands.federated.algorithms import ALGORITHMS, Algorithm
 from allhands.federated.algorithms.fedbuff import FedBuff
 from allhands.federated.buffered import BufferedRounds
@@ -206,15 +205,11 @@ def named(given: Any, known: dict[str, Any], what: str) -> Any:
     options = dict(given)
     name = options.pop("name", None)
     if name not in known:
-        near = difflib.get_close_matches(str(name).lower(), known, n=1)
-        raise UserError(
-            f"there is no {what} {name!r}{f'; did you mean {near[0]!r}?' if near else ''} Known are: {', '.join(known)}"
-        )
+        raise UserError(f"there is no {what} {name!r}{did_you_mean(name, known)} Known are: {', '.join(known)}")
     takes = list(inspect.signature(known[name]).parameters)
     for option in options:
         if option not in takes:
-            near = difflib.get_close_matches(option, takes, n=1)
-            raise UserError(f"the {what} {name!r} has no option {option!r}{f'; did you mean {near[0]!r}?' if near else ''} "
+            raise UserError(f"the {what} {name!r} has no option {option!r}{did_you_mean(option, takes)} "
                             f"It takes: {', '.join(takes) or 'none'}")  # fmt: skip
     return known[name](**options)
 

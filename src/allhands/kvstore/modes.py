@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
-from allhands.errors import UserError
+from allhands.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,5 @@ def mode_named(name: str) -> Mode:
         raise UserError(f"create({name!r}); write the name of a kind of store: {', '.join(MODES)}")
     mode = MODES.get(name.lower())
     if mode is None:
-        near = difflib.get_close_matches(name.lower(), MODES, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ";"
-        raise UserError(f"there is no key-value store '{name}'{hint} Known are: {', '.join(MODES)}")
+        raise UserError(f"there is no key-value store '{name}'{did_you_mean(name, MODES)} Known are: {', '.join(MODES)}")
     return mode

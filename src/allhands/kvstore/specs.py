@@ -7,7 +7,6 @@ machine that runs the update.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import math
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from allhands.errors import UserError
+from allhands.errors import UserError, did_you_mean
 
 CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     cls.__name__.lower(): cls
@@ -94,8 +93,8 @@ def class_of(name: str) -> type[torch.optim.Optimizer]:
 def nearest(word: str, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` when there is something close, and all that is known. Goes behind a name that does not exist."""
     names = list(known)
-    close = difflib.get_close_matches(word.lower(), names, n=1)
-    return (f"; did you mean '{close[0]}'? Known are: " if close else "; known are: ") + ", ".join(names)
+    near = did_you_mean(word, names, "")
+    return f"{near} Known are: {', '.join(names)}" if near else f"; known are: {', '.join(names)}"
 
 
 def build(name: str, params: list[torch.Tensor], options: Mapping[str, Any]) -> torch.optim.Optimizer:

@@ -8,13 +8,12 @@ from torch's global generator: call `torch.manual_seed` first to get the same on
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from typing import Any
 
 from torch import nn
 
-from allhands.errors import UserError
+from allhands.errors import UserError, did_you_mean
 from allhands.models.augment import RandomCrop, RandomFlip
 from allhands.models.images import MLP, SimpleCNN
 from allhands.models.resnet import ResNet18
@@ -39,18 +38,15 @@ def build(name: str, **options: Any) -> nn.Module:
     unknown name or option.
     """
     if name not in _MODELS:
-        raise UserError(f"no model {name!r}; there are {', '.join(_MODELS)}.{_nearest(name, _MODELS)}")
+        raise UserError(f"no model {name!r}; there are {', '.join(_MODELS)}{did_you_mean(name, _MODELS)}")
     model = _MODELS[name]
     known = list(inspect.signature(model).parameters)
     for option in options:
         if option not in known:
-            raise UserError(f"the model {name!r} has no option {option!r}; it takes {', '.join(known)}.{_nearest(option, known)}")
+            raise UserError(
+                f"the model {name!r} has no option {option!r}; it takes {', '.join(known)}{did_you_mean(option, known)}"
+            )
     required = [key for key, p in inspect.signature(model).parameters.items() if p.default is p.empty and key not in options]
     if required:
         raise UserError(f"the model {name!r} needs {' and '.join(f'{key}=' for key in required)}.")
     return model(**options)
-
-
-def _nearest(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(str(name).lower().replace("-", "_"), list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-from allhands.errors import UserError
+from allhands.errors import UserError, did_you_mean
 
 #: Modules that hold others and are never called themselves.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -44,8 +43,7 @@ def named(model: nn.Module, wanted: Sequence[str], option: str) -> Iterator[tupl
     classes = {type(module).__name__ for module in modules.values()}
     for name in wanted:
         if name not in modules and name not in classes:
-            near = difflib.get_close_matches(name, [*classes, *modules], n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else "."
+            hint = did_you_mean(name, [*classes, *modules])
             raise UserError(
                 f"{option} names '{name}', and the model has no module and no class of that name{hint} Its classes are: "
                 f"{', '.join(sorted(classes))}"

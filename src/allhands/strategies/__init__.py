@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 
-from allhands.errors import UserError
+from allhands.errors import UserError, did_you_mean
 from allhands.strategies.base import Strategy
 from allhands.strategies.ddp import DDP
 from allhands.strategies.dp import DP
@@ -38,7 +37,6 @@ def strategy_named(name: str) -> Strategy:
         made: Strategy = getattr(importlib.import_module(module), kind)()
         return made
     if name not in STRATEGIES:
-        near = difflib.get_close_matches(name, [*STRATEGIES, *_ABOVE], n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise UserError(f"there is no strategy '{name}'{hint} Known are: {', '.join([*STRATEGIES, *_ABOVE])}")
+        known = [*STRATEGIES, *_ABOVE]
+        raise UserError(f"there is no strategy '{name}'{did_you_mean(name, known)} Known are: {', '.join(known)}")
     return STRATEGIES[name]()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 import itertools
 import statistics
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from allhands.errors import UserError
+from allhands.errors import UserError, did_you_mean
 
 # What a model may say of itself: the parts of its forward in order, each the name of a submodule, or the name of a method and
 # the names of what it uses.
@@ -229,9 +228,8 @@ def _places(parts: list[Part], names: list[str], num_stages: int, kind: str) -> 
     known = [part.name for part in parts]
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f" (did you mean '{near[0]}'?)" if near else ""
-            raise UserError(f"stages={names}: no part of the {kind} is named '{name}'{hint}. Its parts are {', '.join(known)}")
+            hint = did_you_mean(name, known)
+            raise UserError(f"stages={names}: no part of the {kind} is named '{name}'{hint} Its parts are {', '.join(known)}")
     places = [known.index(name) for name in names]
     if places != sorted(set(places)) or (places and places[0] == 0):
         raise UserError(f"stages={names} must name parts in their order, none twice and not the first, out of {', '.join(known)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from allhands.errors import UserError
+from allhands.errors import UserError, did_you_mean
 from allhands.models.images import MLP
 from allhands.models.transformer import GPT, Attention
 
@@ -45,7 +44,7 @@ def check_plan(plan: Any) -> None:
     """Raise `UserError` for a plan that no model could be split by."""
     if plan is None or isinstance(plan, str):
         if plan is not None and plan not in PLANS:
-            raise UserError(f"Tensor(plan={plan!r}): there is no such plan{_nearest(plan, PLANS)} Known are {', '.join(PLANS)}; "
+            raise UserError(f"Tensor(plan={plan!r}): there is no such plan{did_you_mean(plan, PLANS)} Known are {', '.join(PLANS)}; "
                             "or write one, such as {'layers.*.mlp.up': 'colwise', 'layers.*.mlp.down': 'rowwise'}")  # fmt: skip
         return
     if not isinstance(plan, Mapping) or not plan:
@@ -107,7 +106,7 @@ def _style(pattern: str, given: Any) -> Style:
                         "{'style': 'colwise', 'parts': 3, 'heads': 12}")  # fmt: skip
     kind = options["style"]
     if kind not in STYLES:
-        raise UserError(f"Tensor(plan={{{pattern!r}: {kind!r}}}): there is no such style{_nearest(kind, STYLES)} Known are "
+        raise UserError(f"Tensor(plan={{{pattern!r}: {kind!r}}}): there is no such style{did_you_mean(kind, STYLES)} Known are "
                         f"{', '.join(STYLES)}")  # fmt: skip
     for option, value in options.items():
         if option == "style":
@@ -132,7 +131,7 @@ def _match(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Style]:
         style = _style(pattern, given)
         found = [n for n in names if len(n.split(".")) == len(atoms) and all(map(fnmatch.fnmatchcase, n.split("."), atoms))]
         if not found:
-            raise UserError(f"Tensor(plan={{{pattern!r}: …}}) names nothing in the model{_nearest(pattern, names)} Its modules "
+            raise UserError(f"Tensor(plan={{{pattern!r}: …}}) names nothing in the model{did_you_mean(pattern, names)} Its modules "
                             f"with weights are {', '.join(_with_weights(model)[:12])}")  # fmt: skip
         for name in found:
             if styles.get(name, style) != style:
@@ -283,8 +282,3 @@ def _example(model: nn.Module) -> str:
 
 def _with_weights(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if name and any(True for _ in module.parameters(recurse=False))]
-
-
-def _nearest(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean '{near[0]}'?" if near else ";"

@@ -232,7 +232,7 @@ def test_a_missing_data_set_says_where_it_comes_from(tmp_path: Path, name: str, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "cifar-10"}, "Did you mean 'cifar10'"),
+        ({"name": "cifar-10"}, "did you mean 'cifar10'"),
         ({"name": "imagenet"}, "which holds digits, mnist, cifar10, cifar100, shakespeare"),
         ({"name": "digits", "split": "dev"}, "split='dev' must be one of train, valid, test"),
         ({"name": "digits", "labels": "coarse"}, "labels= does not belong to the data set 'digits'"),

@@ -131,7 +131,7 @@ def test_models_fit_the_data_or_are_refused():
         x = torch.randn(2, *shape)
         assert models.build(name, x[0], 4)(x).shape == (2, 4)
     for name, sample, message in (
-        ("resnet50", torch.zeros(3, 32, 32), "'resnet50' is a model of COALA that is not here.*Did you mean 'resnet18'"),
+        ("resnet50", torch.zeros(3, 32, 32), "'resnet50' is a model of COALA that is not here.*did you mean 'resnet18'"),
         ("rnn", torch.zeros(3, 32, 32), "rnn reads characters"),
         ("lenet", torch.zeros(80, dtype=torch.int64), "write model: rnn"),
         ("lenet", torch.zeros(7), "takes square images"),

@@ -6,7 +6,6 @@ variable ALLHANDS_DATA (or `root=`) names.
 
 from __future__ import annotations
 
-import difflib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from allhands.data.catalogue.digits import DIGITS
 from allhands.data.catalogue.entry import Entry, Options, data_root
 from allhands.data.catalogue.mnist import MNIST
 from allhands.data.catalogue.shakespeare import SHAKESPEARE, VOCABULARY, in_blocks
-from allhands.errors import UserError
+from allhands.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from torch.utils.data import TensorDataset
@@ -37,9 +36,8 @@ def info(name: str) -> Entry:
     """
     if name in _ENTRIES:
         return _ENTRIES[name]
-    near = difflib.get_close_matches(str(name).lower().replace("-", ""), _ENTRIES, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise UserError(f"no data set {name!r} in the catalogue, which holds {', '.join(_ENTRIES)}.{hint}")
+    hint = did_you_mean(name, _ENTRIES)
+    raise UserError(f"no data set {name!r} in the catalogue, which holds {', '.join(_ENTRIES)}{hint}")
 
 
 def load(

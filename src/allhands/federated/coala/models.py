@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from allhands.errors import UserError
+from allhands.errors import UserError, did_you_mean
 from allhands.models import MLP, ResNet18, SimpleCNN
 
 _NOT_HERE = ("alexnet", "digits5cnn", "resnet", "resnet50")
@@ -87,10 +86,9 @@ NAMES = (*_IMAGES, "resnet18", "rnn", "mlp")
 def known(name: str) -> None:
     """Raise `UserError` for a model that is not here."""
     if name not in NAMES:
-        near = difflib.get_close_matches(name.lower(), NAMES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, NAMES)
         is_coala = " is a model of COALA that is not here" if name in _NOT_HERE else " is not known"
-        raise UserError(f"model: {name!r}{is_coala}; there are {', '.join(NAMES)}, or call register_model(YourModel).{hint}")
+        raise UserError(f"model: {name!r}{is_coala}; there are {', '.join(NAMES)}, or call register_model(YourModel){hint}")
 
 
 def build(name: str, sample: Tensor, num_classes: int) -> nn.Module:

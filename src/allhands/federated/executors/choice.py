@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from allhands.errors import UserError
+from allhands.errors import UserError, did_you_mean
 from allhands.federated.algorithms.base import Server, Trained
 from allhands.federated.executors.base import Executor, Job, Sink, States, Work, wait_for
 from allhands.federated.executors.graph import Graph
@@ -96,19 +96,14 @@ def parse(given: Any) -> tuple[type[Executor], dict[str, Any]]:
     Raises:
         UserError: no such executor or option; lists those that there are.
     """
-    import difflib
 
     options = dict(given) if isinstance(given, dict) else {"name": given}
     name = options.pop("name", None)
     if name not in EXECUTORS:
-        near = difflib.get_close_matches(str(name).lower(), EXECUTORS, n=1)
-        raise UserError(
-            f"there is no executor {name!r}{f'; did you mean {near[0]!r}?' if near else ''} Known are: {', '.join(EXECUTORS)}"
-        )
+        raise UserError(f"there is no executor {name!r}{did_you_mean(name, EXECUTORS)} Known are: {', '.join(EXECUTORS)}")
     takes = list(inspect.signature(EXECUTORS[name]).parameters)[2:]
     for option in options:
         if option not in takes:
-            near = difflib.get_close_matches(option, takes, n=1)
-            raise UserError(f"the executor {name!r} has no option {option!r}{f'; did you mean {near[0]!r}?' if near else ''} "
+            raise UserError(f"the executor {name!r} has no option {option!r}{did_you_mean(option, takes)} "
                             f"It takes: {', '.join(takes) or 'none'}")  # fmt: skip
     return EXECUTORS[name], options
