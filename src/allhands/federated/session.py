@@ -108,10 +108,12 @@ class Session:
         settings = self.settings
         with self.agreement:
             self.memory.restore()
+            rounds = self.num_epochs
+            note = self.schedule.check_length(rounds, rounds, self.epoch, self.epoch, epoch="round")
             self._set_options()
             self.memory.open()
             loggers = Loggers(settings.logdir if self.world.rank == 0 else None, len(self.history["round"]), self.epoch or None)
-            self._announce()
+            self._announce(note)
             self.agreement.begin(self.epoch)
             try:
                 self._train(loggers)
@@ -249,15 +251,18 @@ class Session:
         for options, group in zip(self.rounds.work.local.optimizer.options, self.optimizer.param_groups, strict=True):
             options.update({key: group[key] for key in options if key in group})
 
-    def _announce(self) -> None:
+    def _announce(self, schedule_note: str) -> None:
         rounds, world = self.rounds, self.world
         where = f"{world.world_size} worker{'s' if world.world_size > 1 else ''} on {world.device.type}"
         self.reporter.line(
             f"allhands: federated, {rounds.algorithm.name}, {where}; {rounds.per_round:,} of {len(rounds.clients):,} clients a "
-            f"round, {rounds.rounds} rounds; {len(rounds.clients.indices):,} samples"
+            f"round, {rounds.rounds} rounds; {len(rounds.clients.indices):,} samples; "
+            f"seed {self.settings.seed}"
         )
         if self.schedule.scheduler is not None:
             self.reporter.line(f"{type(self.schedule.scheduler).__name__} steps once a round")
+        if schedule_note:
+            self.reporter.line(schedule_note)
 
     def _report(self, values: Values, rates: list[float], improved: bool) -> None:
         place, seconds = f"{self.epoch}/{self.num_epochs}", self.history["seconds"][-1]

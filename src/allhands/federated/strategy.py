@@ -22,7 +22,7 @@ from allhands.federated.rounds import Rounds
 from allhands.federated.sites.settings import Sites
 from allhands.federated.systems import Systems
 from allhands.federated.team import check_size
-from allhands.runner.callbacks import Callback
+from allhands.runner.callbacks import is_overridden
 from allhands.strategies import Strategy
 from allhands.world import World
 
@@ -174,7 +174,7 @@ class Federated(Strategy):
         if isinstance(settings.scheduler, tuple) and settings.scheduler[1] == "step":
             raise UserError("scheduler=(…, 'step') with distributed=Federated(…): it steps once a round; write (…, 'epoch')")
         for callback in settings.callbacks:
-            if type(callback).on_step_end is not Callback.on_step_end:
+            if is_overridden(callback, "on_step_end"):
                 raise UserError(
                     f"{type(callback).__name__}.on_step_end is never called in federated training, where clients take the steps; "
                     "remove it, or use on_epoch_end, which follows a round"

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from allhands.runner.training import Training
 
 
-def announce(training: Training) -> None:
-    """Say who trains, on how much, in what steps."""
+def announce(training: Training, schedule_note: str) -> None:
+    """Say who trains, on how much, in what steps, with which seed; `schedule_note` goes behind the schedule, if not empty."""
     world, feed, settings = training.world, training.trained[0], training.settings
     where = f"{world.world_size} worker{'s' if world.world_size > 1 else ''} on {world.device.type}"
     if world.world_size > 1:
@@ -28,12 +28,15 @@ def announce(training: Training) -> None:
     else:
         batch = "batches made by the batch sampler"
     training.reporter.line(
-        f"allhands: {strategy}{f' ({layout})' if layout else ''}, {where}; {batch}; {samples}{steps}, {feed.kind}"
+        f"allhands: {strategy}{f' ({layout})' if layout else ''}, {where}; {batch}; {samples}{steps}, {feed.kind}; "
+        f"seed {settings.seed}"
     )
     for note in settings.strategy.notes():
         training.reporter.line(note)
     if training.schedule.scheduler is not None:
         training.reporter.line(training.schedule.describe())
+    if schedule_note:
+        training.reporter.line(schedule_note)
     if settings.logdir is None and slurm.wants_requeue(os.environ):
         training.reporter.line(f"note: {slurm.REQUEUE_VARIABLE}=1 has no effect here: without a logdir nothing is saved")
 

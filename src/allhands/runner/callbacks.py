@@ -93,7 +93,12 @@ class EarlyStopping(Callback):
 
 def overridden(callbacks: list[Callback], hook: str) -> list[Callback]:
     """The callbacks that do something at `hook`."""
-    return [callback for callback in callbacks if getattr(type(callback), hook) is not getattr(Callback, hook)]
+    return [callback for callback in callbacks if is_overridden(callback, hook)]
+
+
+def is_overridden(callback: Callback, hook: str) -> bool:
+    """Whether a callback does something at `hook`: by its class, or by a function that was set on the object."""
+    return hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook)
 
 
 def run_hooks(callbacks: list[Callback], hook: str, training: Any) -> None:

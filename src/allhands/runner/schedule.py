@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import lr_scheduler
@@ -33,6 +34,7 @@ class Schedule:
         if scheduler is not None and not callable(getattr(scheduler, "step", None)):
             raise UserError(f"scheduler is a {type(scheduler).__name__} without a step() method; pass a torch.optim.lr_scheduler")
         self.scheduler = scheduler
+        self.given_period = period
         self.needs_metric = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
         self.period = period or ("step" if isinstance(scheduler, _EACH_STEP) else "epoch")
         if self.needs_metric and self.period == "step":
@@ -63,7 +65,59 @@ class Schedule:
         if self.scheduler is None:
             return ""
         every = "optimizer step" if self.period == "step" else "epoch"
-        return f"{type(self.scheduler).__name__} steps once {'an' if every[0] in 'aeiou' else 'a'} {every}"
+        return f"{type(self.scheduler).__name__} steps once {_article(every)} {every}"
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise `UserError` when the scheduler, or one inside it, changes another optimizer than `optimizer`."""
+        groups = {id(group) for group in optimizer.param_groups}
+        for scheduler in _parts(self.scheduler):
+            other = getattr(scheduler, "optimizer", None)
+            # An optimizer around another one (Lookahead) shares its groups.
+            if not hasattr(other, "param_groups") or groups & {id(group) for group in other.param_groups}:
+                continue
+            name, whole = type(scheduler).__name__, type(self.scheduler).__name__
+            inside = "" if scheduler is self.scheduler else f", inside of {whole},"
+            new = f"{name}(optimizer, …)" if self.given_period is None else f"({name}(optimizer, …), {self.given_period!r})"
+            raise UserError(
+                f"the scheduler {name}{inside} was made for another optimizer (a {type(other).__name__}) than optimizer=…, whose "
+                f"learning rate it would never change; make it from that one: scheduler={new}"
+            )
+
+    def check_length(self, steps: int | None, epochs: int, done_steps: int = 0, done_epochs: int = 0,
+                     epoch: str = "epoch") -> str:  # fmt: skip
+        """Compare how long the schedule is with how long the training is.
+
+        Args:
+            steps: optimizer steps of the whole training; None where it is not known.
+            epochs: epochs of the whole training.
+            done_steps, done_epochs: those that were taken before, by the run that is resumed.
+            epoch: what an epoch is called.
+
+        Returns:
+            A line with both lengths where they differ, else "".
+
+        Raises:
+            UserError: the scheduler fails when it is asked for more than its own length, before the training ends.
+        """
+        by_step = self.period == "step" and epoch == "epoch"
+        unit, total, done = ("optimizer step", steps, done_steps) if by_step else (epoch, epochs, done_epochs)
+        length = _length(self.scheduler)
+        if total is None or length is None:
+            return ""
+        # A scheduler that was used before begins where it stands.
+        ends = int(getattr(self.scheduler, "last_epoch", done)) + total - done
+        if ends == length.value or (ends > length.value and length.only_beyond):
+            return ""
+        name, written = type(self.scheduler).__name__, f"{length.name}={length.value:,}"
+        both = f"{name}({written}) steps once {_article(unit)} {unit}, and the training has {total:,} {unit}s"
+        if ends != total:
+            both += f", at whose end the scheduler has stepped {ends:,} times"
+        if length.value == (epochs if by_step else steps) and epoch == "epoch":
+            other, per = ("epoch", "an epoch") if by_step else ("step", "an optimizer step")
+            both += f"; to step once {per}, write scheduler=(scheduler, {other!r})"
+        if isinstance(self.scheduler, lr_scheduler.OneCycleLR) and ends > length.value:
+            raise UserError(f"{both}: it fails after step {length.value:,}; write {length.name}={total:,}")
+        return f"note: {both}"
 
     def state_dict(self) -> Any:
         """The scheduler's state, or None when it keeps none."""
@@ -73,6 +127,57 @@ class Schedule:
         """Continue from a state that `state_dict` gave."""
         if state is not None and hasattr(self.scheduler, "load_state_dict"):
             self.scheduler.load_state_dict(state)
+
+
+class _Length(NamedTuple):
+    """How many times a scheduler is meant to step: the argument that says so. `only_beyond`: more times are meant, too."""
+
+    name: str
+    value: int
+    only_beyond: bool = False
+
+
+_ARGUMENTS = {
+    lr_scheduler.OneCycleLR: "total_steps",
+    lr_scheduler.CosineAnnealingLR: "T_max",
+    lr_scheduler.LinearLR: "total_iters",
+    lr_scheduler.ConstantLR: "total_iters",
+    lr_scheduler.PolynomialLR: "total_iters",
+}
+
+
+def _length(scheduler: Any) -> _Length | None:
+    """The length of a scheduler of torch.optim that has one; None for all others."""
+    kind = type(scheduler)
+    if kind in _ARGUMENTS:
+        return _Length(_ARGUMENTS[kind], int(getattr(scheduler, _ARGUMENTS[kind])))
+    if kind is lr_scheduler.MultiStepLR and scheduler.milestones:
+        return _Length("last milestone", max(scheduler.milestones), only_beyond=True)
+    if kind is lr_scheduler.StepLR:
+        return _Length("step_size", scheduler.step_size, only_beyond=True)
+    if kind is lr_scheduler.SequentialLR:
+        begins = scheduler._milestones[-1]
+        last = _length(scheduler._schedulers[-1])
+        if last is None or last.only_beyond:
+            return _Length("last milestone", begins, only_beyond=True)
+        return _Length(f"{begins:,} + {last.name}", begins + last.value)
+    if kind is lr_scheduler.ChainedScheduler:
+        found = [length for length in map(_length, scheduler._schedulers) if length is not None]
+        return max(found, key=lambda length: length.value, default=None)
+    return None
+
+
+def _parts(scheduler: Any) -> Iterator[Any]:
+    """A scheduler and those inside it."""
+    if scheduler is None:
+        return
+    yield scheduler
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from _parts(inner)
+
+
+def _article(noun: str) -> str:
+    return "an" if noun[0] in "aeiou" else "a"
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:

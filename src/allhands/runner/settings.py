@@ -14,6 +14,7 @@ from torch import nn
 from allhands.data import Source, sources_from_datasets, sources_from_loaders
 from allhands.errors import UserError, kind_of
 from allhands.runner.callbacks import Callback
+from allhands.runner.hooks import check_callback
 from allhands.runner.schedule import Schedule
 from allhands.step import PRECISIONS, STEPS
 from allhands.strategies import Strategy
@@ -87,14 +88,17 @@ class TrainSettings:
         if not callable(self.criterion):
             raise UserError(f"criterion is {kind_of(self.criterion)}; pass a loss such as torch.nn.CrossEntropyLoss()")
         self._check_optimizer()
-        Schedule(self.scheduler)
+        Schedule(self.scheduler).check_optimizer(self.optimizer)
         self._check_numbers()
         known = ["loss", *self.metrics]
         if self.main_metric not in known:
             raise UserError(f"main_metric={self.main_metric!r} is not measured; measured are: {', '.join(known)}")
         for callback in self.callbacks:
+            if isinstance(callback, type) and issubclass(callback, Callback):
+                raise UserError(f"callbacks holds the class {callback.__name__}; write {callback.__name__}(…)")
             if not isinstance(callback, Callback):
                 raise UserError(f"callbacks holds {kind_of(callback)}; each must be an allhands.Callback")
+            check_callback(callback)
         if self.resume == "auto" and self.logdir is None:
             raise UserError("resume='auto' looks for a checkpoint in the logdir; pass logdir=…")
         self._check_saving()

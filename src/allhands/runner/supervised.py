@@ -15,6 +15,7 @@ from allhands.errors import UserError
 from allhands.runner import workers
 from allhands.runner.compiling import check_compiled
 from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule, predict_feed
+from allhands.runner.hooks import check_runner
 from allhands.runner.loggers import prepare_logdir
 from allhands.runner.metrics import LoaderMetrics, named_metrics
 from allhands.runner.recomputing import check_recomputed
@@ -323,6 +324,7 @@ class SupervisedRunner:
         if chosen is None:
             raise UserError("no model: pass model=… here or to SupervisedRunner(model=…)")
         check_model(chosen)
+        check_runner(self, SupervisedRunner)
         return chosen
 
     def _plan(self, distributed: bool | str | Strategy, count: int | None) -> workers.Plan:

@@ -180,6 +180,7 @@ class Training:
         with preserved_generators(), self.agreement, recomputing(self), compiling(self):
             peak.start(self.world)
             self.memory.restore()
+            schedule_note = self._check_schedule()
             settings.strategy.begin(self.optimizer, self.step)
             if self.recorded is not None:
                 self.recorded.begin()
@@ -187,7 +188,7 @@ class Training:
             loggers = Loggers(
                 settings.logdir if self.world.rank == 0 else None, len(self.history["epoch"]), self.step or None
             )  # fmt: skip
-            announce(self)
+            announce(self, schedule_note)
             self.agreement.begin(self.step)
             try:
                 where = self._train(loggers)
@@ -211,6 +212,14 @@ class Training:
                 self._load_best()
             self.memory.close()
         return self.history
+
+    def _check_schedule(self) -> str:
+        """A line for a schedule whose length is not the training's; see `Schedule.check_length`."""
+        if self._limit:
+            return ""  # a trial, which is shorter than the training
+        lengths = [feed.num_steps for feed in self.trained]
+        steps = None if None in lengths else self.num_epochs * sum(lengths)  # type: ignore[arg-type]
+        return self.schedule.check_length(steps, self.num_epochs, self.step, self.epoch)
 
     def _train(self, loggers: Loggers) -> str:
         """Run the epochs; says where the training ended."""

@@ -44,8 +44,9 @@ def check_plan(plan: Any) -> None:
     """Raise `UserError` for a plan that no model could be split by."""
     if plan is None or isinstance(plan, str):
         if plan is not None and plan not in PLANS:
-            raise UserError(f"Tensor(plan={plan!r}): there is no such plan{did_you_mean(plan, PLANS)} Known are {', '.join(PLANS)}; "
-                            "or write one, such as {'layers.*.mlp.up': 'colwise', 'layers.*.mlp.down': 'rowwise'}")  # fmt: skip
+            raise UserError(f"Tensor(plan={plan!r}): there is no such plan{did_you_mean(plan, PLANS)} "
+                            f"Known are {', '.join(PLANS)}; or write one, such as "
+                            "{'layers.*.mlp.up': 'colwise', 'layers.*.mlp.down': 'rowwise'}")  # fmt: skip
         return
     if not isinstance(plan, Mapping) or not plan:
         raise UserError(f"Tensor(plan={plan!r}); it must be a name ({', '.join(PLANS)}) or patterns of module names with their "
@@ -131,8 +132,8 @@ def _match(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Style]:
         style = _style(pattern, given)
         found = [n for n in names if len(n.split(".")) == len(atoms) and all(map(fnmatch.fnmatchcase, n.split("."), atoms))]
         if not found:
-            raise UserError(f"Tensor(plan={{{pattern!r}: …}}) names nothing in the model{did_you_mean(pattern, names)} Its modules "
-                            f"with weights are {', '.join(_with_weights(model)[:12])}")  # fmt: skip
+            raise UserError(f"Tensor(plan={{{pattern!r}: …}}) names nothing in the model{did_you_mean(pattern, names)} "
+                            f"Its modules with weights are {', '.join(_with_weights(model)[:12])}")  # fmt: skip
         for name in found:
             if styles.get(name, style) != style:
                 raise UserError(f"Tensor(plan=…): '{by[name]}' makes '{name}' {styles[name].kind}, and '{pattern}' makes it "

@@ -100,13 +100,16 @@ class SiteRunner(SupervisedRunner):
 class SiteSession(Session):
     """A session whose first line says what is known before any site is there."""
 
-    def _announce(self) -> None:
+    def _announce(self, schedule_note: str) -> None:
         rounds = self.rounds
         assert isinstance(rounds, SiteRounds)
         self.reporter.line(
             f"allhands: federated, {rounds.algorithm.name}, across {len(rounds.clients)} sites ({', '.join(rounds.roll.names)}); "
-            f"{rounds.per_round} a round, {rounds.roll.needed} must be there; {rounds.rounds} rounds"
+            f"{rounds.per_round} a round, {rounds.roll.needed} must be there; {rounds.rounds} rounds; "
+            f"seed {self.settings.seed}"
         )
+        if schedule_note:
+            self.reporter.line(schedule_note)
 
 
 class _Elsewhere(Dataset[Any]):
