@@ -85,7 +85,7 @@ def test_a_logdir_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_resume_from_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no checkpoint at .*/nothing; write resume='auto'"):
+    with pytest.raises(UserError, match=r"no checkpoint at .*/nothing; to resume, write resume='auto'"):
         train(resume=tmp_path / "nothing")
 
 

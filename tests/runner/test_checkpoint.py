@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+import allhands
 from allhands import UserError
 from allhands.runner import checkpoint
 from allhands.runner.checkpoint import storage
+from tests.runner.problems import fit
 
 
 def write(folder: Path, epoch: int, best: bool = False, value: float = 0.0) -> Path:
@@ -118,3 +120,30 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: 
         write(tmp_path, 2)
     assert checkpoint.load(tmp_path / "last")["epoch"] == 1
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_checkpoint_is_named_by_a_string_too(tmp_path, monkeypatch):
+    fit(logdir=tmp_path / "logs", num_epochs=2)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    newest = allhands.load_checkpoint(tmp_path / "logs")["step"]
+    for name in (
+        "logs",
+        "logs/checkpoints",
+        "logs/last",
+        "logs/checkpoints/last",
+        "~/logs",
+        "logs/epoch-0002",
+        "logs/checkpoints/last/state.pt",
+    ):
+        assert allhands.load_checkpoint(name)["step"] == newest, name
+    assert allhands.load_checkpoint("logs/best")["epoch"] == allhands.load_checkpoint("logs")["best_epoch"]
+    for wrong, right in (
+        ("logs/checkpoints/bset", r"did you mean logs/checkpoints/best\?"),
+        ("logs/lasst", r"did you mean logs/checkpoints/last\?"),
+        ("log/best", r"no folder log; did you mean logs\?"),
+        ("logs/checkpoints/epoch-0009", r"did you mean logs/checkpoints/epoch-000"),
+        (3, "named by a path, and this is a int"),
+    ):
+        with pytest.raises(UserError, match=right):
+            allhands.load_checkpoint(wrong)

@@ -180,12 +180,3 @@ class LocalTraining:
         """The samples of each step, as `order` gives them."""
         order, sizes = self.order(indices, seed, round_, client)
         yield from torch.from_numpy(order).split(sizes)
-
-
-def mapping_forward(input_key: str, target_key: str) -> Forward:
-    """A `forward` for batches that are dicts."""
-
-    def forward(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Any, Any]:
-        return model(batch[input_key]), batch[target_key]
-
-    return forward

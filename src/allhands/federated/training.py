@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -26,7 +27,7 @@ from allhands.federated.samples import Samples
 from allhands.federated.session import Session
 from allhands.federated.strategy import Federated
 from allhands.federated.team import Team
-from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule
+from allhands.runner.evaluation import Forward, evaluate_feed, fitting, loss_rule
 from allhands.runner.metrics import LoaderMetrics
 from allhands.runner.reporter import Reporter
 from allhands.runner.settings import TrainSettings
@@ -50,7 +51,7 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
         tests = None
         if strategy.test_fraction is not None:
             clients, tests = clients.split(strategy.test_fraction, settings.seed)
-        local = local_training(settings, strategy, source, runner.handle_batch)
+        local = local_training(settings, strategy, source, runner.handle_batch, reporter.line)
         clients, local, per_round = strategy.algorithm.prepare(clients, local, strategy.per_round or len(clients))
         if tests is not None and len(clients) != len(tests):  # the algorithm has put all samples together
             tests = Clients([tests.indices])
@@ -85,20 +86,23 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
     return {key: kept[key] for key in ("optimizer", "scheduler", "callbacks")} | {"history": history, "model": state}
 
 
-def local_training(settings: Any, strategy: Federated, source: Source, forward: LocalForward) -> LocalTraining:
+def local_training(settings: Any, strategy: Federated, source: Source, handle_batch: LocalForward,
+                   say: Callable[[str], None] | None = None) -> LocalTraining:  # fmt: skip
     """How every client trains, wherever it is.
 
     Args:
         settings: has the model, the criterion, the optimizer and the options of `TrainSettings`.
         strategy: epochs or steps.
         source: size of batches.
-        forward: see `LocalTraining`.
+        handle_batch: the runner's, which becomes the clients' `forward`.
+        say: see `allhands.runner.evaluation.fitting`.
     """
     steps = strategy.local_steps
     return LocalTraining(
         criterion=batch_loss(settings.criterion), optimizer=LocalOptimizer.like(settings.optimizer, settings.model),
         batch_size=source.batch_size, epochs=strategy.local_epochs, steps=min(3, steps or 3) if settings.check else steps,
-        clip_norm=settings.clip_norm, forward=forward, drop_last=source.drop_last, precision=settings.precision,
+        clip_norm=settings.clip_norm, forward=fitting(handle_batch, settings.criterion, say),
+        drop_last=source.drop_last, precision=settings.precision,
     )  # fmt: skip
 
 
@@ -140,7 +144,7 @@ def evaluation(
         return None
     feeds = build_feeds(kept, world, settings.seed, same_everywhere=settings.data.same_everywhere)
     model, precision = settings.model, Precision(settings.precision, world.device)
-    forward = Forward(runner, model, world.device)
+    forward = Forward(runner, model, world.device, settings.criterion, reporter.line)
     prepared = {name: (feed, loss_rule(settings.criterion, feed, runner), LoaderMetrics(settings.metrics, world, trains=False))
                 for name, feed in feeds.items()}  # fmt: skip
 

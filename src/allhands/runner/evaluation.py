@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +22,24 @@ from allhands.world import World
 if TYPE_CHECKING:
     from allhands.runner.supervised import SupervisedRunner
 
+HandleBatch = Callable[[nn.Module, Any], tuple[Any, Any]]
+
 
 class Forward:
-    """Moves a batch to the device and has the runner call the model on it."""
+    """Moves a batch to the device and has the runner call the model on it.
 
-    def __init__(self, runner: SupervisedRunner, module: nn.Module, device: torch.device) -> None:
-        self.handle_batch = runner.handle_batch
+    Args:
+        runner: whose `handle_batch` it is.
+        module: the model that is called.
+        device: where the batch goes.
+        criterion: what the output and the target are for. One that compares them element by element gets the target in the
+            output's shape, see `fitting`.
+        say: is told once when that changes the target's shape.
+    """
+
+    def __init__(self, runner: SupervisedRunner, module: nn.Module, device: torch.device, criterion: Any = None,
+                 say: Callable[[str], None] | None = None) -> None:  # fmt: skip
+        self.handle_batch = fitting(runner.handle_batch, criterion, say)
         self.target_of, self.rows_of = runner.target_of, runner.rows_of
         self.module = module
         self.device = device
@@ -37,6 +49,40 @@ class Forward:
         if self.moves:
             batch = to_device(batch, self.device)
         return self.handle_batch(self.module, batch)
+
+
+def fitting(handle_batch: HandleBatch, criterion: Any, say: Callable[[str], None] | None = None) -> HandleBatch:
+    """`handle_batch` whose target has the output's shape, for a criterion that compares the two element by element.
+
+    Only where a last dimension of size 1 tells them apart, ``[batch, 1]`` and ``[batch]``: what is meant is certain there, and
+    broadcasting would compare every output with every target. For other criteria it is `handle_batch` itself.
+
+    Args:
+        handle_batch: ``(model, batch)`` to ``(output, target)``.
+        criterion: what the two are for; None is no such criterion.
+        say: is told once that the target is read in another shape.
+    """
+    return _Fitting(handle_batch, say) if criterion is not None and LossRule(criterion).elementwise else handle_batch
+
+
+class _Fitting:
+    """See `fitting`; a class so that it pickles."""
+
+    def __init__(self, handle_batch: HandleBatch, say: Callable[[str], None] | None) -> None:
+        self.handle_batch = handle_batch
+        self.say = say
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        output, target = self.handle_batch(model, batch)
+        if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
+            return output, target
+        wanted, given = output.shape, target.shape
+        if wanted == given or (wanted != (*given, 1) and given != (*wanted, 1)):
+            return output, target
+        if self.say is not None:
+            self.say(f"note: the target of shape {list(given)} is read in the output's shape, {list(wanted)}")
+            self.say = None
+        return output, target.reshape(wanted)
 
 
 def try_on(runner: SupervisedRunner, feed: Feed, precision: Precision, device: torch.device, module: nn.Module,

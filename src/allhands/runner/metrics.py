@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from allhands.comm import all_gather_rows, all_gather_text, all_reduce_sum, broadcast_tensors, calls
-from allhands.errors import UserError
+from allhands.errors import UserError, kind_of
 from allhands.step import NonFiniteLossError
 from allhands.world import World
 
@@ -140,7 +142,7 @@ class LoaderMetrics:
 
     def _keep(self, output: Any, target: Any) -> None:
         if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
-            self._update(output, target, _rows(output))
+            self._update(output, target, _rows(output, target))
             return
         if self._outputs and (output.shape[1:] != self._outputs[0].shape[1:] or target.shape[1:] != self._targets[0].shape[1:]):
             self._flush()
@@ -168,8 +170,17 @@ class LoaderMetrics:
                         )
                     value = value.detach().reshape(()).double()
                 self._sums[name] = self._sums[name] + value * rows
-            for module in self._modules.values():
-                module.update(output, target)
+            for name, module in self._modules.items():
+                try:
+                    module.update(output, target)
+                except (TypeError, AttributeError, ValueError, RuntimeError) as error:
+                    if isinstance(output, torch.Tensor):
+                        raise
+                    raise UserError(
+                        f"metric '{name}', a {type(module).__name__}, cannot take the model's output, which is {kind_of(output)} "
+                        f"({type(error).__name__}: {error}); write a function of it, metrics={{'{name}': lambda output, target: "
+                        "…}}, or let handle_batch return the tensor"
+                    ) from error
 
     def running_loss(self) -> float:
         """The mean loss on this rank so far, or what `share_loss` has told where it has none. Reads the device."""
@@ -348,12 +359,27 @@ def _scalar(name: str, value: Any) -> float:
     )
 
 
-def _rows(output: Any) -> int:
-    """Samples in a model's output, which may be a tree of tensors."""
-    if isinstance(output, torch.Tensor):
-        return len(output)
-    if isinstance(output, Mapping):
-        return _rows(next(iter(output.values())))
-    if isinstance(output, (list, tuple)):
-        return _rows(output[0])
-    raise UserError(f"cannot tell how many samples a model's output of type {type(output).__name__} holds; return tensors")
+def _rows(output: Any, target: Any) -> int:
+    """Samples of a batch: the first dimension of the output or the target, of the one that is a tensor and no tree of them."""
+    whole = (value for value in (output, target) if isinstance(value, torch.Tensor))
+    for tensor in itertools.chain(whole, _tensors(output), _tensors(target)):
+        if tensor.dim():  # a loss among the outputs has none
+            return len(tensor)
+    raise UserError(
+        f"cannot tell how many samples a model's output of type {type(output).__name__} and a target of type "
+        f"{type(target).__name__} hold; return tensors whose first dimension is the batch"
+    )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from allhands.data import build_feeds, preserved_generators
-from allhands.errors import UserError
+from allhands.errors import UserError, kind_of
 from allhands.runner import workers
 from allhands.runner.compiling import check_compiled
 from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule, predict_feed
 from allhands.runner.hooks import check_runner
+from allhands.runner.keys import Keys, check_keys, inputs_of, missing_key, takes_by_name, target_in
 from allhands.runner.loggers import prepare_logdir
 from allhands.runner.metrics import LoaderMetrics, named_metrics
 from allhands.runner.recomputing import check_recomputed
@@ -31,21 +32,29 @@ class SupervisedRunner:
     """Trains, evaluates and applies a model that maps an input to an output, given targets.
 
     A batch is ``(input, target)``, ``(input, …, target)`` whose leading members are all passed to the model, or a dict in
-    which `input_key` and `target_key` name the two. Override `handle_batch` for anything else.
+    which `input_key` and `target_key` name the two. Override `handle_batch` for anything else, and `target_of` where the
+    batch is an object of a class of its own.
 
     Args:
         model: default for the methods' `model`.
         device: ``"cpu"`` or ``"cuda"``; None takes a GPU where there is one.
-        input_key: the model's input in batches that are dicts.
-        target_key: the target in batches that are dicts.
+        input_key: the model's input in batches that are dicts. A list of keys gives the model several: by their names where
+            its ``forward`` has arguments of all these names, else in their order. A dict names the model's argument for each
+            key, ``{"user": "user_id", "item": "item_id"}``.
+        target_key: the target in batches that are dicts. A list of keys gives a dict of targets by key; a dict one by its own
+            names.
+
+    Raises:
+        UserError: a key is no string, list or dict of strings.
     """
 
-    def __init__(self, model: nn.Module | None = None, device: str | None = None, input_key: str = "features",
-                 target_key: str = "targets") -> None:  # fmt: skip
+    def __init__(self, model: nn.Module | None = None, device: str | None = None, input_key: Keys = "features",
+                 target_key: Keys = "targets") -> None:  # fmt: skip
         self.model = model
         self.device = None if device is None else torch.device(device).type
-        self.input_key = input_key
-        self.target_key = target_key
+        self.input_key: Keys = check_keys("input_key", input_key)
+        self.target_key: Keys = check_keys("target_key", target_key)
+        self._by_name: dict[type, bool] = {}  # whether models of a class are given several inputs by name
 
     # ------------------------------------------------------------------ what a subclass may change
 
@@ -58,19 +67,38 @@ class SupervisedRunner:
                 return model(batch[0]), None
             return model(*batch[:-1]), batch[-1]
         if isinstance(batch, Mapping):
-            if self.input_key not in batch:
-                raise UserError(
-                    f"a batch has the keys {', '.join(map(repr, batch))} and no '{self.input_key}'; write "
-                    "SupervisedRunner(input_key=…, target_key=…) with two of them"
-                )
-            return model(batch[self.input_key]), batch.get(self.target_key)
+            args, kwargs = self._inputs(model, batch)
+            return model(*args, **kwargs), target_in(batch, self.target_key)
         return model(batch), None
 
     def target_of(self, batch: Any) -> Any:
-        """The target in a batch; asked before the forward pass by criteria that count their targets."""
+        """The target in a batch; asked before the forward pass by criteria that count their targets.
+
+        Raises:
+            UserError: a dict without `target_key`, or an object of which it is not known where its target is.
+        """
         if isinstance(batch, Mapping):
-            return batch[self.target_key]
-        return batch[-1]
+            if error := missing_key("target_key", self.target_key, batch):
+                raise error
+            return target_in(batch, self.target_key)
+        if isinstance(batch, (tuple, list)) and batch:
+            return batch[-1]
+        name = type(self).__name__
+        raise UserError(
+            f"the criterion counts its targets, and {name} does not know where they are in a batch that is {kind_of(batch)}; "
+            f"add to {name}: def target_of(self, batch): return batch.y"
+        )
+
+    def _inputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        keys, by_name = self.input_key, False
+        if error := missing_key("input_key", keys, batch):
+            raise error
+        if isinstance(keys, list):
+            kind = type(model)
+            if kind not in self._by_name:
+                self._by_name[kind] = takes_by_name(model, keys)
+            by_name = self._by_name[kind]
+        return inputs_of(batch, keys, by_name)
 
     def rows_of(self, batch: Any) -> int | None:
         """How many samples a batch holds that a collate function of yours has made; None: as many as it was given.
@@ -364,7 +392,7 @@ def _evaluate(runner: SupervisedRunner, given: Any, world: World, reporter: Repo
         model.to(world.device)
         if isinstance(criterion, nn.Module):
             criterion.to(world.device)
-        forward, number = Forward(runner, model, world.device), Precision(precision, world.device)
+        forward, number = Forward(runner, model, world.device, criterion, reporter.line), Precision(precision, world.device)
         values = {}
         for name, feed in feeds.items():
             rule, measured = loss_rule(criterion, feed, runner), LoaderMetrics(metrics, world, trains=False)

@@ -106,7 +106,7 @@ class Training:
         settings.strategy.bind(self.optimizer)
         if isinstance(self.criterion, nn.Module):
             self.criterion.to(world.device)
-        self.forward = Forward(runner, self.wrapped, world.device)
+        self.forward = Forward(runner, self.wrapped, world.device, self.criterion, reporter.line)
         slices = settings.strategy.slices(world)
         self.rules = {name: loss_rule(self.criterion, feed, runner, slices) for name, feed in self.feeds.items()}
         self.schedule = Schedule(settings.scheduler)

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from allhands.errors import UserError
+from allhands.errors import UserError, kind_of, nearest
 from allhands.runner.checkpoint import tree
 from allhands.runner.checkpoint.files import INDEX_FILE, MANIFEST_FILE, STATE_FILE, sha256, sync
 from allhands.strategies.held import Held, Read
@@ -48,11 +48,12 @@ def own_key(rank: int, name: str) -> str:
     return _OWN.format(rank) + name
 
 
-def load(path: Path, weights: bool = True) -> dict[str, Any]:
+def load(path: str | os.PathLike[str], weights: bool = True) -> dict[str, Any]:
     """Read the state that all ranks share, onto the CPU.
 
     Args:
-        path: a checkpoint's folder, a file in it, a link, a ``checkpoints`` folder, or a logdir (then its newest).
+        path: a checkpoint's folder, a file in it, ``last`` or ``best``, a ``checkpoints`` folder, or a logdir (then its newest);
+            ``~`` is the home folder.
         weights: False leaves marks in the places of the model's and the optimizer's large tensors, for `reader`.
 
     Raises:
@@ -148,23 +149,55 @@ def newest(folder: Path, weights: bool = True) -> tuple[Path, dict[str, Any], li
     return None
 
 
-def resolve(path: Path) -> Path:
-    """A checkpoint's folder, from that folder, a file in it, ``last``/``best``, a ``checkpoints`` folder or a logdir."""
+def resolve(given: str | os.PathLike[str]) -> Path:
+    """A checkpoint's folder, from that folder, a file in it, ``last``/``best``, a ``checkpoints`` folder or a logdir.
+
+    A checkpoint may also be named beside the ``checkpoints`` folder that it is in: ``logdir/best``.
+
+    Raises:
+        UserError: there is none; names the nearest that there is.
+    """
+    if not isinstance(given, (str, os.PathLike)):
+        raise UserError(f"a checkpoint is named by a path, and this is {kind_of(given)}; write 'logdir/checkpoints/last'")
+    path = Path(given).expanduser()
     if path.name in (STATE_FILE, MANIFEST_FILE, INDEX_FILE):
         path = path.parent
+    if not path.exists() and (path.parent / "checkpoints").is_dir():
+        path = path.parent / "checkpoints" / path.name
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if found_in(path) and not (path / MANIFEST_FILE).exists():
         last = path / "last"
         path = last if last.exists() else found_in(path)[-1]
     if not path.exists():
-        raise UserError(f"resume: there is no checkpoint at {path}; write resume='auto' to start anew where there is none")
+        raise UserError(f"there is no checkpoint at {path}{_instead(path)}")
     if path.is_file():
         raise UserError(
-            f"resume: {path} is a file; give the folder of a checkpoint, such as logdir/checkpoints/last, "
-            f"which holds {STATE_FILE}"
+            f"{path} is a file; give the folder of a checkpoint, such as logdir/checkpoints/last, which holds {STATE_FILE}"
         )
+    if not (path / MANIFEST_FILE).exists() and not any(path.iterdir()):
+        raise UserError(f"there is no checkpoint in {path}, which is empty{_instead(path)}")
     return path.resolve()
+
+
+def _instead(path: Path) -> str:
+    """What could have been meant by a path at which nothing is."""
+    beside = path.parent
+    if not beside.is_dir():
+        near = nearest(beside.name, [entry.name for entry in _entries(beside.parent) if entry.is_dir()])
+        return f": there is no folder {beside}" + (f"; did you mean {beside.parent / near}?" if near else "")
+    names = [entry.name for entry in _entries(beside) if entry.is_dir() and not entry.name.startswith(".")]
+    near = nearest(path.name, names)
+    if near is not None:
+        return f"; did you mean {beside / near}?"
+    there = [checkpoint.name for checkpoint in found_in(beside)]
+    if there:
+        return f"; there are {', '.join(there)}"
+    return "; to resume, write resume='auto', which starts anew where there is none"
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 def check_files(path: Path) -> dict[str, Any]:
