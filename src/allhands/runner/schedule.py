@@ -71,7 +71,7 @@ class Schedule:
         """Raise `UserError` when the scheduler, or one inside it, changes another optimizer than `optimizer`."""
         groups = {id(group) for group in optimizer.param_groups}
         for scheduler in _parts(self.scheduler):
-            other = getattr(scheduler, "optimizer", None)
+            other: Any = getattr(scheduler, "optimizer", None)
             # An optimizer around another one (Lookahead) shares its groups.
             if not hasattr(other, "param_groups") or groups & {id(group) for group in other.param_groups}:
                 continue
