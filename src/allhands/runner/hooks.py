@@ -84,7 +84,7 @@ def check_callback(callback: Callback) -> None:
 
 def check_runner(runner: Any, base: type) -> None:
     """Raise `UserError` for a method of a subclass of `base` that looks like one to override and is none."""
-    kind, known = type(runner).__name__, ["handle_batch", "target_of"]
+    kind, known = type(runner).__name__, ["handle_batch", "target_of", "rows_of"]
     for name, _ in _own_methods(runner, base):
         if hasattr(base, name):
             continue
@@ -100,6 +100,7 @@ def check_runner(runner: Any, base: type) -> None:
             raise UserError(f"{kind}.{name} is never called; did you mean {near_name}?")
     _check_call(runner.handle_batch, f"{kind}.handle_batch", "def handle_batch(self, model, batch)", (None, None))
     _check_call(runner.target_of, f"{kind}.target_of", "def target_of(self, batch)", (None,))
+    _check_call(runner.rows_of, f"{kind}.rows_of", "def rows_of(self, batch)", (None,))
 
 
 def _written(name: str) -> str:

@@ -109,7 +109,7 @@ class SupervisedRunner:
         if batch is None:
             return 0
         if isinstance(batch, Mapping):
-            members, target = list(batch.values()), batch.get(self.target_key)
+            members, target = list(batch.values()), target_in(batch, self.target_key)
         elif isinstance(batch, (list, tuple)):
             members, target = list(batch), batch[-1] if batch else None
         else:
