@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import allhands
 from allhands import Callback, SupervisedRunner
@@ -220,3 +221,59 @@ def test_a_period_of_steps_is_refused():
 def test_options_of_failures_are_checked_when_they_are_written(options):
     with pytest.raises(UserError, match=next(iter(options))):
         Federated(clients=3, **options)
+
+
+def tenfold(samples: list[Any]) -> Any:
+    x, y = default_collate(samples)
+    return 10 * x, y
+
+
+class Slope(nn.Module):
+    """After one step of SGD(lr=1) from 0, -w is the gradient of the mean of w * x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w * x
+
+
+class Ones(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(1), torch.zeros(1)
+
+
+def slope(data: Any, executor: Any = "auto", collate_fn: Any = tenfold, **options: Any) -> float:
+    model = Slope()
+    SupervisedRunner(device="cpu").train(
+        model=model, criterion=lambda output, _: output.mean(), optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        loaders={"train": DataLoader(data, batch_size=4, collate_fn=collate_fn, **options)}, metrics={"m": lambda o, t: 0.0},
+        distributed=Federated(clients=2, partition=[[0, 1, 2, 3], [4, 5, 6, 7]], rounds=1, executor=executor),
+    )  # fmt: skip
+    return -model.w.item()
+
+
+@pytest.mark.parametrize("executor", ["auto", "serial"])
+@pytest.mark.parametrize("data", [Ones(), TensorDataset(torch.ones(8, 1), torch.zeros(8, 1))], ids=["read", "tensors"])
+def test_clients_batches_are_made_by_the_loaders_collate_function(data, executor):
+    assert slope(data, executor) == pytest.approx(10.0)
+    assert slope(data, executor, collate_fn=None) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("executor", ["stacked", "graph"])
+def test_executors_that_cannot_call_a_collate_function_say_so(executor):
+    with pytest.raises(UserError, match=f"executor='{executor}' cannot train these clients"):
+        slope(Ones(), executor)
+
+
+def test_what_loader_processes_would_do_is_said_or_refused(capsys):
+    assert slope(Ones(), num_workers=2) == pytest.approx(10.0)
+    printed = capsys.readouterr().out
+    assert "note: loader 'train' has num_workers=2; clients' samples are read in the workers that train" in printed
+    assert "note: metrics (m) are of loaders that are evaluated, and there is none" in printed
+    with pytest.raises(UserError, match="has a worker_init_fn, which loader processes call, and clients have none"):
+        slope(Ones(), num_workers=1, worker_init_fn=print)

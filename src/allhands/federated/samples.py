@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from allhands.data import derive_seed, preserved_generators, seed_everything
+from allhands.data import derive_seed, map_tensors, preserved_generators, seed_everything
 from allhands.errors import UserError
 
 
@@ -22,10 +22,12 @@ class Samples:
     Args:
         dataset: ``dataset[i]`` gives one sample; it has a length.
         device: where batches are wanted.
+        collate_fn: makes a batch of samples; with one of your own a `TensorDataset` too is read sample by sample.
     """
 
-    def __init__(self, dataset: Any, device: torch.device) -> None:
+    def __init__(self, dataset: Any, device: torch.device, collate_fn: Callable[[list[Any]], Any] | None = None) -> None:
         self.device = device
+        self.collate_fn = collate_fn or default_collate
         self.tensors: tuple[torch.Tensor, ...] | None = None
         self.dataset: Dataset[Any] | Sequence[Any] = dataset
         if isinstance(dataset, TensorDataset):
@@ -37,7 +39,10 @@ class Samples:
                 raise UserError(
                     f"the data set's tensors have {', '.join(str(len(t)) for t in tensors)} samples; give all the same"
                 )
-            self.tensors = tuple(t.to(device) for t in tensors)
+            if self.collate_fn is default_collate:
+                self.tensors = tuple(t.to(device) for t in tensors)
+            else:
+                self.dataset = TensorDataset(*tensors)
         elif not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise UserError(
                 f"the data set is a {type(dataset).__name__} without indices or length; clients need one that has both, "
@@ -54,26 +59,17 @@ class Samples:
             return tuple(t[wanted] for t in self.tensors)
         with preserved_generators():
             seed_everything(derive_seed(seed, "samples", *place))
-            batch = default_collate([self.dataset[i] for i in indices.tolist()])
-        return _to(batch, self.device)
+            batch = self.collate_fn([self.dataset[i] for i in indices.tolist()])
+        return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def targets(self) -> torch.Tensor | None:
         """The target of every sample, shape ``[samples, …]``, on the processor: the last member of a data set in memory, or the
         attribute `targets` or `labels` of another; None where there is neither."""
-        if self.tensors is not None:
-            return self.tensors[-1].cpu()
+        tensors = self.dataset.tensors if isinstance(self.dataset, TensorDataset) else self.tensors
+        if tensors is not None:
+            return tensors[-1].cpu()
         for name in ("targets", "labels"):
             given = getattr(self.dataset, name, None)
             if given is not None and len(given) == len(self):
                 return torch.as_tensor(given).cpu()
         return None
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return {key: _to(item, device) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_to(item, device) for item in value)
-    return value

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import nn
 
 from allhands.comm import broadcast_tensors
@@ -44,7 +45,12 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
     with preserved_generators():
         sources = settings.data.sources(settings.seed)
         source = trained_source(sources)
-        samples = Samples(source.dataset, world.device)
+        samples = samples_of(source, world.device)
+        if source.options.get("num_workers") and samples.tensors is None:
+            reporter.line(
+                f"note: loader '{source.name}' has num_workers={source.options['num_workers']}; clients' samples are read in the "
+                "workers that train, and only loaders that are evaluated have loader processes"
+            )
         clients = partition_of(strategy.partition, samples, strategy.clients, settings.seed)
         if strategy.sites is not None:
             strategy.sites.check_clients(len(clients))
@@ -74,6 +80,11 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
             compression=strategy.compression, privacy=strategy.privacy, systems=strategy.systems,
         )  # fmt: skip
         evaluated = [name for name, source in sources.items() if not source.trains] + (["clients"] if tests is not None else [])
+        if settings.metrics and not evaluated:
+            reporter.line(
+                f"note: metrics ({', '.join(settings.metrics)}) are of loaders that are evaluated, and there is none; of "
+                "the clients' training only the loss is known. Pass a loader 'valid', or Federated(test_fraction=0.2)"
+            )
         session = Session(settings, world, reporter, rounds, evaluated)
         history = session.run()
     model.to(home)
@@ -132,7 +143,17 @@ def trained_source(sources: dict[str, Source]) -> Source:
                 f"the loader '{source.name}' has a {name}; clients draw from their own samples in an order of their "
                 "own: remove it, or say who has which samples with partition="
             )
+    if source.options.get("worker_init_fn") is not None and source.options.get("num_workers"):
+        raise UserError(
+            f"the loader '{source.name}' has a worker_init_fn, which loader processes call, and clients have none: remove it, "
+            "and let the data set or collate_fn do what it does; random draws there are seeded already"
+        )
     return source
+
+
+def samples_of(source: Source, device: torch.device) -> Samples:
+    """The samples of a loader, in batches as its collate function makes them."""
+    return Samples(source.dataset, device, source.options.get("collate_fn"))
 
 
 def evaluation(

@@ -32,7 +32,7 @@ from allhands.federated.sites.definition import Definition
 from allhands.federated.sites.describe import describe, differences
 from allhands.federated.sites.keys import prove
 from allhands.federated.sites.site_state import SiteState
-from allhands.federated.training import local_training, make_executor, number_of_rounds, trained_source
+from allhands.federated.training import local_training, make_executor, number_of_rounds, samples_of, trained_source
 from allhands.world import current_world, init
 
 _ABSENT = object()
@@ -89,7 +89,7 @@ class SiteWorker:
         with preserved_generators():
             sources = sources_from_datasets(definition.datasets, definition.seed)
             self.source = trained_source(sources)
-            self.samples = Samples(self.source.dataset, self.world.device)
+            self.samples = samples_of(self.source, self.world.device)
         if len(self.samples) == 0:
             raise UserError("the site's data set has no sample to train on; name its folder by --data")
         self.tested = self._tested(sources)
@@ -119,7 +119,7 @@ class SiteWorker:
         others = [source for source in sources.values() if not source.trains]
         if self.definition.strategy.test_fraction is not None or not others:
             return None
-        return Samples(next((source for source in others if source.name == "valid"), others[0]).dataset, self.world.device)
+        return samples_of(next((source for source in others if source.name == "valid"), others[0]), self.world.device)
 
     def _place(self, client: int, clients: int) -> _Place:
         definition, strategy, world = self.definition, self.definition.strategy, self.world
