@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from allhands.errors import WorkerError
-from allhands.launch import spawn, worker
+from allhands.launch import processes, spawn, worker
+from tests.launch.conftest import wait_until
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("mark")]
 
@@ -148,6 +150,89 @@ def test_a_failure_while_others_stop_is_one(job: Any) -> None:
     assert "rank 0 had already left with exit code 143, " in report[1]
 
 
+# While the job starts, starts again, or stops
+
+
+# Stands for torch, which the keeper imports before it forks workers.
+SLOW_IMPORT = """
+import os, time
+open("importing", "w").write(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_any_worker_is_there_ends_the_job(job: Any, number: signal.Signals) -> None:
+    job.script(SLOW_IMPORT, "torch.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(job.folder))
+        process = job.start("-n", "2", job.script("print('trained')"))
+    assert wait_until((job.folder / "importing").exists, 30)
+    process.send_signal(number)
+    line = f"allhands: stopped by {number.name}; no worker is left"
+    assert finish(process) == (128 + number, [], [line])
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_that_only_the_keeper_gets_before_any_worker_is_there(job: Any, number: signal.Signals) -> None:
+    """As from a scheduler that signals the steps of a job, and not the script that started them."""
+    slow = (
+        SLOW_IMPORT.replace("60", "0.1")
+        .replace("import os, time", "import os, signal, time")
+        .replace("time.sleep", "while not os.path.exists('signalled'): time.sleep")
+    )
+    job.script(slow, "torch.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(job.folder))
+        process = job.start("-n", "2", job.script("print('trained')"))
+    assert wait_until(lambda: (job.folder / "importing").exists() and (job.folder / "importing").read_text() != "", 30)
+    os.kill(int((job.folder / "importing").read_text()), number)
+    (job.folder / "signalled").touch()
+    code, out, err = finish(process)
+    assert (code, out, err[-1]) == (128 + number, [], f"allhands: stopped by {number.name}; no worker is left")
+
+
+def test_a_signal_while_the_workers_are_stopped_keeps_them_from_being_started_again(job: Any) -> None:
+    script = (
+        "import os, signal, sys, time\n"
+        "def stop(*_):\n    print('stopping 1 1', flush=True)\n    time.sleep(0.5)\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop)\nprint('up', os.getpid(), flush=True)\n"
+        "while os.environ['RANK'] == '1': time.sleep(0.05)\n"
+        "while not os.path.exists('fail'): time.sleep(0.05)\nraise OSError('disk is full')"
+    )
+    process, _ = start(job, script, "--no-preload", "--max-restarts", "3")
+    (job.folder / "fail").touch()
+    assert process.stdout.readline() == b"[1] stopping 1 1\n"
+    process.send_signal(signal.SIGUSR1)
+    code, out, err = finish(process)
+    assert (code, out, err[-1]) == (138, [], "allhands: stopped by SIGUSR1; no worker is left")
+
+
+def test_servers_outlive_the_signals_that_ask_workers_to_save(job: Any) -> None:
+    job.fake_servers()
+    process = job.start("-n", "2", "-s", "1", "--no-preload", job.script(SAVES))
+    lines = [process.stdout.readline().decode() for _ in range(3)]
+    assert "[server 0] serving\n" in lines
+    for pid in job.alive():
+        if pid != process.pid:  # the launcher alone would pass it on to the workers only
+            os.kill(pid, signal.SIGUSR1)
+    code, out, err = finish(process)
+    assert (code, err) == (138, ["allhands: the workers stopped after SIGUSR1; no worker is left"])
+    assert out == [f"[{rank}] saved after SIGUSR1 1" for rank in range(2)]
+
+
+def test_signals_wait_until_a_new_process_takes_them() -> None:
+    code = (
+        "import sys\nfrom allhands.launch.processes import take_signals\nsys.stdin.readline()\nprint('here', flush=True)\n"
+        "take_signals()\nprint('too far')"
+    )
+    with processes.held_signals():
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child.send_signal(signal.SIGUSR1)
+    assert (child.communicate("go\n", timeout=30)[0], child.returncode) == ("here\n", -signal.SIGUSR1)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+
 # Functions
 
 
@@ -225,3 +310,47 @@ def test_a_handler_of_the_callers_own_is_left_in_place() -> None:
         assert (results, got, signal.getsignal(signal.SIGUSR1)) == (["untouched"], [signal.SIGUSR1], own)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+class Slow:
+    """Tells the caller when it arrives in a worker, and never does."""
+
+    def __reduce__(self) -> Any:
+        return arrive, ()
+
+
+def arrive() -> None:
+    worker.send({"arriving": True})
+    time.sleep(60)
+
+
+@pytest.mark.usefixtures("_defaults")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_before_the_function_is_called_ends_the_caller(number: signal.Signals) -> None:
+    with pytest.raises(SystemExit) as raised:
+        spawn(print, (Slow(),), workers=2, on_message=lambda *_: os.kill(os.getpid(), number))
+    assert raised.value.code == 128 + number
+
+
+def fails_while_another_stops() -> None:
+    if os.environ["RANK"] == "1":
+        signal.signal(signal.SIGTERM, lambda *_: worker.send({"stopping": True}) and sys.exit(0))
+        Path("up").touch()
+        time.sleep(60)
+    while not Path("up").exists():
+        time.sleep(0.02)
+    raise OSError("disk is full")
+
+
+@pytest.mark.usefixtures("_defaults")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_while_workers_are_stopped_is_for_the_caller(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Who catches the failure must not go on as if no signal had come."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as raised:
+        spawn(fails_while_another_stops, workers=2, on_message=lambda *_: os.kill(os.getpid(), number))
+    assert raised.value.code == 128 + number
+    assert "rank 0" in (said := capfd.readouterr().err)
+    assert "disk is full" in said

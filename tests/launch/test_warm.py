@@ -30,7 +30,7 @@ def keeper() -> int:
 
 
 def test_a_keeper_is_used_again_only_where_nothing_that_it_fixed_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(warm.VARIABLE, "30")
+    monkeypatch.setenv(warm.VARIABLE, "300")
     (first, other) = spawn(keeper, workers=2)
     assert first == other
 
@@ -55,7 +55,7 @@ def test_a_keeper_is_used_again_only_where_nothing_that_it_fixed_differs(monkeyp
 
 
 def test_a_call_that_is_refused_leaves_no_answer_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(warm.VARIABLE, "30")
+    monkeypatch.setenv(warm.VARIABLE, "300")
     for _ in range(2):
         with pytest.raises(UserError):
             spawn(keeper, (threading.Lock(),), workers=2)  # cannot be sent, while the keeper still prepares
@@ -63,7 +63,7 @@ def test_a_call_that_is_refused_leaves_no_answer_to_the_next_one(monkeypatch: py
 
 
 def test_workers_are_as_clean_as_those_of_a_new_keeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv(warm.VARIABLE, "30")
+    monkeypatch.setenv(warm.VARIABLE, "300")
 
     def soil() -> bool:
         import json
@@ -90,7 +90,7 @@ def test_it_ends_by_itself_and_with_the_context(monkeypatch: pytest.MonkeyPatch)
     assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     assert spawn(keeper, workers=1) != [pid], "one that has ended is not used"
     monkeypatch.delenv(warm.VARIABLE)
-    with warm.kept(30):
+    with warm.kept(300):
         (pid,) = spawn(keeper, workers=1)
         assert spawn(keeper, workers=1) == [pid]
     assert not psutil.pid_exists(pid)

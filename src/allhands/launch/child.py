@@ -27,6 +27,7 @@ class Child:
         self.last_beat = time.monotonic()
         self.stopped_since: float | None = None
         self.blamed = False
+        self.begun = not beats  # it runs the user's code; other programs than Python do at once
         self.told = False  # to stop
         self.own_end = True  # it ended, or was ending, before it was told to
         self.exited = False

@@ -121,7 +121,7 @@ class Job:
                 self._say(str(error))
                 first = None
             else:
-                if self.regrouping and not self.supervisor.signals and not self._has_ended():
+                if self.regrouping and not self._has_ended() and not self.supervisor.is_asked_to_end():
                     self.regrouping = False
                     self._take_in_again()
                     attempt += 1
@@ -131,6 +131,8 @@ class Job:
                 self._report(first)
             if self.recovery.restarts == self.options.max_restarts or self.supervisor.signals:
                 return first
+            if self.supervisor.is_asked_to_end():
+                raise KeyboardInterrupt  # by a signal that came when the workers were being stopped, or later
             self.recovery.restarts += 1
             attempt += 1
             self._recover(f"restart {self.recovery.restarts} of {self.options.max_restarts}")
@@ -160,7 +162,7 @@ class Job:
     def _wait_while(self, condition: Callable[[], bool]) -> None:
         while condition():
             self.supervisor.pause(0.02)
-            if self.supervisor.signals:
+            if self.supervisor.is_asked_to_end():
                 raise KeyboardInterrupt
 
     @staticmethod

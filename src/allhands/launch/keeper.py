@@ -72,6 +72,8 @@ class Keeper:
         self.sweep_until = 0.0  # when to give up on processes that do not end even after SIGKILL
         self.last_tick = time.monotonic()
         self.heard: dict[int, float] = {}  # signal -> when this process itself got it last
+        self.untold: list[int] = []  # of those, the ones that are still to be looked at
+        self.waits = False  # for a call that may come or not; what happens meanwhile is no affair of that call
         self.to_pass: list[tuple[int, float]] = []  # signals for the workers, and when the launcher said so
         self.task: dict[str, Any] | None = None
         self.scratch: list[str] = []  # folders to remove in the end; in shared memory they would cost memory for ever
@@ -160,7 +162,7 @@ class Keeper:
         idle: float = 0.0,
     ) -> None:
         self.parent = parent or 0
-        self.launcher_timeout, self.idle_timeout = launcher_timeout, idle
+        self.launcher_timeout, self.idle_timeout, self.waits = launcher_timeout, idle, False
         told = set_up(env, cwd, local_workers, threads, preload)
         self.heard_launcher = time.monotonic()
         self.send(event="ready", host=socket.gethostname(), pid=os.getpid(), **told)
@@ -217,17 +219,19 @@ class Keeper:
         child = Child(task["rank"], beats="program" not in task)
         pipes = [os.pipe() for _ in range(3)]
         keeper = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self.task = task
-            private = [read for read, _ in pipes] + [fd for other in self.children.values() for fd in other.fds]
-            try:
-                worker.enter(task, keeper, [write for _, write in pipes], [*private, *self.own_fds])
-            except BaseException:
-                # Nothing may bring the copy of the keeper that this process still is back into its loop.
-                traceback.print_exc()
-                os._exit(1)
-            return True
+        # A signal for the worker must not meet the keeper's handlers in it.
+        with processes.held_signals():
+            pid = os.fork()
+            if pid == 0:
+                self.task = task
+                private = [read for read, _ in pipes] + [fd for other in self.children.values() for fd in other.fds]
+                try:
+                    worker.enter(task, keeper, [write for _, write in pipes], [*private, *self.own_fds])
+                except BaseException:
+                    # Nothing may bring the copy of the keeper that this process still is back into its loop.
+                    traceback.print_exc()
+                    os._exit(1)
+                return True
         child.pid = pid
         child.last_beat = time.monotonic()
         for index, (read, write) in enumerate(pipes):
@@ -238,6 +242,8 @@ class Keeper:
             self.selector.register(read, selectors.EVENT_READ, child)
         self.children[pid] = child
         self.send(event="started", rank=child.rank, pid=pid)
+        if child.begun:
+            self.send(event="begun", rank=child.rank)
         return False
 
     def _read_child(self, child: Child, fd: int) -> bool:
@@ -245,6 +251,11 @@ class Keeper:
         cutter = child.fds.get(fd)
         if cutter is None:
             return False
+        if not child.begun and isinstance(cutter, LineCutter):
+            # That it has begun is told before anything that it prints, so that who reads that may send it a signal.
+            reports = next((other for other, number in child.names.items() if number == 3 and other in child.fds), None)
+            if reports is not None:
+                self._read_child(child, reports)
         try:
             data = os.read(fd, CHUNK)
         except BlockingIOError:
@@ -265,6 +276,10 @@ class Keeper:
     def _hear(self, child: Child, message: dict[str, Any]) -> None:
         child.last_beat = time.monotonic()
         if "beat" in message:
+            return
+        if "begun" in message:
+            child.begun = True
+            self.send(event="begun", rank=child.rank)
             return
         age = time.monotonic() - message.pop("at", time.monotonic())
         for event in ("raised", "leaving", "returned", "message", "loaded"):
@@ -307,9 +322,25 @@ class Keeper:
     def _pass_signals_on(self, now: float) -> None:
         for number, asked in [entry for entry in self.to_pass if now - entry[1] >= HEARD_TOO]:
             self.to_pass.remove((number, asked))
+            living = [child for child in self.children.values() if not child.exited]
             if now - self.heard.get(number, float("-inf")) > 4 * HEARD_TOO:
-                for child in self.children.values():
+                for child in living:
                     child.signal(number)
+            if living:
+                self.send(event="passed", number=number)
+
+    def on_heard(self, number: int) -> None:
+        """This process got a signal; safe in a signal handler."""
+        self.heard[number] = time.monotonic()
+        self.untold.append(number)
+
+    def _tell_of_signals(self) -> None:
+        """Tell the launcher of a signal that the workers have not got as well, because they do not run yet."""
+        while self.untold:
+            number = self.untold.pop(0)
+            all_run = self.running and all(child.begun or child.exited for child in self.children.values())
+            if not all_run and not self.waits:
+                self.send(event="asked", number=number)
 
     # Time passes
 
@@ -320,6 +351,7 @@ class Keeper:
             for child in self.children.values():
                 child.was_suspended(now)
         self._pass_signals_on(now)
+        self._tell_of_signals()
         for child in self.children.values():
             if not child.gone:
                 self._look_after(child, now)
@@ -380,7 +412,8 @@ class Keeper:
             self.store.stop()
             self.store = None
         self.children.clear()
-        self.running = False
+        self.to_pass.clear()
+        self.running, self.waits = False, self.idle_timeout > 0
         self.idle_since = time.monotonic()
         self.send(event="idle")
 
@@ -401,9 +434,10 @@ def main() -> None:
     keeper = Keeper(requests, events)
     # None of these is for this process. It ends when the launcher does or says so; a scheduler that signals every process of
     # the job must not cut short the time that the launcher gives the workers for saving.
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in processes.REQUESTS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: keeper.heard.update({number: time.monotonic()}))
+            signal.signal(number, lambda number, _: keeper.on_heard(number))
+    processes.take_signals()
     task = keeper.serve()
     if task is not None:
         del keeper

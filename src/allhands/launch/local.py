@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from allhands.launch import processes
 from allhands.launch.handle import KeeperHandle
 from allhands.launch.job import Job
 from allhands.launch.options import Options
@@ -31,14 +32,15 @@ def start_keeper(env: Mapping[str, str | None] | None = None) -> KeeperHandle:
     """
     merged = {**os.environ, **(env or {})}
     root = str(Path(__file__).parents[2])
-    process = subprocess.Popen(
-        [sys.executable, "-c", _BOOT, root],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        bufsize=0,
-        env={name: value for name, value in merged.items() if value is not None},
-        start_new_session=True,
-    )
+    with processes.held_signals():
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, root],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env={name: value for name, value in merged.items() if value is not None},
+            start_new_session=True,
+        )
     return KeeperHandle(process, host=os.uname().nodename, local=True)
 
 

@@ -183,40 +183,64 @@ def run_mpi(
     )
     show(sys.stderr, f"allhands: {shlex.join(words)}\n".encode())
     parent = os.getpid()
-    process = subprocess.Popen(
-        words,
-        env={**os.environ, **own},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        bufsize=0,
-        start_new_session=True,
-        preexec_fn=lambda: processes.die_with_parent(parent),  # noqa: PLW1509
-    )
-    before = _pass_signals_on(process)
-    try:
+    with _Relay() as relay:
+        process = subprocess.Popen(
+            words,
+            env={**os.environ, **own},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=lambda: processes.die_with_parent(parent),  # noqa: PLW1509
+        )
+        relay.to(process)
         gave_up = _show_output(process)
         code = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     if code < 0:
         return 128 - code
     return code or int(gave_up)
 
 
-def _pass_signals_on(process: subprocess.Popen[bytes]) -> dict[int, Any]:
-    """SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go to the launcher; a third SIGINT or SIGTERM kills it."""
-    asked = 0
+class _Relay:
+    """SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go to the launcher; a third SIGINT or SIGTERM kills it.
 
-    def pass_on(number: int, _frame: Any) -> None:
-        nonlocal asked
-        asked += number in (signal.SIGINT, signal.SIGTERM)
+    What comes before there is a launcher is kept for it.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._kept: list[int] = []
+        self._asked = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Relay:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def to(self, process: subprocess.Popen[bytes]) -> None:
+        """It is started."""
+        self._process = process
+        while self._kept:
+            self._pass_on(self._kept.pop(0))
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        if self._process is None:
+            self._kept.append(number)
+        else:
+            self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        assert self._process is not None
+        self._asked += number in (signal.SIGINT, signal.SIGTERM)
         with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGKILL if asked > 2 else number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-    return {number: signal.signal(number, pass_on) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+            self._process.send_signal(signal.SIGKILL if self._asked > 2 else number)
 
 
 def _show_output(process: subprocess.Popen[bytes]) -> bool:

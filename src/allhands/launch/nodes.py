@@ -27,8 +27,8 @@ from allhands.launch import results
 from allhands.launch.circle import Circle
 from allhands.launch.handle import KeeperHandle
 from allhands.launch.plan import TOKEN, tasks_of
+from allhands.launch.processes import REQUESTS
 from allhands.launch.protocol import CHUNK, Inbox, encode, write_all
-from allhands.launch.report import REQUESTS
 from allhands.launch.shipment import Shipment
 from allhands.launch.supervisor import HOST_TIMEOUT, Supervisor
 
@@ -115,7 +115,7 @@ class _NodeInbox(Inbox):
 
     def _pass_on(self, number: int) -> None:
         supervisor = self._supervisor_of()
-        if number not in supervisor.passed:
+        if number not in (*supervisor.passed, *supervisor.kept):
             supervisor.pass_on(number)
 
 
@@ -151,10 +151,7 @@ class Follower:
         self._tell({"event": "gone", "why": str(error) or f"the task there ended by {type(error).__name__}"})
 
     def _on_signal(self, number: int, _: Any) -> None:
-        if self.started:
-            self._tell({"event": "signal", "number": number})
-        elif number == signal.SIGTERM:
-            raise SystemExit(128 + number)
+        self._tell({"event": "signal", "number": number})
 
     def run(self, task: dict[str, Any]) -> list[Any]:
         """Start the workers of this node when the leader says so, and see them through; returns their results by local rank.

@@ -7,12 +7,17 @@ themselves.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
+
+# What asks a training to save and leave.
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -34,6 +39,21 @@ def die_with_parent(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def held_signals() -> Iterator[None]:
+    """REQUESTS wait until the context is left; in a process that is started in it, until that calls `take_signals`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def take_signals() -> None:
+    """Let the signals through that were held when this process was started; its handlers are in place now."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
 
 
 def gpus() -> int:

@@ -16,10 +16,11 @@ Launcher to keeper, field `op`:
     signal   number                                              -> the workers get it
     quit                                                            the keeper ends
 
-Keeper to launcher, field `event`: `ready`, `store`, `reached`, `started`, `out` (whole lines of output), `raised`,
-`leaving`, `returned`, `message` (what worker code sent), `silent`, `exit`, `idle` (no process of the round is
-left), `alive`. Times are `age`: seconds between the thing and its sending, because clocks of two hosts cannot
-be compared.
+Keeper to launcher, field `event`: `ready`, `store`, `reached`, `started`, `begun` (a worker runs the user's code), `out`
+(whole lines of output), `raised`, `leaving`, `returned`, `message` (what worker code sent), `silent`, `passed` (the workers
+have got the signal `number`), `asked` (the keeper itself got the signal `number`, while no worker could take it), `exit`,
+`idle` (no process of the round is left), `alive`. Times are `age`: seconds between the thing and its sending, because clocks
+of two hosts cannot be compared.
 """
 
 from __future__ import annotations

@@ -51,7 +51,12 @@ for name, value in message["env"].items():
         os.environ[name] = value
 """
 
-_BECOME_KEEPER = 'os.execv(sys.executable, [sys.executable, "-c", message["keeper"]])'
+# The signals that a keeper handles wait until it does (`processes.take_signals`).
+_BECOME_KEEPER = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
+os.execv(sys.executable, [sys.executable, "-c", message["keeper"]])
+"""
 
 # `-c` puts the working folder first on the path, where a file named like a standard module would break the keeper.
 _KEEPER = """

@@ -7,10 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from allhands.launch.processes import signal_name
-
-# A worker that leaves with 128 + one of these did what the signal asks for: a training that has saved says so with this code.
-REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+from allhands.launch.processes import REQUESTS, signal_name
 
 # An exit is seen only after the process is gone, when its peers have long noticed broken connections. An exit
 # that the worker did not announce (SIGKILL, os._exit) therefore counts as this much earlier than it was seen.
@@ -61,7 +58,10 @@ class Worker:
         return f"server {-self.rank - 1}" if self.is_server else f"rank {self.rank}"
 
     def stopped_after(self) -> int | None:
-        """The signal after which it stopped on request, and left by itself with exit code 128 + N; None otherwise."""
+        """The signal after which it stopped on request; None otherwise.
+
+        It left by itself with exit code 128 + N: a training that has saved says so with this code.
+        """
         code = self.leaving if self.leaving is not None else (self.exit or {}).get("code", 0)
         return code - 128 if code - 128 in REQUESTS and self.raised is None else None
 

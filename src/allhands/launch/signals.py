@@ -1,7 +1,8 @@
 """Signals that reach the process which started the workers.
 
 SIGTERM, and SIGUSR1 or SIGUSR2 where a scheduler is told to send them before it takes the machine back, ask a training to save
-and leave. Only the workers can do that, so they must learn of it and get the time for it.
+and leave. Only the workers can do that, so they must learn of it and get the time for it. A signal that comes before they can
+take it is kept, and ends the job: they have nothing to save yet.
 """
 
 from __future__ import annotations
@@ -9,11 +10,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from allhands.launch.report import REQUESTS
+from allhands.launch.processes import REQUESTS
 from allhands.launch.supervisor import Supervisor
 
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -32,12 +32,15 @@ def stop_on_signals(supervisor: Supervisor) -> dict[int, Any]:
             # Whoever insists is obeyed even when our own output is stuck; the keeper ends the workers.
             os._exit(128 + number)
 
+    def on_request(number: int, _frame: FrameType | None) -> None:
+        supervisor.pass_on(number)
+
     before: dict[int, Any] = {}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *PASSED_ON):
         handler = signal.getsignal(number)
         if handler is not signal.SIG_IGN:
             before[number] = handler
-            signal.signal(number, _passing_on(supervisor) if number in PASSED_ON else on_stop)
+            signal.signal(number, on_request if number in PASSED_ON else on_stop)
     return before
 
 
@@ -53,25 +56,17 @@ def pass_signals_on(supervisor: Supervisor) -> dict[int, Any]:
     if threading.current_thread() is not threading.main_thread():
         return {}
 
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if not supervisor.workers:
+            raise SystemExit(128 + number)  # whatever is being prepared, it is not waited for
+        supervisor.pass_on(number)
+
     before: dict[int, Any] = {}
     for number in REQUESTS:
         if signal.getsignal(number) is signal.SIG_DFL:
             before[number] = signal.SIG_DFL
-            signal.signal(number, _passing_on(supervisor))
+            signal.signal(number, on_signal)
     return before
-
-
-def _passing_on(supervisor: Supervisor) -> Callable[[int, FrameType | None], None]:
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        if supervisor.workers:
-            supervisor.pass_on(number)
-        elif number == signal.SIGTERM:
-            raise SystemExit(128 + number)
-        else:
-            name = signal.Signals(number).name
-            os.write(2, f"allhands: {name} came before any worker was started, so nobody has anything to save yet\n".encode())
-
-    return on_signal
 
 
 def restore(before: dict[int, Any]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from allhands.errors import UserError
+from allhands.launch import processes
 from allhands.launch.handle import KeeperHandle
 from allhands.launch.output import show
 from allhands.launch.remote import await_keeper, keeper_message, keeper_words, start_process
@@ -145,7 +146,11 @@ def submit(arguments: Sequence[str], workers: int | None, options: Sequence[str]
     run = [sys.executable, "-P", "-c", "from allhands.cli.main import main; main()", "launch", *arguments]
     script = f"#!/bin/sh\nexec {shlex.join(run)}\n"
     with tempfile.TemporaryFile("w+") as said:
-        sbatch = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True)
+        parent = os.getpid()
+        sbatch = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
+            preexec_fn=lambda: processes.die_with_parent(parent),  # noqa: PLW1509
+        )  # fmt: skip
         assert sbatch.stdin is not None
         assert sbatch.stdout is not None
         with contextlib.suppress(BrokenPipeError):

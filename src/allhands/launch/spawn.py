@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,8 +14,9 @@ from allhands.launch.circle import Circle
 from allhands.launch.job import LOOPBACK, PRELOAD
 from allhands.launch.nodes import Follower, other_keepers
 from allhands.launch.options import check_numbers
-from allhands.launch.output import Output
+from allhands.launch.output import Output, show
 from allhands.launch.plan import Place, new_token, tasks_of
+from allhands.launch.processes import REQUESTS
 from allhands.launch.report import Worker, describe
 from allhands.launch.shipment import Shipment
 from allhands.launch.signals import pass_signals_on, restore
@@ -77,10 +79,11 @@ def spawn(
             code. No worker is left then.
         KeyboardInterrupt: and anything that `on_message` raises, after all workers were stopped.
         SystemExit: with 128 + N, after all workers have ended, when they left with that code after signal N (SIGTERM, SIGUSR1
-            or SIGUSR2), or this process got SIGTERM.
+            or SIGUSR2), this process got SIGTERM, or it got signal N when no worker could take it.
 
     While it runs in the main thread, SIGTERM, SIGUSR1 and SIGUSR2 that would end this process are passed on to the workers
-    instead, which have `grace` seconds to end after SIGTERM. A signal that the caller handles itself is left to that.
+    instead, which have `grace` seconds to end after SIGTERM. One that comes before they run `fn`, or when they have ended, ends
+    this process with SystemExit. A signal that the caller handles itself is left to that.
 
     With ALLHANDS_KEEPER_IDLE=SECONDS in the environment, the process that imports torch and starts the workers waits so long for
     another call, which then saves the import.
@@ -108,7 +111,12 @@ def spawn(
             # The keeper imports torch while the arguments are written.
             task = shipment.pack(fn, args, kwargs or {})
             supervisor.on_loaded = shipment.all_loaded
-            port = supervisor.wait_ready()
+            try:
+                port = supervisor.wait_ready()
+            except KeyboardInterrupt:
+                if supervisor.signals:  # the keeper got one
+                    raise SystemExit(128 + supervisor.signals[0]) from None
+                raise
             places = circle.places(servers) if circle is not None else [Place(workers, range(servers), LOOPBACK)]
             here, *elsewhere = tasks_of(task, places, port, run_id=uuid.uuid4().hex[:12], token=new_token(servers))
             first = supervisor.run(
@@ -132,6 +140,11 @@ def spawn(
                 supervisor.remove(keeper)
             supervisor.close()
             restore(before)
+        if supervisor.kept and number is None:
+            # It came when the workers had ended, or were being stopped, and so is for this process.
+            if failure is not None:
+                show(sys.stderr, f"allhands: {failure}\n".encode("utf-8", "backslashreplace"))
+            raise SystemExit(128 + supervisor.kept[0])
         if failure is not None:
             raise failure
         if number is not None:
@@ -160,7 +173,9 @@ def _follow(follower: Follower, prepare: dict[str, Any], call: Any) -> list[Any]
 
 def _tell(circle: Circle, failure: BaseException | None, number: int | None) -> None:
     """Tell the other nodes' tasks how it ended."""
-    if failure is not None:
+    if isinstance(failure, SystemExit) and isinstance(failure.code, int) and failure.code - 128 in REQUESTS:
+        circle.tell(signal=failure.code - 128)
+    elif failure is not None:
         code = getattr(failure, "exit_code", 1)
         text = str(failure) or type(failure).__name__
         circle.tell(failed=text, user=isinstance(failure, UserError), rank=getattr(failure, "rank", None), code=code)

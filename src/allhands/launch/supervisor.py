@@ -60,6 +60,10 @@ class Supervisor:
         self.workers: dict[int, Worker] = {}
         self.signals: list[int] = []  # those that the launcher got, oldest first
         self.passed: list[int] = []  # signals for the workers, oldest first
+        self.kept: list[int] = []  # signals that came when no worker could take them, oldest first
+        self.begun = False  # every worker of this round runs the user's code
+        self._not_begun: set[int] = set()
+        self._taken: set[int] = set()  # signals of `passed` that have reached a worker
         self.stopping_since: float | None = None
         self._leave_by: float | None = None  # when the workers that have not stopped on request, as others have, are stopped
         self._killed = False
@@ -120,7 +124,7 @@ class Supervisor:
         deadline = time.monotonic() + timeout
         while any(kind not in keeper.answers for keeper in keepers):
             self._wait(min(0.5, deadline - time.monotonic()))
-            if self.signals:
+            if self.is_asked_to_end():
                 raise KeyboardInterrupt
             late = time.monotonic() > deadline
             for keeper in keepers:
@@ -150,7 +154,10 @@ class Supervisor:
             BaseException: whatever is raised in the calling thread meanwhile, KeyboardInterrupt above all;
                 the workers are stopped first.
         """
+        self.begun = False
         self.workers, self.passed = {}, []
+        self._taken.clear()
+        self._not_begun = {task["rank"] for chosen in tasks for task in chosen if task["rank"] >= 0}
         self.stopping_since = self._leave_by = None
         self._killed = False
         self._not_loaded.clear()
@@ -175,6 +182,7 @@ class Supervisor:
         except BaseException:
             self._abandon()
             raise
+        self.kept += [number for number in self.passed if number not in self._taken]
         for worker in self.workers.values():
             worker.tail = self.output.tail(worker.rank)
         return self.first_failure()
@@ -192,9 +200,20 @@ class Supervisor:
 
     def pass_on(self, number: int) -> None:
         """Give a signal to all workers and go on waiting; with SIGTERM they have `grace` seconds to end. Safe in a signal
-        handler."""
-        self.passed.append(number)
+        handler.
+
+        A signal that comes before all workers run the user's code, or when they have ended or are being stopped, is kept
+        (`kept`). Before they do, it ends the job: nobody has anything to save yet.
+        """
+        can_take = self.begun and self.stopping_since is None and not all(keeper.idle for keeper in self.keepers)
+        (self.passed if can_take else self.kept).append(number)
         self._wake_up()
+
+    def is_asked_to_end(self) -> bool:
+        """Whether a signal asks for the end of the job while no worker runs that could take it."""
+        if self.kept and not self.signals:
+            self.signals.append(self.kept[0])
+        return bool(self.signals)
 
     def stopped_by(self) -> int | None:
         """The signal that ended a job in which no worker failed; None when all workers just came to their end."""
@@ -236,6 +255,10 @@ class Supervisor:
         heeded = passed = 0
         while not all(keeper.idle for keeper in self.keepers):
             self._wait()
+            if self.stopping_since is None and not self.begun:
+                self.is_asked_to_end()
+            while self.stopping_since is None and self.begun and self.kept:
+                self.passed.append(self.kept.pop(0))  # it came with the news that the last of them has begun
             if len(self.signals) > heeded:
                 # Ctrl-C while the workers are already being stopped means: now.
                 self.stop(self.grace if self.stopping_since is None and len(self.signals) == 1 else 0.0)
@@ -340,6 +363,7 @@ class Supervisor:
             self._selector.unregister(keeper.events)
             for rank in keeper.ranks:
                 worker = self.workers[rank]
+                self._note_begun(rank)
                 if worker.exit is None:
                     worker.lost, worker.lost_at = why, time.monotonic()
                     if keeper.local and worker.pid:
@@ -357,16 +381,27 @@ class Supervisor:
             keeper.answers[kind] = event
         elif kind == "idle":
             keeper.idle = True
+        elif kind == "asked":
+            self.pass_on(event["number"])
+        elif kind == "passed":
+            self._taken.add(event["number"])
         elif kind == "failed":
             raise (UserError if event["op"] == "prepare" else WorkerError)(f"host {keeper.host}: {event['text']}")
         elif "rank" in event:
             self._hear_worker(self.workers[event["rank"]], kind, event, at)
+
+    def _note_begun(self, rank: int) -> None:
+        """A worker runs the user's code, or never will."""
+        self._not_begun.discard(rank)
+        self.begun = not self._not_begun
 
     def _hear_worker(self, worker: Worker, kind: str, event: dict[str, Any], at: float) -> None:
         if kind == "out":
             self.output.write(worker.rank, event["fd"], bytes_of(event["text"]))
         elif kind == "started":
             worker.pid = event["pid"]
+        elif kind == "begun":
+            self._note_begun(worker.rank)
         elif kind == "message":
             if self.on_message is not None:
                 self.on_message(worker.rank, event["value"])
@@ -385,3 +420,4 @@ class Supervisor:
         elif kind == "exit":
             worker.exit = {name: event[name] for name in ("code", "signal") if name in event}
             worker.exit_at, worker.own_end = at, event["own"]
+            self._note_begun(worker.rank)

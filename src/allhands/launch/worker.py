@@ -134,8 +134,10 @@ def enter(task: dict[str, Any], parent: int, streams: Sequence[int], private: It
         signal.signal(number, signal.SIG_DFL)
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
+            # A server has nothing to save, and is needed by the workers that do.
+            signal.signal(number, signal.SIG_DFL if task["rank"] >= 0 else signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    processes.take_signals()
     out, err, reports = streams
     os.dup2(out, 1)
     os.dup2(err, 2)
@@ -184,10 +186,12 @@ def run(task: dict[str, Any]) -> None:
     try:
         if "function" in task:
             _run_function(task)
-        elif "module" in task:
-            _run_module(task["module"], task["args"])
         else:
-            _run_script(task["script"], task["args"])
+            _report({"begun": True})
+            if "module" in task:
+                _run_module(task["module"], task["args"])
+            else:
+                _run_script(task["script"], task["args"])
         _report({"leaving": 0, "at": time.monotonic()})
         if _leaves_the_interpreter_up(task):
             _end(0)
@@ -356,6 +360,7 @@ def _run_function(task: dict[str, Any]) -> None:
     _main_module()
     function, args, kwargs = ship.load(task["function"])
     _report({"loaded": True})
+    _report({"begun": True})
     result = function(*args, **kwargs)
     returned = results.dump(result, task["result"])
     _report({"returned": returned})

@@ -29,21 +29,23 @@ class Stopped(Exception):
 
 @contextlib.contextmanager
 def signals() -> Iterator[None]:
-    """Turns SIGTERM and SIGINT into `Stopped`, once."""
+    """Turns SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 into `Stopped`, once. Ignored signals (nohup) stay ignored."""
 
     def stop(number: int, _: FrameType | None) -> None:
         for each in before:
-            signal.signal(each, signal.SIG_IGN)
+            signal.signal(each, signal.SIG_IGN)  # the end takes a while, and is not to be cut short
         raise Stopped(number)
 
-    before: dict[Any, Any] = {signal.SIGTERM: None, signal.SIGINT: None}
-    for number in before:
-        before[number] = signal.signal(number, stop)
+    before: dict[int, Any] = {}
+    for number in (*processes.REQUESTS, signal.SIGINT, signal.SIGHUP):
+        if (handler := signal.getsignal(number)) is not signal.SIG_IGN:
+            before[number] = handler
+            signal.signal(number, stop)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 @contextlib.contextmanager
