@@ -63,10 +63,14 @@ def test_autocast_reaches_the_forward_pass(precision: str) -> None:
     assert model.weight.dtype == torch.float32
 
 
-def test_lbfgs_is_refused() -> None:
-    model = Slope()
-    with pytest.raises(UserError, match="LBFGS"):
-        step_for(model, optimizer=torch.optim.LBFGS(model.parameters()))
+def test_a_frozen_parameter_loses_its_last_gradient() -> None:
+    """The optimizer would apply it again in every step: it skips parameters without a gradient, not frozen ones."""
+    model = nn.Linear(2, 2)
+    model(torch.rand(3, 2)).sum().backward()
+    model.bias.requires_grad_(False)
+    before = model.bias.clone()
+    step_for(model)([torch.rand(3, 2)], [3], 3, False)
+    assert torch.equal(model.bias, before)
 
 
 def test_precision_is_checked() -> None:

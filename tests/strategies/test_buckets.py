@@ -1,4 +1,4 @@
-"""The exchange in buckets, which recorded steps use, in place of DistributedDataParallel: the same training, on gloo workers."""
+"""The exchange of gradients in buckets, eager and where steps are recorded: the same training, on gloo workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from allhands.runner import training
 from allhands.step import RecordedSteps
 from allhands.strategies.buckets import Buckets, _grouped
 from tests.reference import global_batches, relative_difference, train_by_hand
-from tests.strategies.test_ddp import check_counted_trainings, counted_trainings, forgetful, slopes, train
+from tests.strategies.test_ddp import check_counted_trainings, counted_trainings, slopes, train
 from tests.worlds import in_world
 
 several = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
@@ -40,13 +40,6 @@ def recorded(run: Callable[..., Any], *args: Any) -> Any:
     training.records_steps = lambda *_: True  # type: ignore[assignment]
     training.recorded_steps = steps  # type: ignore[assignment]
     return run(*args)
-
-
-def in_buckets(run: Callable[..., Any]) -> Any:
-    """Run with the same exchange, and every step eager."""
-    training.records_steps = lambda *_: True  # type: ignore[assignment]
-    training.recorded_steps = lambda *_: None  # type: ignore[assignment]
-    return run()
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -92,13 +85,6 @@ def test_many_buckets_with_micro_batches_and_clipping() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.serial
-@pytest.mark.usefixtures("preloaded")
-def test_unused_parameters_are_named_at_once() -> None:
-    with pytest.raises(UserError, match=r"never_used\.weight, never_used\.bias.*find_unused_parameters=True"):
-        in_world(2, recorded, forgetful, False)
-
-
 def broken() -> None:
     x, y = samples()
     x[64 + 5] = float("nan")  # in the last step, in the share of rank 1
@@ -109,7 +95,7 @@ def broken() -> None:
 @pytest.mark.usefixtures("preloaded")
 def test_a_loss_that_is_not_finite_ends_the_training_on_all_ranks() -> None:
     with pytest.raises(UserError, match="loss is nan on rank 1"):
-        in_world(2, in_buckets, broken)
+        in_world(2, broken)
 
 
 class CountsOnOne(nn.Linear):
@@ -141,12 +127,12 @@ def orders() -> tuple[list[float], list[float]]:
     world = allhands.current_world()
     assert world is not None
     weights = [nn.Parameter(torch.full((3,), float(n + 1))) for n in range(4)]
-    buckets = Buckets(weights, world, cap_mb=1e-6)
+    buckets = Buckets([(str(n), weight) for n, weight in enumerate(weights)], world, cap_mb=1e-6)
     total = torch.zeros(())
     for weight in weights if world.rank else reversed(weights):
         total = total + (weight * (world.rank + 1)).sum() * float(weight.detach()[0])
     total.backward()
-    assert not buckets.finish()
+    buckets.finish()
     spoiled = [weight.grad.tolist() for weight in weights]  # type: ignore[union-attr]
     for weight in weights:
         weight.grad = None
@@ -161,6 +147,52 @@ def test_ranks_that_make_gradients_in_another_order_exchange_alike() -> None:
     for found, spoiled in in_world(2, orders):
         assert found == [[3.0 * (n + 1)] * 3 for n in range(4)]
         assert all(math.isnan(value) for value in spoiled)
+
+
+def some_unused() -> list[list[float] | None]:
+    """Gradients of three parameters: rank 0 makes the first, rank 1 the first and the second, nobody the third."""
+    world = allhands.current_world()
+    assert world is not None
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    buckets = Buckets([(str(n), weight) for n, weight in enumerate(weights)], world)
+    found: list[Any] = []
+    for _ in range(2):  # a step leaves nothing behind for the next one
+        for weight in weights:
+            weight.grad = None
+        sum((weight * (world.rank + 1)).sum() for weight in weights[: world.rank + 1]).backward()  # type: ignore[union-attr]
+        buckets.finish()
+        found = [None if weight.grad is None else weight.grad.tolist() for weight in weights]
+    return found
+
+
+@pytest.mark.serial
+@pytest.mark.usefixtures("preloaded")
+def test_a_gradient_that_a_rank_has_not_made_counts_as_zero_and_one_that_nobody_has_stays_none() -> None:
+    for found in in_world(2, some_unused):
+        assert found == [[3.0, 3.0], [2.0, 2.0], None]
+
+
+def made_twice() -> str:
+    world = allhands.current_world()
+    assert world is not None
+    weight = nn.Parameter(torch.ones(2))
+    buckets = Buckets([("weight", weight)], world)
+    try:
+        for _ in range(2):
+            (weight * 2).sum().backward()
+    except UserError as error:
+        return str(error)
+    finally:
+        buckets.finish()
+    return ""
+
+
+@pytest.mark.serial
+@pytest.mark.usefixtures("preloaded")
+def test_a_gradient_that_is_made_again_after_it_was_exchanged_is_refused() -> None:
+    for message in in_world(2, made_twice):
+        assert "the gradient of 'weight' was made again after it was exchanged" in message
+        assert "use_reentrant=False" in message
 
 
 def test_buckets_are_cut_where_they_are_full_and_have_one_dtype() -> None:

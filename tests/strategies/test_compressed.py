@@ -32,9 +32,10 @@ def sums(length: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def mean_in_bf16(gradients: list[Gradients]) -> Gradients:
+    """Each rank sends its part of the mean."""
     size = len(gradients)
     return {
-        name: torch.stack([own[name].bfloat16() for own in gradients]).float().sum(0).bfloat16().float() / size
+        name: torch.stack([(own[name] / size).bfloat16() for own in gradients]).float().sum(0).bfloat16().float()
         for name in gradients[0]
     }
 
@@ -51,8 +52,6 @@ def compressed() -> dict[str, Any]:
         trained = train(DDP(compress="bf16", bucket_cap_mb=cap)).state_dict()
         found[f"by hand, {cap}"] = relative_difference(trained, by_hand)
         found[f"exact, {cap}"] = relative_difference(trained, exact)
-    unused = train(DDP(compress="bf16", find_unused_parameters=True)).state_dict()
-    found["unused"] = relative_difference(unused, by_hand)
     return found
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import allhands
 from allhands import DDP, AllhandsError, Callback, SupervisedRunner, UserError
 from tests.reference import Slope, global_batches, mean_output, relative_difference, train_by_hand
 from tests.worlds import in_world
@@ -133,46 +132,53 @@ class Forgetful(nn.Module):
         return self.used(x)
 
 
-def forgetful(find_unused: bool) -> float:
-    model = Forgetful()
-    x = torch.rand(10, 2)
-    train(model, (x, x[:, :1]), 2, nn.MSELoss(), strategy=DDP(find_unused_parameters=find_unused))
-    return float(model.used.weight.sum())
+def forgetful() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model, x = Forgetful(), torch.rand(10, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    train(model, (x, x[:, :1]), 2, nn.MSELoss(), optimizer=optimizer, epochs=2)
+    return model.state_dict()
 
 
-def test_unused_parameters_are_named_at_once() -> None:
-    with pytest.raises(UserError, match=r"never_used\.weight, never_used\.bias.*find_unused_parameters=True"):
-        in_world(2, forgetful, False)
+def test_a_layer_that_is_never_used_is_left_alone_as_in_one_process() -> None:
+    torch.manual_seed(0)
+    model, x = Forgetful(), torch.rand(10, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    train_by_hand(model, nn.MSELoss(), optimizer, (x, x[:, :1]), global_batches(10, 4, 0, shuffle=False), 6)
+    for found in in_world(2, forgetful):
+        assert relative_difference(found, model.state_dict()) < 1e-6
+        assert torch.equal(found["never_used.weight"], model.never_used.weight)
 
 
-def test_unused_parameters_can_be_allowed() -> None:
-    first, second = in_world(2, forgetful, True)
-    assert first == second
-
-
-class Bypassing(SupervisedRunner):
-    """Calls an inner method of the model, past the wrapper that exchanges gradients."""
+class Parts(SupervisedRunner):
+    """Calls a part of the model, and not the model."""
 
     def handle_batch(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
-        inner = getattr(model, "module", model)
-        return inner(batch[0]), batch[1]
+        return model.used(batch[0]), batch[1]
 
 
-def bypassing() -> None:
+def in_parts() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    model = nn.Linear(2, 1)
-    world = allhands.current_world()
-    assert world is not None
-    x = torch.rand(10, 2)
-    Bypassing(device="cpu").train(
+    model, x = Forgetful(), torch.rand(10, 2)
+    Parts(device="cpu").train(
         model=model, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), distributed="ddp",
         loaders={"train": DataLoader(TensorDataset(x, x[:, :1]), 2)},
     )  # fmt: skip
+    return model.state_dict()
 
 
-def test_a_forward_pass_past_the_wrapper_is_noticed_in_the_first_step() -> None:
-    with pytest.raises(UserError, match=r"did not call the model that handle_batch is given.*Call model\(…\) itself"):
-        in_world(2, bypassing)
+def test_parts_of_the_model_may_be_called() -> None:
+    torch.manual_seed(0)
+    model, x = Forgetful(), torch.rand(10, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train_by_hand(model, nn.MSELoss(), optimizer, (x, x[:, :1]), global_batches(10, 4, 0, shuffle=False), 3)
+    for found in in_world(2, in_parts):
+        assert relative_difference(found, model.state_dict()) < 1e-6
+
+
+def test_a_setting_without_effect_is_said() -> None:
+    with pytest.warns(DeprecationWarning, match="static_graph=True\\) has no effect"):
+        DDP(static_graph=True)
 
 
 class Drift(Callback):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from allhands import DDP, SupervisedRunner, current_world
 from allhands.errors import UserError
 from allhands.models import GPT
+from allhands.strategies import Strategy
 from allhands.world import World
 from tests.verify.problems import data, network, only, verified
 
@@ -64,9 +65,8 @@ def test_a_gpt_with_gradients_that_are_zero_but_for_rounding_is_the_same() -> No
 class ForgetsOneLayer(DDP):
     """Does not exchange the gradient of the first layer's weight."""
 
-    def prepare(self, model: nn.Module, world: World) -> nn.Module:
-        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
-        return super().prepare(model, world)
+    def exchanged(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in super().exchanged(model) if name != "0.weight"]
 
 
 def test_a_layer_whose_gradient_is_not_exchanged() -> None:
@@ -144,23 +144,33 @@ class AroundTheModule(SupervisedRunner):
         return super().handle_batch(getattr(model, "module", model), batch)
 
 
-class LooksAway(DDP):
-    """Does not notice that its module is never called."""
+class Wraps(Strategy):
+    """Exchanges gradients by a wrapper around the model, as PyTorch's own does."""
 
-    def check_gradients(self) -> None:
+    name = "wraps"
+
+    def check(self, world: World) -> None:
         pass
+
+    def prepare(self, model: nn.Module, world: World) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(model) if world.world_size > 1 else model
+
+    def gradient_scale(self, world: World) -> float:
+        return float(world.world_size)
 
 
 def test_a_forward_pass_through_the_unwrapped_module() -> None:
-    row = only(verified(strategies=LooksAway(), runner=AroundTheModule(device="cpu")))
+    row = only(verified(strategies=Wraps(), runner=AroundTheModule(device="cpu")))
     assert (row.verdict, row.step) == ("DIFFERS", 1)
     assert row.what.startswith("gradient of ")
     assert row.causes[0].startswith("unwrapped module: the ranks hold different weights after step 1, in 4 of 4 parameters")
 
 
 def test_what_the_training_itself_refuses_is_told_with_the_row_that_it_happened_in() -> None:
-    with pytest.raises(UserError, match=r"ddp with 2 workers: .*did not call the model.*Call model\(…\) itself"):
-        verified(runner=AroundTheModule(device="cpu"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.SyncBatchNorm(4))
+    with pytest.raises(UserError, match="ddp with 2 workers: layer '1' is a SyncBatchNorm, which needs GPUs"):
+        verified(model=model)
 
 
 class StepsForEachWorker(lr_scheduler.StepLR):

@@ -17,7 +17,9 @@ from allhands.runner.callbacks import Callback
 from allhands.runner.hooks import check_callback
 from allhands.runner.schedule import Schedule
 from allhands.step import PRECISIONS, STEPS
+from allhands.step.update import check_one_gradient
 from allhands.strategies import Strategy
+from allhands.world import World
 
 
 @dataclass
@@ -126,6 +128,7 @@ class TrainSettings:
     def _check_optimizer(self) -> None:
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise UserError(f"optimizer is {kind_of(self.optimizer)}; pass a torch.optim optimizer over model.parameters()")
+        check_one_gradient(self.optimizer)
         own = {id(p) for p in self.model.parameters()}
         strangers = sum(id(p) not in own for group in self.optimizer.param_groups for p in group["params"])
         if strangers:
@@ -184,6 +187,16 @@ def check_meta(settings: TrainSettings) -> None:
     if settings.logdir is None:
         raise UserError(
             "the model is on the meta device, so there is no place for its trained weights but a checkpoint; pass logdir=…"
+        )
+
+
+def check_sync_batch_norm(model: nn.Module, world: World) -> None:
+    """Raise `UserError` for a SyncBatchNorm where PyTorch cannot compute it."""
+    layer = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
+    if layer is not None and world.device.type != "cuda" and torch.distributed.is_initialized():
+        raise UserError(
+            f"layer '{layer}' is a SyncBatchNorm, which needs GPUs: PyTorch has none for '{world.device.type}'. Use BatchNorm, "
+            "whose statistics are averaged before evaluation and saving, or GroupNorm"
         )
 
 

@@ -31,7 +31,7 @@ from allhands.runner.recomputing import recomputing
 from allhands.runner.recording import recorded_steps, records_steps
 from allhands.runner.reporter import Pace, Reporter
 from allhands.runner.schedule import Schedule, learning_rates
-from allhands.runner.settings import TrainSettings
+from allhands.runner.settings import TrainSettings, check_sync_batch_norm
 from allhands.step import OptimizerStep, Precision
 from allhands.world import World
 
@@ -78,6 +78,7 @@ class Training:
         self._limit = 1 if settings.overfit else 3 if settings.check else None
 
         settings.strategy.check(world)
+        check_sync_batch_norm(self.model, world)
         self.feeds = build_feeds(
             settings.data.sources(settings.seed),
             world,

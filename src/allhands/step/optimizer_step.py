@@ -86,9 +86,12 @@ class OptimizerStep:
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, rule: LossRule,
                  exchange: Exchange, world: World, precision: Precision, forward: Forward, observe: Observer,
                  target_of: Callable[[Any], Any], clip_norm: float | None = None) -> None:  # fmt: skip
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UserError("LBFGS evaluates the loss several times in one step, which is not supported; use Adam or SGD")
-        self.parameters = [p for p in parameters if p.requires_grad]
+        self.parameters = []
+        for parameter in parameters:
+            if parameter.requires_grad:
+                self.parameters.append(parameter)
+            else:  # frozen since its last step, whose gradient must not be applied again
+                parameter.grad = None
         self.optimizer = optimizer
         self.rule = rule
         self.exchange = exchange

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from allhands.errors import UserError
+from allhands.strategies.buckets import Bucket
 
 COMPRESS = ("bf16", "powersgd")
 # PyTorch 2.13 renamed it.
@@ -37,11 +38,9 @@ def sum_in_bf16(flat: torch.Tensor, group: dist.ProcessGroup | None = None) -> N
     flat.copy_(received[: flat.numel()])
 
 
-def mean_in_bf16(bucket: dist.GradBucket) -> None:
-    """Replace the gradients in a bucket of `DistributedDataParallel` by their mean over the ranks, by `sum_in_bf16`."""
-    flat = bucket.buffer()
-    sum_in_bf16(flat)
-    flat.div_(dist.get_world_size())
+def add_up_in_bf16(bucket: Bucket) -> None:
+    """Add a bucket of gradients up over the ranks, by `sum_in_bf16`."""
+    sum_in_bf16(bucket.flat)
 
 
 def check_compress(compress: Any, powersgd_rank: Any, powersgd_start: Any, find_unused_parameters: bool) -> None:

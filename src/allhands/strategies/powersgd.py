@@ -11,6 +11,8 @@ from torch import nn
 
 from allhands.comm import all_reduce_sum
 from allhands.data import derive_seed
+from allhands.errors import UserError
+from allhands.strategies.buckets import Bucket
 from allhands.world import World
 
 # A column of which the ones before it leave less than this part points nowhere of its own.
@@ -50,20 +52,23 @@ class PowerSGD:
                 self._shapes[name], self._first[name] = (rows, columns), (drawn / drawn.norm(dim=0)).to(parameter.device)
         self._factors: dict[str, torch.Tensor] = {}
         self._left: dict[str, torch.Tensor] = {}
-        #: Whether gradients pass in full, and do not count as an exchange.
-        self.passing = False
 
-    def mean(self, bucket: dist.GradBucket) -> None:
-        """Replace the gradients in a bucket of `DistributedDataParallel` by their mean over the ranks, or what stands for it."""
-        if self.passing or self.exchanges < self.start:
-            buffer = bucket.buffer().div_(self.world.world_size)
-            dist.all_reduce(buffer)
+    def add_up(self, bucket: Bucket) -> None:
+        """Add the gradients in a bucket up over the ranks, or what stands for them.
+
+        Raises:
+            UserError: this rank has not made a gradient: what is left over of it would be sent in a step that does not use it.
+        """
+        if bucket.missing:
+            raise unused_refused([self._names[id(parameter)] for parameter in bucket.missing], self.world.rank)
+        if self.exchanges < self.start:
+            dist.all_reduce(bucket.gradients)
         else:
-            names = [self._names[id(parameter)] for parameter in bucket.parameters()]
-            sizes = [parameter.numel() for parameter in bucket.parameters()]
-            self._approximate(dict(zip(names, bucket.buffer().split(sizes), strict=True)))
-        if bucket.is_last() and not self.passing:
-            self.exchanges += 1
+            names = [self._names[id(parameter)] for parameter in bucket.parameters]
+            sizes = [parameter.numel() for parameter in bucket.parameters]
+            bucket.gradients.mul_(self.world.world_size)  # the mean of these is the sum
+            self._approximate(dict(zip(names, bucket.gradients.split(sizes), strict=True)))
+        self.exchanges += bucket.is_last
 
     def _approximate(self, gradients: dict[str, torch.Tensor]) -> None:
         size = self.world.world_size
@@ -115,6 +120,15 @@ class PowerSGD:
                 left = tensors[f"left/{name}"].to(first, copy=True)
                 # A rank's part of a mean was 1 / before, and is 1 / N now.
                 self._left[name] = left * (self.world.world_size / before) if before > 1 else left
+
+
+def unused_refused(names: Sequence[str], rank: int) -> UserError:
+    """The error for parameters without a gradient."""
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return UserError(
+        f"DDP(compress='powersgd'): on rank {rank} these parameters took no part in the loss: {shown}. Remove them from the "
+        "model, set requires_grad=False, or leave compress out"
+    )
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
