@@ -81,9 +81,10 @@ class ByHand:
 
     def __call__(self, gradients: list[Gradients]) -> Gradients:
         self.steps += 1
-        if self.steps <= self.start:
-            return exact(gradients)
         mean = exact(gradients)
+        if self.steps <= self.start:
+            return mean
+        gradients = [{name: value * len(gradients) for name, value in own.items()} for own in gradients]
         for name in mean:
             rows, columns = mean[name].shape if mean[name].dim() == 2 else (1, 1)
             if 2 * self.rank * (rows + columns) > rows * columns:

@@ -42,8 +42,8 @@ def train_by_hand(workers: int, exchange: Callable[[list[Gradients]], Gradients]
     """The same by hand.
 
     Args:
-        exchange: the workers' gradients, each the sum over its samples of N / M times the sample's, where M samples are in the
-            step of N workers, to their mean; not asked in steps in which a worker has no sample.
+        exchange: the workers' gradients, each the sum over its samples of 1 / M times the sample's, where M samples are in the
+            step, to their sum; not asked in steps in which a worker has no sample.
     """
     model = network()
     optimizer = optimizer_of(model)
@@ -57,18 +57,18 @@ def train_by_hand(workers: int, exchange: Callable[[list[Gradients]], Gradients]
             model.zero_grad()
             for micro_batch in share.split(BATCH):
                 if len(micro_batch):
-                    weight = torch.tensor(workers * len(micro_batch) / len(rows))
+                    weight = torch.tensor(len(micro_batch) / len(rows))
                     nn.functional.cross_entropy(model(x[micro_batch]), y[micro_batch]).backward(weight)
             gradients.append({
                 name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
             })  # fmt: skip
-        mean = exchange(gradients) if all(map(len, shares)) else exact(gradients)
+        total = exchange(gradients) if all(map(len, shares)) else exact(gradients)
         for name, parameter in model.named_parameters():
-            parameter.grad = mean[name].clone()
+            parameter.grad = total[name].clone()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
     return model
 
 
 def exact(gradients: list[Gradients]) -> Gradients:
-    return {name: torch.stack([own[name] for own in gradients]).sum(0) / len(gradients) for name in gradients[0]}
+    return {name: torch.stack([own[name] for own in gradients]).sum(0) for name in gradients[0]}
