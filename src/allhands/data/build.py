@@ -182,6 +182,11 @@ def _source_from_loader(name: str, loader: Any) -> Source:
             f"loaders[{name!r}] is a {type(loader).__name__} with its own __iter__, which would be bypassed; pass a plain "
             "DataLoader with that behaviour in its collate_fn, sampler or data set"
         )
+    if hasattr(loader, "set_epoch"):
+        raise UserError(
+            f"loaders[{name!r}] is a {type(loader).__name__} with its own set_epoch, which would never be called; give it to the "
+            "data set, the sampler or the collate function, whose set_epoch is called with each epoch"
+        )
     options = {key: getattr(loader, key) for key in _READING}
     if not options["pin_memory"]:
         options.pop("pin_memory")  # what a DataLoader has where nothing was said

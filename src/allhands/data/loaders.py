@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from allhands.data.epochs import EpochListeners
 from allhands.data.feed import Feed, cut, is_idle
 from allhands.data.order import Dealer
 from allhands.data.prefetch import StepBatch, ahead
@@ -38,6 +39,12 @@ class LoaderFeed(Feed):
         self._batches = _RankBatches()
         self._generator = torch.Generator()
         options = with_processes(name, options)
+        self._listeners = EpochListeners(dataset, options.get("collate_fn"))
+        if self._listeners and workers and options.get("persistent_workers"):
+            raise UserError(
+                f"loader '{name}' has persistent_workers=True, whose processes keep what they were given in the first epoch, so "
+                f"that set_epoch of {self._listeners.names()} would never reach them; write persistent_workers=False"
+            )
         options["collate_fn"] = seeded_collate(options.get("collate_fn"))
         # The sampler's batches are requests that the data set wrapper understands, not the lists that PyTorch's types expect.
         requests: Any = self._batches
@@ -57,6 +64,7 @@ class LoaderFeed(Feed):
         return ahead(self._read(epoch, skip), self.device)
 
     def _read(self, epoch: int, skip: int) -> Iterator[StepBatch]:
+        self._listeners.set_epoch(epoch)
         steps = self._plan(epoch, skip)
         seed = derive_seed(self.seed, "sample", self.name, epoch)
         self._batches.batches = [(seed, first, batch) for batches, _, _, _ in steps for first, batch in batches]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from allhands.comm import broadcast_ints
+from allhands.data.epochs import EpochListeners
 from allhands.data.order import global_order
 from allhands.data.random import derive_seed, preserved_generators, seed_everything
 from allhands.errors import UserError
@@ -71,6 +72,7 @@ class _Drawing:
         self.sampler = sampler
         self.world = world
         self.seed = seed
+        self.listeners = EpochListeners(sampler)
         self.epoch: int | None = None
         self.drawn: list[Any] = []
 
@@ -79,8 +81,7 @@ class _Drawing:
         if self.world.rank != 0:
             return None
         if self.epoch != epoch:
-            if hasattr(self.sampler, "set_epoch"):
-                self.sampler.set_epoch(epoch)
+            self.listeners.set_epoch(epoch)
             with preserved_generators():
                 seed_everything(derive_seed(self.seed, "sampler", self.name, epoch))
                 self.drawn = list(self.sampler)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 
 from allhands.comm import all_gather_rows
 from allhands.data.agree import checksum
+from allhands.data.epochs import EpochListeners
 from allhands.data.feed import Feed, cut
 from allhands.data.loaders import reading, with_processes
 from allhands.data.order import Dealer
@@ -42,6 +43,7 @@ class IterableFeed(Feed):
         self._generator = torch.Generator()
         options = with_processes(name, options, stream=True)
         options.pop("persistent_workers", None)  # a process is started for each epoch, so that it knows which one it is
+        self._listeners = EpochListeners(dataset, options.get("collate_fn"))
         self._stream = _DealtStream(dataset, dealer, rank, options.pop("collate_fn", None))
         self.loader: DataLoader[Any] = DataLoader(self._stream, batch_size=None, generator=self._generator, **options)
 
@@ -53,9 +55,7 @@ class IterableFeed(Feed):
         self._stream.seed = derive_seed(self.seed, "stream", self.name, epoch)
         self._stream.skip = skip
         self._generator.manual_seed(self._stream.seed)  # for a worker_init_fn that draws
-        set_epoch = getattr(self._stream.dataset, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
+        self._listeners.set_epoch(epoch)
         with reading(self.loader, self.name) as loaded:
             for batches, counts, total, fingerprint in loaded:
                 self._check_same_stream(total, fingerprint)

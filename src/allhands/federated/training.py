@@ -13,6 +13,7 @@ from torch import nn
 from allhands.comm import broadcast_tensors
 from allhands.data import build_feeds, preserved_generators
 from allhands.data.build import Source
+from allhands.data.epochs import EpochListeners
 from allhands.errors import UserError
 from allhands.federated.algorithms import Server
 from allhands.federated.clients import Clients
@@ -153,6 +154,12 @@ def trained_source(sources: dict[str, Source]) -> Source:
 
 def samples_of(source: Source, device: torch.device) -> Samples:
     """The samples of a loader, in batches as its collate function makes them."""
+    listeners = EpochListeners(source.dataset, source.options.get("collate_fn"))
+    if listeners:
+        raise UserError(
+            f"set_epoch of {listeners.names()} is never called in federated training, whose clients count no epochs together: "
+            "remove it, and draw from torch's generators, which are seeded by the round, the client and the step"
+        )
     return Samples(source.dataset, device, source.options.get("collate_fn"))
 
 
