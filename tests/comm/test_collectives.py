@@ -14,6 +14,7 @@ from allhands.comm import (
     mean_buffers,
     sum_gradients,
 )
+from allhands.errors import WorldError
 from allhands.world import World
 from tests.worlds import in_world
 
@@ -60,6 +61,21 @@ def test_three_ranks_say_the_same_things() -> None:
             "rows": [[], [[1, 1]], [[2, 2], [2, 2]]],
             "text": ["", "rang 1 ä", "rang 2 ä"],
         }
+
+
+def text_on_rank_0() -> str:
+    if here().rank == 0:
+        with pytest.raises(WorldError) as raised:
+            all_gather_text("words", here())
+        return str(raised.value)
+    all_gather_rows(torch.arange(9, dtype=torch.uint8), here())
+    return ""
+
+
+@pytest.mark.serial
+def test_what_is_no_text_is_not_taken_for_text() -> None:
+    told, _ = in_world(2, text_on_rank_0)
+    assert told.startswith("rank 0 exchanges text with the others, and rank 1 sent something else: it is in another call.")
 
 
 def test_a_world_of_one_is_left_alone() -> None:

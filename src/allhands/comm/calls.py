@@ -23,55 +23,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
-import sysconfig
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
+from allhands.comm import hook_calls, log
+from allhands.comm.disagreement import differing, in_words, published
+from allhands.comm.disagreement import message as disagreement_message
+from allhands.comm.log import KEPT, note, position, text_of, users_line
 from allhands.world import World
 
-Label = str | tuple[Any, ...]
+__all__ = ["Watcher", "note", "position", "watch"]
 
-# How far one rank may be ahead of another one and still be compared with it. On a GPU the hosts run ahead of the collectives.
-_KEPT = 256
 # A rank publishes its newest calls only: for older ones, the rank that is ahead looks into its own log.
 _PUBLISHED = 64
 _LAST_WAIT = 5.0  # seconds that rank 0 waits for the others in the end
-_LONGEST = 200  # characters of a label or position that are published
-
-_ring: list[Label] = [""] * _KEPT
-_made = 0
-_position: Label = ""
-
-
-def note(label: Label) -> None:
-    """Log that this rank is about to make a call which all ranks make together.
-
-    Cheap enough to stand in front of every optimizer step. The calls of one process are to be noted by one thread.
-
-    Args:
-        label: what the call is, the same on all ranks: a string, or a tuple of strings and numbers, such as ``("step", 17)``,
-            which is put together ("step 17") only when somebody has to read it.
-    """
-    global _made
-    # Measured on one core of an AMD EPYC with Python 3.11: 73 ns with a string, 95 ns with a tuple made for it.
-    _ring[_made % _KEPT] = label
-    _made += 1  # last: the watcher, in another thread, reads the count first
-
-
-def position(text: Label) -> None:
-    """Say where this rank is between its calls ("in Saver.on_epoch_end"); ``""`` when that is over.
-
-    Only messages show it. Ranks may differ in it. A tuple is put together only when it is read.
-    """
-    global _position
-    _position = text
 
 
 def watch(
@@ -113,16 +83,20 @@ class Watcher:
         self._rank, self._world_size = world.rank, world.world_size
         self._on_mismatch = on_mismatch
         self._every, self._quiet, self._late, self._audit = every, quiet, late, audit
-        self._base = _made
+        self._base = log.made
         self._caller = threading.get_ident()
         self._stopped = threading.Event()
         self._asks = 0  # how many asks of any rank were seen; the next one is the key f"ask/{self._asks}"
         self._answered: set[int] = set()  # ranks whose key exists
         self._seen = 0
         self._since = time.monotonic()
-        self._store = _open_store(world)
+        self._world = world
+        self._prefix = ""
+        self._store = self._open_store()
+        self._meeting: Any = None  # the store of the thread that makes the calls
         self._thread: threading.Thread | None = None
         if self._store is not None:
+            hook_calls.begin(self)
             self._thread = threading.Thread(target=self._run, name="allhands-calls", daemon=True)
             self._thread.start()
 
@@ -135,6 +109,7 @@ class Watcher:
         self._stopped.set()
         if self._thread is None or self._store is None:
             return
+        hook_calls.end(self)
         if self._thread is not threading.current_thread():
             self._thread.join(5.0)  # a store whose host is gone may let it wait; it is a daemon
         if not self._thread.is_alive():
@@ -151,6 +126,18 @@ class Watcher:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop(error)
 
+    # For `hook_calls`
+
+    def meeting_store(self) -> Any:
+        """A store for the thread that makes the calls; the watcher's own may wait for an answer."""
+        if self._meeting is None:
+            self._meeting = self._open_store()
+        return self._meeting
+
+    def section(self) -> int:
+        """How many calls were noted since the watch began."""
+        return log.made - self._base
+
     def _let_the_others_end(self) -> None:
         """Stay, because the store may live in this process, while the others say that they have ended; a few seconds at most.
 
@@ -162,6 +149,22 @@ class Watcher:
         while not self._store.check(ended) and time.monotonic() < deadline:
             time.sleep(pause)
             pause = min(1.5 * pause, 0.1)
+
+    def _open_store(self) -> Any:
+        """The group's store, over a connection of its own: another thread may hold that of the group for minutes."""
+        if self._world.is_alone:
+            return None
+        from torch.distributed import PrefixStore, distributed_c10d
+
+        shared: Any = distributed_c10d._get_default_store()  # torch's type stubs lack some methods of a store
+        if shared is None:
+            return None
+        own = shared.clone()
+        own.set_timeout(timedelta(seconds=30))
+        if not self._prefix:
+            # Each rank counts its watches by itself, and all count alike.
+            self._prefix = f"allhands/calls/{own.add(f'allhands/calls/runs/{self._rank}', 1)}"
+        return PrefixStore(self._prefix, own)
 
     # The thread
 
@@ -180,7 +183,7 @@ class Watcher:
         pause = self._every
         next_audit, suspect = self._since + self._audit, False
         while not self._stopped.wait(pause):
-            now, made = time.monotonic(), _made - self._base
+            now, made = time.monotonic(), log.made - self._base
             if made != self._seen:
                 self._seen, self._since = made, now
             waiting = suspect or now - self._since >= self._quiet
@@ -220,8 +223,10 @@ class Watcher:
         if not self._store.check(["rank/0"]):
             return False
         _, own = self._own_calls()
-        theirs = json.loads(self._store.get("rank/0"))["calls"]
-        return any(number in own and own[number] != label for number, label in theirs)
+        first = json.loads(self._store.get("rank/0"))
+        if any(number in own and own[number] != label for number, label in first["calls"]):
+            return True
+        return differing(self._rank, {self._rank: self._state(), 0: first}) is not None
 
     def _count_asks(self) -> bool:
         """Whether some rank has asked since the last look."""
@@ -235,22 +240,26 @@ class Watcher:
         self._asks += 1
 
     def _publish(self, ended: str | None = None) -> None:
+        self._store.set(f"rank/{self._rank}", json.dumps(self._state(ended)))
+
+    def _state(self, ended: str | None = None) -> dict[str, Any]:
+        """What this rank has called, for the others."""
         made, labels = self._own_calls()
         newest = [[number, labels[number]] for number in range(max(1, made - _PUBLISHED + 1), made + 1) if number in labels]
-        state = {"made": made, "calls": newest, "where": self._where(), "ended": ended}
-        self._store.set(f"rank/{self._rank}", json.dumps(state))
+        hooks = published(self._base, _PUBLISHED)  # read after `made`: what is complete by then is in it
+        return {"made": made, "calls": newest, "where": self._where(), "ended": ended, "hooks": hooks}
 
     def _own_calls(self) -> tuple[int, dict[int, str]]:
         """How many calls were noted, and the labels of the newest by number, counted from 1."""
-        made = _made
-        ring = list(_ring)
+        made = log.made
+        ring = list(log.ring)
         # What was noted since then has overwritten the oldest entries of the copy.
-        first = max(self._base, _made - _KEPT)
-        return made - self._base, {n - self._base + 1: _text(ring[n % _KEPT]) for n in range(first, made)}
+        first = max(self._base, log.made - KEPT)
+        return made - self._base, {n - self._base + 1: text_of(ring[n % KEPT]) for n in range(first, made)}
 
     def _where(self) -> str:
-        place = _users_line(sys._current_frames().get(self._caller))
-        return "; ".join(part for part in (place, _text(_position)) if part)
+        place = users_line(sys._current_frames().get(self._caller))
+        return "; ".join(part for part in (place, text_of(log.place)) if part)
 
     def _read(self) -> dict[int, dict[str, Any]]:
         """What the other ranks have published, as far as they have."""
@@ -279,7 +288,14 @@ class Watcher:
             theirs[self._rank] = own
             states = {**states, self._rank: {"made": made, "where": self._where()}}
             complete = len(states) == self._world_size and all(state["made"] >= number for state in states.values())
-            return _disagreement(number, theirs, states), complete
+            at = {rank: calls[number] for rank, calls in theirs.items() if number in calls}
+            places = {rank: states[rank]["where"] for rank in at}
+            past = [rank for rank in at if states[rank]["made"] > number]
+            last = next((calls[number - 1] for calls in theirs.values() if number - 1 in calls), None)
+            return disagreement_message(at, places, past, last), complete
+        apart = differing(self._rank, {**states, self._rank: self._state()})
+        if apart is not None:
+            return apart
         gone = {rank: state for rank, state in states.items() if state["ended"] is not None and state["made"] < made}
         if not gone:
             return "", True
@@ -309,81 +325,9 @@ class Watcher:
         )
         more = f"; and {len(missing) - 4} more" if len(missing) > 4 else ""
         line = (
-            f"allhands: rank {self._rank} has waited {now - self._since:.0f} s in '{own[made]}' for {_ranks(missing)}: "
+            f"allhands: rank {self._rank} has waited {now - self._since:.0f} s in '{own[made]}' for {in_words(missing)}: "
             f"{places}{more}; waiting on\n"
         )
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(line)
             sys.stderr.flush()
-
-
-def _open_store(world: World) -> Any:
-    """The group's store, over a connection of its own: the caller's thread may hold the other one for minutes."""
-    if world.is_alone:
-        return None
-    from torch.distributed import PrefixStore, distributed_c10d
-
-    shared: Any = distributed_c10d._get_default_store()  # torch's type stubs lack some methods of a store
-    if shared is None:
-        return None
-    own = shared.clone()
-    own.set_timeout(timedelta(seconds=30))
-    # Each rank counts its watches by itself, and all count alike.
-    run = own.add(f"allhands/calls/runs/{world.rank}", 1)
-    return PrefixStore(f"allhands/calls/{run}", own)
-
-
-def _disagreement(number: int, calls: dict[int, dict[int, str]], states: dict[int, dict[str, Any]]) -> str:
-    """The message for ranks whose calls of this number are not the same."""
-    groups: dict[str, list[int]] = defaultdict(list)
-    for rank in sorted(calls):
-        if number in calls[rank]:
-            groups[calls[rank][number]].append(rank)
-    parts = []
-    # The odd one out first: it is most often the one that does what it should not.
-    for label, ranks in sorted(groups.items(), key=lambda item: (len(item[1]), item[1])):
-        verb = "is" if len(ranks) == 1 else "are"
-        if any(states[rank]["made"] > number for rank in ranks):
-            verb = "was" if len(ranks) == 1 else "were"
-        where = states[ranks[0]]["where"]
-        parts.append(f"{_ranks(ranks)} {verb} in '{label}'" + (f" ({where})" if where else ""))
-    before = next((labels[number - 1] for labels in calls.values() if number - 1 in labels), None)
-    last = f", after '{before}' on all ranks" if before is not None else ""
-    return (
-        f"the ranks do not make the same calls: {' while '.join(parts)}{last}. Every rank must make the same calls in the same "
-        "order: call it on all ranks, without `if rank == 0`"
-    )
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    found = list(ranks)
-    text = ", ".join(map(str, found[:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
-    return f"rank {text}" if len(found) == 1 else f"ranks {text}"
-
-
-def _text(label: Label) -> str:
-    text = label if isinstance(label, str) else " ".join(map(str, label))
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
-
-
-def _not_the_users() -> tuple[str, ...]:
-    """Folders of code that is not the user's: this package, Python's library, installed packages."""
-    paths = sysconfig.get_paths()
-    folders = {os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}
-    folders |= {os.path.abspath(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return tuple(folder + os.sep for folder in folders)
-
-
-_NOT_THE_USERS = _not_the_users()
-
-
-def _users_line(frame: FrameType | None) -> str:
-    """``file:line in function`` of the innermost frame of the user's code, else of any code; "" without a frame."""
-    innermost = frame
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((*_NOT_THE_USERS, "<frozen")):
-            break
-        frame = frame.f_back
-    found = frame or innermost
-    return f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}" if found is not None else ""

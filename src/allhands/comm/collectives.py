@@ -8,7 +8,11 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from allhands.errors import WorldError
 from allhands.world import World
+
+# Stands before a string, so that what another call sends is not taken for one.
+_TEXT = b"text:"
 
 
 def all_reduce_sum(values: Sequence[torch.Tensor], world: World) -> None:
@@ -102,10 +106,20 @@ def all_gather_rows(rows: torch.Tensor, world: World) -> list[torch.Tensor]:
 
 
 def all_gather_text(text: str, world: World) -> list[str]:
-    """Every rank's string, in the order of the ranks."""
-    data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(world.device)
-    parts = [bytes(part.cpu().numpy()).decode() for part in all_gather_rows(data, world)]
-    return ["" if part == "\0" else part for part in parts]
+    """Every rank's string, in the order of the ranks.
+
+    Raises:
+        WorldError: a rank sent something else, because it was in another call.
+    """
+    data = torch.frombuffer(bytearray(_TEXT + text.encode()), dtype=torch.uint8).to(world.device)
+    parts = [bytes(part.cpu().numpy()) for part in all_gather_rows(data, world)]
+    for rank, part in enumerate(parts):
+        if not part.startswith(_TEXT):
+            raise WorldError(
+                f"rank {world.rank} exchanges text with the others, and rank {rank} sent something else: it is in another call. "
+                "Every rank must make the same calls in the same order: call it on all ranks, without `if rank == 0`"
+            )
+    return [part.removeprefix(_TEXT).decode() for part in parts]
 
 
 def _by_dtype(values: Sequence[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from allhands.comm import calls
+from allhands.comm import hook_calls
 from allhands.errors import UserError
 
 if TYPE_CHECKING:
@@ -104,6 +104,8 @@ def is_overridden(callback: Callback, hook: str) -> bool:
 def run_hooks(callbacks: list[Callback], hook: str, training: Any) -> None:
     """Call `hook` of those that override it; where it is, is told should this rank be waited for."""
     for callback in overridden(callbacks, hook):
-        calls.position(("in", type(callback).__name__, hook))
-        getattr(callback, hook)(training)
-    calls.position("")
+        before = hook_calls.enter(callback, hook)
+        try:
+            getattr(callback, hook)(training)
+        finally:
+            hook_calls.leave(before)

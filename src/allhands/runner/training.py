@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from allhands.comm import calls
+from allhands.comm import calls, hook_calls
 from allhands.data import CountedRows, Feed, build_feeds, derive_seed, preserved_generators, seed_everything
 from allhands.errors import UserError
 from allhands.runner import peak
@@ -168,6 +168,7 @@ class Training:
             raise UserError("save_checkpoint() has nowhere to write; pass logdir=… to train()")
         if self.position is None or self.measuring is None:
             raise UserError("save_checkpoint() is for on_step_end; at the end of every epoch a checkpoint is saved anyway")
+        hook_calls.together(("saving a checkpoint after optimizer step", self.step))
         self.memory.save(self.position)
 
     def run(self) -> History:
@@ -373,10 +374,8 @@ class Training:
     def _after_step(self) -> None:
         if self.schedule.each_step:
             self.schedule.step()
-        for callback in self._step_hooks:
-            calls.position(("in", type(callback).__name__, "on_step_end"))
-            callback.on_step_end(self)
-        calls.position("")
+        if self._step_hooks:
+            run_hooks(self._step_hooks, "on_step_end", self)
         if self._stop_now:
             if self.settings.logdir is not None:
                 self._save_here()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import allhands
-from allhands.comm import calls
+from allhands.comm import calls, hook_calls
 from allhands.errors import UserError, WorldError
 from allhands.launch import spawn, worker
 from allhands.launch.circle import Circle, gather
@@ -56,6 +56,7 @@ class Plan:
             WorkerError: a worker failed.
         """
         if self.count == 0:
+            hook_calls.together(f"SupervisedRunner.{job.__name__.strip('_')}()")
             before = current_world()
             if before is not None and before.environment == "alone":
                 allhands.finalize()  # it may be on another device than this job
