@@ -29,6 +29,7 @@ SHARE_WORLDS = "tests/faults/"
 # What takes longest comes first, so that none of it is left alone at the end.
 LONGEST = (
     SHARE_WORLDS,
+    "tests/test_docs.py",
     "tests/cluster/test_sites.py",
     "tests/cluster/test_mpirun.py",
     "tests/examples/test_digits.py",

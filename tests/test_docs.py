@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from allhands.config import read_run
+from tests import page_blocks
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -45,6 +48,40 @@ def test_the_first_examples_are_the_same():
 def test_python_blocks_compile(page):
     for code in blocks(page, "python"):
         ast.parse(code)  # raises SyntaxError with the line
+
+
+@pytest.fixture(scope="module")
+def blocks_run():
+    """What became of the blocks of each page, run in one process (see `tests.page_blocks`)."""
+    environ = os.environ.copy()
+    shared = ROOT.parent / "shared" / "data"
+    if shared.is_dir():
+        environ.setdefault("ALLHANDS_DATA", str(shared))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.page_blocks"], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=800
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["page"]: line["error"] for line in lines}, done.stderr
+
+
+@pytest.mark.serial
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", [page for page in PAGES if page_blocks.run_here(page)], ids=named)
+def test_the_blocks_of_a_page_run(page, blocks_run):
+    errors, stderr = blocks_run
+    assert named(page) in errors, f"the process that runs the pages ended before: {stderr[-3000:]}"
+    assert errors[named(page)] is None, errors[named(page)]
+
+
+def test_every_block_runs_here_or_somewhere_that_is_named():
+    used = {page_blocks.elsewhere(page, kind, titled) for page in PAGES for kind, titled, _ in page_blocks.blocks(page)}
+    assert used - {None} == page_blocks.ELSEWHERE.keys()
+    for where in page_blocks.ELSEWHERE.values():
+        for path in re.findall(r"tests/[\w/]+(?:\.py)?", where):
+            assert (ROOT / path).exists(), where
+    names = {named(page) for page in PAGES}
+    assert {*page_blocks.PRELUDES, *page_blocks.AFTERWARDS} <= names
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
