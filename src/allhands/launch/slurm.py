@@ -21,7 +21,9 @@ from allhands.launch.handle import KeeperHandle
 from allhands.launch.output import show
 from allhands.launch.remote import await_keeper, keeper_message, keeper_words, start_process
 from allhands.world import expand_hosts
+from allhands.world.environments.slurm import check_tasks
 from allhands.world.hostlist import expand_tasks
+from allhands.world.layout import read_int
 
 
 class SlurmNode:
@@ -105,6 +107,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     nodes = expand_hosts(environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", ""))
     if not nodes:
         raise UserError("SLURM_JOB_ID is set, but SLURM_JOB_NODELIST is not; start this inside salloc or sbatch")
+    check_tasks(environ, read_int(environ, "SLURM_NTASKS"), len(nodes))
     slots: list[int | None] = [None] * len(nodes)
     # SLURM_TASKS_PER_NODE alone is 1 a node when nobody asked for tasks.
     if any(environ.get(name) for name in ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE")):
@@ -130,7 +133,7 @@ def submit(arguments: Sequence[str], workers: int | None, options: Sequence[str]
         wait: return only when the job has ended, with its exit code.
 
     Raises:
-        UserError: there is no sbatch, or it refuses.
+        UserError: there is no sbatch, or it refuses, or two sizes contradict each other.
     """
     sized = any(re.match(r"-[nN]|--(ntasks|nodes|ntasks-per-node)\b", option) for option in options)
     if not sized and workers is None:
@@ -138,6 +141,7 @@ def submit(arguments: Sequence[str], workers: int | None, options: Sequence[str]
             "--launcher slurm outside of an allocation submits a job, and nobody said how large: write -n WORKERS, or "
             '--sbatch "--nodes=2 --ntasks-per-node=4 …"'
         )
+    _check_sizes(options, workers)
     size = [] if sized else [f"--ntasks={workers}"]
     name = os.environ.get("SLURM_JOB_NAME") or "allhands"
     words = [_program("sbatch"), "--parsable", f"--job-name={name}", "--output=slurm-%j.out", *size, *options]
@@ -168,6 +172,45 @@ def submit(arguments: Sequence[str], workers: int | None, options: Sequence[str]
     except KeyboardInterrupt:
         print(f"allhands: job {job} goes on; `scancel {job}` ends it", file=sys.stderr, flush=True)
         raise
+
+
+def _check_sizes(options: Sequence[str], workers: int | None) -> None:
+    """Raise `UserError` for sizes of which Slurm would drop one: it only warns, in the job's output."""
+    tasks, nodes = _size(options, "--ntasks", "-n"), _size(options, "--nodes", "-N")
+    each, gpus, per_task = _size(options, "--ntasks-per-node"), _size(options, "--gpus", "-G"), _size(options, "--gpus-per-task")
+    product = nodes * each if nodes and each else None
+    told = tasks or product
+    how = f"--ntasks={tasks}" if tasks else f"--nodes={nodes} x --ntasks-per-node={each} = {product}"
+    if tasks and product and tasks > product:
+        raise UserError(
+            f"--sbatch: --ntasks={tasks}, but --nodes={nodes} x --ntasks-per-node={each} = {product}; Slurm would drop one of "
+            "them: leave --ntasks out, or make them agree"
+        )
+    if workers is not None and told and workers != told:
+        raise UserError(
+            f"-n {workers} workers, but --sbatch asks for {told} tasks ({how}); leave one of them out, or make them agree"
+        )
+    if told and gpus and per_task and gpus != told * per_task:
+        raise UserError(
+            f"--sbatch: --gpus={gpus}, but {told} tasks ({how}) x --gpus-per-task={per_task} = {told * per_task}; leave one of "
+            "them out, or make them agree"
+        )
+
+
+def _size(options: Sequence[str], name: str, short: str | None = None) -> int | None:
+    """The number that an option of sbatch has, the last one that is given; None where it has none, or a range."""
+    found = None
+    for option, following in zip(options, [*options[1:], ""], strict=True):
+        text = None
+        if option in (name, short):
+            text = following
+        elif option.startswith(f"{name}="):
+            text = option.partition("=")[2]
+        elif short and option.startswith(short) and not option.startswith("--"):
+            text = option[len(short) :].removeprefix("=")
+        if text is not None:
+            found = int(text) if text.isdecimal() else None
+    return found
 
 
 def _follow(sbatch: subprocess.Popen[str], output: Path) -> int:

@@ -85,6 +85,7 @@ class Slurm(Environment):
         text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
         if not text:
             nodes, each = _num_nodes(environ), read_int(environ, "SLURM_NTASKS_PER_NODE")
+            check_tasks(environ, tasks, nodes)
             return [each] * nodes if nodes and each and nodes * each == tasks else None
         counts = expand_tasks(text)
         if sum(counts) == tasks:
@@ -94,6 +95,16 @@ class Slurm(Environment):
         raise WorldError(
             f"SLURM_STEP_TASKS_PER_NODE={text!r} adds up to {sum(counts)} tasks, but SLURM_STEP_NUM_TASKS={tasks}. Unset "
             "whichever was set by hand."
+        )
+
+
+def check_tasks(environ: Environ, tasks: int | None, nodes: int | None) -> None:
+    """Raise `UserError` where there are more tasks than ``--ntasks-per-node`` lets the nodes have."""
+    each = read_int(environ, "SLURM_NTASKS_PER_NODE")
+    if tasks and nodes and each and tasks > nodes * each:
+        raise UserError(
+            f"Slurm's variables say {tasks} tasks, but SLURM_NTASKS_PER_NODE={each} on {nodes} node{'s' if nodes > 1 else ''} "
+            f"makes {nodes * each}. Unset whichever was set by hand, or make --ntasks and --nodes x --ntasks-per-node agree."
         )
 
 
