@@ -11,9 +11,9 @@ from pydantic import BaseModel
 from allhands.config import RunConfig, schema
 
 KEYS = {
-    "RunConfig": "data model criterion optimizer scheduler metrics strategy mesh workers device num_epochs seed accumulate "
-    "clip_norm precision step activation_checkpointing logdir resume valid_loader main_metric minimize_metric load_best_on_end "
-    "early_stopping verbose check overfit log_every save_every save_minutes profile",
+    "RunConfig": "data model criterion optimizer scheduler metrics strategy mesh workers device num_epochs steps_per_epoch "
+    "seed accumulate clip_norm precision step activation_checkpointing logdir resume valid_loader main_metric minimize_metric "
+    "load_best_on_end early_stopping verbose check overfit log_every save_every save_minutes profile",
     "Data": "name root batch_size num_workers drop_last limit normalize labels block options",
     "Model": "name",
     "Criterion": "name",

@@ -74,6 +74,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "sampler with a generator": {"data": "weighted"},
     "batch sampler": {"data": "growing"},
     "stream": {"data": "stream"},
+    "epochs that end within a pass": {"steps_per_epoch": 9},
+    "batch sampler, epochs that end within a pass": {"data": "growing", "steps_per_epoch": 9},
+    "stream, epochs that end within a pass": {"data": "stream", "steps_per_epoch": 9},
 }
 
 

@@ -91,6 +91,7 @@ def train(
         callbacks=callbacks,
         logdir=given.logdir,
         num_epochs=1 if isinstance(strategy, Federated) else given.num_epochs,
+        steps_per_epoch=given.steps_per_epoch,
         valid_loader=given.valid_loader,
         main_metric=main_metric,
         minimize_metric=minimize,
@@ -351,6 +352,9 @@ def _length(run_file: RunFile, period: str, entry: catalogue.Entry | None, worke
     epochs = 3 if given.check else given.num_epochs
     if period == "epoch":
         return epochs
+    limit = 1 if given.overfit else 3 if given.check else None
+    if given.steps_per_epoch is not None:
+        return epochs * min(given.steps_per_epoch, limit or given.steps_per_epoch)
     if entry is None:
         raise run_file.error(("data", "name"), "how many samples a function makes is known when it is called, and the length of "
                              "the training too; write scheduler.total_steps (or T_max), or period: epoch")  # fmt: skip
@@ -358,8 +362,7 @@ def _length(run_file: RunFile, period: str, entry: catalogue.Entry | None, worke
     samples = min(samples, given.data.limit or samples)
     batch = given.data.batch_size * workers * given.accumulate
     steps = max(1, samples // batch if given.data.drop_last else -(-samples // batch))
-    limit = 1 if given.overfit else 3 if given.check else steps
-    return epochs * min(steps, limit)
+    return epochs * min(steps, limit or steps)
 
 
 def _is_federated(run_file: RunFile) -> bool:

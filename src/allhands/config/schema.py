@@ -140,6 +140,9 @@ class RunConfig(Section):
     )
     device: Literal["cpu", "cuda"] | None = Field(default=None, description="null takes GPUs where there are some")
     num_epochs: Count = Field(default=10, description="epochs in all, those of a resumed checkpoint included")
+    steps_per_epoch: Count | None = Field(
+        default=None, description="optimizer steps of an epoch; the next goes on in the data; null: one pass over the data"
+    )
     seed: Whole = Field(default=42, description="decides initial weights, sample order, dropout and loader processes")
     accumulate: Count = Field(default=1, description="micro-batches in one optimizer step")
     clip_norm: Positive | None = Field(default=None, description="bound of the global gradient norm")

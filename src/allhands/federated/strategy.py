@@ -152,6 +152,7 @@ class Federated(Strategy):
     def check_settings(self, settings: Any) -> None:
         for name, kept, instead in (
             ("num_epochs", 1, f"training goes by rounds: leave it out, and write Federated(rounds={settings.num_epochs})"),
+            ("steps_per_epoch", None, "training goes by rounds: leave it out, and write Federated(local_steps=…)"),
             ("accumulate", 1, f"clients step after each batch: leave it out and make batches {settings.accumulate} times larger"),
             ("activation_checkpointing", False, "clients train small models: leave it out"),
             ("overfit", False, "each client draws its own batches: write overfit=False, and Federated(local_steps=1)"),

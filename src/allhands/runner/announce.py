@@ -19,7 +19,8 @@ def announce(training: Training, schedule_note: str) -> None:
     if world.world_size > 1:
         where += f", {world.backend}"
     samples = f"{feed.num_samples:,} samples" if feed.num_samples is not None else "a stream of samples"
-    steps = f", {feed.num_steps} steps an epoch" if feed.num_steps is not None else ""
+    number = feed.num_steps if training.passes is None else settings.steps_per_epoch
+    steps = f", {number} steps an epoch" if number is not None else ""
     strategy, layout = settings.strategy.in_words(), settings.strategy.layout(world)
     if feed.global_batch:
         parts = f"{feed.batch_size} a {'share' if layout else 'worker'} x {settings.strategy.shares(world.world_size)}"

@@ -72,7 +72,11 @@ class Memory:
         own: dict[str, torch.Tensor] = {}
         within = position is not None
         # Only rank 0 draws from the user's samplers, so what they need is its own.
-        samplers, state["feeds"] = tree.split({name: feed.state_dict(within) for name, feed in training.feeds.items()})
+        passes = training.passes
+        samplers, state["feeds"] = tree.split({
+            name: feed.state_dict(within or (passes is not None and passes.is_within(name)))
+            for name, feed in training.feeds.items()
+        })  # fmt: skip
         if training.world.rank == 0:
             own |= {f"feeds/{key}": value for key, value in samplers.items()}
         own |= {f"strategy/{key}": value.clone() for key, value in training.settings.strategy.own_tensors().items()}
@@ -133,6 +137,7 @@ class Memory:
             "history": copy.deepcopy(training.history),
             "callbacks": [callback.state_dict() for callback in training.settings.callbacks],
             "strategy": {training.settings.strategy.name: training.settings.strategy.state_dict()},
+            "passes": training.passes.places if training.passes is not None else None,
             "seed": training.settings.seed,
             "world_size": training.world.world_size,
             "layout": training.settings.strategy.layout(training.world),
@@ -268,7 +273,25 @@ class Memory:
             training.reporter.line(
                 f"note: the checkpoint was made with seed={state['seed']}, this run goes on with {settings.seed}"
             )
+        self._load_passes(state)
         self._load_own(path, state)
+
+    def _load_passes(self, state: dict[str, Any]) -> None:
+        passes, written = self.training.passes, state.get("passes")
+        if passes is None:
+            if written and any(samples for _, samples in written.values()):
+                raise UserError(
+                    "resume: the checkpoint was written with steps_per_epoch=…, in the middle of a pass over the data; pass "
+                    "steps_per_epoch here too"
+                )
+        elif written is not None:
+            passes.places = {name: list(place) for name, place in written.items()}
+        elif state["position"] is not None:
+            raise UserError(
+                "resume: the checkpoint was written in the middle of an epoch without steps_per_epoch; leave steps_per_epoch out"
+            )
+        else:
+            passes.places = {feed.name: [state["epoch"], 0] for feed in self.training.trained}
 
     def _load_own(self, path: Path, state: dict[str, Any]) -> None:
         """What one rank alone had: the user's samplers, generators, buffers that differ between ranks, unfinished metrics."""

@@ -77,6 +77,7 @@ class TrainSettings:
     overfit: bool
     load_best_on_end: bool
     log_every: int
+    steps_per_epoch: int | None = None
     save_every: int | None = None
     save_minutes: float | None = None
     step: str = "eager"
@@ -142,6 +143,9 @@ class TrainSettings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UserError(f"{name}={value!r}; it must be a whole number of at least 1")
+        steps = self.steps_per_epoch
+        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+            raise UserError(f"steps_per_epoch={steps!r}; it must be a whole number of optimizer steps, at least 1, or None")
         if self.clip_norm is not None and not (isinstance(self.clip_norm, (int, float)) and self.clip_norm > 0):
             raise UserError(f"clip_norm={self.clip_norm!r}; it must be a positive number, or None for no clipping")
         if self.precision not in PRECISIONS:

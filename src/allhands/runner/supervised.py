@@ -145,6 +145,7 @@ class SupervisedRunner:
         callbacks: Any = None,
         logdir: str | Path | None = None,
         num_epochs: int = 1,
+        steps_per_epoch: int | None = None,
         valid_loader: str | None = None,
         main_metric: str = "loss",
         minimize_metric: bool = True,
@@ -186,6 +187,9 @@ class SupervisedRunner:
             logdir: folder for checkpoints, ``metrics.csv`` and TensorBoard files; None writes nothing. With one, SIGTERM and
                 SIGUSR1 save a checkpoint and end the process with code 128 plus the signal's number.
             num_epochs: epochs in all, those of a resumed checkpoint included.
+            steps_per_epoch: end an epoch after so many optimizer steps with each loader that is trained on. The next one goes on
+                in the data where it stopped; where the data ends, a new pass begins. For streams without an end, and for epochs
+                that are shorter or longer than the data. None: an epoch is one pass over the data.
             valid_loader: whose `main_metric` decides what is best; None takes "valid", or the first that is not trained on,
                 or the trained one.
             main_metric: "loss" or the name of a metric.
@@ -233,7 +237,7 @@ class SupervisedRunner:
             model=self._model(model), criterion=criterion, optimizer=optimizer, scheduler=scheduler,  # type: ignore[arg-type]
             data=Data(loaders, datasets), metrics=named_metrics(metrics), callbacks=callback_list(callbacks),
             logdir=None if logdir is None else Path(logdir).expanduser().absolute(), num_epochs=num_epochs,
-            valid_loader=valid_loader,
+            steps_per_epoch=steps_per_epoch, valid_loader=valid_loader,
             main_metric=main_metric, minimize_metric=minimize_metric, verbose=verbose,
             resume=None if resume is None else resume if resume == "auto" else str(Path(resume).expanduser().absolute()),
             seed=seed, accumulate=accumulate, clip_norm=clip_norm, precision=precision, check=check, overfit=overfit,

@@ -26,6 +26,7 @@ from allhands.runner.logged import Logged
 from allhands.runner.loggers import Loggers
 from allhands.runner.memory import Memory
 from allhands.runner.metrics import LoaderMetrics
+from allhands.runner.passes import Passes
 from allhands.runner.position import Position
 from allhands.runner.recomputing import recomputing
 from allhands.runner.recording import recorded_steps, records_steps
@@ -76,6 +77,7 @@ class Training:
         self._evaluated = 0  # steps of evaluation; with the optimizer steps, they number the rounds of the agreement
         self._best_state: dict[str, torch.Tensor] | None = None
         self._limit = 1 if settings.overfit else 3 if settings.check else None
+        self.passes = None if settings.steps_per_epoch is None or settings.overfit else Passes()
 
         settings.strategy.check(world)
         check_sync_batch_norm(self.model, world)
@@ -202,6 +204,8 @@ class Training:
                     self.recorded.finish()
                 if self.profile is not None:
                     self.profile.close()
+                if self.passes is not None:
+                    self.passes.close()
                 for feed in self.feeds.values():
                     feed.close()
                 loggers.close()
@@ -309,7 +313,7 @@ class Training:
         profile = self.profile
         if profile is not None:
             take.label = profile.label
-        total_steps = min(feed.num_steps, self._limit) if self._limit and feed.num_steps else feed.num_steps
+        total_steps = self.steps_of_epoch(feed)
         check_every, save_every = settings.strategy.check_weights_every, settings.save_every or 0
         steps_hooked = bool(self._step_hooks) or self.schedule.each_step
         together, recorded = world.world_size > 1, self.recorded
@@ -332,7 +336,10 @@ class Training:
             self.step = step = self.step + 1
             if profile is not None:
                 profile.step()
-            position.samples += total if rows is None else rows.samples
+            samples = total if rows is None else rows.samples
+            position.samples += samples
+            if self.passes is not None:
+                self.passes.took(feed, samples)
             position.steps += 1
             if steps_hooked:
                 self._after_step()
@@ -365,11 +372,24 @@ class Training:
 
     def _steps_of(self, feed: Feed, position: Position) -> Iterator[Any]:
         """The steps of the epoch that are left."""
-        steps = feed.epoch(0 if self.settings.overfit else self.epoch, position.samples)
-        if feed.name in self.rows:
-            steps = self.rows[feed.name](steps)
-        steps = itertools.islice(steps, max(0, self._limit - position.steps)) if self._limit else steps
+
+        def steps_of(epoch: int, skip: int) -> Iterator[Any]:
+            steps = feed.epoch(epoch, skip)
+            return self.rows[feed.name](steps) if feed.name in self.rows else steps
+
+        if self.passes is not None:
+            number = self.steps_of_epoch(feed)
+            assert number is not None
+            steps = self.passes.steps(feed, steps_of, max(0, number - position.steps))
+        else:
+            steps = steps_of(0 if self.settings.overfit else self.epoch, position.samples)
+            steps = itertools.islice(steps, max(0, self._limit - position.steps)) if self._limit else steps
         return steps if self.profile is None else self.profile.reading(steps)
+
+    def steps_of_epoch(self, feed: Feed) -> int | None:
+        """Optimizer steps of an epoch with a loader that is trained on; None when only reading tells."""
+        steps = feed.num_steps if self.passes is None else self.settings.steps_per_epoch
+        return min(steps, self._limit) if self._limit and steps else steps
 
     def _after_step(self) -> None:
         if self.schedule.each_step:

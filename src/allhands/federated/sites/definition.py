@@ -58,7 +58,7 @@ class Definition:
         self.strategy.check_settings(
             SimpleNamespace(num_epochs=1, accumulate=self.accumulate, precision=self.precision, overfit=self.overfit,
                             log_every=50, scheduler=self.scheduler, callbacks=[], step="eager", profile=None,
-                            activation_checkpointing=False)
+                            activation_checkpointing=False, steps_per_epoch=None)
         )  # fmt: skip
         check(self.strategy)
 
