@@ -33,6 +33,7 @@ _LAZY = {
     "DDP": "allhands.strategies",
     "KVStore": "allhands.strategies",
     "LocalSGD": "allhands.strategies",
+    "SplitByRank": "allhands.data",
     "ModelLoss": "allhands.step",
     "MuonAdamW": "allhands.step",
     "PerTarget": "allhands.step",
@@ -64,6 +65,7 @@ __all__ = [
     "PerTarget",
     "Pipeline",
     "Single",
+    "SplitByRank",
     "Strategy",
     "SupervisedRunner",
     "Tensor",
@@ -81,6 +83,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from allhands.data import SplitByRank
     from allhands.errors import AllhandsError, UserError, WorkerError, WorldError
     from allhands.federated.strategy import Federated
     from allhands.runner import Callback, EarlyStopping, SupervisedRunner, load_checkpoint, utils

@@ -7,6 +7,7 @@ from allhands.data.feed import Feed
 from allhands.data.order import Dealer, global_order, share_of
 from allhands.data.random import derive_seed, preserved_generators, seed_everything
 from allhands.data.rows import CountedRows
+from allhands.data.split import SplitByRank
 from allhands.data.trees import map_tensors
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Dealer",
     "Feed",
     "Source",
+    "SplitByRank",
     "build_feeds",
     "derive_seed",
     "global_order",

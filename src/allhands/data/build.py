@@ -26,6 +26,7 @@ from allhands.data.feed import Feed, InMemoryFeed
 from allhands.data.loaders import LoaderFeed
 from allhands.data.random import derive_seed, preserved_generators, seed_everything
 from allhands.data.sources import BatchSource, OrderSource, Sampled, Sequential, Shuffled
+from allhands.data.split import SplitFeed, taken_as
 from allhands.data.streams import IterableFeed
 from allhands.errors import UserError, kind_of
 from allhands.world import World
@@ -252,7 +253,14 @@ def _feed_of(source: Source, world: World, seed: int, accumulate: int, place: tu
     if world.device.type == "cuda" and options.get("collate_fn") in (None, default_collate):
         options.setdefault("pin_memory", True)
     if isinstance(dataset, IterableDataset):
-        return IterableFeed(name, dataset, deal, rank, world, seed, _iterable_options(source, world, options))
+        dataset, split = taken_as(dataset)
+        if split and world.world_size > 1 and size != world.world_size:
+            raise UserError(
+                f"loader {name!r} is split by rank, and with this strategy {world.world_size // size} ranks compute with the "
+                "same samples; let the stream give the same ones on every rank, without a nodesplitter; they are then dealt out"
+            )
+        kind = SplitFeed if split and world.world_size > 1 else IterableFeed
+        return kind(name, dataset, deal, rank, world, seed, _iterable_options(source, world, options))
     if len(dataset) == 0:
         raise UserError(f"the data set of loader {name!r} is empty")
     order = _order_of(source, world, seed)

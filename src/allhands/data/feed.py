@@ -38,6 +38,7 @@ class Feed(ABC):
         num_samples: samples in an epoch, or None when only reading tells.
         num_steps: optimizer steps in an epoch, or None when only reading tells.
         targets: the last member of every batch, for the whole data set, where it lies in memory.
+        ordered: whether the shares of a step, rank after rank, are in the order of the data set.
         order: where the order of an epoch comes from; None for a stream, which has its own.
         own_collate: a collate function of the user's makes the batches, and may drop samples or add rows; see `CountedRows`.
         level: ranks must call the model equally often.
@@ -50,6 +51,7 @@ class Feed(ABC):
     num_samples: int | None
     num_steps: int | None
     targets: torch.Tensor | None = None
+    ordered: bool = True
     order: OrderSource | None = None
     own_collate: bool = False
     level: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -50,13 +51,18 @@ class IterableFeed(Feed):
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[StepBatch]:
         return ahead(self._read(epoch, skip), self.world.device)
 
-    def _read(self, epoch: int, skip: int) -> Iterator[StepBatch]:
+    @contextmanager
+    def _reading(self, epoch: int, skip: int) -> Iterator[Iterator[Any]]:
         # The same seed on every rank: a stream that shuffles must shuffle alike everywhere, or samples are lost.
         self._stream.seed = derive_seed(self.seed, "stream", self.name, epoch)
         self._stream.skip = skip
         self._generator.manual_seed(self._stream.seed)  # for a worker_init_fn that draws
         self._listeners.set_epoch(epoch)
         with reading(self.loader, self.name) as loaded:
+            yield loaded
+
+    def _read(self, epoch: int, skip: int) -> Iterator[StepBatch]:
+        with self._reading(epoch, skip) as loaded:
             for batches, counts, total, fingerprint in loaded:
                 self._check_same_stream(total, fingerprint)
                 yield batches, counts, total, not self.dealer.level and total < self.dealer.world_size
@@ -73,8 +79,8 @@ class IterableFeed(Feed):
             raise UserError(
                 f"the ranks read different streams from loader '{self.name}': samples in this block by rank: "
                 f"{[total for total, _ in seen]}, checksums {[checksum for _, checksum in seen]}. An IterableDataset must "
-                "give the same samples in the same order on every rank (allhands deals them out); remove its own sharding "
-                "by rank, or derive its shuffling from a fixed seed"
+                "give the same samples in the same order on every rank, which allhands deals out: derive its shuffling from a "
+                "fixed seed. If it gives each rank its own part already, say so: DataLoader(allhands.SplitByRank(dataset), …)"
             )
 
 

@@ -171,8 +171,13 @@ def predict_feed(feed: Feed, model: nn.Module, forward: Forward, precision: Prec
     """The model's output for every sample, in the order of the feed, on every rank, as CPU tensors.
 
     Raises:
-        UserError: an output's first dimension is not the batch.
+        UserError: an output's first dimension is not the batch; a stream that is split by rank.
     """
+    if not feed.ordered:
+        raise UserError(
+            f"predict gives one row a sample in the order of the stream, and that of loader '{feed.name}' is split by rank; "
+            "pass a stream that gives all samples on every rank"
+        )
     model.eval()
     steps = feed.epoch(0)
     if feed.own_collate:
