@@ -153,3 +153,22 @@ def test_on_two_workers_each_sample_comes_once(preloaded: None) -> None:
     taken = [sorted(a + b) for a, b in zip(*rows, strict=True)]
     one_pass = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10]]
     assert taken == (one_pass * 3)[:8]
+
+
+@pytest.mark.parametrize(("length", "fits"), [(6, True), (5, False)])
+def test_the_length_of_a_schedule_is_compared_with_these_epochs(length: int, fits: bool) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.5)
+
+    def run() -> Any:
+        return SupervisedRunner(device="cpu").train(
+            model=model, criterion=nn.MSELoss(), optimizer=optimizer, num_epochs=2, steps_per_epoch=3,
+            scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=length),
+            loaders={"train": DataLoader(Endless(), 2)},
+        )  # fmt: skip
+
+    if fits:
+        assert run()["step"] == [3, 6]
+    else:
+        with pytest.raises(UserError, match="write total_steps=6"):
+            run()

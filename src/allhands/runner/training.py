@@ -223,7 +223,7 @@ class Training:
         """A line for a schedule whose length is not the training's; see `Schedule.check_length`."""
         if self._limit:
             return ""  # a trial, which is shorter than the training
-        lengths = [feed.num_steps for feed in self.trained]
+        lengths = [self.steps_of_epoch(feed) for feed in self.trained]
         steps = None if None in lengths else self.num_epochs * sum(lengths)  # type: ignore[arg-type]
         return self.schedule.check_length(steps, self.num_epochs, self.step, self.epoch)
 

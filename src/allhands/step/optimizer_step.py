@@ -101,9 +101,7 @@ class OptimizerStep:
         self.observe = observe
         self.target_of = target_of
         self.clip_norm = clip_norm
-        # Under fp16 the exchanged gradients are multiplied: a larger loss would overflow earlier than one process's.
-        scale = exchange.gradient_scale(world)
-        self.scale, self.scale_after = (scale, 1.0) if precision.scaler is None else (1.0, scale)
+        self.scale = exchange.gradient_scale(world)
         self.several = world.world_size > 1
         self.after_backward, self.alone, self.level = exchange.after_backward, exchange.alone, exchange.level
         # So many ranks see the same samples, and count the same targets.
@@ -380,11 +378,6 @@ class OptimizerStep:
     def _clip_and_apply(self) -> None:
         scaler = self.precision.scaler
         if scaler is not None:
-            if self.scale_after != 1.0:
-                with torch.no_grad():
-                    for parameter in self.parameters:
-                        if parameter.grad is not None:
-                            parameter.grad.mul_(self.scale_after)
             scaler.unscale_(self.optimizer)
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)

@@ -151,8 +151,10 @@ class Strategy(ABC):
         """
 
     def gradient_scale(self, world: World) -> float:
-        """What to multiply each rank's share of the loss by, because of how the exchange combines gradients; under fp16, what to
-        multiply the exchanged gradients by."""
+        """What to multiply each rank's share of the loss by, because of how the exchange combines gradients.
+
+        A strategy that allows fp16 leaves it at 1: a larger loss would overflow at a smaller scale than that of one process.
+        """
         return 1.0
 
     def no_exchange(self) -> AbstractContextManager[None]:
