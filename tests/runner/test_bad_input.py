@@ -40,6 +40,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "no data": ({"loaders": None}, "either loaders= or datasets=; neither"),
     "both": ({"datasets": {"train": classification()}}, "either loaders= or datasets=; both"),
     "generator": ({"loaders": {"train": iter([1])}}, "cannot be dealt out to workers; pass a torch.utils.data.DataLoader"),
+    "loader out of order": (
+        {"loaders": {"train": DataLoader(classification(), 8, in_order=False)}},
+        "in_order=False, by which batches come in the order in which they are ready",
+    ),
+    "callback class": ({"callbacks": [Callback]}, r"callbacks holds the class Callback; write Callback\(…\)"),
     "no train": (
         {"loaders": {"valid": DataLoader(classification(), 8)}},
         "no loader's name begins with 'train'; given are: valid",
@@ -70,6 +75,12 @@ def test_refused_by_name(name: str) -> None:
     changes, message = CASES[name]
     with pytest.raises(UserError, match=message):
         train(**changes)
+
+
+def test_the_batch_size_of_a_loader_that_is_predicted() -> None:
+    loader = DataLoader(classification(), 8)
+    with pytest.raises(UserError, match=r"predict\(batch_size=4\) goes with dataset="):
+        SupervisedRunner(classifier()).predict(loader=loader, batch_size=4)
 
 
 def test_more_workers_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

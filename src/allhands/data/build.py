@@ -188,6 +188,16 @@ def _source_from_loader(name: str, loader: Any) -> Source:
             f"loaders[{name!r}] is a {type(loader).__name__} with its own set_epoch, which would never be called; give it to the "
             "data set, the sampler or the collate function, whose set_epoch is called with each epoch"
         )
+    if not getattr(loader, "in_order", True):
+        raise UserError(
+            f"loaders[{name!r}] has in_order=False, by which batches come in the order in which they are ready; here "
+            "the order is a function of the seed and the epoch: leave in_order out"
+        )
+    if getattr(loader, "pin_memory_device", ""):
+        raise UserError(
+            f"loaders[{name!r}] has pin_memory_device={loader.pin_memory_device!r}; batches are pinned for the "
+            "worker's own device: write pin_memory=True alone"
+        )
     options = {key: getattr(loader, key) for key in _READING}
     if not options["pin_memory"]:
         options.pop("pin_memory")  # what a DataLoader has where nothing was said

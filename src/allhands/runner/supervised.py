@@ -315,7 +315,7 @@ class SupervisedRunner:
         model: nn.Module | None = None,
         loader: Any = None,
         dataset: Any = None,
-        batch_size: int = 32,
+        batch_size: int | None = None,
         distributed: bool | str | Strategy = False,
         workers: int | None = None,
         precision: str = "fp32",
@@ -328,7 +328,7 @@ class SupervisedRunner:
             loader: a DataLoader; its shuffling is left out, so that row i belongs to sample i. A custom sampler is kept, and
                 row i then belongs to the i-th sample that it gives. There is a row for each that its collate_fn makes.
             dataset: instead of a loader, read `batch_size` samples at a time.
-            batch_size: with `dataset`, samples per worker and batch.
+            batch_size: with `dataset`, samples per worker and batch; None is 32.
             distributed, workers, precision, seed: as for `train`.
 
         Returns:
@@ -341,8 +341,12 @@ class SupervisedRunner:
         check_values(chosen, "predict")
         if (loader is None) == (dataset is None):
             raise UserError("predict needs either loader= or dataset=")
+        if loader is not None and batch_size is not None:
+            raise UserError(f"predict(batch_size={batch_size}) goes with dataset=; a loader has its own: leave batch_size out")
         data = (
-            Data({"predict": loader}, None) if loader is not None else Data(None, {"batch_size": batch_size, "predict": dataset})
+            Data({"predict": loader}, None)
+            if loader is not None
+            else Data(None, {"batch_size": 32 if batch_size is None else batch_size, "predict": dataset})
         )
         (source,) = data.sources(seed).values()
         if source.drop_last:
