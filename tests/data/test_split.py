@@ -126,6 +126,12 @@ def test_it_goes_on_within_an_epoch_on_as_many_workers_only() -> None:
         feed.load_state_dict({"ranks": 3})
 
 
+@pytest.mark.parametrize("marks", [(5, 5), (5, 6)])
+def test_ranks_that_begin_with_equal_samples_are_told(marks: tuple[int, int], capfd: pytest.CaptureFixture[str]) -> None:
+    feeds_of(SplitByRank(UNEVEN))._compare([[2, 1, mark] for mark in marks])
+    assert ("then leave SplitByRank out" in capfd.readouterr().err) == (marks[0] == marks[1])
+
+
 def test_ranks_that_compute_with_the_same_samples_cannot_have_their_own() -> None:
     with pytest.raises(UserError, match="2 ranks compute with the same samples"):
         feeds_of(SplitByRank(UNEVEN), place=(0, 1))
@@ -196,5 +202,6 @@ OfHuggingFace.__module__ = "datasets.iterable_dataset"
 def test_streams_that_are_known_to_be_split(data: Any, split: bool) -> None:
     taken, found = taken_as(data)
     assert found == split
-    if isinstance(taken, Pipeline):
+    assert isinstance(taken, SplitByRank) == isinstance(data, SplitByRank)
+    if data is not UNEVEN:
         assert list(taken) == NUMBERS  # whole, or what the split leaves in one process

@@ -58,7 +58,7 @@ class SplitFeed(IterableFeed):
         self.kind = "an iterable that is split by rank"
         self.global_batch *= world.world_size
         self.level = bool(deal["level"])
-        self._looked = False
+        self._looked = not isinstance(dataset, SplitByRank)  # a stage of the stream's own splits it
 
     def _read(self, epoch: int, skip: int) -> Iterator[StepBatch]:
         passed, spare = 0, None
@@ -132,7 +132,7 @@ def taken_as(dataset: Any) -> tuple[Any, bool]:
         inner = copy.copy(inner)
         inner.pipeline = [stage for stage in inner.pipeline if _name_of(stage) != _ALONE]
     of_hugging_face = type(inner).__module__.startswith("datasets.") and getattr(inner, "_distributed", None) is not None
-    return inner, said or of_hugging_face or bool(stages & _SPLITS)
+    return SplitByRank(inner) if said else inner, said or of_hugging_face or bool(stages & _SPLITS)
 
 
 def _stages(dataset: Any) -> list[Any]:
