@@ -6,11 +6,21 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import timeouts
+from tests.timeouts import (  # noqa: F401
+    pytest_enter_pdb,
+    pytest_handlecrashitem,
+    pytest_runtest_makereport,
+    pytest_testnodedown,
+    pytest_timeout_set_timer,
+)
 
 # Seconds for which the process that imports torch for workers waits for the next test that starts some. Tests about the start and
 # end of processes unset it (tests/launch).
@@ -18,6 +28,11 @@ os.environ.setdefault("ALLHANDS_KEEPER_IDLE", "120")
 # Threads of torch that wait for one another sleep. Several processes of tests share the cores, and threads that spin instead keep
 # those from working that they wait for: a test took forty times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# PyTorch's compiler keeps what it made for one set of instructions, and takes it for another one.
+if "ATEN_CPU_CAPABILITY" in os.environ:
+    own_cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(own_cache))
 
 # Folders of tests are in memory where there is enough of it: hundreds of checkpoints are saved, and each waits for the disk.
 MEMORY = Path("/dev/shm")
@@ -54,7 +69,7 @@ LONGEST = (
 )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Give the tests the signals of a terminal: under nohup, or in the background of a script, some are ignored, and every
     process that a test starts would inherit that."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -62,6 +77,7 @@ def pytest_configure() -> None:
     for number in (signal.SIGHUP, signal.SIGTERM):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+    timeouts.begin(config)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -76,6 +92,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return unit_of(nodeid)
+
+        def _reschedule(self, node: Any) -> None:
+            """What xdist does, but for a process in the place of one that has ended, until it has collected its tests."""
+            if node in self.registered_collections:
+                super()._reschedule(node)
+
+        def remove_node(self, node: Any) -> str | None:
+            """What xdist does, but that a test which has ended its process is not run again, to end the next one."""
+            work = self.assigned_work.pop(node)
+            ended_in = next((test for unit in work.values() for test, is_over in unit.items() if not is_over), None)
+            if ended_in is None:
+                return None
+            for unit in work.values():
+                if ended_in in unit:
+                    unit[ended_in] = True
+            self.workqueue.update({name: unit for name, unit in work.items() if not all(unit.values())})
+            for other in self.assigned_work:
+                self._reschedule(other)
+            return ended_in
 
     return Files(config, log)
 

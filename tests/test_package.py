@@ -28,12 +28,9 @@ def test_importing_allhands_imports_nothing_heavy():
 
 
 def test_importing_allhands_is_fast():
-    """50 ms is the promise, on a quiet machine. The least of several tries; twice that is allowed on a busy one."""
-    times = []
-    for _ in range(5):
-        lines = python("import allhands", "-X", "importtime").stderr.splitlines()
-        (line,) = [line for line in lines if line.rstrip().endswith(" allhands")]
-        times.append(int(line.split("|")[1]) / 1000)
+    """50 ms is the promise. Time of the processor is measured, the least of several tries, so that others may work as well."""
+    code = "import time; before = time.process_time(); import allhands; print(time.process_time() - before)"
+    times = [1000 * float(python(code).stdout) for _ in range(5)]
     assert min(times) < 100, f"import allhands took {min(times):.0f} ms at best"
 
 

@@ -19,6 +19,7 @@ from allhands import DDP, DP, FSDP, Callback, Pipeline, SupervisedRunner, Tensor
 from allhands.launch import spawn
 from allhands.step import compiled
 from allhands.step.compiled import Compiled, compiler_missing
+from tests.noise import rounding_limit
 from tests.reference import relative_difference
 from tests.worlds import in_world
 
@@ -96,19 +97,26 @@ class Watches(Callback):
 def test_a_compiled_training_is_the_eager_one_to_rounding(capsys: pytest.CaptureFixture[str]) -> None:
     """With dropout, accumulation, a short last batch and evaluation; 20 steps."""
     watch = Watches()
-    given: dict[str, Any] = {"samples": 77, "accumulate": 2, "num_epochs": 4}
     loaders = {"train": DataLoader(data(77), 8, shuffle=True), "valid": DataLoader(data(72), 8)}
-    model, history = train("compile", loaders=loaders, callbacks=[watch], **given)
+
+    def result(step: str, *callbacks: Callback) -> dict[str, torch.Tensor]:
+        model, history = train(
+            step, samples=77, accumulate=2, num_epochs=4, loaders=loaders, callbacks=list(callbacks), model=models.pop()
+        )
+        assert history["step"][-1] == 20
+        return {**model.state_dict(), "the loss": torch.tensor(history["valid"]["loss"])}
+
+    models = [Network() for _ in range(10)]
+    model = models[-1]
+    found = result("compile", watch)
     said = capsys.readouterr().out
-    expected, eager = train("eager", loaders=loaders, **given)
-    assert history["step"][-1] == 20
-    assert relative_difference(model.state_dict(), expected.state_dict()) < 1e-5
-    assert history["valid"]["loss"] == pytest.approx(eager["valid"]["loss"], rel=1e-5)
+    expected = result("eager")
+    assert relative_difference(found, expected) < rounding_limit(lambda nudge: result("eager", nudge), expected)
     assert "step: the whole model and the loss compiled" in said
     assert "eager, since" not in said, "on a CPU nothing is said of graphs"
     assert watch.modules == [""]
     assert watch.graphs >= 2, "one for full batches, one for the short one"
-    assert watch.keys == list(expected.state_dict())
+    assert watch.keys == list(model.state_dict())
     assert compiled_modules(model) == []
 
 
@@ -118,6 +126,11 @@ def test_a_resumed_training_draws_the_same_dropout(tmp_path: Path) -> None:
     train("compile", num_epochs=1, logdir=tmp_path)
     resumed, _ = train("compile", num_epochs=2, logdir=tmp_path, resume="auto")
     assert all(torch.equal(value, whole.state_dict()[name]) for name, value in resumed.state_dict().items())
+
+
+def limit() -> float:
+    """How far rounding may move the trainings of two workers below, which are this one."""
+    return rounding_limit(lambda nudge: train("eager", callbacks=[nudge])[0].state_dict(), train("eager")[0].state_dict())
 
 
 def in_two(strategies: list[Any]) -> list[Any]:
@@ -133,10 +146,11 @@ def in_two(strategies: list[Any]) -> list[Any]:
 @needs_compiler
 @pytest.mark.serial
 def test_workers_compile_layers_or_the_whole() -> None:
+    bound = limit()
     for rank in in_world(2, in_two, [DDP(), FSDP(), "local_sgd"]):
         ddp, fsdp, local_sgd = rank
         for difference, _, graphs in rank:
-            assert difference < 1e-5
+            assert difference < bound
             assert graphs >= 1
         assert ddp[1] == fsdp[1] == ["blocks.0", "blocks.1"], "so that gradients are exchanged while others are computed"
         assert local_sgd[1] == [""]
@@ -147,7 +161,7 @@ def test_workers_compile_layers_or_the_whole() -> None:
 def test_workers_that_servers_train() -> None:
     model, _ = train("compile", distributed="kvstore", workers=2)
     expected, _ = train("eager", distributed="kvstore", workers=2)
-    assert relative_difference(model.state_dict(), expected.state_dict()) < 1e-5
+    assert relative_difference(model.state_dict(), expected.state_dict()) < limit()
 
 
 @needs_compiler
