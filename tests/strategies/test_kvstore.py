@@ -300,13 +300,21 @@ def test_no_servers_for_workers_that_do_not_wait() -> None:
     assert KVStore("ssp", staleness=0).exact
 
 
-@pytest.mark.timeout(60)
-def test_a_parameter_without_a_gradient_is_named() -> None:
+def with_spare(strategy: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4))
-    model.spare = nn.Parameter(torch.zeros(2))  # type: ignore[assignment]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.spare = nn.Parameter(torch.ones(2))  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    SupervisedRunner(device="cpu").train(
+        model=model, criterion=nn.CrossEntropyLoss(), optimizer=optimizer, distributed=strategy, workers=2,
+        loaders={"train": DataLoader(classification(SAMPLES), BATCH)},
+    )  # fmt: skip
+    return model.state_dict()
+
+
+@pytest.mark.serial
+@pytest.mark.usefixtures("preloaded")
+def test_a_parameter_without_a_gradient_is_left_alone_or_named() -> None:
+    assert with_spare("kvstore")["spare"].tolist() == [1.0, 1.0]
     with pytest.raises((UserError, WorkerError), match="'spare' took no part in the loss"):
-        SupervisedRunner(device="cpu").train(
-            model=model, criterion=nn.CrossEntropyLoss(), optimizer=optimizer, distributed="kvstore", workers=2,
-            loaders={"train": DataLoader(classification(SAMPLES), BATCH)},
-        )  # fmt: skip
+        with_spare(KVStore("async", servers=1))

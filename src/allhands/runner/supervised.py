@@ -25,6 +25,7 @@ from allhands.runner.settings import Data, TrainSettings, callback_list, check_m
 from allhands.runner.training import History, Training
 from allhands.step import Precision
 from allhands.strategies import Strategy
+from allhands.strategies.alike import check_parameter_hooks, own_memory
 from allhands.world import World, slurm
 
 
@@ -256,6 +257,9 @@ class SupervisedRunner:
         check_compiled(settings, plan.world_size)
         check_recomputed(settings)
         check_meta(settings)
+        own_memory(settings.model)
+        if plan.world_size > 1:
+            check_parameter_hooks(settings.model)
         settings.strategy.check_training(settings, plan.world_size)
         # It takes half a second to import, so once for all workers.
         preload = ["torch.distributed.checkpoint"] if settings.logdir is not None or settings.resume is not None else []

@@ -34,6 +34,7 @@ from allhands.runner.reporter import Pace, Reporter
 from allhands.runner.schedule import Schedule, learning_rates
 from allhands.runner.settings import TrainSettings, check_sync_batch_norm
 from allhands.step import OptimizerStep, Precision
+from allhands.strategies.alike import check_buffers_equal
 from allhands.world import World
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Training:
         self.best_epoch = 0
         self.position: Position | None = None
         self.measuring: LoaderMetrics | None = None
+        self._looked = False  # at what the first step has done to buffers
         self._stop_reason: str | None = None
         self._stop_now = False
         self._signal = 0
@@ -310,6 +312,8 @@ class Training:
             self.model.parameters(), self.optimizer, self.rules[feed.name], settings.strategy, world, self.precision,
             self.forward, metrics.observe, self.forward.target_of, settings.clip_norm,
         )  # fmt: skip
+        if not self._looked and world.world_size > 1:
+            self._looked, take.before_first_update = True, partial(check_buffers_equal, self.model, world)
         profile = self.profile
         if profile is not None:
             take.label = profile.label

@@ -35,6 +35,9 @@ class Exchange(Protocol):
 
     alone: bool
     level: bool
+    some_missing: bool
+
+    def misses_gradients(self) -> bool: ...
 
     @property
     def drives(self) -> bool: ...
@@ -113,6 +116,8 @@ class OptimizerStep:
         self._items: Any = 0.0  # what this rank's losses of the step count
         #: Names the parts of a step for whoever records a timeline.
         self.label: Callable[[str], AbstractContextManager[Any]] = _unlabelled
+        #: Called once on all ranks, before the first update: whether this rank had a sample.
+        self.before_first_update: Callable[[bool], None] | None = None
         self._failed: NonFiniteLossError | None = None
         self._weights: dict[float, torch.Tensor] = {}
         self._loss_dtype = torch.float64  # until the first loss shows its own
@@ -159,6 +164,7 @@ class OptimizerStep:
         if self.alone and self.rule.counts_targets:
             own = float(counted.sum()) if batches else 0.0
         if self.after_backward:
+            self._look_once(counts)
             self._exchange_all(failed or self._failed, own, total)
             return
         if idle:
@@ -167,9 +173,15 @@ class OptimizerStep:
             self.exchange.check_gradients()
         if self.several and self.world.device.type == "cpu":
             self._stop_together(failed)
+        self._look_once(counts)
         if self.open:
             self._divide(total)
         self._update()
+
+    def _look_once(self, counts: Sequence[int]) -> None:
+        if self.before_first_update is not None:
+            look, self.before_first_update = self.before_first_update, None
+            look(any(counts))
 
     def _one_by_one(self, batches: Sequence[Any], counts: Sequence[int], weights: Any, factors: Any, counted: Any,
                     idle: bool) -> None:  # fmt: skip
@@ -292,10 +304,12 @@ class OptimizerStep:
         if failed is not None and self.alone:
             raise failed  # nobody waits for this rank's part of the step
         if self.several and not self.alone and self.world.device.type == "cpu":
-            flag = torch.tensor([float(failed is not None)])
-            all_reduce_sum([flag], self.world)
-            if float(flag):
+            flags = torch.tensor([float(failed is not None), float(self.exchange.misses_gradients())])
+            all_reduce_sum([flags], self.world)
+            any_failed, any_missing = flags.tolist()
+            if any_failed:
                 self._tell(failed)
+            self.exchange.some_missing = bool(any_missing)
         if self.open:
             self._divide(total)
             own = float(self._items) if self.alone and self.pairs else own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from allhands.comm import broadcast_tensors, mean_buffers
+from allhands.comm import all_gather_text, broadcast_tensors, mean_buffers
 from allhands.errors import UserError, WorldError
 from allhands.world import World
 
@@ -26,6 +27,16 @@ def refuse_going_on(why: str, again: str) -> None:
     if chosen != "stop":
         raise UserError(f"the job was started with --on-worker-failure {chosen}, but {why}, and cannot go on without one; write "
                         f"--on-worker-failure stop, with --max-restarts 3{again}")  # fmt: skip
+
+
+def own_memory(model: nn.Module) -> None:
+    """Give each element of a buffer memory of its own: one that was made by ``expand`` cannot be loaded or sent."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and any(
+                not step and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)
+            ):
+                module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
 
 
 def make_buffers_equal(model: nn.Module, world: World) -> None:
@@ -46,6 +57,45 @@ def statistics_and_others(model: nn.Module) -> tuple[list[torch.Tensor], list[to
     ]
     averaged_ids = {id(buffer) for buffer in averaged}
     return averaged, [b for b in model.buffers() if id(b) not in averaged_ids]
+
+
+def check_parameter_hooks(model: nn.Module) -> None:
+    """Raise `UserError` for a parameter with a hook of the user's: it would see the gradient of one rank's samples."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UserError(
+                f"the parameter '{name}' has a hook on its gradient (register_hook, register_post_accumulate_grad_hook), which "
+                "would see that of one worker's samples, and not that of the whole batch. Remove the hook; clip_norm= bounds the "
+                "norm of all gradients, and optimizer.register_step_pre_hook sees the exchanged ones with 'ddp'"
+            )
+
+
+def check_buffers_equal(model: nn.Module, world: World, took_part: bool) -> None:
+    """Raise `UserError` when a forward pass has written a buffer from the samples of its own rank.
+
+    Args:
+        model: after its first forward passes in training, which began with equal buffers. Where ranks hold parts of
+            a model, buffers of the same name are compared.
+        world: the ranks; all call it together.
+        took_part: this rank had a sample.
+    """
+    averaged, _ = statistics_and_others(model)
+    left_out = {id(buffer) for buffer in averaged}
+    for module in model.modules():
+        left_out |= {id(module._buffers[name]) for name in module._non_persistent_buffers_set}
+    sums = (
+        {name: int(bit_sum(b)) for name, b in model.named_buffers() if id(b) not in left_out and b.numel()} if took_part else {}
+    )
+    found: dict[str, int] = {}
+    for text in all_gather_text(json.dumps(sums), world):
+        for name, value in json.loads(text).items():
+            if found.setdefault(name, value) != value:
+                raise UserError(
+                    f"the forward pass writes the buffer '{name}' from the samples of its own rank, so that it differs between "
+                    "the ranks after one step, and from what one process would have. Add it up over the ranks in forward() "
+                    "(torch.distributed.all_reduce), use BatchNorm, whose statistics are averaged, or register it with "
+                    "persistent=False where it is no part of the model"
+                )
 
 
 def check_weights_equal(model: nn.Module, trained: Iterable[str], where: str) -> None:

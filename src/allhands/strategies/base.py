@@ -167,6 +167,13 @@ class Strategy(ABC):
     def updated(self) -> None:
         """The optimizer's step was taken, with several workers and not by the strategy itself."""
 
+    #: Set before `exchange_all` where ranks have asked one another: some rank misses gradients in this step.
+    some_missing: bool = False
+
+    def misses_gradients(self) -> bool:
+        """Whether this rank has not made all gradients of a step, and the others need to know."""
+        return False
+
     def check_gradients(self) -> None:
         """Raise `UserError` when the exchange of this step cannot have been complete."""
 

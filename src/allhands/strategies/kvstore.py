@@ -53,8 +53,8 @@ class KVStore(Strategy):
         mirror: with "sync", each server keeps a copy of the one before it, so that nothing is lost when one of them dies and
             ``allhands launch -s 2 --server-restarts 3`` starts it again.
         find_unused_parameters: with "sync", allow parameters that take no part in some step: on ranks that do not use one its
-            gradient is 0, and one that no rank uses is left out of the step, as it would be in one process. Costs a small
-            all-reduce each step.
+            gradient is 0, and one that no rank uses is left out of the step, as it would be in one process. On CPUs they always
+            may; on GPUs it costs a small all-reduce each step.
         on_worker_loss: "stop", which names the lost worker. "continue" is for a store of your own: the workers of the runner also
             evaluate and save together.
 
@@ -208,14 +208,11 @@ class KVStore(Strategy):
     def begin(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         named = [(name, p) for name, p in self.bare.named_parameters() if p.requires_grad]
-        self._slots = [Slot(name, [p]) for name, p in sorted(named, key=lambda pair: pair[0])]
-        idle = [slot.name for slot in self._slots if id(slot.first) not in groups]
-        if idle:
-            raise UserError(
-                f"the optimizer does not hold the parameter '{idle[0]}' ({len(idle)} in all), for which the store would have no "
-                "step; freeze it (requires_grad=False), or give the optimizer all of model.parameters()"
-            )
+        self._slots = [Slot(name, [p]) for name, p in sorted(named, key=lambda pair: pair[0]) if id(p) in groups]
+        #: Trained by nobody, as in one process; their gradients count in the norm that is clipped alone.
+        self._idle = [name for name, p in named if id(p) not in groups]
         self._optimizer, self._steps = optimizer, step
+        self._laid_out = self._present()
         spec = self._spec(optimizer) if self.takes_step else None
         store: Store
         if servers_of_job():
@@ -236,6 +233,25 @@ class KVStore(Strategy):
             self._residuals = {}
         self._store = store
         self._read()
+
+    def _present(self) -> list[int]:
+        """The parameters that are to be trained, in an order that tells groups apart."""
+        trained = {id(p) for p in self.bare.parameters() if p.requires_grad}
+        return [number for group in self._optimizer.param_groups for number in (0, *map(id, group["params"]))
+                if not number or number in trained]  # fmt: skip
+
+    def go_on(self) -> None:
+        """Parameters that were frozen, unfrozen, replaced or given to the optimizer since the last steps are stored anew."""
+        if self._store is None or self._present() == self._laid_out:
+            return
+        self.collect()
+        store, self._store = self._store, None
+        self._residuals = store.residuals()
+        store.close()
+        self.begin(self._optimizer, self._steps)
+
+    def misses_gradients(self) -> bool:
+        return not self.alone and any(slot.first.grad is None for slot in self._slots)
 
     def _spec(self, optimizer: torch.optim.Optimizer) -> OptimizerSpec:
         hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
@@ -274,7 +290,13 @@ class KVStore(Strategy):
         assert self._store is not None
         self._check_unchanged()
         self._steps += 1
-        slots = self._used() if self.find_unused_parameters else self._slots
+        if clip_norm is not None and self._idle:
+            raise UserError(
+                f"the optimizer does not hold the parameter '{self._idle[0]}' ({len(self._idle)} in all), whose gradient counts "
+                "in the norm that clip_norm bounds, and the store does not get it; freeze it (requires_grad=False), or give the "
+                "optimizer all of model.parameters()"
+            )
+        slots = self._used() if self.find_unused_parameters or self.some_missing else self._slots
         grads = self._gradients(slots, own)
         share = Share(own, total)
         if not self.takes_step:
@@ -310,7 +332,7 @@ class KVStore(Strategy):
         for slot in slots:
             grad = slot.first.grad
             if grad is None:
-                if own and not self.find_unused_parameters:
+                if own and not self.find_unused_parameters and not self.some_missing:
                     raise UserError(
                         f"on rank {self.world.rank} the parameter '{slot.name}' took no part in the loss, so there is no "
                         "gradient to push. Remove it from the model, or set requires_grad=False before train()"

@@ -280,6 +280,7 @@ class LocalSGD(Strategy):
                 self.go_on()
 
     def go_on(self) -> None:
+        self._lay_out_anew()
         aside, self._aside, self._between = self._aside, None, False
         if self._own_state is not None:
             assert self._optimizer is not None
@@ -298,6 +299,26 @@ class LocalSGD(Strategy):
                         "steps of an epoch"
                     )
             part.write(own)
+
+    def _lay_out_anew(self) -> None:
+        """Exchange what is trained now, where a callback has frozen, unfrozen or replaced parameters between two epochs."""
+        trained = {id(p): name for name, p in self.bare.named_parameters() if p.requires_grad}
+        changed = trained.keys() ^ {id(p) for p in self._parameters}
+        if not changed or self._optimizer is None:
+            return
+        if self.every > 1 or self.outer["name"] != "average" or self.exchange != "fp32" or self.mix:
+            names = {id(p): name for name, p in self.bare.named_parameters()}
+            name = next((names[key] for key in changed if key in names), "a parameter that was replaced")
+            raise UserError(
+                f"'{name}' was frozen, unfrozen or replaced in the middle of the training, and local_sgd has laid out its "
+                "exchanges before; train in two calls of train(), or write LocalSGD(every=1)"
+            )
+        self._aside = None  # after each step the weights are those of all ranks
+        self._parts = cut_in_fragments(layers_of(self.bare), self.fragments, self.every)
+        self._parameters = [p for part in self._parts for p in part.parameters]
+        for part in self._parts:
+            part.anchor = part.read()
+        self._note_versions()
 
     def check_equal(self, where: str) -> None:
         if self.world.world_size > 1:

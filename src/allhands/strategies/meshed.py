@@ -309,7 +309,9 @@ class Meshed(Strategy):
             value.div_(self.degrees.dp)
         first = self.at["dp_shard"][0] == self.at["dp_replicate"][0] == 0
         for value in others:
-            whole = value.detach().clone() if first else torch.zeros_like(value)
+            whole = value.detach().clone(memory_format=torch.contiguous_format)
+            if not first:
+                whole.zero_()
             # The bytes of all but the first are 0, so that they add up to the first's, whatever the dtype.
             for axis in ("dp_shard", "dp_replicate"):
                 self._sum_over(axis, [whole.reshape(-1).view(torch.uint8)])
