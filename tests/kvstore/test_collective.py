@@ -458,3 +458,22 @@ def test_one_process_a_gpu() -> None:
         assert largest_difference(found["in the workers"], by_hand("adam")) <= 1e-5
         check_rows(found["rows"], 2)
     assert [found["more"]["moved"] for found in worlds] == [pytest.approx(10.0), pytest.approx(3.0)]
+
+
+def keys_in_another_order() -> tuple[list[list[float]], str]:
+    store = create("dist")
+    keys = ["a", "b"] if store.rank == 0 else ["b", "a"]
+    store.init(keys, [torch.zeros(1)] * 2)
+    store.push(keys, [torch.full((1,), 1.0 if key == "a" else 10.0) for key in keys])
+    pulled = [value.tolist() for value in store.pull(["a", "b"])]
+    return pulled, message_of(lambda: store.init(f"of {store.rank}", torch.zeros(1)))
+
+
+def test_the_order_of_a_list_changes_nothing_and_that_of_calls_is_told() -> None:
+    for pulled, told in in_world(2, keys_in_another_order):
+        assert pulled == [[2.0], [20.0]]
+        assert (
+            "worker 0 makes 'of 0' while worker 1 makes 'of 1'. Without servers, workers make their keys in the same order"
+            in told
+        )
+        assert "write init([…], […]) with all keys in one call, in which their order changes nothing" in told

@@ -200,3 +200,14 @@ def test_a_number_of_servers_that_is_no_number(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("ALLHANDS_NUM_SERVERS", "two")
     with pytest.raises(UserError, match="ALLHANDS_NUM_SERVERS is 'two'"):
         create("dist")
+
+
+def test_a_table_begins_with_given_rows() -> None:
+    store = create("local")
+    store.init("t", torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 4.0]]).to_sparse(1))
+    assert store.row_sparse_pull("t", row_ids=torch.tensor([2, 1, 0])).tolist() == [[3.0, 4.0], [0.0, 0.0], [1.0, 2.0]]
+    with pytest.raises(UserError, match=r"init\('all'\): a sparse value is rows of a table; write torch.sparse_coo_tensor"):
+        store.init("all", torch.ones(3, 2).to_sparse())
+    store.set_optimizer("sgd", learning_rate=1.0)
+    with pytest.raises(UserError, match=r"init\('u'\) with given rows comes before set_optimizer"):
+        store.init("u", torch.ones(3, 2).to_sparse(1))

@@ -133,6 +133,19 @@ def test_without_an_optimizer_rows_are_added_up_and_assigned() -> None:
         assert made.run(work) == [[3.0, 1.0, 2.0, 0.0]] * 2
 
 
+def test_a_table_begins_with_given_rows() -> None:
+    def work(rank: int) -> list[float]:
+        store = made.store(rank)
+        rows = torch.full((2, COLUMNS), 1.0 + rank)  # those of worker 0 are taken
+        store.init("table", sparse(RowSparse(9, COLUMNS), [7, 2], rows))
+        store.set_optimizer("sgd", learning_rate=1.0)
+        store.push("table", sparse(RowSparse(9, COLUMNS), [7], torch.ones(1, COLUMNS)))
+        return store.row_sparse_pull("table", row_ids=torch.tensor([2, 7, 0]))[:, 0].tolist()
+
+    with job(2, servers=2) as made:
+        assert made.run(work) == [[1.0, -1.0, 0.0]] * 2
+
+
 def test_async_and_bounded_rows() -> None:
     table = RowSparse(100, 1)
 

@@ -14,7 +14,7 @@ import json
 import logging
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -130,6 +130,12 @@ class CollectiveStore(LocalStore):
         different = [rank for rank, other in enumerate(said) if other != said[0]]
         odd = self.rank if self.rank in different else next(iter(different), 0)
         first, theirs = said[0][2], said[odd][2]
+        if first and theirs and not set(first) & set(theirs):
+            raise UserError(
+                f"the key {_named(first)} is not the same on all workers: worker 0 makes {_named(first)} while worker {odd} "
+                f"makes {_named(theirs)}. Without servers, workers make their keys in the same order: write init([…], […]) with "
+                "all keys in one call, in which their order changes nothing, or start servers (allhands launch -s 1)"
+            )
         for name in sorted({*first, *theirs}):
             if first.get(name) != theirs.get(name):
                 who = f"this worker ({odd})" if odd == self.rank else f"worker {odd}"
@@ -244,6 +250,11 @@ def _text(said: Sequence[Any]) -> str:
     text = json.dumps(about)
     shown = "" if about is None else f" {text if len(text) <= 200 else text[:199] + '…'}"
     return f"'{call}{shown}'" + (f" of store {number + 1}" if number else "")
+
+
+def _named(keys: Iterable[str]) -> str:
+    found = list(keys)
+    return ", ".join(f"'{name}'" for name in found[:3]) + (f" and {len(found) - 3} more keys" if len(found) > 3 else "")
 
 
 def _has(who: str, form: str | None) -> str:

@@ -162,6 +162,9 @@ class LocalStore(KVStore):
 
     # ------------------------------------------------------------------ rounds
 
+    def _in_order(self, pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        return sorted(pairs, key=lambda pair: pair[0])
+
     def _push(self, name: str, value: torch.Tensor, priority: int, share: Share) -> None:
         if name in self._unread:
             raise UserError(f"the key '{name}' was pushed already and not pulled since; pull it before the next push")

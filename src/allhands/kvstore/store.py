@@ -16,7 +16,7 @@ from allhands.kvstore.compression import compressible
 from allhands.kvstore.modes import Mode
 from allhands.kvstore.optimizers import OptimizerSpec, spec_from
 from allhands.kvstore.states import StoreState, read_states, write_states
-from allhands.kvstore.values import RowSparse, check_ids, check_rows, one, several, sum_on_one_device
+from allhands.kvstore.values import RowSparse, check_first_rows, check_ids, check_rows, one, several, sum_on_one_device
 
 Key = str | int
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -148,6 +148,10 @@ class KVStore(ABC):
     def close(self) -> None:
         """Leave the store."""
 
+    def _in_order(self, pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        """The order in which the keys of a list are pushed, where that is the same on all workers by need."""
+        return pairs
+
     # ------------------------------------------------------------------ the names that people know
 
     def init(self, key: Key | Sequence[Key], value: Any) -> None:
@@ -155,7 +159,9 @@ class KVStore(ABC):
 
         Args:
             key: a key, or a list of them.
-            value: a tensor (or `RowSparse`), or a list with one for each key.
+            value: a tensor (or `RowSparse`), or a list with one for each key. A sparse tensor of rows, as
+                `torch.sparse_coo_tensor(ids[None], rows, (table_rows, columns))`, makes a key of rows that begins with them, and
+                with zeros in all other rows; no optimizer may be set before.
 
         Raises:
             UserError: the key is there already, or another worker made it with another shape.
@@ -164,7 +170,24 @@ class KVStore(ABC):
         for name, _ in pairs:
             if name in self.shapes or name in self.tables:
                 raise UserError(f"the key '{name}' was initialised already; push to it instead")
-        self.declare({name: value if isinstance(value, RowSparse) else one(value, name) for name, value in pairs})
+        first = {name: value if isinstance(value, RowSparse) else one(value, name) for name, value in pairs}
+        rows = {name: value for name, value in first.items() if isinstance(value, torch.Tensor) and value.is_sparse}
+        if rows:
+            check_first_rows(rows, self.mode, self.optimizer)
+        self.declare({name: RowSparse(*value.shape, dtype=value.dtype) if name in rows else value
+                      for name, value in first.items()})  # fmt: skip
+        for name, given in sorted(rows.items()):
+            self._assign_first(name, given.detach().coalesce())
+
+    def _assign_first(self, name: str, rows: torch.Tensor) -> None:
+        """Begin a table with rank 0's rows: without an optimizer, what all workers push is added up and assigned."""
+        count = len(rows.values()) if self.rank == 0 else 0
+        ids, values = rows.indices()[:, :count], rows.values()[:count]
+        mine = torch.sparse_coo_tensor(ids, values, rows.shape, is_coalesced=True, check_invariants=False)
+        self._push(name, mine, 0, Share())
+        # Wait for each server, which has every n-th row: an optimizer that is set next must not take a step with them.
+        some = torch.arange(min(len(rows), 1024))
+        self._pull_rows(name, some, values.new_empty(len(some), rows.shape[1]))
 
     def push(self, key: Key | Sequence[Key], value: Any, priority: int = 0, weight: float | None = None) -> None:
         """Give this worker's values. What all workers push is added up; with an optimizer, the sum is the gradient.
@@ -180,7 +203,7 @@ class KVStore(ABC):
             UserError: no such key, another shape or dtype, or a second push before a pull (when synchronous).
         """
         share = Share() if weight is None else Share(weight, 1.0)
-        for name, given in self._pairs(key, value):
+        for name, given in self._in_order(self._pairs(key, value)):
             self._push(name, self._checked(name, given), int(priority), share)
 
     def pull(self, key: Key | Sequence[Key], out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from allhands.errors import UserError
+from allhands.kvstore.modes import Mode
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,25 @@ def check_rows(name: str, value: torch.Tensor, table: RowSparse) -> None:
             f"{table.columns}] and {table.dtype}"
         )
     check_ids(name, value._indices()[0], table)
+
+
+def check_first_rows(values: Mapping[str, torch.Tensor], mode: Mode, optimizer: object) -> None:
+    """Raise `UserError` unless a store can begin tables with these sparse tensors."""
+    for name, value in values.items():
+        if value.layout != torch.sparse_coo or value.sparse_dim() != 1 or value.dense_dim() != 1:
+            raise UserError(
+                f"init('{name}'): a sparse value is rows of a table; write torch.sparse_coo_tensor(ids[None], rows, (table_rows, "
+                "columns)), or RowSparse(rows, columns)"
+            )
+        if not value.is_floating_point():
+            raise UserError(f"init('{name}'): a table holds floating-point numbers, not {value.dtype}")
+        if optimizer is not None:
+            raise UserError(f"init('{name}') with given rows comes before set_optimizer, which would take a step with them")
+        if mode.wait != "sync":
+            raise UserError(
+                f"init('{name}') with given rows needs a synchronous store; create('{mode.name}') is none. Write "
+                f"init('{name}', RowSparse(rows, columns, std=…)), or create('dist_sync')"
+            )
 
 
 def check_ids(name: str, ids: torch.Tensor, table: RowSparse) -> torch.Tensor:
