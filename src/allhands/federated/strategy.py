@@ -180,6 +180,12 @@ class Federated(Strategy):
                     f"{type(callback).__name__}.on_step_end is never called in federated training, where clients take the steps; "
                     "remove it, or use on_epoch_end, which follows a round"
                 )
+            for hook in ("on_evaluate_start", "on_evaluate_end"):
+                if is_overridden(callback, hook):
+                    raise UserError(
+                        f"{type(callback).__name__}.{hook} is never called in federated training, which evaluates the server's "
+                        "model; remove it, or change that model in on_epoch_start"
+                    )
 
     def check(self, world: World) -> None:
         check_size(self.devices_per_client, world.world_size)

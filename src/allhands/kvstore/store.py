@@ -172,10 +172,9 @@ class KVStore(ABC):
                 raise UserError(f"the key '{name}' was initialised already; push to it instead")
         first = {name: value if isinstance(value, RowSparse) else one(value, name) for name, value in pairs}
         rows = {name: value for name, value in first.items() if isinstance(value, torch.Tensor) and value.is_sparse}
-        if rows:
-            check_first_rows(rows, self.mode, self.optimizer)
-        self.declare({name: RowSparse(*value.shape, dtype=value.dtype) if name in rows else value
-                      for name, value in first.items()})  # fmt: skip
+        check_first_rows(rows, self.mode, self.optimizer)
+        tables = {name: RowSparse(value.shape[0], value.shape[1], dtype=value.dtype) for name, value in rows.items()}
+        self.declare({**first, **tables})
         for name, given in sorted(rows.items()):
             self._assign_first(name, given.detach().coalesce())
 

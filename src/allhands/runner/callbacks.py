@@ -28,6 +28,17 @@ class Callback:
     def on_step_end(self, training: Training) -> None:
         """After an optimizer step."""
 
+    def on_evaluate_start(self, training: Training) -> None:
+        """Before the loaders of an epoch that are not trained on are evaluated, where there are any.
+
+        Weights that are swapped in here (a moving average) are what is evaluated. Write them by ``parameter.data.copy_(…)``, and
+        put the training's own ones back in `on_evaluate_end`: checkpoints, and the weights of the best epoch, hold those. A
+        checkpoint that is due in the middle of an evaluation is saved between the two.
+        """
+
+    def on_evaluate_end(self, training: Training) -> None:
+        """After the evaluation of an epoch, and before a checkpoint that is saved in the middle of it."""
+
     def on_epoch_end(self, training: Training) -> None:
         """After an epoch's training and evaluation, before its checkpoint is written."""
 

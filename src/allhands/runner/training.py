@@ -277,11 +277,15 @@ class Training:
             strategy.check_equal(f"after epoch {number}")
         position.evaluating = True
         values = dict(position.done)
-        for name, feed in self.feeds.items():
-            if feed not in self.trained:
-                seed_everything(derive_seed(self.settings.seed, "evaluate", name, self.epoch, self.stream))
-                position.seconds = time.perf_counter() - started + earlier
-                values[name] = self._evaluate_epoch(feed, number)
+        evaluated = {name: feed for name, feed in self.feeds.items() if feed not in self.trained}
+        if evaluated:
+            run_hooks(self.settings.callbacks, "on_evaluate_start", self)
+        for name, feed in evaluated.items():
+            seed_everything(derive_seed(self.settings.seed, "evaluate", name, self.epoch, self.stream))
+            position.seconds = time.perf_counter() - started + earlier
+            values[name] = self._evaluate_epoch(feed, number)
+        if evaluated:
+            run_hooks(self.settings.callbacks, "on_evaluate_end", self)
         self.epoch = number
         self.position = None
         self._record(values, position.rates, time.perf_counter() - started + earlier)
@@ -414,11 +418,16 @@ class Training:
     def _agree(self) -> None:
         """Do what the ranks decide together: save, or save and leave."""
         decision = self.agreement.ask(self.step + self._evaluated)
+        within_evaluation = self.position is not None and self.position.evaluating
         if decision.save or decision.signal:
+            if within_evaluation:  # a checkpoint holds the weights of the training
+                run_hooks(self.settings.callbacks, "on_evaluate_end", self)
             self._save_here()
         if decision.signal:
             self._signal = decision.signal
             raise _Left
+        if decision.save and within_evaluation:
+            run_hooks(self.settings.callbacks, "on_evaluate_start", self)
 
     def _evaluate_epoch(self, feed: Feed, number: int) -> dict[str, float]:
         steps: Iterator[Any] = feed.epoch(self.epoch)
