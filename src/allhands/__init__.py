@@ -36,6 +36,7 @@ _LAZY = {
     "SplitByRank": "allhands.data",
     "ModelLoss": "allhands.step",
     "MuonAdamW": "allhands.step",
+    "OverBatch": "allhands.step",
     "PerTarget": "allhands.step",
     "FSDP": "allhands.strategies",
     "Mesh": "allhands.strategies",
@@ -62,6 +63,7 @@ __all__ = [
     "Mesh",
     "ModelLoss",
     "MuonAdamW",
+    "OverBatch",
     "PerTarget",
     "Pipeline",
     "Single",
@@ -87,7 +89,7 @@ if TYPE_CHECKING:
     from allhands.errors import AllhandsError, UserError, WorkerError, WorldError
     from allhands.federated.strategy import Federated
     from allhands.runner import Callback, EarlyStopping, SupervisedRunner, load_checkpoint, utils
-    from allhands.step import ModelLoss, MuonAdamW, PerTarget
+    from allhands.step import ModelLoss, MuonAdamW, OverBatch, PerTarget
     from allhands.strategies import DDP, DP, FSDP, KVStore, LocalSGD, Mesh, Pipeline, Single, Strategy, Tensor
     from allhands.verify.compare import verify
     from allhands.world import World, current_world, finalize, init

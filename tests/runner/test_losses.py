@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from allhands import DDP, KVStore, LocalSGD, ModelLoss, PerTarget, Pipeline, SupervisedRunner, Tensor, UserError
+from allhands import DDP, KVStore, LocalSGD, ModelLoss, OverBatch, PerTarget, Pipeline, SupervisedRunner, Tensor, UserError
 from tests.reference import relative_difference, train_by_hand
 from tests.worlds import in_world
 
@@ -178,4 +178,123 @@ def test_a_pair_must_be_a_sum_and_a_number() -> None:
         SupervisedRunner(device="cpu").train(
             model=model, criterion=lambda o, t: (o, 3), optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
             loaders={"train": DataLoader(tokens(), batch_size=4)},
+        )  # fmt: skip
+
+
+def batch_rmse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten()).sqrt()
+
+
+def refusals(names: list[str], criterion: Any, runner: Any = SupervisedRunner, make: Any = language_model) -> dict[str, str]:
+    """What each strategy says to a criterion, and that no weight was changed."""
+    said = {}
+    for name in names:
+        cell, model = STRATEGIES[name](), make()
+        try:
+            runner(device="cpu").train(
+                model=model, criterion=criterion, optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+                loaders={"train": DataLoader(tokens(), batch_size=4)}, **cell,
+            )  # fmt: skip
+            said[name] = ""
+        except UserError as error:
+            said[name] = str(error)
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), make().parameters(), strict=True)), name
+    return said
+
+
+@pytest.mark.serial
+def test_what_is_no_mean_is_refused_where_a_batch_is_divided() -> None:
+    several = [name for name in STRATEGIES if name not in ("accumulate=2", "tensor")]
+    said = [*in_world(2, refusals, several, token_mean), refusals(["accumulate=2"], token_mean)]
+    for strategies in said:
+        for name, text in strategies.items():
+            assert "token_mean is no mean over the samples" in text, name
+    own = in_world(2, refusals, ["ddp", "fsdp"], lambda o, t: o["loss"], Labels, WithLoss)
+    assert all("allhands.ModelLoss()" in text for strategies in own for text in strategies.values())
+    assert in_world(2, refusals, ["tensor"], token_mean) == [{"tensor": ""}] * 2  # all its workers see the whole batch
+
+
+def test_one_process_takes_any_criterion_and_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+    model, by_hand, (x, y) = language_model(), language_model(), tokens().tensors
+    SupervisedRunner(device="cpu").train(
+        model=model, criterion=batch_rmse, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), num_epochs=2,
+        loaders={"train": DataLoader(tokens(), batch_size=8)},
+    )  # fmt: skip
+    rows = iter(torch.arange(17).split(8) * 2)
+    train_by_hand(by_hand, batch_rmse, torch.optim.SGD(by_hand.parameters(), lr=0.5), (x, y), rows, 6)
+    assert relative_difference(model.state_dict(), by_hand.state_dict()) < 1e-6
+    assert capsys.readouterr().out.count("note: with accumulate or several workers") == 1
+
+
+def evaluated(criterion: Any) -> str:
+    try:
+        SupervisedRunner(device="cpu").evaluate(
+            model=language_model(), criterion=criterion, loaders={"valid": DataLoader(tokens(), batch_size=4)}, distributed="ddp"
+        )
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.serial
+def test_evaluate_refuses_it_too() -> None:
+    assert all("token_mean is no mean" in text for text in in_world(2, evaluated, token_mean))
+
+
+def contrast(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Each sample among all others of the batch; those that begin with the same token are none of them."""
+    features, first = output.flatten(1), target[:, 0]
+    same = (first[:, None] == first[None]) & ~torch.eye(len(first), dtype=torch.bool)
+    return F.cross_entropy((features @ features.T).masked_fill(same, -9.0), torch.arange(len(first)))
+
+
+def check_over_batch(found: Any, workers: int) -> None:
+    model, (x, y), losses = language_model(), tokens().tensors, []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for rows in torch.arange(17).split(GLOBAL) * EPOCHS:
+        optimizer.zero_grad()
+        loss = contrast(model(x[rows]), y[rows])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item() * len(rows) / 17)
+    for name, (state, train, valid) in found.items():
+        with torch.no_grad():
+            parts = torch.arange(17).split(3 * (1 if name in WHOLE else workers))
+            validated = sum(float(contrast(model(x[rows]), y[rows])) * len(rows) / 17 for rows in parts)
+        assert relative_difference(state, model.state_dict()) < 1e-5, name
+        assert train[-1] == pytest.approx(sum(losses[3:]), rel=1e-5), name
+        assert valid[-1] == pytest.approx(validated, rel=1e-5), name
+
+
+@pytest.mark.serial
+def test_a_loss_over_the_whole_batch_is_exact_under_every_strategy() -> None:
+    criterion, names = OverBatch(contrast), [name for name in [*STRATEGIES][1:] if name != "pipeline"]
+    check_over_batch(trained(criterion, SupervisedRunner, language_model, ["accumulate=2"]), 1)
+    for found in in_world(2, trained, criterion, SupervisedRunner, language_model, names):
+        check_over_batch(found, 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "instead"),
+    [
+        (Pipeline(), "distributed='fsdp'"),
+        (LocalSGD(every=4), r"LocalSGD\(every=1\)"),
+        (KVStore(mode="async", servers=1), r"KVStore\(\)"),
+    ],
+)
+def test_a_strategy_that_cannot_put_a_batch_together_refuses_it(strategy: Any, instead: str) -> None:
+    model = language_model()
+    with pytest.raises(UserError, match=f"OverBatch.*{instead}"):
+        SupervisedRunner(device="cpu").train(
+            model=model, criterion=OverBatch(contrast), optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            loaders={"train": DataLoader(tokens(), batch_size=4)}, distributed=strategy, workers=2,
+        )  # fmt: skip
+
+
+def test_outputs_without_samples_first_cannot_be_put_together() -> None:
+    model = WithLoss()
+    with pytest.raises(UserError, match=r"OverBatch.*got shapes \[\], \[8, 6, 7\], \[8, 6\]"):
+        Labels(device="cpu").train(
+            model=model, criterion=OverBatch(lambda o, t: o["loss"]), optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            loaders={"train": DataLoader(tokens(), batch_size=8)},
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from allhands.data import CountedRows, Feed, map_tensors
 from allhands.errors import UserError
 from allhands.runner.metrics import LoaderMetrics
 from allhands.runner.reporter import Pace, Reporter
-from allhands.step import LossRule, Precision
+from allhands.step import LossRule, Precision, WholeBatch
 from allhands.step.counted import as_count, split_pair
 from allhands.strategies.base import OutputElsewhere
 from allhands.world import World
@@ -122,12 +122,17 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: Forward, rule: LossRule, metrics: LoaderMetrics,
-                  precision: Precision, reporter: Reporter, label: str) -> dict[str, float]:  # fmt: skip
-    """The loss and the metrics of a loader, in evaluation mode and without gradients; the same on every rank."""
+                  precision: Precision, reporter: Reporter, label: str,
+                  share: int | None = None) -> dict[str, float]:  # fmt: skip
+    """The loss and the metrics of a loader, in evaluation mode and without gradients; the same on every rank.
+
+    This rank has `share` of the samples; None is its own.
+    """
     was_training = model.training
     model.eval()
     metrics.start(label)
-    pace, done = Pace(), 0
+    whole = WholeBatch(metrics.world, metrics.world.rank if share is None else share, metrics.counts) if rule.over_batch else None
+    pace, done, pairs = Pace(), 0, None
     if feed.own_collate:
         steps = CountedRows(feed, forward.rows_of)(steps)
     # The bare model is called: gradients are not exchanged here, and ranks may have different numbers of batches.
@@ -135,7 +140,9 @@ def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: F
     try:
         with torch.no_grad(), precision.autocast():
             for batches, counts, _, _ in steps:
-                for batch, count in zip(batches, counts, strict=True):
+                if whole is not None:
+                    _measure_whole(whole, batches, counts, forward, rule, metrics)
+                for batch, count in zip(batches, counts, strict=True) if whole is None else ():
                     try:
                         output, target = forward(batch)
                     except OutputElsewhere:
@@ -150,8 +157,11 @@ def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: F
                         factor, counts_for = 1.0, counted[0]
                     else:
                         factor, counts_for = 1.0 if rule.sums else count, count
-                    loss = rule.call(output, target)
-                    if rule.pairs is not False and isinstance(loss, tuple):
+                    loss: Any = rule.call(output, target)
+                    pairs = isinstance(loss, tuple)
+                    if rule.check is not None and not pairs:
+                        rule.check.look(output, target)
+                    if pairs:
                         loss, counts_for = split_pair(loss) if done == 0 else loss
                         factor, counts_for = 1.0, as_count(counts_for)
                     if done == 0:
@@ -164,7 +174,22 @@ def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: F
     finally:
         forward.module = module
         model.train(was_training)
+    if rule.check is not None:
+        rule.settle(pairs, metrics.world.world_size > 1, metrics.world)
     return metrics.result()
+
+
+def _measure_whole(whole: WholeBatch, batches: Sequence[Any], counts: Sequence[int], forward: Forward, rule: LossRule,
+                   metrics: LoaderMetrics) -> None:  # fmt: skip
+    """Take in one global batch, of whose loss each micro-batch counts by its samples; all ranks call it together."""
+    made = [(*forward(batch), count) for batch, count in zip(batches, counts, strict=True)]
+    real = [(output, target, count) for output, target, count in made if count]
+    gathered = whole([(output, target) for output, target, _ in real])
+    if gathered is not None:
+        loss = rule.call(*gathered)
+        rule.check_value(loss)
+        for output, target, count in real:
+            metrics.observe(output, target, loss, count, count)
 
 
 def predict_feed(feed: Feed, model: nn.Module, forward: Forward, precision: Precision, world: World) -> Any:

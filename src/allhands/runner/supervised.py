@@ -23,7 +23,7 @@ from allhands.runner.recomputing import check_recomputed
 from allhands.runner.reporter import Reporter
 from allhands.runner.settings import Data, TrainSettings, callback_list, check_meta, check_model, check_values, is_meta
 from allhands.runner.training import History, Training
-from allhands.step import Precision
+from allhands.step import OverBatch, Precision
 from allhands.strategies import Strategy
 from allhands.strategies.alike import check_parameter_hooks, own_memory
 from allhands.world import World, slurm
@@ -261,6 +261,8 @@ class SupervisedRunner:
         if plan.world_size > 1:
             check_parameter_hooks(settings.model)
         settings.strategy.check_training(settings, plan.world_size)
+        if isinstance(criterion, OverBatch) and (refused := settings.strategy.over_batch_refused(plan.world_size)):
+            raise UserError(f"criterion=OverBatch(…) with strategy '{settings.strategy.name}': {refused}")
         # It takes half a second to import, so once for all workers.
         preload = ["torch.distributed.checkpoint"] if settings.logdir is not None or settings.resume is not None else []
         state: dict[str, Any] = plan.run(_train, self, settings, verbose=verbose, preload=preload)

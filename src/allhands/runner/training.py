@@ -114,6 +114,10 @@ class Training:
         self.forward = Forward(runner, self.wrapped, world.device, self.criterion, reporter.line)
         slices = settings.strategy.slices(world)
         self.rules = {name: loss_rule(self.criterion, feed, runner, slices) for name, feed in self.feeds.items()}
+        for name, rule in self.rules.items():
+            rule.note = reporter.line
+            if self.feeds[name] not in self.trained:
+                rule.check = None  # the criterion is looked at in training
         self.schedule = Schedule(settings.scheduler)
         self.stream = settings.strategy.stream(world)
         counts = settings.strategy.counts(world)
@@ -436,7 +440,16 @@ class Training:
         label = f"{number}/{self.num_epochs} {feed.name}"
         rule, metrics = self.rules[feed.name], self.metrics[feed.name]
         return evaluate_feed(
-            feed, self._asked_between(steps), self.model, self.forward, rule, metrics, self.precision, self.reporter, label
+            feed,
+            self._asked_between(steps),
+            self.model,
+            self.forward,
+            rule,
+            metrics,
+            self.precision,
+            self.reporter,
+            label,
+            self.settings.strategy.place(self.world)[0],
         )
 
     def _asked_between(self, steps: Iterator[Any]) -> Iterator[Any]:

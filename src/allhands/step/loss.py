@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from allhands.comm import all_gather_text
 from allhands.errors import UserError
 from allhands.step.counted import Counted
+from allhands.step.mean_check import MeanCheck
+from allhands.step.over_batch import OverBatch
+from allhands.world import World
 
 Criterion = Callable[[Any, Any], torch.Tensor]
 
@@ -39,7 +44,10 @@ class LossRule:
             any counted target gives 0 and not 0/0.
         sums: the criterion sums over its samples and is not divided by any count.
         counts_targets: the count is what `count_targets` gives, not the number of samples.
-        pairs: the criterion returns ``(sum, count)``; None as long as only its first call can tell.
+        pairs: the criterion returns ``(sum, count)``; None as long as only its first calls can tell, until `settle`.
+        over_batch: the criterion is computed of the whole global batch at once.
+        check: looks at these calls; None where nothing is to be found out.
+        note: takes a line to print.
     """
 
     def __init__(self, criterion: Criterion) -> None:
@@ -71,11 +79,43 @@ class LossRule:
             self._class_weights = options.get("weight")
             self.call = _Summing(criterion)
         self.mean_call: Criterion = criterion
+        self.over_batch = isinstance(criterion, OverBatch)
         self.pairs: bool | None = None
         if isinstance(criterion, Counted):
             self.pairs = criterion.pairs
         elif self.sums or self.counts_targets or _of_torch(function):
             self.pairs = False
+        self.check = MeanCheck(criterion) if self.pairs is None else None
+        self.note: Callable[[str], None] = lambda line: None
+
+    def settle(self, seen: bool | None, divided: bool, world: World) -> None:
+        """After a step or an evaluation: find out together whether the criterion gives pairs, and whether it is a mean.
+
+        Args:
+            seen: whether it has given pairs; None where it was not called.
+            divided: a batch was computed in parts, by several ranks or in micro-batches.
+            world: the ranks, which may each know something else.
+
+        Raises:
+            UserError: on all ranks: it is no mean over the samples, and the batch was divided.
+        """
+        check = self.check
+        assert check is not None
+        check.steps += 1
+        own = [seen, check.found, check.waits, divided]
+        said = [json.loads(text) for text in all_gather_text(json.dumps(own), world)]
+        pairs = {one[0] for one in said} - {None}
+        if len(pairs) > 1:
+            raise UserError("the criterion returned (sum, count) on some ranks and one number on others; let it return the pair")
+        found = [one[1] for one in said if one[1] is not None]
+        waits, divided = any(one[2] for one in said), any(one[3] for one in said)
+        if True not in pairs and any(found):
+            (problem,) = [text for text in found if text][:1]
+            if divided:
+                raise UserError(problem)
+            self.note(f"note: with accumulate or several workers this training would be refused, since {problem}")
+        if True in pairs or found or not waits:
+            self.pairs, self.check = True in pairs, None
 
     def use_samples_if_equal(self, targets: torch.Tensor | None) -> None:
         """Count samples instead of targets when the whole data set (`targets`) shows that it comes to the same thing.

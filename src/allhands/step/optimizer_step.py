@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +14,8 @@ from allhands.comm import all_gather_text, all_reduce_sum, calls
 from allhands.errors import UserError
 from allhands.step.counted import as_count, scale_gradients, split_pair
 from allhands.step.loss import Criterion, LossRule, NonFiniteLossError
+from allhands.step.mean_check import leaves_of, map_known
+from allhands.step.over_batch import WholeBatch
 from allhands.step.precision import Precision
 from allhands.step.update import update_function
 from allhands.world import World
@@ -109,9 +110,12 @@ class OptimizerStep:
         self.after_backward, self.alone, self.level = exchange.after_backward, exchange.alone, exchange.level
         # So many ranks see the same samples, and count the same targets.
         self.copies = world.world_size // exchange.place(world)[1]
+        self.several_shares = self.copies < world.world_size
         # Whether losses come as (sum, count), or may; such counts are added up after the backward passes.
         self.pairs, self.open = bool(rule.pairs), rule.pairs is not False
         self.counts_here = exchange.counts(world)
+        self.whole = WholeBatch(world, exchange.place(world)[0], self.counts_here) if rule.over_batch else None
+        self._seen = False  # a loss of this rank's
         self._pair_weight: torch.Tensor | None = None
         self._items: Any = 0.0  # what this rank's losses of the step count
         #: Names the parts of a step for whoever records a timeline.
@@ -135,6 +139,7 @@ class OptimizerStep:
         """
         for parameter in self.parameters:
             parameter.grad = None
+        whole = total
         if self.alone:
             total = sum(counts)
         own: float = sum(counts)
@@ -148,10 +153,14 @@ class OptimizerStep:
         else:
             weights, factors, counted = [self._weight(self.scale * count / total) for count in counts], counts, counts
         if self.open:
+            self._divided = self.several_shares or len(batches) > 1
             self._pair_weight, self._items = self._weight(self.scale / max(total, 1)), 0.0
         failed = self._failed = None
         try:
-            if self.exchange.drives:
+            if self.whole is not None:
+                idle = True  # no gradient is exchanged before all of them are there
+                self._over_batch(batches, counts, self.scale * whole / max(total, 1) if self.alone else self.scale)
+            elif self.exchange.drives:
                 self._driven(batches, counts, weights, factors, counted)
             else:
                 self._one_by_one(batches, counts, weights, factors, counted, idle)
@@ -194,6 +203,37 @@ class OptimizerStep:
                     self._micro_batch(batch, weights[number], factors[number], counted[number])
             else:
                 self._micro_batch(batch, weights[number], factors[number], counted[number])
+
+    def _over_batch(self, batches: Sequence[Any], counts: Sequence[int], weight: float) -> None:
+        """All forward passes, the loss of the whole global batch, and the backward passes of this rank's outputs."""
+        assert self.whole is not None
+        outputs, parts = [], []
+        for batch, count in zip(batches, counts, strict=True):
+            try:
+                with self.exchange.no_exchange(), self._forward_mode(count), self.label("forward"), self.precision.autocast():
+                    output, target = self.forward(batch)
+            except ValueError as error:
+                self._explain(error)
+                raise
+            outputs.append([leaf for leaf in leaves_of(output) if leaf.requires_grad])
+            if count:
+                parts.append((map_known(output, lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad)), target))
+        gathered = self.whole(parts)
+        if gathered is not None:
+            with self.precision.autocast():
+                loss = self.rule.call(*gathered)
+            self.rule.check_value(loss)
+            real = [count for count in counts if count]
+            for (output, target), count in zip(parts, real, strict=True):
+                self._observe(output, target, loss, count, count)
+            scaler, loss = self.precision.scaler, loss * weight
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        given = iter([leaf.grad for output, _ in parts for leaf in leaves_of(output) if leaf.requires_grad])
+        for leaves, count in zip(outputs, counts, strict=True):
+            slopes = [(next(given) if count else None) for _ in leaves]
+            slopes = [torch.zeros_like(leaf) if slope is None else slope for leaf, slope in zip(leaves, slopes, strict=True)]
+            with self.exchange.no_exchange(), self.label("backward"):
+                torch.autograd.backward(leaves, slopes)
 
     def _driven(self, batches: Sequence[Any], counts: Sequence[int], weights: Any, factors: Any, counted: Any) -> None:
         """The passes run as the strategy says, and it asks for each micro-batch's loss where its output is."""
@@ -254,16 +294,25 @@ class OptimizerStep:
 
         The model is in evaluation mode, so that neither running statistics nor random draws know of it.
         """
+        with self._forward_mode(0):
+            with self.precision.autocast():
+                output, target = self.forward(batch)
+                loss: Any = self._loss(output, target)
+            if self.pairs:
+                loss, _ = loss
+            loss.backward(weight.to(loss.dtype))
+
+    @contextmanager
+    def _forward_mode(self, count: int) -> Iterator[None]:
+        """Within, the model is in evaluation mode where a micro-batch counts for nothing."""
+        if count:
+            yield
+            return
         module: nn.Module = self.forward.module  # type: ignore[attr-defined]
         modes = [(child, child.training) for child in module.modules()]
         module.eval()
         try:
-            with self.precision.autocast():
-                output, target = self.forward(batch)
-                loss = self._loss(output, target)
-            if self.pairs:
-                loss, _ = loss
-            loss.backward(weight.to(loss.dtype))
+            yield
         finally:
             for child, training in modes:
                 child.training = training
@@ -278,7 +327,8 @@ class OptimizerStep:
     def _divide(self, total: float) -> None:
         """Divide the gradients, which were by the samples, by what the losses of the step count."""
         if self.rule.pairs is None:
-            self._agree_on_pairs()
+            self.rule.settle(self.pairs if self._seen else None, self._divided, self.world)
+            self.pairs, self.open = bool(self.rule.pairs), self.rule.pairs is not False
         if not self.pairs:
             return
         items = torch.zeros((), dtype=torch.float64, device=self.world.device)
@@ -288,17 +338,6 @@ class OptimizerStep:
             all_reduce_sum([items], self.world)
         # When nothing at all counts, every loss is a sum over nothing, 0, and so is its gradient.
         scale_gradients(self.parameters, torch.where(items > 0, total / items, 0.0))
-
-    def _agree_on_pairs(self) -> None:
-        """After the first step: whether losses come as (sum, count), which a rank that computed none does not know."""
-        forms = [None if self._loss == self._first_loss else self.pairs]
-        if not self.alone:
-            forms = [json.loads(text) for text in all_gather_text(json.dumps(forms[0]), self.world)]
-        known = {form for form in forms if form is not None}
-        if len(known) > 1:
-            raise UserError("the criterion returned (sum, count) on some ranks and one number on others; let it return the pair")
-        if known:
-            self.rule.pairs = self.pairs = self.open = known.pop()
 
     def _exchange_all(self, failed: NonFiniteLossError | None, own: float, total: float) -> None:
         if failed is not None and self.alone:
@@ -347,15 +386,19 @@ class OptimizerStep:
                 raise NonFiniteLossError(text)
 
     def _first_loss(self, output: Any, target: Any) -> torch.Tensor:
-        """The first loss, looked at; later ones have the same form and are not."""
+        """The first losses, looked at; later ones have the same form and are not."""
         self.rule.check_shapes(output, target)
         loss: Any = self.rule.call(output, target)
         if self.rule.pairs is None:
-            self.pairs = isinstance(loss, tuple)
+            self.pairs, self._seen = isinstance(loss, tuple), True
         value = split_pair(loss)[0] if self.pairs else loss
         self.rule.check_value(value)
         self.rule.check_counts(output, target, value)
-        self._loss = self.rule.call
+        check = self.rule.check
+        if check is not None and not self.pairs:
+            check.look(output, target)
+        if check is None or self.pairs or check.found is not None:
+            self._loss = self.rule.call
         self._loss_dtype = value.dtype
         self._weights.clear()
         return loss

@@ -71,6 +71,10 @@ class Strategy(ABC):
         """Why layers cannot be computed again in the backward pass, as a sentence with what to write; None where they can."""
         return None
 
+    def over_batch_refused(self, workers: int) -> str | None:
+        """Why no loss can be computed of a whole global batch (`allhands.OverBatch`), with what to write; None where it can."""
+        return None
+
     def check_training(self, settings: Any, workers: int) -> None:
         """Raise `UserError` for a model (of `TrainSettings`) that it cannot train with so many workers, before any is started."""
 

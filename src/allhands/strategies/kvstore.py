@@ -165,6 +165,9 @@ class KVStore(Strategy):
             "job with `allhands launch -s 1 …`"
         )
 
+    def over_batch_refused(self, workers: int) -> str | None:
+        return f"with mode={self.mode!r} workers do not wait for one another; write KVStore()" if self.alone else None
+
     def servers_to_start(self) -> int:
         if self.alone and not self.servers:
             raise self._needs_servers()

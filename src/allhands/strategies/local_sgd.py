@@ -102,6 +102,11 @@ class LocalSGD(Strategy):
                 "write reduction='mean'"
             )
 
+    def over_batch_refused(self, workers: int) -> str | None:
+        if self.every == 1 or workers == 1:
+            return None
+        return f"between two exchanges each worker has weights of its own; write LocalSGD(every=1) in place of every={self.every}"
+
     def check(self, world: World) -> None:
         refuse_going_on("workers of local_sgd exchange weights among themselves",
                         ", a logdir and save_every to start again from the newest checkpoint")  # fmt: skip

@@ -97,6 +97,14 @@ class Meshed(Strategy):
             return None
         return "layers" if workers > 1 else "model"
 
+    def over_batch_refused(self, workers: int) -> str | None:
+        degrees = self.degrees_for(workers)
+        if degrees.pp > 1:
+            return "micro-batches go back through a pipeline before all have left it; write distributed='fsdp' or pp=1"
+        if degrees.tp > 1 and self.tensor is not None and self.tensor.loss_parallel:
+            return "loss_parallel=True leaves the outputs in slices; set loss_parallel to False"
+        return None
+
     def recomputing_refused(self) -> str | None:
         if self.fsdp is not None and self.fsdp.checkpoint_activations:
             return "FSDP(checkpoint_activations=True) says so already; write FSDP(), or leave activation_checkpointing out"
