@@ -175,7 +175,8 @@ class SupervisedRunner:
             criterion: ``(output, target)`` to one number, a tensor of shape []: the mean over the samples, or what PyTorch's own
                 losses are a mean over; their sum, with an attribute ``reduction = "sum"``, is not divided by anything. Or to
                 ``(sum, count)``, what to divide by what. `PerTarget` says that a function is a mean over the targets, and
-                `ModelLoss` that the model has computed its loss itself.
+                `ModelLoss` that the model has computed its loss itself; `OverBatch` computes it of the whole global batch. What
+                is none of these is refused at the first step where a batch is divided among workers or micro-batches.
             optimizer: over the model's parameters.
             scheduler: anything with ``step()``; see `Schedule` for its period, which is printed.
             loaders: DataLoaders by name. A name that begins with "train" is trained on; others are evaluated.

@@ -113,7 +113,8 @@ class LossRule:
             (problem,) = [text for text in found if text][:1]
             if divided:
                 raise UserError(problem)
-            self.note(f"note: with accumulate or several workers this training would be refused, since {problem}")
+            reason = problem.split(". ")[0]
+            self.note(f"note: with accumulate or several workers this training would be refused: {reason}")
         if True in pairs or found or not waits:
             self.pairs, self.check = True in pairs, None
 

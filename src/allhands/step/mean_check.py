@@ -123,7 +123,8 @@ class MeanCheck:
 
 def _name(call: Any) -> str:
     function = call.func if isinstance(call, functools.partial) else call
-    return getattr(function, "__name__", type(function).__name__)
+    name: str = getattr(function, "__name__", type(function).__name__)
+    return "fn" if name == "<lambda>" else name
 
 
 def _neither(call: Any, whole: float, mean: float, parts: tuple[int, int]) -> str:

@@ -168,6 +168,8 @@ class Probe:
             seed_everything(0)
             forward, batch, rule = self._ready(objects, train=False)
             output, target = forward(batch)
+            if rule.over_batch:
+                return ""  # no part of a batch is asked for its value
             both = [*tensors_of(output), *tensors_of(target)]
             if not both or len({len(tensor) if tensor.dim() else 0 for tensor in both}) > 1 or len(both[0]) < 3:
                 return ""

@@ -15,6 +15,7 @@ from allhands.federated.executors.serial import Serial
 from allhands.federated.executors.trial import look
 from allhands.federated.team import Team, TeammateError
 from allhands.step import LossRule
+from allhands.step.counted import Counted
 
 
 class Shared(Serial):
@@ -41,6 +42,8 @@ class Shared(Serial):
             raise UserError(f"devices_per_client={team.size}: {refusal}; write devices_per_client=1")
 
     def _why_not(self) -> str | None:
+        if isinstance(getattr(self.work.local.criterion, "__self__", None), Counted):
+            return "the criterion is no mean over the samples, and the parts of a batch would be weighted as if it were"
         if self.rule.counts_targets:
             return "the criterion is a mean over the targets that count, of which each part of a batch has others"
         found = look(self.work, self.server)
