@@ -47,7 +47,7 @@ def explain(case: Case) -> list[str]:
     found = _learning_rate(case) + data
     if not data:
         # With other samples everything after them differs too, and no experiment would tell anything.
-        found += _ranks(case) + _loss(case) + _experiments(case)
+        found += _ranks(case) + _experiments(case)
     found += _alone(case)
     if case.trace.failure and not any(step["apart"]["parameters"] for step in case.trace.steps):
         found.append(f"the training itself stopped there: {case.trace.failure}")
@@ -128,16 +128,6 @@ def _ranks(case: Case) -> list[str]:
                 "that is not the same on every rank"
             )
     return said
-
-
-def _loss(case: Case) -> list[str]:
-    text = case.probe.loss_is_no_mean
-    if not text:
-        return []
-    return [
-        f"loss: the criterion is no mean over the samples: {text}. Its value on the shares of the workers cannot be put "
-        "together to that of the global batch. Let it return the mean over the samples, or their sum with reduction='sum'"
-    ]
 
 
 # ---------------------------------------------------------------------- experiments

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from allhands.data import build_feeds, map_tensors, preserved_generators, seed_everything
+from allhands.data import build_feeds, preserved_generators, seed_everything
 from allhands.data.agree import checksum
 from allhands.errors import UserError
 from allhands.launch import ship
@@ -92,7 +92,8 @@ class Probe:
             seed_everything(0)
             forward, batch, rule = self._ready(objects)
             output, target = forward(batch)
-            rule.call(output, target).backward()
+            loss: Any = rule.call(output, target)
+            (loss[0] if isinstance(loss, tuple) else loss).backward()
         return [name for name, tensor in unregistered(objects["model"]) if tensor.grad is not None]
 
     @functools.cached_property
@@ -159,56 +160,24 @@ class Probe:
             outputs = [[tensor.double() for tensor in tensors_of(forward(batch)[0])] for _ in range(2)]
         return any(float((a - b).norm()) > _CLEAR * float(a.norm()) for a, b in zip(*outputs, strict=True))
 
-    @functools.cached_property
-    def loss_is_no_mean(self) -> str:
-        """How the criterion on a batch differs from the mean of its values on two parts; "" when no difference is seen."""
-        objects = self._objects()
-        objects["model"].eval()
-        with preserved_generators(), torch.no_grad():
-            seed_everything(0)
-            forward, batch, rule = self._ready(objects, train=False)
-            output, target = forward(batch)
-            if rule.over_batch:
-                return ""  # no part of a batch is asked for its value
-            both = [*tensors_of(output), *tensors_of(target)]
-            if not both or len({len(tensor) if tensor.dim() else 0 for tensor in both}) > 1 or len(both[0]) < 3:
-                return ""
-            size = len(both[0])
-            first = size // 3
-            value: Any = rule.call(output, target)
-            if isinstance(value, tuple):
-                return ""  # it says itself what it is divided by
-            whole = float(value)
-            parts = [float(rule.call(_rows(output, rows), _rows(target, rows))) for rows in (slice(0, first), slice(first, size))]
-        together = sum(parts)
-        if not rule.sums and not rule.counts_targets:
-            together = (first * parts[0] + (size - first) * parts[1]) / size
-        if abs(whole - together) <= _CLEAR * max(abs(whole), abs(together)):
-            return ""
-        kind = "sum of its values" if rule.sums or rule.counts_targets else "mean of its values, weighted by their number,"
-        return (
-            f"on one batch of {size} samples it is {whole:.6g}, and the {kind} on {first} and {size - first} of them is "
-            f"{together:.6g}"
-        )
-
     def _objects(self) -> dict[str, Any]:
         objects: dict[str, Any] = ship.load(self.path)
         return objects
 
     @staticmethod
-    def _ready(objects: dict[str, Any], train: bool = True) -> tuple[Forward, Any, LossRule]:
+    def _ready(objects: dict[str, Any]) -> tuple[Forward, Any, LossRule]:
         """How to call the model, a batch, and how the criterion counts."""
         with _world(objects["runner"].device) as world:
-            return Probe._ready_in(world, objects, train)
+            return Probe._ready_in(world, objects)
 
     @staticmethod
-    def _ready_in(world: World, objects: dict[str, Any], train: bool) -> tuple[Forward, Any, LossRule]:
+    def _ready_in(world: World, objects: dict[str, Any]) -> tuple[Forward, Any, LossRule]:
         sources = objects["data"].sources(objects["seed"])
         source = next(source for source in sources.values() if source.trains)
         if source.batch_sampler is None and source.batch_size is not None:
             source.batch_size = max(source.batch_size, 12)  # enough for two parts that are not alike
         (feed,) = build_feeds({source.name: source}, world, objects["seed"]).values()
-        model, criterion = objects["model"].to(world.device).train(train), objects["criterion"]
+        model, criterion = objects["model"].to(world.device).train(), objects["criterion"]
         if isinstance(criterion, nn.Module):
             criterion.to(world.device)
         batches = next(iter(feed.epoch(0)))[0]
@@ -245,10 +214,6 @@ def _collated(dataset: Any, collate: Any, seed: int) -> int:
     samples = _samples(dataset, 1)
     seed_everything(seed)
     return _content(collate(samples))
-
-
-def _rows(value: Any, rows: slice) -> Any:
-    return map_tensors(value, lambda t: t[rows])
 
 
 def _content(sample: Any) -> int:
