@@ -6,6 +6,7 @@ import math
 import signal
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from allhands.runner import checkpoint
 from allhands.runner.agreement import SIGNALS, Agreement, requeue_if_asked
 from allhands.runner.announce import report_epoch
 from allhands.runner.callbacks import run_hooks
+from allhands.runner.handed_back import gather
 from allhands.runner.loggers import Loggers
 from allhands.runner.reporter import Pace, Reporter
 from allhands.runner.schedule import Schedule, learning_rates
@@ -79,6 +81,10 @@ class Session:
         """Refused: what it averages are steps, which clients take."""
         raise UserError(f"training.log({name!r}, …) averages over optimizer steps, which clients take in federated training; "
                         f"append to training.history.setdefault({name!r}, []) in on_epoch_end, on every rank")  # fmt: skip
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, as `Training.gather` gives it."""
+        return gather(value, self.world)
 
     def save_checkpoint(self) -> None:
         """Refused: it is for the middle of an epoch, and rounds are saved as a whole."""

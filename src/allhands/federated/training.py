@@ -91,11 +91,7 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
     model.to(home)
     if isinstance(settings.criterion, nn.Module):
         settings.criterion.to(home)
-    if not shipped:
-        return {"history": history}
-    state = {key: value.cpu() for key, value in model.state_dict().items()}
-    kept = session.memory.state()
-    return {key: kept[key] for key in ("optimizer", "scheduler", "callbacks")} | {"history": history, "model": state}
+    return {"history": history}
 
 
 def local_training(settings: Any, strategy: Federated, source: Source, handle_batch: LocalForward,

@@ -246,4 +246,5 @@ class Follower:
             raise WorkerError(
                 f"{text} (more in the output of {self.leader})", rank=end.get("rank"), exit_code=int(end.get("code", 1))
             )
+        self.shipment.take_back(self.keeper.ranks)
         return [results.load(self.returned.get(rank, {})) for rank in self.keeper.ranks if rank >= 0]

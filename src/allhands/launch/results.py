@@ -22,7 +22,7 @@ def _fits_json(value: Any) -> bool:
     return kind in _PLAIN
 
 
-def _check(value: Any, path: str, seen: set[int]) -> None:
+def _check(value: Any, path: str, seen: set[int], what: str) -> None:
     """Raise for the first part of a result that is not data; `path` says where it is."""
     import numpy
     import torch
@@ -46,18 +46,18 @@ def _check(value: Any, path: str, seen: set[int]) -> None:
     seen.add(id(value))
     if kind in (list, tuple):
         for index, item in enumerate(value):
-            _check(item, f"{path}[{index}]", seen)
+            _check(item, f"{path}[{index}]", seen, what)
     elif kind is set:
         for item in value:
-            _check(item, f"an element of {path}", seen)
+            _check(item, f"an element of {path}", seen, what)
     elif kind in (dict, OrderedDict, Counter):
         for key, item in value.items():
-            _check(key, f"the key {key!r} of {path}", seen)
-            _check(item, f"{path}[{key!r}]", seen)
+            _check(key, f"the key {key!r} of {path}", seen, what)
+            _check(item, f"{path}[{key!r}]", seen, what)
     else:
         hint = "; return its state_dict() instead" if isinstance(value, torch.nn.Module) else ""
         raise UserError(
-            f"the function returned something that is not data: {path} is a "
+            f"{what} something that is not data: {path} is a "
             f"{kind.__module__}.{kind.__qualname__}{hint}. A worker may return {_ALLOWED}"
         )
 
@@ -73,18 +73,32 @@ def dump(value: Any, path: str) -> dict[str, Any]:
     """
     if _fits_json(value):
         return {"value": value}
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        save(value, file)
+    return {"file": path}
+
+
+def save(value: Any, file: Any, what: str = "the function returned") -> None:
+    """Write a value to a file, for `read`.
+
+    Raises:
+        UserError: it holds something that is not data; `what` begins the message.
+    """
     import torch
 
-    _check(value, "result", set())
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        torch.save(value, file)
-    return {"file": path}
+    _check(value, "result", set(), what)
+    torch.save(value, file)
 
 
 def load(message: dict[str, Any]) -> Any:
     """The value that `dump` was given; tensors of a GPU arrive on the CPU."""
     if "value" in message:
         return message["value"]
+    return read(message["file"])
+
+
+def read(file: Any) -> Any:
+    """The value that `save` wrote to a file or path; tensors of a GPU arrive on the CPU."""
     import numpy
     import torch
 
@@ -92,4 +106,4 @@ def load(message: dict[str, Any]) -> Any:
     builders = [numpy.zeros(0).__reduce__()[0], numpy.float64(0).__reduce__()[0]]
     data: list[Any] = [numpy.ndarray, numpy.dtype, *builders, *kinds]
     with torch.serialization.safe_globals(data):
-        return torch.load(message["file"], map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True)

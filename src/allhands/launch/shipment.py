@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from allhands.errors import UserError
-from allhands.launch import ship
+from allhands.launch import handback, ship
 from allhands.launch.unpicklable import explain, name_arguments
 
 
@@ -19,6 +20,7 @@ class Shipment:
     def __init__(self) -> None:
         self.folders: list[str] = []
         self._shipped = ""
+        self._numbered = ship.Numbered()
         self._return_folder = ""
 
     def pack(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,7 +30,7 @@ class Shipment:
             UserError: something in them cannot be pickled; names it.
         """
         try:
-            self._shipped = ship.dump((fn, tuple(args), kwargs), self._make_folder)
+            self._shipped = ship.dump((fn, tuple(args), kwargs), self._make_folder, self._numbered)
         except UserError:
             raise
         except Exception as error:
@@ -38,10 +40,17 @@ class Shipment:
 
     def with_results(self, tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The tasks, those of workers with a file for the result."""
-        return [
-            {**task, "result": os.path.join(self._return_folder, f"result-{task['rank']}")} if "function" in task else task
-            for task in tasks
-        ]
+        return [{**task, "result": self._result_of(task["rank"])} if "function" in task else task for task in tasks]
+
+    def take_back(self, ranks: Iterable[int]) -> None:
+        """Put what workers have handed back (`handback.write`) into the objects that were sent to them."""
+        lost = []
+        for rank in ranks:
+            path = self._result_of(rank) + handback.SUFFIX
+            if os.path.exists(path):
+                lost += handback.apply(path, self._numbered)
+        if lost:
+            warnings.warn(f"not everything could be handed back from the workers: {'; '.join(lost)}", stacklevel=2)
 
     def all_loaded(self) -> None:
         """Every worker has read the arguments."""
@@ -51,6 +60,9 @@ class Shipment:
         """Remove all files."""
         for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _result_of(self, rank: int) -> str:
+        return os.path.join(self._return_folder, f"result-{rank}")
 
     def _make_folder(self, nbytes: int) -> str:
         self.folders.append(ship.make_directory(nbytes))

@@ -126,6 +126,7 @@ def spawn(
             number = supervisor.stopped_by()
             if first is None and number is None:
                 # Before the keeper ends, which may remove the files.
+                shipment.take_back(range(workers))
                 returned = [results.load(supervisor.workers[rank].returned or {}) for rank in range(workers)]
             failure = _error(first, supervisor, output, grace) if first is not None else None
             if circle is not None:

@@ -95,16 +95,17 @@ def _parts_of_function(path: str, function: types.FunctionType) -> Iterator[tupl
             continue
     for index, item in enumerate(function.__defaults__ or ()):
         yield f"default {index} of {path}", item
-    for name in _global_names(function.__code__):
+    for name in global_names(function.__code__):
         if name in function.__globals__:
             yield f"{name} (used by {path})", function.__globals__[name]
 
 
-def _global_names(code: types.CodeType) -> Iterator[str]:
+def global_names(code: types.CodeType) -> Iterator[str]:
+    """The names that a function's code, or a function within it, may look up outside; attributes' names are among them."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)
+            yield from global_names(constant)
 
 
 def _parts_of_object(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -351,14 +351,15 @@ def _run_spec(spec: importlib.machinery.ModuleSpec) -> None:
 
 
 def _run_function(task: dict[str, Any]) -> None:
-    from allhands.launch import results, ship
+    from allhands.launch import handback, results, ship
 
     sys.path[:] = task["sys_path"]
     sys.argv = list(task["argv"])
     # The caller's functions and classes arrive by value; its file is not run again, here or in children of
     # this one.
     _main_module()
-    function, args, kwargs = ship.load(task["function"])
+    handback.arrived = handback.Arrived(task["result"] + handback.SUFFIX)
+    function, args, kwargs = ship.load(task["function"], handback.arrived.numbered)
     _report({"loaded": True})
     _report({"begun": True})
     result = function(*args, **kwargs)

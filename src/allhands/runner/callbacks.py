@@ -17,6 +17,10 @@ class Callback:
 
     `training` shows ``epoch`` (finished epochs), ``step`` (optimizer steps so far), ``num_epochs``, ``model`` (unwrapped),
     ``optimizer``, ``world``, ``history``, and ``stop(reason)``, which ends the training after the current epoch.
+    ``gather(value)`` gives every rank's value.
+
+    Where workers were started, each has a copy of the callbacks. Afterwards the attributes of rank 0's are in yours, and so is
+    what its hooks changed in lists, dicts and names of your script.
     """
 
     def on_train_start(self, training: Training) -> None:

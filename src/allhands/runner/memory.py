@@ -109,17 +109,6 @@ class Memory:
             self._saver.close(5.0 if failed else None)
             self._saver = None
 
-    def plain_state(self) -> dict[str, Any]:
-        """What is handed back: of the caller's own objects, once the strategy has given them back."""
-        settings = self.training.settings
-        settings.strategy.collect()
-        return {
-            "model": settings.model.state_dict(),
-            "optimizer": settings.optimizer.state_dict(),
-            "scheduler": self.training.schedule.state_dict(),
-            "callbacks": [callback.state_dict() for callback in settings.callbacks],
-        }
-
     def state(self) -> dict[str, Any]:
         """What all ranks hold alike."""
         training = self.training

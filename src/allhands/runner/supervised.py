@@ -12,7 +12,8 @@ from torch import nn
 
 from allhands.data import build_feeds, preserved_generators
 from allhands.errors import UserError, kind_of
-from allhands.runner import workers
+from allhands.launch import handback
+from allhands.runner import handed_back, workers
 from allhands.runner.compiling import check_compiled
 from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule, predict_feed
 from allhands.runner.hooks import check_runner
@@ -21,7 +22,7 @@ from allhands.runner.loggers import prepare_logdir
 from allhands.runner.metrics import LoaderMetrics, named_metrics
 from allhands.runner.recomputing import check_recomputed
 from allhands.runner.reporter import Reporter
-from allhands.runner.settings import Data, TrainSettings, callback_list, check_meta, check_model, check_values, is_meta
+from allhands.runner.settings import Data, TrainSettings, callback_list, check_meta, check_model, check_values
 from allhands.runner.training import History, Training
 from allhands.step import OverBatch, Precision
 from allhands.strategies import Strategy
@@ -266,25 +267,12 @@ class SupervisedRunner:
             raise UserError(f"criterion=OverBatch(…) with strategy '{settings.strategy.name}': {refused}")
         # It takes half a second to import, so once for all workers.
         preload = ["torch.distributed.checkpoint"] if settings.logdir is not None or settings.resume is not None else []
-        state: dict[str, Any] = plan.run(_train, self, settings, verbose=verbose, preload=preload)
-        self._take_back(settings, state)
+        home = next(settings.model.parameters(), torch.empty(0)).device
+        history: History = plan.run(_train, self, settings, verbose=verbose, preload=preload)
+        if plan.count and home.type != "cpu":  # what workers have made is there
+            handed_back.place(settings, home)
         self.model = settings.model
-        return state["history"]
-
-    @staticmethod
-    def _take_back(settings: TrainSettings, state: dict[str, Any]) -> None:
-        """Put what a worker has trained into the caller's own objects; nothing to do where they were trained in place."""
-        if state.get("model") is None:
-            return
-        settings.model.load_state_dict(state["model"])
-        if "optimizer" not in state:
-            return  # each client had one of its own
-        settings.optimizer.load_state_dict(state["optimizer"])
-        scheduler = settings.scheduler[0] if isinstance(settings.scheduler, tuple) else settings.scheduler
-        if state["scheduler"] is not None:
-            scheduler.load_state_dict(state["scheduler"])
-        for callback, callback_state in zip(settings.callbacks, state["callbacks"], strict=True):
-            callback.load_state_dict(callback_state)
+        return history
 
     # ------------------------------------------------------------------ evaluate, predict
 
@@ -374,28 +362,23 @@ class SupervisedRunner:
         return workers.plan(distributed, count, self.device)
 
 
-def _train(runner: SupervisedRunner, settings: TrainSettings, world: World, reporter: Reporter, shipped: bool) -> dict[str, Any]:
+def _train(runner: SupervisedRunner, settings: TrainSettings, world: World, reporter: Reporter, shipped: bool) -> History:
     # Each node's task has sent its own data.
     settings.data.same_everywhere = shipped and world.local_world_size == world.world_size
+    if shipped:
+        handback.remember(settings.model)
     own_training = settings.strategy.train_instead()
     if own_training is not None:
-        state: dict[str, Any] = own_training(runner, settings, world, reporter, shipped)
-        return state
-    home = next(settings.model.parameters(), torch.empty(0)).device
-    training = Training(runner, settings, world, reporter)
-    history = training.run()
-    settings.strategy.give_back(keep=not shipped or world.local_rank == 0)
-    if not shipped:
-        if home != world.device:
-            settings.model.to(home)
-            settings.optimizer.load_state_dict(settings.optimizer.state_dict())
-            if isinstance(settings.criterion, nn.Module):
-                settings.criterion.to(home)
-        return {"history": history}
-    if is_meta(settings.model):  # its weights are in the checkpoints
-        return {"history": history}
-    memory = training.memory.plain_state()
-    return {key: memory[key] for key in ("model", "optimizer", "scheduler", "callbacks")} | {"history": history}
+        history: History = own_training(runner, settings, world, reporter, shipped)["history"]
+    else:
+        home = next(settings.model.parameters(), torch.empty(0)).device
+        history = Training(runner, settings, world, reporter).run()
+        settings.strategy.give_back(keep=not shipped or world.local_rank == 0)
+        if not shipped and home != world.device:
+            handed_back.place(settings, home)
+    if shipped:
+        handed_back.send(runner, settings, world, reporter)
+    return history
 
 
 def _evaluate(runner: SupervisedRunner, given: Any, world: World, reporter: Reporter, shipped: bool) -> Any:

@@ -22,6 +22,7 @@ from allhands.runner.announce import announce, report_epoch
 from allhands.runner.callbacks import overridden, run_hooks
 from allhands.runner.compiling import compiling
 from allhands.runner.evaluation import Forward, choose_valid_loader, evaluate_feed, loss_rule, try_on
+from allhands.runner.handed_back import gather
 from allhands.runner.logged import Logged
 from allhands.runner.loggers import Loggers
 from allhands.runner.memory import Memory
@@ -165,6 +166,22 @@ class Training:
             UserError: the name is taken, or is not logged on every rank (told at the end of the epoch).
         """
         self.logged.add(name, value, count)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in the order of the ranks; to be called on every rank, in any hook.
+
+        What callbacks keep comes back from rank 0 alone, so this is how values of the others do.
+
+        Args:
+            value: None, numbers, strings, tensors, numpy arrays, and lists, tuples, dicts and sets of them.
+
+        Returns:
+            A list of ``world_size`` values, the same on every rank. Tensors are on the CPU.
+
+        Raises:
+            UserError: the value holds something else.
+        """
+        return gather(value, self.world)
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint now, for use in `Callback.on_step_end`; to be called on every rank at the same step.
