@@ -215,19 +215,20 @@ def _states(value: Any, by_value: bool) -> Iterator[_State]:
 
 
 def _states_of_instance(value: Any, torch: Any) -> Iterator[_State]:
-    kind = type(value)
+    kind: Any = type(value)
+    plain: Any = object
     if isinstance(value, dict):
         yield _State("dict", list(value.items()))
     elif isinstance(value, (list, collections.deque, bytearray)):
         yield _State("list", [("items", list(value))])
     elif isinstance(value, set):
         yield _State("set", [("items", list(value))])
-    own_reduce = kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__
+    own_reduce = kind.__reduce_ex__ is not plain.__reduce_ex__ or kind.__reduce__ is not plain.__reduce__
     if isinstance(value, torch.nn.Module) and own_reduce:
         yield _State("attributes", [(name, vars(value)[name]) for name in _PARTS_OF_MODULE], kind, whole=False)
     elif own_reduce and not isinstance(value, dict):
         return
-    elif kind.__getstate__ is not object.__getstate__:  # type: ignore[attr-defined]
+    elif kind.__getstate__ is not plain.__getstate__:
         try:
             state = value.__getstate__()
         except Exception:  # as that of parametrized modules
@@ -236,7 +237,7 @@ def _states_of_instance(value: Any, torch: Any) -> Iterator[_State]:
             yield _State("attributes", list(state.items()), kind, whole=False)
     else:
         slots: dict[str, Any] = {}
-        state = object.__getstate__(value)  # type: ignore[attr-defined]
+        state = plain.__getstate__(value)
         if isinstance(state, tuple):
             state, slots = state
         if state or (hasattr(value, "__dict__") and not isinstance(value, _CONTAINERS)):

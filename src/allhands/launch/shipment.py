@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from allhands.errors import UserError
-from allhands.launch import handback, ship
+from allhands.launch import caller, handback, ship
 from allhands.launch.unpicklable import explain, name_arguments
 
 
@@ -24,13 +24,13 @@ class Shipment:
         self._return_folder = ""
 
     def pack(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the function and its arguments; returns the task that runs it.
+        """Write the caller's settings, the function and its arguments; returns the task that runs it.
 
         Raises:
             UserError: something in them cannot be pickled; names it.
         """
         try:
-            self._shipped = ship.dump((fn, tuple(args), kwargs), self._make_folder, self._numbered)
+            self._shipped = ship.dump((caller.sent(), fn, tuple(args), kwargs), self._make_folder, self._numbered)
         except UserError:
             raise
         except Exception as error:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from allhands.errors import UserError, WorkerError
-from allhands.launch import results, warm
+from allhands.launch import records, results, warm
 from allhands.launch.circle import Circle
 from allhands.launch.job import LOOPBACK, PRELOAD
 from allhands.launch.nodes import Follower, other_keepers
@@ -45,6 +45,9 @@ def spawn(
     Works from a script without an `if __name__ == "__main__"` guard, from `python -c`, a notebook, pytest and
     any thread: the caller's file is not run again. The arguments travel as they are (`ship`): all workers
     read one copy of the tensors, and changes that a worker makes are its own.
+
+    What the caller has set is set in the workers (`caller`): torch's defaults and flags, filters of warnings, levels of
+    loggers, attributes of its own modules. Their log records reach the caller's handlers.
 
     Args:
         fn: what to call. Inside it `allhands.init()` and `torch.distributed.init_process_group()` find the
@@ -96,12 +99,17 @@ def spawn(
         "env": warm.changed(), "cwd": os.getcwd(), "parent": os.getpid(), "local_workers": workers, "threads": threads,
         "preload": [*PRELOAD, "cloudpickle", *preload], "idle": warm.idle_seconds(),
     }  # fmt: skip
+
+    def hear(rank: int, message: dict[str, Any]) -> None:
+        if not records.replay(rank, message) and on_message is not None:
+            on_message(rank, message)
+
     try:
         if circle is not None and circle.node > 0:
             return _follow(Follower(circle, keeper, shipment, servers), prepare, (fn, args, kwargs or {}))
         others = other_keepers(circle, lambda: supervisor) if circle is not None else []
         supervisor = Supervisor(
-            [keeper, *others], output, grace=grace, heartbeat_timeout=heartbeat_timeout, on_message=on_message
+            [keeper, *others], output, grace=grace, heartbeat_timeout=heartbeat_timeout, on_message=hear
         )  # fmt: skip
         before = pass_signals_on(supervisor)
         returned: list[Any] = []

@@ -250,6 +250,7 @@ def _beat() -> None:
 
 def _describe(error: BaseException) -> dict[str, Any]:
     from allhands.errors import UserError
+    from allhands.launch.frames import text_of
 
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}.{kind.__qualname__}"
@@ -257,10 +258,9 @@ def _describe(error: BaseException) -> dict[str, Any]:
         message = str(error)
     except Exception:
         message = "(its message cannot be shown)"
-    trace = "".join(traceback.format_exception(error))
     return {
         "text": f"{name}: {message}" if message else name,
-        "traceback": trace,
+        "traceback": text_of(error),
         "user_error": message if isinstance(error, UserError) else None,
     }
 
@@ -359,7 +359,7 @@ def _run_function(task: dict[str, Any]) -> None:
     # this one.
     _main_module()
     handback.arrived = handback.Arrived(task["result"] + handback.SUFFIX)
-    function, args, kwargs = ship.load(task["function"], handback.arrived.numbered)
+    _, function, args, kwargs = ship.load(task["function"], handback.arrived.numbered)
     _report({"loaded": True})
     _report({"begun": True})
     result = function(*args, **kwargs)

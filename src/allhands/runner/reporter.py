@@ -79,7 +79,8 @@ class ConsoleReporter(Reporter):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as in a service
+            sys.stdout.flush()
 
 
 class ForwardingReporter(Reporter):

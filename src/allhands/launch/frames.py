@@ -1,0 +1,34 @@
+"""Tracebacks of the user's code, without the frames of this package that called it."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+
+FULL = "ALLHANDS_FULL_TRACEBACK"
+_OURS = str(Path(__file__).parents[1]) + os.sep
+
+
+def text_of(error: BaseException) -> str:
+    """The traceback of an error, and of those that led to it, as Python prints it; with ALLHANDS_FULL_TRACEBACK=1 all of it.
+
+    An error with no frame of the user's keeps all of its frames.
+    """
+    whole = traceback.TracebackException.from_exception(error)
+    left_out = 0 if os.environ.get(FULL, "0") not in ("", "0") else _leave_out(whole)
+    text = "".join(whole.format())
+    return text + f"({left_out} frames of allhands are left out; {FULL}=1 shows them)\n" if left_out else text
+
+
+def _leave_out(told: traceback.TracebackException | None) -> int:
+    """Take our frames out of an error and those that led to it; returns how many."""
+    if told is None:
+        return 0
+    users = [frame for frame in told.stack if not frame.filename.startswith(_OURS)]
+    count = len(told.stack) - len(users) if users else 0
+    if users:
+        told.stack = traceback.StackSummary.from_list(users)
+    for other in (told.__cause__, told.__context__, *(told.exceptions or ())):
+        count += _leave_out(other)
+    return count

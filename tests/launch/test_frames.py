@@ -1,0 +1,46 @@
+"""An error of the user's code shows the user's frames, and not ours unless asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from allhands.launch import frames
+from allhands.runner.callbacks import Callback, run_hooks
+
+
+class Breaks(Callback):
+    def on_epoch_end(self, training: Any) -> None:
+        try:
+            int("x")
+        except ValueError as error:
+            raise KeyError("gone") from error
+
+
+def broken() -> KeyError:
+    with pytest.raises(KeyError) as caught:
+        run_hooks([Breaks()], "on_epoch_end", None)
+    return caught.value
+
+
+def test_our_frames_are_left_out_and_the_chain_is_kept() -> None:
+    text = frames.text_of(broken())
+    assert "callbacks.py" not in text.replace("test_frames.py", "")
+    assert "in on_epoch_end" in text
+    assert text.index("ValueError: invalid literal") < text.index("direct cause") < text.index("KeyError: 'gone'")
+    assert text.endswith("(1 frames of allhands are left out; ALLHANDS_FULL_TRACEBACK=1 shows them)\n")
+
+
+def test_all_frames_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(frames.FULL, "1")
+    assert "runner/callbacks.py" in frames.text_of(broken())
+
+
+def test_an_error_of_our_own_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = broken()
+    while error.__traceback__ is not None and "callbacks.py" not in error.__traceback__.tb_frame.f_code.co_filename:
+        error.__traceback__ = error.__traceback__.tb_next
+    assert error.__traceback__ is not None
+    error.__traceback__.tb_next = None
+    assert "runner/callbacks.py" in frames.text_of(error)
