@@ -39,6 +39,7 @@ def spawn(
     on_message: Callable[[int, dict[str, Any]], None] | None = None,
     preload: Sequence[str] = (),
     circle: Circle | None = None,
+    hands_back: bool = False,
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` in `workers` new processes that form one world.
 
@@ -71,6 +72,8 @@ def spawn(
             GPU.
         circle: the tasks of other nodes that make the same call (`allhands.launch.circle.gather`): the workers of all of them
             form one world. The results are then those of this node's workers.
+        hands_back: after Ctrl-C, and the notebook's stop button, the workers get SIGINT and have `grace` seconds to hand back
+            what they have (`handback.write`) and end, before KeyboardInterrupt is raised. A second one ends them at once.
 
     Returns:
         The results by rank: None, numbers, strings, bytes, tensors, numpy arrays, and lists, tuples, dicts
@@ -109,7 +112,8 @@ def spawn(
             return _follow(Follower(circle, keeper, shipment, servers), prepare, (fn, args, kwargs or {}))
         others = other_keepers(circle, lambda: supervisor) if circle is not None else []
         supervisor = Supervisor(
-            [keeper, *others], output, grace=grace, heartbeat_timeout=heartbeat_timeout, on_message=hear
+            [keeper, *others], output, grace=grace, heartbeat_timeout=heartbeat_timeout, on_message=hear,
+            asks_first=hands_back and circle is None,
         )  # fmt: skip
         before = pass_signals_on(supervisor)
         returned: list[Any] = []
@@ -142,6 +146,8 @@ def spawn(
         except BaseException as error:
             if circle is not None:
                 _tell(circle, error, None)
+            elif hands_back and isinstance(error, KeyboardInterrupt):
+                shipment.take_back(range(workers))
             raise
         finally:
             # One that has an answer under way would give it to the next call.

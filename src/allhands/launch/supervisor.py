@@ -35,6 +35,7 @@ class Supervisor:
             takes the launcher for lost after as many.
         recovery: what is done about a failure instead of stopping all; None stops all.
         on_message: called with (rank, message) for what workers hand to `worker.send`.
+        asks_first: after Ctrl-C the workers get SIGINT, and `grace` seconds to hand back what they have, before they are stopped.
         on_loaded: called once every worker has read what was shipped to it.
         on_tick: called about twice a second while workers run and none is being stopped.
     """
@@ -51,7 +52,9 @@ class Supervisor:
         on_message: Callable[[int, dict[str, Any]], None] | None = None,
         on_loaded: Callable[[], None] | None = None,
         on_tick: Callable[[], None] | None = None,
+        asks_first: bool = False,
     ) -> None:
+        self.asks_first = asks_first
         self.keepers: list[KeeperHandle] = []
         self.output = output
         self.grace, self.heartbeat_timeout, self.host_timeout = grace, heartbeat_timeout, host_timeout
@@ -179,7 +182,9 @@ class Supervisor:
             )
         try:
             self._until_idle()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and self.asks_first and self.begun:
+                self._ask_to_stop()
             self._abandon()
             raise
         self.kept += [number for number in self.passed if number not in self._taken]
@@ -308,6 +313,15 @@ class Supervisor:
             os.write(self._wake_end, b"!")
         except BlockingIOError:
             pass
+
+    def _ask_to_stop(self) -> None:
+        """After Ctrl-C, let the workers hand back what they have; a second one ends them at once."""
+        self.passed = [signal.SIGINT]
+        self._leave_by = time.monotonic() + self.grace
+        try:
+            self._until_idle()
+        except BaseException:
+            self.stop(0.0)
 
     def _abandon(self) -> None:
         """Stop everything after an exception in the calling thread; a second Ctrl-C kills at once."""

@@ -27,6 +27,8 @@ from allhands.world import World, slurm
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # Seconds between two rounds, about.
 EVERY = 0.25
+# Steps before the first round of a training that saves nothing.
+_UNSAVED = 3
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Agreement:
         self.save_seconds = save_seconds
         #: The optimizer step after which the next round is; compared with by the training loop.
         self.next: float = 1 if signals or save_seconds is not None else math.inf
+        # An interrupt keeps the weights that there are, so it need not be the first step that asks.
+        self._first = _UNSAVED if save_seconds is None and signals == (signal.SIGINT,) else 1
         self._pending = 0
         self._heeded = False
         self._interval = 1
@@ -63,16 +67,17 @@ class Agreement:
         if threading.current_thread() is threading.main_thread():
             for number in self._signals:
                 # A handler of the user's own stays.
-                if signal.getsignal(number) == signal.SIG_DFL:
+                if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                     self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._note:
-                signal.signal(number, handler)
+                # What was trained is handed back, whatever else comes.
+                signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else handler)
         self._before = {}
-        if self._pending and not self._heeded:
+        if self._pending not in (0, signal.SIGINT) and not self._heeded:
             os.kill(os.getpid(), self._pending)  # came after the last round: it does what it does without us
 
     def _note(self, number: int, _: FrameType | None) -> None:
@@ -87,7 +92,7 @@ class Agreement:
     def begin(self, step: int) -> None:
         """The training goes on after `step`, the same on every rank."""
         if self.next != math.inf:
-            self.next, self._interval, self._asked_step = step + 1, 1, step
+            self.next, self._interval, self._asked_step = step + self._first, 1, step
             self._asked_at = time.monotonic()
 
     def ask(self, step: int) -> Decision:

@@ -235,6 +235,8 @@ class SupervisedRunner:
             UserError: an argument cannot be honoured; the message names it and what to write instead.
             WorkerError: a worker failed; the message holds its traceback.
             SystemExit: a signal ended the training, after a checkpoint was saved.
+            KeyboardInterrupt: Ctrl-C, or the notebook's stop button. The model, the optimizer and the callbacks are as the last
+                step has left them, also where workers had them.
         """
         settings = TrainSettings(
             model=self._model(model), criterion=criterion, optimizer=optimizer, scheduler=scheduler,  # type: ignore[arg-type]
@@ -268,9 +270,12 @@ class SupervisedRunner:
         # It takes half a second to import, so once for all workers.
         preload = ["torch.distributed.checkpoint"] if settings.logdir is not None or settings.resume is not None else []
         home = next(settings.model.parameters(), torch.empty(0)).device
-        history: History = plan.run(_train, self, settings, verbose=verbose, preload=preload)
-        if plan.count and home.type != "cpu":  # what workers have made is there
-            handed_back.place(settings, home)
+        hands_back = settings.strategy.train_instead() is None
+        try:
+            history: History = plan.run(_train, self, settings, verbose=verbose, preload=preload, hands_back=hands_back)
+        finally:
+            if plan.count and home.type != "cpu":  # what workers have made is on the CPU
+                handed_back.place(settings, home)
         self.model = settings.model
         return history
 

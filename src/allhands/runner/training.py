@@ -16,6 +16,7 @@ from torch import nn
 from allhands.comm import calls, hook_calls
 from allhands.data import CountedRows, Feed, build_feeds, derive_seed, preserved_generators, seed_everything
 from allhands.errors import UserError
+from allhands.launch import handback
 from allhands.runner import peak
 from allhands.runner.agreement import SIGNALS, Agreement, requeue_if_asked
 from allhands.runner.announce import announce, report_epoch
@@ -139,7 +140,11 @@ class Training:
         self.memory = Memory(self)
         saves = settings.logdir is not None
         minutes = settings.save_minutes
-        self.agreement = Agreement(world, minutes * 60 if minutes is not None else None, SIGNALS if saves else ())
+        # Ctrl-C reaches the caller, who passes it on and waits for what is handed back.
+        interrupts = (signal.SIGINT,) if handback.arrived is not None else ()
+        self.agreement = Agreement(
+            world, minutes * 60 if minutes is not None else None, (*SIGNALS, *interrupts) if saves else interrupts
+        )
 
     def stop(self, reason: str, now: bool = False) -> None:
         """End the training; to be called on every rank, or on none.
@@ -234,6 +239,11 @@ class Training:
                 loggers.close()
                 self.reporter.close()
             settings.strategy.finish()
+            if self._signal == signal.SIGINT:
+                saved = f"; saved in {settings.logdir}, go on with resume='auto'" if settings.logdir is not None else ""
+                self.memory.close()
+                self.reporter.line(f"interrupted {where}: the model and the optimizer are as that left them{saved}")
+                return self.history
             if self._signal:
                 self._leave_for_signal(where)
             self.reporter.line(peak.said(self.world))
@@ -441,9 +451,10 @@ class Training:
         decision = self.agreement.ask(self.step + self._evaluated)
         within_evaluation = self.position is not None and self.position.evaluating
         if decision.save or decision.signal:
-            if within_evaluation:  # a checkpoint holds the weights of the training
+            if within_evaluation:  # a checkpoint, and what is handed back, hold the weights of the training
                 run_hooks(self.settings.callbacks, "on_evaluate_end", self)
-            self._save_here()
+            if self.settings.logdir is not None:
+                self._save_here()
         if decision.signal:
             self._signal = decision.signal
             raise _Left

@@ -48,9 +48,10 @@ class Plan:
         """How many processes take part."""
         return sum(self.circle.counts) if self.circle is not None else self.count or world_around() or 1
 
-    def run(self, job: Job, runner: Any, given: Any, verbose: bool = False, preload: Sequence[str] = ()) -> Any:
+    def run(self, job: Job, runner: Any, given: Any, verbose: bool = False, preload: Sequence[str] = (),
+            hands_back: bool = False) -> Any:  # fmt: skip
         """The job's result; that of this node's first worker where workers were started, which then have the modules `preload`
-        imported already.
+        imported already. `hands_back`: the job stops at SIGINT, with which a Ctrl-C reaches it.
 
         Raises:
             WorkerError: a worker failed.
@@ -74,7 +75,7 @@ class Plan:
                 _in_worker, (job, runner, given, self.strategy, device, console.shows_bar), workers=self.count,
                 on_message=lambda rank, message: replay(message, console), grace=SAVE_GRACE, circle=self.circle,
                 preload=[*preload, *(name for name in SLOW_IMPORTS if name in sys.modules)],
-                servers=self.strategy.servers_to_start(),
+                servers=self.strategy.servers_to_start(), hands_back=hands_back,
             )  # fmt: skip
         finally:
             console.close()
