@@ -209,6 +209,16 @@ class Meshed(Strategy):
         self.repointed = Repointed(optimizer, dict(self.plain.named_parameters()), self.held, self.local, self.world)
         self._apply = update_function(optimizer)
 
+    def go_on(self) -> None:
+        """Raise `UserError` where the optimizer was given parameters, which would be handed back untrained."""
+        known = {id(local) for local in self.local.values()}
+        if any(id(p) not in known for group in self.repointed.optimizer.param_groups for p in group["params"]):
+            raise UserError(
+                "the optimizer was given further parameters during the training (add_param_group), and strategy "
+                f"'{self.name}' has pointed it at this rank's parts. Give it all groups before train(), those that "
+                "wait with lr=0 or frozen; or write distributed='ddp'"
+            )
+
     # ------------------------------------------------------------------ a step
 
     def gradient_scale(self, world: World) -> float:
