@@ -36,6 +36,7 @@ from allhands.runner.reporter import Pace, Reporter
 from allhands.runner.schedule import Schedule, learning_rates
 from allhands.runner.settings import TrainSettings, check_sync_batch_norm
 from allhands.step import OptimizerStep, Precision
+from allhands.step.update import set_mode
 from allhands.strategies.alike import check_buffers_equal
 from allhands.world import World
 
@@ -269,6 +270,7 @@ class Training:
             where = f"after epoch {self.epoch}"
         except _Left:
             where = f"after optimizer step {self.step}, in epoch {self.epoch + 1}"
+            set_mode(self.optimizer, training=False)
             self.settings.strategy.sync_buffers()  # the model that is handed back is one for all ranks
         if self._signal:
             return where
@@ -303,6 +305,7 @@ class Training:
                 resumed = False
         strategy = self.settings.strategy
         if not position.evaluating:
+            set_mode(self.optimizer, training=False)
             calls.note(("comparing weights after epoch", number))
             strategy.sync_buffers()
             strategy.check_equal(f"after epoch {number}")
@@ -341,6 +344,7 @@ class Training:
         metrics.start(f"epoch {number}")
         self.logged.start()
         settings.strategy.go_on()
+        set_mode(self.optimizer, training=True)
         self.model.train()
         self.wrapped.train()
         take = OptimizerStep(

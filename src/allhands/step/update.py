@@ -26,6 +26,13 @@ def check_one_gradient(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def set_mode(optimizer: torch.optim.Optimizer, training: bool) -> None:
+    """Switch an optimizer whose weights in training are not those of evaluation (schedule-free ones); others have no modes."""
+    switch = getattr(optimizer, "train" if training else "eval", None)
+    if callable(switch):
+        switch()
+
+
 def update_function(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     """A function that does what ``optimizer.step()`` does."""
     labelled = type(optimizer).step

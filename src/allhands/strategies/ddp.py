@@ -275,6 +275,8 @@ class DDP(Strategy):
     def spoil(self) -> None:
         if self.buckets is not None:
             self.buckets.spoil()
+            for parameter in self._sparse:
+                parameter.grad = torch.full_like(parameter, float("nan"))
             sum_gradients(self._sparse, self.world)
 
     def check_gradients(self) -> None:

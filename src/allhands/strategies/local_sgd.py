@@ -89,6 +89,7 @@ class LocalSGD(Strategy):
     def exact_for(self, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> bool:
         averages = self.every == 1 and self.outer["name"] == "average" and self.exchange == "fp32" and not self.mix
         plain = type(optimizer) is torch.optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
+        plain = plain and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
         return averages and plain and clip_norm is None
 
     def check_settings(self, settings: Any) -> None:

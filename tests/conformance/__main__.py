@@ -1,0 +1,40 @@
+"""`python -m tests.conformance [column or row …]`: run the table; a whole one is written to docs/what-works.md."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.conformance.cells import Outcome, run_column
+from tests.conformance.columns import COLUMNS
+from tests.conformance.page import PAGE, write
+from tests.conformance.rows import BY_NAME
+
+
+def main(names: list[str]) -> int:
+    """Returns 1 when a cell is neither equal nor refused."""
+    unknown = [name for name in names if name not in COLUMNS and name not in BY_NAME]
+    if unknown:
+        print(f"no column or row {unknown[0]!r}; columns: {', '.join(COLUMNS)}; rows: {', '.join(BY_NAME)}")
+        return 2
+    columns = [name for name in names if name in COLUMNS] or list(COLUMNS)
+    rows = [name for name in names if name in BY_NAME] or list(BY_NAME)
+    table: dict[str, dict[str, Outcome]] = {}
+    for name in columns:
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            table[name] = run_column(COLUMNS[name], rows, Path(folder))
+        print(f"== {name}: {time.perf_counter() - started:.0f} s", flush=True)
+        for row in rows:
+            outcome = table[name][row]
+            print(f"  {outcome.kind:8s} {row}: {outcome.detail[: 1000 if outcome.kind == 'wrong' else 200]}", flush=True)
+    if not names:
+        PAGE.write_text(write(table))
+        print(f"written to {PAGE}")
+    return int(any(outcome.kind == "wrong" for outcomes in table.values() for outcome in outcomes.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

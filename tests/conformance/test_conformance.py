@@ -1,0 +1,50 @@
+"""Every training under every strategy: equal to a plain loop in one process, or refused by name before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from allhands.strategies import STRATEGIES
+from tests.conformance import page
+from tests.conformance.cells import run_column
+from tests.conformance.columns import COLUMNS, DP, OTHER
+from tests.conformance.rows import BY_NAME, ROWS
+
+
+@pytest.mark.serial
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", COLUMNS)
+def test_every_cell_is_equal_or_refused(name: str, tmp_path: Any, record_property: Any) -> None:
+    outcomes = run_column(COLUMNS[name], list(BY_NAME), tmp_path)
+    kinds = {row: outcome.kind for row, outcome in outcomes.items()}
+    record_property("conformance", [name, kinds])
+    wrong = {row: outcome.detail for row, outcome in outcomes.items() if outcome.kind == "wrong"}
+    assert not wrong, "\n".join(f"{row}: {detail}" for row, detail in wrong.items())
+    shown = page.read()[name]
+    assert kinds == shown, f"docs/what-works.md says otherwise; renew it with `make what-works`: {changed(kinds, shown)}"
+
+
+@pytest.mark.gpu
+def test_every_cell_of_dp_is_equal_or_refused(tmp_path: Any) -> None:
+    outcomes = run_column(DP, list(BY_NAME), tmp_path)
+    assert not {row: outcome.detail for row, outcome in outcomes.items() if outcome.kind == "wrong"}
+
+
+def changed(ours: dict[str, str], shown: dict[str, str]) -> list[str]:
+    return sorted(row for row in ours.keys() | shown.keys() if ours.get(row) != shown.get(row))
+
+
+def test_every_registered_strategy_is_in_the_table() -> None:
+    tried = {column.covers for column in [*COLUMNS.values(), DP]}
+    assert not STRATEGIES.keys() - tried - OTHER.keys()
+
+
+def test_rows_have_names_of_their_own() -> None:
+    assert len(BY_NAME) == len(ROWS)
+
+
+def test_at_least_four_in_five_cells_are_equal() -> None:
+    kinds = [kind for column in page.read().values() for kind in column.values()]
+    assert kinds.count("equal") >= 0.8 * len(kinds)
