@@ -14,7 +14,7 @@ TF_VENV ?= .venv-tensorflow
 TF_BIN := $(TF_VENV)/bin
 TENSORFLOW := $(TF_VENV)/installed
 
-.PHONY: help demo test test-cluster test-tensorflow tensorflow-env lint lint-style lint-types lint-docs fix bench bench-gpu soak docs clean
+.PHONY: help demo test test-cluster test-tensorflow tensorflow-env lint lint-style lint-types lint-docs fix bench bench-gpu soak docs conformance clean
 
 help:
 	@echo "make demo   install, train on real digit images with two workers, say where to look"
@@ -23,6 +23,7 @@ help:
 	@echo "make lint   style, types, layers, documentation; make fix mends the style"
 	@echo "make soak   attack a parameter server for a minute while a worker trains through it (SECONDS=60)"
 	@echo "make bench  measure against peers on the processors; make bench-gpu: on GPUs; both renew the tables of the documentation"
+	@echo "make conformance   try all trainings under all strategies, and renew docs/what-works.md"
 	@echo "make docs   serve the documentation; make clean: remove what was made"
 
 demo: $(DEMO)
@@ -90,6 +91,10 @@ bench-gpu: $(DEV)
 SECONDS := 60
 soak: $(DEV)
 	$(BIN)/python benchmarks/soak_wire.py $(SECONDS)
+
+# Every training of tests/conformance under every strategy; the page is part of the documentation.
+conformance: $(DEV)
+	$(BIN)/python -m tests.conformance
 
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

@@ -41,6 +41,8 @@ if MEMORY.is_dir() and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC and shutil.d
 
 # Its files are handed out as one, since they share worlds, but for those named below.
 SHARE_WORLDS = "tests/faults/"
+# Its tests are handed out one by one: each has a world of its own for as long as a file of others.
+APART = "tests/conformance/"
 # What takes longest comes first, so that none of it is left alone at the end.
 LONGEST = (
     SHARE_WORLDS,
@@ -117,6 +119,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def unit_of(nodeid: str) -> str:
     """What is handed to one process as a whole."""
+    if nodeid.startswith(APART):
+        return nodeid
     path = nodeid.partition("::")[0]
     return SHARE_WORLDS if path.startswith(SHARE_WORLDS) and path not in LONGEST else path
 
@@ -124,7 +128,7 @@ def unit_of(nodeid: str) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first, and skip GPU tests, with a reason, where no GPU can be used."""
     order = {unit: number for number, unit in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(unit_of(item.nodeid), len(order)))
+    items.sort(key=lambda item: -1 if item.nodeid.startswith(APART) else order.get(unit_of(item.nodeid), len(order)))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

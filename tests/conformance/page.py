@@ -16,7 +16,7 @@ and the reported loss of a plain PyTorch loop in one process, to 1e-5 of their l
 a refusal before the first step, with the message that is listed below. A training is either right or refused, but for
 **~**: `local_sgd` says of itself that it is another training with momentum, other optimizers than SGD, or clipping.
 
-`make what-works` runs the table and writes this page; `make test` runs it too, and fails where a cell is neither, or is not
+`make conformance` runs the table and writes this page; `make test` runs it too, and fails where a cell is neither, or is not
 what this page says. The trainings are in `tests/conformance/rows.py`, the columns in `tests/conformance/columns.py`.
 With `accumulate` above 1, and in a pipeline, a model that counts its calls is compared with a loop that makes as many.
 Statistics of BatchNorm are each worker's own in training and averaged before evaluation, see [exactness](exactness.md);

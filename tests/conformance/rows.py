@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset, default_collate
 
-from allhands import Callback, ModelLoss, PerTarget, SupervisedRunner
+from allhands import Callback, ModelLoss, OverBatch, PerTarget, SupervisedRunner
 from tests.conformance import models, optimizers
 from tests.conformance.models import PLAN, mlp
 from tests.conformance.table import GLOBAL_BATCH, Row, classes, features, labels, regression, values
@@ -373,6 +373,8 @@ ROWS = [
         counted=counted_targets),
     Row("sum in a function, not said", mlp, lambda: batch_sum, regression, plan=PLAN),
     Row("pairs in a batch, not said", mlp, lambda: triplet, plan=PLAN),
+    Row("OverBatch, pairs", mlp, lambda: OverBatch(triplet), loss=triplet, plan=PLAN),
+    Row("OverBatch, Dice", mlp, lambda: OverBatch(dice), loss=dice, plan=PLAN),
     Row("collate function drops rows", mlp, data=damaged, collate=kept, plan=PLAN),
     Row("collate function makes rows", mlp, data=classes, collate=doubled, plan=PLAN),
     Row("averages kept by a callback, resumed", mlp, options={"logdir": "run"}, cell=averages_resumed, plan=PLAN),
