@@ -14,9 +14,10 @@ from allhands.data import CountedRows, Feed, map_tensors
 from allhands.errors import UserError
 from allhands.runner.metrics import LoaderMetrics
 from allhands.runner.reporter import Pace, Reporter
-from allhands.step import LossRule, Precision, WholeBatch
+from allhands.step import LossRule, OverBatch, Precision, WholeBatch
 from allhands.step.counted import as_count, split_pair
-from allhands.strategies.base import OutputElsewhere
+from allhands.step.modes import evaluation_mode
+from allhands.strategies.base import OutputElsewhere, Strategy
 from allhands.world import World
 
 if TYPE_CHECKING:
@@ -116,6 +117,12 @@ def loss_rule(criterion: Any, feed: Feed, runner: SupervisedRunner, slices: Any 
     return rule
 
 
+def check_over_batch(criterion: Any, strategy: Strategy, workers: int) -> None:
+    """Raise `UserError` for a loss of whole global batches (`OverBatch`) that cannot be computed with this strategy."""
+    if isinstance(criterion, OverBatch) and (refused := strategy.over_batch_refused(workers)):
+        raise UserError(f"criterion=OverBatch(…) with strategy '{strategy.name}': {refused}")
+
+
 def to_device(value: Any, device: torch.device) -> Any:
     """A batch with all its tensors on `device`."""
     return map_tensors(value, lambda t: t if t.device == device else t.to(device, non_blocking=True))
@@ -123,22 +130,21 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: Forward, rule: LossRule, metrics: LoaderMetrics,
                   precision: Precision, reporter: Reporter, label: str,
-                  share: int | None = None) -> dict[str, float]:  # fmt: skip
+                  strategy: Strategy | None = None) -> dict[str, float]:  # fmt: skip
     """The loss and the metrics of a loader, in evaluation mode and without gradients; the same on every rank.
 
-    This rank has `share` of the samples; None is its own.
+    `strategy` says which share of the samples this rank has; None is its own.
     """
-    was_training = model.training
-    model.eval()
     metrics.start(label)
-    whole = WholeBatch(metrics.world, metrics.world.rank if share is None else share, metrics.counts) if rule.over_batch else None
+    share = metrics.world.rank if strategy is None else strategy.place(metrics.world)[0]
+    whole = WholeBatch(metrics.world, share, metrics.counts) if rule.over_batch else None
     pace, done, pairs = Pace(), 0, None
     if feed.own_collate:
         steps = CountedRows(feed, forward.rows_of)(steps)
     # The bare model is called: gradients are not exchanged here, and ranks may have different numbers of batches.
     module, forward.module = forward.module, model
     try:
-        with torch.no_grad(), precision.autocast():
+        with evaluation_mode(model), torch.no_grad(), precision.autocast():
             for batches, counts, _, _ in steps:
                 if whole is not None:
                     _measure_whole(whole, batches, counts, forward, rule, metrics)
@@ -173,7 +179,8 @@ def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: F
                     reporter.progress(label, done, feed.num_steps, metrics.running_loss())
     finally:
         forward.module = module
-        model.train(was_training)
+        if strategy is not None:
+            strategy.evaluated()
     if rule.check is not None:
         rule.settle(pairs, metrics.world.world_size > 1, metrics.world)
     return metrics.result()
@@ -192,7 +199,8 @@ def _measure_whole(whole: WholeBatch, batches: Sequence[Any], counts: Sequence[i
             metrics.observe(output, target, loss, count, count)
 
 
-def predict_feed(feed: Feed, model: nn.Module, forward: Forward, precision: Precision, world: World) -> Any:
+def predict_feed(feed: Feed, model: nn.Module, forward: Forward, precision: Precision, world: World,
+                 strategy: Strategy) -> Any:  # fmt: skip
     """The model's output for every sample, in the order of the feed, on every rank, as CPU tensors.
 
     Raises:
@@ -203,35 +211,47 @@ def predict_feed(feed: Feed, model: nn.Module, forward: Forward, precision: Prec
             f"predict gives one row a sample in the order of the stream, and that of loader '{feed.name}' is split by rank; "
             "pass a stream that gives all samples on every rank"
         )
-    model.eval()
     steps = feed.epoch(0)
     if feed.own_collate:
         steps = CountedRows(feed, forward.rows_of)(steps)
+    gives, slices = strategy.counts(world), strategy.slices(world)
     counts_by_step: list[int] = []
     outputs: list[list[torch.Tensor]] = []
     tree: Any = None
-    with torch.no_grad(), precision.autocast():
-        for batches, counts, _, _ in steps:
-            for batch, count in zip(batches, counts, strict=True):
-                output, _ = forward(batch)
-                tree, leaves = _flatten(output)
-                for leaf in leaves:
-                    if leaf.dim() == 0 or len(leaf) != count:
-                        raise UserError(
-                            f"the model gave an output of shape {list(leaf.shape)} for a batch of {count} rows; predict needs "
-                            "outputs whose first dimension is the batch"
-                        )
-                outputs.append([leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf for leaf in leaves])
-            counts_by_step.append(sum(counts))
+    try:
+        with evaluation_mode(model), torch.no_grad(), precision.autocast():
+            for batches, counts, _, _ in steps:
+                for batch, count in zip(batches, counts, strict=True):
+                    try:
+                        output, _ = forward(batch)
+                    except OutputElsewhere:
+                        continue
+                    if slices is not None:
+                        output = slices.full_output(output)
+                    if not gives or not count:
+                        continue  # another rank has the same rows, or waits for this one in its own call
+                    tree, leaves = _flatten(output)
+                    for leaf in leaves:
+                        if leaf.dim() == 0 or len(leaf) != count:
+                            raise UserError(
+                                f"the model gave an output of shape {list(leaf.shape)} for a batch of {count} rows; predict "
+                                "needs outputs whose first dimension is the batch"
+                            )
+                    outputs.append([leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf for leaf in leaves])
+                counts_by_step.append(sum(counts) if gives else 0)
+    finally:
+        strategy.evaluated()
     columns = [torch.cat(column) for column in zip(*outputs, strict=True)]
     if world.world_size == 1 and outputs:
         return _rebuild(tree, iter([column.cpu() for column in columns]))
-    return _gather(columns, tree, counts_by_step, world)
+    return _gather(columns, tree, counts_by_step, world, strategy.place(world)[0] if gives else None)
 
 
-def _gather(columns: list[torch.Tensor], tree: Any, counts_by_step: list[int], world: World) -> Any:
+def _gather(columns: list[torch.Tensor], tree: Any, counts_by_step: list[int], world: World, share: int | None) -> Any:
+    """The rows of all ranks; this one has those of `share`, or none."""
     # A rank that had no row does not know what the model gives.
-    described = {"tree": tree, "leaves": [[list(c.shape[1:]), str(c.dtype).removeprefix("torch.")] for c in columns]}
+    leaves = [[list(c.shape[1:]), str(c.dtype).removeprefix("torch.")] for c in columns]
+    described = {"tree": tree, "leaves": leaves, "share": share}
     said = [json.loads(text) for text in all_gather_text(json.dumps(described), world)]
     known = next((one for one in said if one["tree"] is not None), None)
     if known is None:
@@ -239,14 +259,13 @@ def _gather(columns: list[torch.Tensor], tree: Any, counts_by_step: list[int], w
     if not columns:
         columns = [torch.empty(0, *shape, dtype=getattr(torch, dtype), device=world.device) for shape, dtype in known["leaves"]]
     steps = all_gather_rows(torch.tensor(counts_by_step, dtype=torch.int64, device=world.device), world)
+    givers = sorted((one["share"], rank) for rank, one in enumerate(said) if one["share"] is not None)
     gathered = []
     for column in columns:
         by_rank = [part.cpu() for part in all_gather_rows(column, world)]
         pieces = [part.split(counts.tolist()) for part, counts in zip(by_rank, steps, strict=True)]
-        # Within a step the ranks hold contiguous shares in the order of the ranks.
-        gathered.append(
-            torch.cat([pieces[rank][step] for step in range(len(counts_by_step)) for rank in range(world.world_size)])
-        )
+        # Within a step the ranks hold contiguous shares, in the order of the shares.
+        gathered.append(torch.cat([pieces[rank][step] for step in range(len(counts_by_step)) for _, rank in givers]))
     return _rebuild(known["tree"], iter(gathered))
 
 

@@ -10,21 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from allhands.data import build_feeds, preserved_generators
 from allhands.errors import UserError, kind_of
 from allhands.launch import handback
-from allhands.runner import handed_back, workers
+from allhands.runner import handed_back, standalone, workers
 from allhands.runner.compiling import check_compiled
-from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule, predict_feed
+from allhands.runner.evaluation import check_over_batch
 from allhands.runner.hooks import check_runner
 from allhands.runner.keys import Keys, check_keys, inputs_of, missing_key, takes_by_name, target_in
 from allhands.runner.loggers import prepare_logdir
-from allhands.runner.metrics import LoaderMetrics, named_metrics
+from allhands.runner.metrics import named_metrics
 from allhands.runner.recomputing import check_recomputed
 from allhands.runner.reporter import Reporter
+from allhands.runner.running import in_training
 from allhands.runner.settings import Data, TrainSettings, callback_list, check_meta, check_model, check_values
 from allhands.runner.training import History, Training
-from allhands.step import OverBatch, Precision
 from allhands.strategies import Strategy
 from allhands.strategies.alike import check_parameter_hooks, own_memory
 from allhands.world import World, slurm
@@ -265,8 +264,7 @@ class SupervisedRunner:
         if plan.world_size > 1:
             check_parameter_hooks(settings.model)
         settings.strategy.check_training(settings, plan.world_size)
-        if isinstance(criterion, OverBatch) and (refused := settings.strategy.over_batch_refused(plan.world_size)):
-            raise UserError(f"criterion=OverBatch(…) with strategy '{settings.strategy.name}': {refused}")
+        check_over_batch(criterion, settings.strategy, plan.world_size)
         # It takes half a second to import, so once for all workers.
         preload = ["torch.distributed.checkpoint"] if settings.logdir is not None or settings.resume is not None else []
         home = next(settings.model.parameters(), torch.empty(0)).device
@@ -297,16 +295,17 @@ class SupervisedRunner:
     ) -> dict[str, dict[str, float]]:
         """The loss and the metrics of every loader, each sample counted exactly once: ``{"valid": {"loss": …, …}}``.
 
-        Arguments are those of `train`; the model is left as it was.
+        Arguments are those of `train`; the model is left as it was. In a callback, ``training.model`` (or the model that was
+        given to `train`) is measured as it lies on the ranks; call it on all of them.
         """
-        chosen = self._model(model)
+        chosen, _ = in_training(self._model(model))
         if not callable(criterion):
             raise UserError("evaluate needs a criterion, such as torch.nn.CrossEntropyLoss()")
         check_values(chosen, "evaluate")
         data, named = Data(loaders, datasets), named_metrics(metrics)
         data.check(seed)
         return self._plan(distributed, workers).run(
-            _evaluate, self, (chosen, criterion, data, named, precision, seed), verbose=verbose
+            standalone.evaluate, self, (chosen, criterion, data, named, precision, seed), verbose=verbose
         )  # fmt: skip
 
     def predict(
@@ -337,7 +336,7 @@ class SupervisedRunner:
         Raises:
             UserError: a loader with drop_last=True, which would lose rows; an output whose first dimension is no batch.
         """
-        chosen = self._model(model)
+        chosen, _ = in_training(self._model(model))
         check_values(chosen, "predict")
         if (loader is None) == (dataset is None):
             raise UserError("predict needs either loader= or dataset=")
@@ -351,7 +350,7 @@ class SupervisedRunner:
         (source,) = data.sources(seed).values()
         if source.drop_last:
             raise UserError("predict gives one row a sample, and this loader has drop_last=True; make it with drop_last=False")
-        return self._plan(distributed, workers).run(_predict, self, (chosen, data, precision, seed))
+        return self._plan(distributed, workers).run(standalone.predict, self, (chosen, data, precision, seed))
 
     # ------------------------------------------------------------------ small things
 
@@ -384,39 +383,3 @@ def _train(runner: SupervisedRunner, settings: TrainSettings, world: World, repo
     if shipped:
         handed_back.send(runner, settings, world, reporter)
     return history
-
-
-def _evaluate(runner: SupervisedRunner, given: Any, world: World, reporter: Reporter, shipped: bool) -> Any:
-    model, criterion, data, metrics, precision, seed = given
-    home = next(model.parameters(), torch.empty(0)).device
-    with preserved_generators():
-        same = shipped and world.local_world_size == world.world_size
-        feeds = build_feeds(data.sources(seed), world, seed, same_everywhere=same)
-        model.to(world.device)
-        if isinstance(criterion, nn.Module):
-            criterion.to(world.device)
-        forward, number = Forward(runner, model, world.device, criterion, reporter.line), Precision(precision, world.device)
-        values = {}
-        for name, feed in feeds.items():
-            rule, measured = loss_rule(criterion, feed, runner), LoaderMetrics(metrics, world, trains=False)
-            values[name] = evaluate_feed(feed, feed.epoch(0), model, forward, rule, measured, number, reporter, name)
-        reporter.close()
-        model.to(home)
-        if isinstance(criterion, nn.Module):
-            criterion.to(home)
-    return values
-
-
-def _predict(runner: SupervisedRunner, given: Any, world: World, reporter: Reporter, shipped: bool) -> Any:
-    model, data, precision, seed = given
-    home, was_training = next(model.parameters(), torch.empty(0)).device, model.training
-    sources = data.sources(seed)
-    for source in sources.values():
-        source.shuffle = False
-    with preserved_generators():
-        same = shipped and world.local_world_size == world.world_size
-        (feed,) = build_feeds(sources, world, seed, same_everywhere=same).values()
-        model.to(world.device)
-        rows = predict_feed(feed, model, Forward(runner, model, world.device), Precision(precision, world.device), world)
-        model.to(home).train(was_training)
-    return rows

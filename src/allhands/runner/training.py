@@ -33,6 +33,7 @@ from allhands.runner.position import Position
 from allhands.runner.recomputing import recomputing
 from allhands.runner.recording import recorded_steps, records_steps
 from allhands.runner.reporter import Pace, Reporter
+from allhands.runner.running import running
 from allhands.runner.schedule import Schedule, learning_rates
 from allhands.runner.settings import TrainSettings, check_sync_batch_norm
 from allhands.step import OptimizerStep, Precision
@@ -210,7 +211,7 @@ class Training:
                 signal's number.
         """
         settings = self.settings
-        with preserved_generators(), self.agreement, recomputing(self), compiling(self):
+        with preserved_generators(), self.agreement, recomputing(self), compiling(self), running(self):
             peak.start(self.world)
             self.memory.restore()
             schedule_note = self._check_schedule()
@@ -481,7 +482,7 @@ class Training:
             self.precision,
             self.reporter,
             label,
-            self.settings.strategy.place(self.world)[0],
+            self.settings.strategy,
         )
 
     def _asked_between(self, steps: Iterator[Any]) -> Iterator[Any]:

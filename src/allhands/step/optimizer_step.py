@@ -15,6 +15,7 @@ from allhands.errors import UserError
 from allhands.step.counted import as_count, scale_gradients, split_pair
 from allhands.step.loss import Criterion, LossRule, NonFiniteLossError
 from allhands.step.mean_check import leaves_of, map_known
+from allhands.step.modes import evaluation_mode
 from allhands.step.over_batch import WholeBatch
 from allhands.step.precision import Precision
 from allhands.step.update import update_function
@@ -308,14 +309,8 @@ class OptimizerStep:
         if count:
             yield
             return
-        module: nn.Module = self.forward.module  # type: ignore[attr-defined]
-        modes = [(child, child.training) for child in module.modules()]
-        module.eval()
-        try:
+        with evaluation_mode(self.forward.module):  # type: ignore[attr-defined]
             yield
-        finally:
-            for child, training in modes:
-                child.training = training
 
     def _pair(self, given: Any) -> tuple[torch.Tensor, Any, float, Any]:
         """A micro-batch's sum of losses, its weight as long as the step's count is not known, the sum's factor, and the count."""

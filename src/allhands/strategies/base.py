@@ -228,6 +228,9 @@ class Strategy(ABC):
     def go_on(self) -> None:
         """Optimizer steps follow: take up again what `collect` and `sync_buffers` have put aside."""
 
+    def evaluated(self) -> None:
+        """The module was called without gradients: let go of what that has left."""
+
     def finish(self) -> None:
         """The training has ended without an error: leave what `begin` has opened."""
 

@@ -315,6 +315,17 @@ class Meshed(Strategy):
         for _, gradient in found:
             gradient.mul_(factor.to(gradient.device, gradient.dtype))
 
+    def evaluated(self) -> None:
+        """Without a backward pass, fully_shard keeps whole weights, which hide this rank's parts from whom asks the module."""
+        if self.degrees.shard == 1:
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        for chunk in self.chunks:
+            for module in chunk.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
     # ------------------------------------------------------------------ equal on all ranks
 
     def sync_buffers(self) -> None:

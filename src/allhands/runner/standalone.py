@@ -1,0 +1,85 @@
+"""What `SupervisedRunner.evaluate` and `predict` do on each rank, in a hook of a training and elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from allhands.data import build_feeds, preserved_generators
+from allhands.runner.evaluation import Forward, check_over_batch, evaluate_feed, loss_rule, predict_feed
+from allhands.runner.metrics import LoaderMetrics
+from allhands.runner.reporter import Reporter
+from allhands.runner.running import in_training
+from allhands.step import Precision
+from allhands.strategies import DDP, Strategy
+from allhands.world import World
+
+if TYPE_CHECKING:
+    from allhands.runner.supervised import SupervisedRunner
+
+
+def evaluate(runner: SupervisedRunner, given: Any, world: World, reporter: Reporter, shipped: bool) -> Any:
+    """The loss and the metrics of every loader; see `SupervisedRunner.evaluate`."""
+    model, criterion, data, metrics, precision, seed = given
+    on_device = _on_device(criterion, world.device) if isinstance(criterion, nn.Module) else nullcontext()
+    with preserved_generators(), _placed(model, world) as (module, strategy), on_device:
+        if strategy.level:
+            check_over_batch(criterion, strategy, world.world_size)
+        feeds = _feeds(data.sources(seed), world, seed, shipped, strategy)
+        forward, number = Forward(runner, module, world.device, criterion, reporter.line), Precision(precision, world.device)
+        counts, slices = strategy.counts(world), strategy.slices(world)
+        values = {}
+        for name, feed in feeds.items():
+            rule = loss_rule(criterion, feed, runner, slices)
+            measured = LoaderMetrics(metrics, world, trains=False, counts=counts, slices=slices)
+            steps = feed.epoch(0)
+            values[name] = evaluate_feed(feed, steps, module, forward, rule, measured, number, reporter, name, strategy)
+        reporter.close()
+    return values
+
+
+def predict(runner: SupervisedRunner, given: Any, world: World, reporter: Reporter, shipped: bool) -> Any:
+    """The model's output for every sample; see `SupervisedRunner.predict`."""
+    model, data, precision, seed = given
+    sources = data.sources(seed)
+    for source in sources.values():
+        source.shuffle = False
+    with preserved_generators(), _placed(model, world) as (module, strategy):
+        (feed,) = _feeds(sources, world, seed, shipped, strategy).values()
+        forward = Forward(runner, module, world.device)
+        return predict_feed(feed, module, forward, Precision(precision, world.device), world, strategy)
+
+
+def _feeds(sources: Any, world: World, seed: int, shipped: bool, strategy: Strategy) -> Any:
+    same = shipped and world.local_world_size == world.world_size
+    return build_feeds(sources, world, seed, same_everywhere=same, place=strategy.place(world), level=strategy.level)
+
+
+@contextmanager
+def _placed(model: nn.Module, world: World) -> Iterator[tuple[nn.Module, Strategy]]:
+    """The module to call, and the strategy by which it lies on the ranks."""
+    module, training = in_training(model)
+    if training is None:
+        with _on_device(module, world.device):
+            yield module, DDP()
+        return
+    strategy = training.settings.strategy
+    with strategy.buffers_made_equal(training.model):
+        yield module, strategy
+
+
+@contextmanager
+def _on_device(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within, the module is on `device`; afterwards it is where it was."""
+    first = next(itertools.chain(module.parameters(), module.buffers()), None)
+    home = device if first is None else first.device
+    module.to(device)
+    try:
+        yield
+    finally:
+        module.to(home)
