@@ -210,7 +210,7 @@ def old_spectral_norm() -> nn.Module:
 
 
 def batch_norm() -> nn.Module:
-    return mlp(nn.BatchNorm1d(8))
+    return mlp(nn.BatchNorm1d(8)).double()
 
 
 def sync_batch_norm() -> nn.Module:

@@ -102,6 +102,20 @@ def without_dropout() -> nn.Module:
     return model
 
 
+def test_a_layer_that_is_unfrozen_later_begins_its_momentum() -> None:
+    """Fused SGD takes momentum of all parameters or of none."""
+    batches = data(16)
+    recorded, plain = (Trained(without_dropout(), torch.optim.SGD, MOMENTUM, recorded=r) for r in (True, False))
+    for one in (recorded, plain):
+        one.model[0].requires_grad_(False)  # type: ignore[index, union-attr]
+        one.take = one.make()
+        one.steps(batches[:6])
+        one.model[0].requires_grad_(True)  # type: ignore[index, union-attr]
+        one.take = one.make()
+        one.steps(batches[6:])
+    assert apart(recorded.model, plain.model) < 1e-6
+
+
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
 def test_a_replay_is_the_step(kind: Any, options: dict[str, Any]) -> None:
     batches = data(12, (8, 5)) + data(1, (3,)) + data(6, (8, 5), seed=1)

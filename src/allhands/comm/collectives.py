@@ -65,10 +65,21 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], world: World) -> Non
         if parameter.grad is None:
             parameter.grad = _no_rows(parameter) if sparse else torch.zeros_like(parameter)
         if sparse:
-            dist.all_reduce(parameter.grad)
+            parameter.grad = _sum_sparse(parameter.grad, world)
         else:
             dense.append(parameter.grad)
     all_reduce_sum(dense, world)
+
+
+def _sum_sparse(gradient: torch.Tensor, world: World) -> torch.Tensor:
+    """The sum of sparse gradients over the ranks; nccl has no such operation, so that there their rows are gathered."""
+    if world.device.type != "cuda":
+        dist.all_reduce(gradient)
+        return gradient
+    own = gradient.coalesce()
+    indices = torch.cat(all_gather_rows(own.indices().T.contiguous(), world)).T
+    values = torch.cat(all_gather_rows(own.values(), world))
+    return torch.sparse_coo_tensor(indices, values, own.shape).coalesce()
 
 
 def _no_rows(parameter: torch.Tensor) -> torch.Tensor:

@@ -89,10 +89,20 @@ class Capturable:
                 group.update(lr=rate, fused=True, foreach=False)
                 if "capturable" in names:
                     group["capturable"] = True
+                if group.get("momentum"):
+                    self._complete(group)
             yield
         finally:
             for group, own in zip(groups, before, strict=True):
                 group.update(own)
+
+    def _complete(self, group: dict[str, Any]) -> None:
+        """Begin the momentum of parameters that were unused or frozen until now: fused SGD takes all or none."""
+        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+        without = [p for p in trained if self.optimizer.state.get(p, {}).get("momentum_buffer") is None]
+        if len(without) < len(trained) and not group.get("dampening"):
+            for parameter in without:
+                self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -93,6 +93,11 @@ class LocalSGD(Strategy):
         return averages and plain and clip_norm is None
 
     def check_settings(self, settings: Any) -> None:
+        if callable(getattr(settings.optimizer, "eval", None)):
+            raise UserError(
+                f"{type(settings.optimizer).__name__} evaluates other weights than it trains, made from its own state, which "
+                "differs between the workers of local_sgd; write distributed='ddp'"
+            )
         if settings.precision == "fp16":
             raise UserError(
                 "precision='fp16': each worker would scale its own loss, and checkpoints keep one scale; write precision='bf16'"
