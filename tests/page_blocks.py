@@ -140,6 +140,9 @@ np.savez("own.npz", x=np.ones((4, 6)), y=np.zeros(4))
 assert len(load(".")["train"]) == 4
 """,
     "docs/start.md": """
+SupervisedRunner(device="cpu").train(
+    model=model, criterion=criterion, optimizer=optimizer, loaders=loaders, num_epochs=2, callbacks=[Averaged()],
+)
 class Net(nn.Linear):
     def forward(self, x, edges, graph): return super().forward(x)
 class Batch:
