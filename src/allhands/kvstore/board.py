@@ -9,6 +9,9 @@ from typing import Any
 
 from allhands.errors import AllhandsError, WorldError
 
+# Seconds after which a wait is reported.
+REPORT_AFTER = 3.0
+
 
 class ServerLostError(AllhandsError):
     """A server is gone, and may come back; never reaches the user."""
@@ -34,8 +37,10 @@ class Board:
             self.changed.notify_all()
 
     def wait(self, ready: Callable[[], Any], what: Callable[[], str], timeout: float | None = None,
-             server: int | None = None) -> None:  # fmt: skip
+             server: int | None = None, report: Callable[[], None] | None = None) -> None:  # fmt: skip
         """Wait until `ready`, which is asked with the lock held. With `server`, only the loss of that one ends it.
+
+        `report` is called once when the wait is long, with the lock held.
 
         Raises:
             AllhandsError: the failure, or nothing came within `timeout` seconds. A loss is told with what was waited for.
@@ -52,6 +57,9 @@ class Board:
                 waited = time.monotonic() - began
                 if timeout is not None and waited > timeout:
                     raise WorldError(f"{what()}: nothing came within {timeout:.0f} s")
+                if waited > REPORT_AFTER and report is not None:
+                    report()
+                    report = None
                 if waited > 20.0 and not told:
                     told = True
                     print(f"allhands: waiting for {waited:.0f} s: {what()}", flush=True)

@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
@@ -35,6 +36,7 @@ from allhands.kvstore.staging import Staging
 from allhands.kvstore.states import StoreState
 from allhands.kvstore.store import KVStore
 from allhands.kvstore.values import RowSparse
+from allhands.kvstore.waits import Need, report
 from allhands.launch import worker
 
 _LIFE = secrets.token_hex(8)  # of this process
@@ -77,6 +79,7 @@ class Connected(KVStore):
         self._compressors: dict[int, Compressor] = {}
         self._closed = False
         self._barriers = 0
+        self._threads: set[int] = set()  # that have used the store
         self._kept: dict[str, Any] = {}  # with mirrors: what was pushed and not read
         self._sent: dict[int, torch.Tensor] | None = None  # what is sent in fewer bits, the same when it is sent again
         self._steps_before = 0  # those of the state that was loaded
@@ -179,7 +182,10 @@ class Connected(KVStore):
         self._share(self.links, [(name, one) for name in dense for one in self._pieces[name]], buffers=True)
         for link in self.links:
             numbers = [one.number for name in dense for one in self._pieces[name] if one.server == link.number]
-            link.answer(link.begin("ready", chunks=numbers), "init: the first values, which worker 0 gives")
+            link.answer(
+                link.begin("ready", chunks=numbers), "init: the first values, which worker 0 gives",
+                lambda: report(self, [("init", name, 1) for name in dense]),
+            )  # fmt: skip
         if self._again:
             self._join(list(named))
 
@@ -249,7 +255,12 @@ class Connected(KVStore):
         self._again_if_lost(self._settle)
         self._barriers += 1
         number = 0 if self._again else self._barriers  # one that came again has not counted with the others
-        self._again_if_lost(lambda: self.links[0].ask("barrier", number=number))
+        self._again_if_lost(lambda: self._wait_for_all(number))
+
+    def _wait_for_all(self, number: int) -> None:
+        """Wait until all workers have come to this barrier; 0: to any, on one that came again."""
+        needs: list[Need] = [("barrier", "", number)] if number else []
+        self.links[0].answer(self.links[0].begin("barrier", number=number), "barrier", lambda: report(self, needs))
 
     def _settle(self) -> None:
         """Wait until the servers have taken all that this worker has sent."""
@@ -277,7 +288,7 @@ class Connected(KVStore):
         def load() -> None:
             if self.rank == 0:
                 self._give_state(state)
-            self.links[0].ask("barrier", number=number)
+            self._wait_for_all(number)
 
         self._again_if_lost(load)  # all of it: a server may have gone back to the time before
         self._steps_before = state.step - self._version()
@@ -341,6 +352,7 @@ class Connected(KVStore):
     # ------------------------------------------------------------------ the end
 
     def _usable(self) -> None:
+        self._threads.add(threading.get_ident())
         if self._closed:
             raise UserError("this store was closed; create another")
         if self._board.failure is not None:

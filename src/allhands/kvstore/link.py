@@ -9,7 +9,7 @@ import queue
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -176,9 +176,9 @@ class Link:
             self._answers[number] = pending
         return number, pending
 
-    def answer(self, pending: Pending, what: str) -> Any:
-        """Wait for an answer."""
-        self.board.wait(lambda: pending.left == 0, lambda: f"{self.name} has not answered to '{what}'")
+    def answer(self, pending: Pending, what: str, report: Callable[[], None] | None = None) -> Any:
+        """Wait for an answer; `report` is that of `Board.wait`."""
+        self.board.wait(lambda: pending.left == 0, lambda: f"{self.name} has not answered to '{what}'", report=report)
         found = pending.answer
         if isinstance(found, dict) and found.get("error"):
             raise UserError(found["error"])

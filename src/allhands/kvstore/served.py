@@ -23,6 +23,7 @@ from allhands.kvstore.placement import Piece
 from allhands.kvstore.store import Key, Share, Step
 from allhands.kvstore.table_rounds import pack_rows
 from allhands.kvstore.values import check_rows
+from allhands.kvstore.waits import Need, missing_rounds, report
 
 _Counted = tuple[dict[int, int], dict[str, int]]
 
@@ -114,7 +115,10 @@ class ServedStore(Connected):
         def known() -> bool:
             return all(step in link.squares or link.done.get(step) is not None for link in involved)
 
-        self._board.wait(known, lambda: self._about(self._missing(step, involved, "the norm of the gradients")))
+        self._board.wait(
+            known, lambda: self._about(self._missing(step, involved, "the norm of the gradients")),
+            report=lambda: report(self, missing_rounds(self, 1)),
+        )  # fmt: skip
         with self._board.changed:
             squares = [link.squares.pop(step, None) for link in involved]
         if any(found is None for found in squares):
@@ -124,13 +128,17 @@ class ServedStore(Connected):
         for link in involved:
             link.first(message({"op": "commit", "step": step, "scale": clip_factor(total, clip_norm)}))
 
-    def _finish(self, step: int, involved: Sequence[Link], pending: Pending) -> Step:
-        """Wait until all values have come."""
+    def _finish(self, step: int, involved: Sequence[Link], pending: Pending, rows: Iterable[str] = ()) -> Step:
+        """Wait until all values have come, and the rounds of these tables are over."""
 
         def done() -> bool:
             return pending.left == 0 and all(link.done.get(step) is not None for link in involved)
 
-        self._board.wait(done, lambda: self._about(self._missing(step, involved, "the other workers' gradients")))
+        tables: list[Need] = [("push", name, self._table_versions[name]) for name in rows]
+        self._board.wait(
+            done, lambda: self._about(self._missing(step, involved, "the other workers' gradients")),
+            report=lambda: report(self, [*missing_rounds(self, 1), *tables]),
+        )  # fmt: skip
         with self._board.changed:
             told = [link.done.pop(step) or {} for link in involved]
             for link in involved:
@@ -211,7 +219,7 @@ class ServedStore(Connected):
         step, involved, pending = self._send(dense, staged, share, told, clip_norm, rows=together)
         if clip_norm is not None:
             self._clip(step, involved, pending, clip_norm)
-        taken = self._finish(step, involved, pending) if dense or together else Step(0, self.num_workers)
+        taken = self._finish(step, involved, pending, together) if dense or together else Step(0, self.num_workers)
         for name, grad in merged.items():
             if name not in together:
                 taken = replace(self._push_rows(name, grad, share, told), staleness=taken.staleness)
@@ -326,6 +334,7 @@ class ServedStore(Connected):
         self._board.wait(
             lambda: pending.left == 0,
             lambda: self._about(f"step {self._steps_before + version} of the key '{name}', which others have not pushed yet"),
+            report=lambda: report(self, missing_rounds(self, 0)),
         )
         self._staging.put(staged, {name: out})
 
@@ -337,7 +346,7 @@ class ServedStore(Connected):
     def _push_rows(self, name: str, value: torch.Tensor, share: Share, groups: Any, wait: bool = True) -> Step:
         step, meta, involved = self._begin([], share, groups, None, [name], wait)
         self._send_rows(name, value, meta)
-        return self._finish(step, involved, Pending(0)) if wait else Step(step >> 32, self.num_workers)
+        return self._finish(step, involved, Pending(0), [name]) if wait else Step(step >> 32, self.num_workers)
 
     def _send_rows(self, name: str, value: torch.Tensor, meta: int) -> None:
         ids, rows = value._indices()[0].cpu(), value._values().cpu()
@@ -361,6 +370,7 @@ class ServedStore(Connected):
 
     def _pull_rows_once(self, name: str, ids: torch.Tensor, out: torch.Tensor) -> None:
         owners, table, asked = self._owners(ids), self.tables[name], []
+        version = self._table_versions[name]
         for link in self.links:
             mine = (owners == link.number).nonzero().view(-1)
             if len(mine):
@@ -371,11 +381,11 @@ class ServedStore(Connected):
                     )
                 request, pending = link.expect()
                 number = self._tables[name][link.number].number
-                link.put(pack(Kind.PULL_ROWS, 0, number, request, self._table_versions[name], len(body)) + body)
+                link.put(pack(Kind.PULL_ROWS, 0, number, request, version, len(body)) + body)
                 asked.append((link, mine, pending))
         with torch.no_grad():
             for link, mine, pending in asked:
-                data = link.answer(pending, f"rows of '{name}'")
+                data = link.answer(pending, f"rows of '{name}'", lambda: report(self, [("push", name, version)]))
                 out[mine.to(out.device)] = torch.frombuffer(data, dtype=table.dtype).view(len(mine), table.columns).to(out.device)
 
     def _check_read(self, names: Iterable[str]) -> None:

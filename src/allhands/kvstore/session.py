@@ -307,6 +307,8 @@ class Session:
                     self.reply(request)
                 case "barrier":
                     shard.barrier(self, request, int(said.get("number", 0)))
+                case "waits":
+                    shard.long_wait(self, said)
                 case "versions":
                     self.reply(request, **shard.versions())
                 case "join":

@@ -17,6 +17,7 @@ from allhands.kvstore.recovery import Recovery
 from allhands.kvstore.shard_keys import ShardKeys
 from allhands.kvstore.shard_state import load_state
 from allhands.kvstore.table_rounds import RoundError, TableRounds
+from allhands.kvstore.waits import Waits
 
 
 class Shard(ShardKeys):
@@ -47,6 +48,7 @@ class Shard(ShardKeys):
         self._clip_metas: dict[int, list[Meta]] = {}
         self._forms: dict[int, tuple[str, int]] = {}  # by step: groups and clip of whoever came first
         self._barrier: dict[int, tuple[Any, int, int]] = {}
+        self._waits = Waits()
 
     # ------------------------------------------------------------------ steps
 
@@ -266,6 +268,11 @@ class Shard(ShardKeys):
             self._barrier[session.rank] = (session, request, number)
         self._open_barrier()
 
+    def long_wait(self, session: Any, said: dict[str, Any]) -> None:
+        """A worker waits for long; all are told where it is for ever."""
+        if self.members.holds(session) and (found := self._waits.add(session.rank, said)):
+            self.fail(found)
+
     def _open_barrier(self) -> None:
         """No lock is held."""
         with self._lock:
@@ -296,6 +303,7 @@ class Shard(ShardKeys):
         """A worker has left, or is lost; the others go on without it, or all are told that they cannot."""
         if not self.members.remove(session):
             return
+        self._waits.remove(session.rank)
         with self._lock:
             self._barrier.pop(session.rank, None)
             self._initial = [one for one in self._initial if one[0] is not session]
@@ -356,6 +364,7 @@ class Shard(ShardKeys):
             self._forms.clear()
             self._barrier.clear()
             self._initial = []
+        self._waits.clear()
         for chunk in list(self.chunks.values()):
             with chunk.lock:
                 chunk.drop()
