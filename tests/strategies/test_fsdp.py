@@ -364,7 +364,7 @@ class Odd(torch.optim.SGD):
 
 
 def test_before_any_worker_is_started() -> None:
-    assert "LBFGS may need whole ones. Use one of SGD, Adam" in refuse(FSDP(), torch.optim.LBFGS)
+    assert "Adafactor may need whole ones. Use one of SGD, Adam" in refuse(FSDP(), torch.optim.Adafactor)
     assert "write `elementwise = True` into the class Odd" in refuse(FSDP(), Odd)
     assert "write precision='bf16'" in refuse(FSDP(), precision="fp16")
     assert "no class of that name" in refuse(FSDP(wrap="Layer"))

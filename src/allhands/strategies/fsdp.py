@@ -13,6 +13,7 @@ from allhands.errors import UserError
 from allhands.step.blocks import CONTAINERS, layers, named
 from allhands.step.recompute import recompute
 from allhands.strategies.degrees import Degrees
+from allhands.strategies.fsdp_units import Units
 from allhands.strategies.meshed import Meshed
 from allhands.world import World
 
@@ -104,8 +105,12 @@ class FSDP(Meshed):
             return [(name, module) for name, module in layers(model) if not outside(module)]
         return _by_name(model, self.wrap, outside)
 
-    def shard(self, model: nn.Module, mesh: DeviceMesh, values: Values, world: World) -> None:
-        """Shard a model, or a stage of one, in place. Values come in one wrapped module at a time."""
+    def shard(self, model: nn.Module, mesh: DeviceMesh, values: Values, world: World) -> Units:
+        """Shard a model, or a stage of one, in place. Values come in one wrapped module at a time.
+
+        Returns:
+            What is gathered together, and which of it the samples of a step have used.
+        """
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         if self.cpu_offload:
@@ -120,17 +125,20 @@ class FSDP(Meshed):
                 for name, buffer in module._buffers.items():
                     if buffer is not None and buffer.is_floating_point():
                         module._buffers[name] = buffer.to(DTYPES[self.buffer_dtype])
+        units = Units(self.name)
         # Whole layers are drawn or received, sharded, and let go of, before the next one.
         for name, module in [*self.units(model), ("", model)]:
             values.settle(model, list(module.parameters()))
             if self.checkpoint_activations and module is not model:
                 recompute(name, module)
-            module.register_forward_hook(_without_views)
+            units.before(module)
             fully_shard(
                 module, mesh=mesh, mp_policy=outer if module is model else inner, offload_policy=offload,
                 reshard_after_forward=self.reshard_after_forward and module is not model,
                 ignored_params={p for p in module.parameters() if p.dim() == 0} or None,
             )  # fmt: skip
+            units.after(name, module)
+        return units
 
 
 def _wrapping(wrap: Any) -> str | list[str] | int:
@@ -195,31 +203,6 @@ def _shared_outside(model: nn.Module) -> Any:
         return next((name for name, p in module.named_parameters() if inside[id(p)] < uses[id(p)]), None)
 
     return outside
-
-
-class _Itself(torch.autograd.Function):
-    """The same memory as a tensor that is nobody's view."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """fully_shard hooks onto the output's gradient, and an operation in place on a view would drop that hook."""
-
-    def own(value: Any) -> Any:
-        if type(value) is torch.Tensor and value.requires_grad and value._is_view():
-            return _Itself.apply(value)
-        if type(value) in (list, tuple):
-            return type(value)(map(own, value))
-        return {key: own(item) for key, item in value.items()} if type(value) is dict else value
-
-    return own(output)
 
 
 def _check_memory(model: nn.Module, shards: int, here: int, free: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from allhands.comm import calls
+from allhands.comm import all_gather_text, broadcast_tensors, calls
 from allhands.errors import UserError, WorldError
 from allhands.step.update import update_function
 from allhands.strategies.alike import bit_sum, statistics_and_others
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from allhands.strategies.fsdp import FSDP
+    from allhands.strategies.fsdp_units import Units
     from allhands.strategies.pipeline import Pipeline
     from allhands.strategies.tensor import Tensor
 
@@ -147,6 +150,7 @@ class Meshed(Strategy):
         values = Values(model, skeleton, world, self.seed)
         chunks: list[nn.Module] = [skeleton]
         orders: dict[str, torch.Tensor] = {}
+        self.sharded: list[Units] = []
         if self.degrees.tp > 1 and self.tensor is not None:
             self.tensor.check_model(skeleton, self.degrees.tp)
         if self.degrees.pp > 1:
@@ -165,7 +169,7 @@ class Meshed(Strategy):
                 assert self.fsdp is not None
                 assert self.mesh is not None
                 axes = ("dp_replicate", "dp_shard") if self.degrees.replicate > 1 else "dp_shard"
-                self.fsdp.shard(chunk, self.mesh[axes], values, world)
+                self.sharded.append(self.fsdp.shard(chunk, self.mesh[axes], values, world))
             values.settle(chunk)
         self.module = skeleton if self.degrees.pp == 1 else self.pipeline.staged()  # type: ignore[union-attr]
         self.chunks = chunks
@@ -189,10 +193,15 @@ class Meshed(Strategy):
                 found = found.on_stages(self.at["pp"][0] == min(stages), len(stages))
             self.held[name] = found
         self.local = {name: self._local(name) for name in self.parameters}
-        # What no shard group exchanges: parameters that are whole on every rank of dp, or in slices of tp alone.
-        self.loose = [name for name, p in self.parameters.items() if not _over_dp(p) and p.requires_grad]
+        self._list_trained()
         self.shared = {name: stages for name, stages in shared.items() if name in self.parameters}
         self._shared_groups = {stages: _group_of_stages(self.mesh, stages) for stages in sorted(set(map(tuple, shared.values())))}
+
+    def _list_trained(self) -> None:
+        self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+        # What no shard group exchanges: parameters that are whole on every rank of dp, or in slices of tp alone.
+        self.loose = [name for name in self.trained if not _over_dp(self.parameters[name])]
+        self._in_units = set(self.trained) - set(self.loose)
 
     def _local(self, name: str) -> nn.Parameter:
         """What the optimizer works on: a plain tensor over the same memory."""
@@ -210,14 +219,55 @@ class Meshed(Strategy):
         self._apply = update_function(optimizer)
 
     def go_on(self) -> None:
-        """Raise `UserError` where the optimizer was given parameters, which would be handed back untrained."""
-        known = {id(local) for local in self.local.values()}
-        if any(id(p) not in known for group in self.repointed.optimizer.param_groups for p in group["params"]):
+        """Layers that were frozen or unfrozen, parameters that were replaced, and groups that the optimizer has got, count from
+        here on."""
+        own = dict(self.module.named_parameters())
+        replaced = [name for name, parameter in self.parameters.items() if own.get(name) is not parameter]
+        added = sorted(set(own) - set(self.parameters))
+        trained = [name for name, parameter in own.items() if parameter.requires_grad]
+        groups = self.repointed.added({id(p): name for name, p in [*self.parameters.items(), *own.items(), *self.local.items()]})
+        changed = bool(replaced or added or groups or set(trained) != set(self.trained))
+        seen = hashlib.sha256(json.dumps([replaced, added, trained, groups]).encode()).hexdigest()
+        told = [json.loads(text) for text in all_gather_text(json.dumps([self.at["pp"][0], seen, changed]), self.world)]
+        if not any(flag for _, _, flag in told):
+            return
+        if len({(stage, digest) for stage, digest, _ in told}) > self.degrees.pp:
             raise UserError(
-                "the optimizer was given further parameters during the training (add_param_group), and strategy "
-                f"'{self.name}' has pointed it at this rank's parts. Give it all groups before train(), those that "
-                "wait with lr=0 or frozen; or write distributed='ddp'"
+                "parameters were frozen, unfrozen or replaced, or groups added to the optimizer, on some ranks only; change them "
+                "on all ranks"
             )
+        if self.degrees.pp > 1:
+            raise UserError(
+                "parameters were frozen, unfrozen or replaced, or groups added to the optimizer, between two epochs, and a rank "
+                f"of strategy '{self.name}' sees the layers of its own stage alone. Change them before train(), and train in "
+                "several calls of it; or use distributed='fsdp'"
+            )
+        unlike = [name for name in replaced if name not in own or own[name].shape != self.parameters[name].shape]
+        if added or unlike or (replaced and self.degrees.tp > 1):
+            raise UserError(
+                f"the model's parameter '{(added or unlike or replaced)[0]}' was "
+                f"{'added' if added else 'replaced or taken away'} between two epochs, and strategy '{self.name}' holds parts of "
+                "those that the model had in the beginning. Change its values in place (`with torch.no_grad(): "
+                "parameter.copy_(…)`), or change the model between two calls of train()"
+            )
+        for name in replaced:
+            self._replace(name, own[name])
+        for name, local in self.local.items():
+            local.requires_grad_(self.parameters[name].requires_grad)
+        for units in self.sharded:
+            units.follow()
+        self._list_trained()
+        self.repointed.take_up(groups, dict(self.plain.named_parameters()))
+
+    def _replace(self, name: str, parameter: nn.Parameter) -> None:
+        """Another tensor has taken a parameter's place, whole on each rank; the optimizer does not know it."""
+        with torch.no_grad():
+            parameter.data = parameter.data.to(self.world.device)
+            broadcast_tensors([parameter.data], self.world)
+        for units in self.sharded:
+            units.drop(self.parameters[name])
+        self.parameters[name] = self.local[name] = parameter
+        self.held[name] = held(parameter, self.at, None)
 
     # ------------------------------------------------------------------ a step
 
@@ -226,8 +276,10 @@ class Meshed(Strategy):
 
     def exchange_all(self, own: float, total: float, clip_norm: float | None) -> bool:
         calls.note("exchanging gradients")
+        for units in self.sharded:
+            units.check()
         gradients = {name: self._gradient(name) for name in self.parameters}
-        self._sum_loose(gradients)
+        self._exchange_rest(gradients)
         for name, local in self.local.items():
             gradient = gradients[name]
             if not self._stepped:
@@ -238,7 +290,10 @@ class Meshed(Strategy):
         if self.before_step is not None:
             self.before_step()
         self._apply()
-        self._stepped = True
+        if not self._stepped:
+            self._stepped = True
+            for units in self.sharded:
+                units.agree(self.world)
         for parameter in (*self.local.values(), *self.parameters.values()):
             parameter.grad = None
         return True
@@ -261,12 +316,14 @@ class Meshed(Strategy):
         part: torch.Tensor = gradient.to_local()
         return part.wait() if hasattr(part, "wait") else part
 
-    def _sum_loose(self, gradients: dict[str, torch.Tensor | None]) -> None:
+    def _exchange_rest(self, gradients: dict[str, torch.Tensor | None]) -> None:
         """Exchange what fully_shard does not: over dp, and between the stages that share a parameter."""
-        if self.degrees.dp > 1 and self.loose:
+        if self.degrees.dp > 1 and self.trained:
             # A parameter that no rank has used keeps no gradient, and one that some have not used counts as 0 on those.
-            mine = [gradients[name] is not None for name in self.loose]
-            used = torch.tensor(mine, dtype=torch.float32, device=self.world.device)
+            mine = [self._used(name, gradients) for name in self.trained]
+            used = torch.ones(len(mine), device=self.world.device)
+            if not all(mine):
+                used.copy_(torch.tensor(mine, dtype=torch.float32))  # waits for the device
             dense = []
             for name in self.loose:
                 gradient = gradients[name]
@@ -276,17 +333,26 @@ class Meshed(Strategy):
                 gradients[name] = dense[-1]
             for axis in ("dp_shard", "dp_replicate"):
                 self._sum_over(axis, [*dense, used])
-            torch._foreach_div_(dense, float(self.degrees.dp))
+            for gradient in dense:
+                gradient.div_(self.degrees.dp)
             if not all(mine):
-                for name, number in zip(self.loose, used.tolist(), strict=True):
+                for name, number in zip(self.trained, used.tolist(), strict=True):
                     if not number:
                         gradients[name] = None
+            for units in self.sharded:
+                units.clear()
         for name, stages in self.shared.items():
             part = self.held[name].local
             assert part is not None
             if gradients[name] is None:
                 gradients[name] = torch.zeros_like(part)
             dist.all_reduce(gradients[name], group=self._shared_groups[tuple(stages)])
+
+    def _used(self, name: str, gradients: dict[str, torch.Tensor | None]) -> bool:
+        """Whether the samples of this rank have given a parameter a gradient in this step."""
+        if name in self._in_units:
+            return any(id(self.parameters[name]) in units.used for units in self.sharded)
+        return gradients[name] is not None
 
     def _sum_over(self, axis: str, values: list[torch.Tensor]) -> None:
         """Sum tensors over an axis in place, a message for each dtype."""

@@ -74,6 +74,35 @@ class Repointed:
         kept.take(value, part)
         return part
 
+    def added(self, names: Mapping[int, str]) -> list[list[str]]:
+        """The names of the parameters in groups that the optimizer has got since.
+
+        Args:
+            names: by the id of a parameter that a callback may have given it.
+
+        Raises:
+            UserError: groups were taken away or changed, or have a parameter that is not the model's.
+        """
+        groups, known = self.optimizer.param_groups, [[self.local[n] for n in own if n in self.local] for own in self.names]
+        if [len(group["params"]) for group in groups[: len(known)]] != list(map(len, known)):
+            raise UserError("the optimizer's groups of parameters were changed between two epochs; add groups of their own, by "
+                            "optimizer.add_param_group")  # fmt: skip
+        found = []
+        for group in groups[len(known) :]:
+            if any(id(parameter) not in names for parameter in group["params"]):
+                raise UserError("a group that was added to the optimizer has a parameter that is not the model's; add those of "
+                                "`training.model`")  # fmt: skip
+            found.append([names[id(parameter)] for parameter in group["params"]])
+        return found
+
+    def take_up(self, groups: list[list[str]], plain: Mapping[str, nn.Parameter]) -> None:
+        """Have the optimizer work on this rank's parts of the parameters in groups that it has got, of these names."""
+        first = len(self.names)
+        for group, members in zip(self.optimizer.param_groups[first:], groups, strict=True):
+            group["params"] = [self.local[name] for name in members]
+            self.names.append(members)
+            self._before.append([plain[name] for name in members])
+
     def _numbered(self) -> Iterator[tuple[int, str]]:
         """All parameters in the order of the plain optimizer's, which numbers them in its ``state_dict``."""
         return enumerate(name for members in self.names for name in members)

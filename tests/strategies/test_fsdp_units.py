@@ -1,0 +1,145 @@
+"""fsdp where ranks use other parts of the model: experts, heads of tasks, skipped blocks; and layers that nobody uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from allhands import FSDP, Mesh, SupervisedRunner, UserError
+from tests.reference import relative_difference
+from tests.worlds import in_world
+
+pytestmark = pytest.mark.serial
+
+
+class Routed(nn.Module):
+    """Each sample passes one of three experts, by its first feature; `way` says how the experts are called."""
+
+    def __init__(self, way: str = "in order") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.first = nn.Linear(4, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4))) for _ in range(3))
+        self.last = nn.Linear(4, 2)
+        self.unused = nn.ModuleList([nn.Linear(3, 3)])
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        expert = (x[:, 0] > -0.4).long() + (x[:, 0] > 0.4).long()
+        if self.way == "all at once":  # called on every rank, and used for the loss on some
+            made = [e(h) for e in self.experts]
+            return self.last(torch.stack([made[k][row] for row, k in enumerate(expert.tolist())]) * self.scale)
+        order = [2, 0, 1] if self.way == "other order" else [0, 1, 2]
+        for _ in range(2 if self.way == "twice" else 1):
+            for k in order:
+                rows = (expert == k).nonzero()[:, 0]
+                if len(rows):
+                    h = h.index_copy(0, rows, self.experts[k](h[rows]).mul_(self.scale))
+        return self.last(h)
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(24, 4, generator=generator), torch.randn(24, 2, generator=generator)
+    x[:, 0] = torch.tensor([-1.0, 0, 1, -1, 0, 0, 1, 1, -1, -1, 1, 0]).repeat_interleave(2)  # a rank has few of them
+    return TensorDataset(x, y)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def by_hand(model: nn.Module, batch: int) -> dict[str, torch.Tensor]:
+    optimizer, samples = momentum(model), data()
+    for _ in range(2):
+        for first in range(0, 24, batch):
+            x, y = samples[first : first + batch]
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+def train(strategy: Any, way: str, shares: int, accumulate: int = 1, **options: Any) -> float:
+    """The largest difference from the loop by hand, over batches of 4 samples."""
+    model = Routed(way)
+    loader = DataLoader(data(), batch_size=4 // shares // accumulate)
+    options = {"accumulate": accumulate, "num_epochs": 2, "distributed": strategy} | options
+    SupervisedRunner(device="cpu").train(
+        model=model, criterion=nn.MSELoss(), optimizer=momentum(model), loaders={"train": loader}, **options
+    )
+    return relative_difference(model.state_dict(), by_hand(Routed(way), 4))
+
+
+def train_each() -> dict[str, float]:
+    """On two workers: units called in several ways, units inside of units, and layers that are computed again."""
+    found = {way: train(FSDP(), way, 2) for way in ("in order", "other order", "twice", "all at once")}
+    wrap = ["experts.0", "experts.0.1", "experts.1.1", "experts.2", "unused.0"]
+    found["nested"] = train(FSDP(wrap=wrap), "in order", 2)
+    found["recomputed, 2 micro-batches"] = train(FSDP(checkpoint_activations=True), "in order", 2, 2)
+    return found
+
+
+def test_experts_that_some_ranks_use() -> None:
+    for found in in_world(2, train_each):
+        assert max(found.values()) <= 1e-5, found
+
+
+def test_shards_and_replicas() -> None:
+    assert max(in_world(4, train, Mesh(dp={"replicate": 2, "shard": 2}), "in order", 4)) <= 1e-5
+
+
+def refused(runner: type[SupervisedRunner]) -> str:
+    model = Routed()
+    loader = DataLoader(data(), batch_size=4)
+    with pytest.raises(UserError) as caught:
+        runner(device="cpu").train(
+            model=model, criterion=nn.MSELoss(), optimizer=momentum(model), loaders={"train": loader}, distributed="fsdp"
+        )
+    return str(caught.value)
+
+
+class PartCalled(SupervisedRunner):
+    def handle_batch(self, model: nn.Module, batch: Any) -> Any:
+        return model.experts[0](batch[0])[:, :2], batch[1]
+
+
+class Hidden:
+    """An object in which nobody can see a tensor."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Wrapping(Routed):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Hidden(super().forward(x))
+
+
+def refused_output() -> str:
+    model = Wrapping()
+    with pytest.raises(UserError) as caught:
+        SupervisedRunner(device="cpu").train(
+            model=model, criterion=lambda output, y: nn.functional.mse_loss(output.value, y), optimizer=momentum(model),
+            loaders={"train": DataLoader(data(), batch_size=4)}, distributed="fsdp",
+        )  # fmt: skip
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "args", "said"),
+    [
+        (refused, (PartCalled,), "gathers 'experts.0' within a call of the model, and it is called outside of one"),
+        (refused_output, (), "the loss has no gradient with respect to the tensors in the model's output"),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused(call: Callable[..., str], args: tuple[Any, ...], said: str) -> None:
+    for message in in_world(2, call, *args):
+        assert said in message
