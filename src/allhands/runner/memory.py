@@ -19,6 +19,7 @@ from allhands.runner.generators import generator_states, set_generator_states
 from allhands.runner.loggers import set_earlier_run_aside
 from allhands.runner.position import Position
 from allhands.strategies import STRATEGIES
+from allhands.strategies.kept import in_parts, of_this_rank
 from allhands.world.jobs import jobs_around
 
 if TYPE_CHECKING:
@@ -124,13 +125,18 @@ class Memory:
             "best": training.best,
             "best_epoch": training.best_epoch,
             "history": copy.deepcopy(training.history),
-            "callbacks": [callback.state_dict() for callback in training.settings.callbacks],
+            "callbacks": self._callback_states(),
             "strategy": {training.settings.strategy.name: training.settings.strategy.state_dict()},
             "passes": training.passes.places if training.passes is not None else None,
             "seed": training.settings.seed,
             "world_size": training.world.world_size,
             "layout": training.settings.strategy.layout(training.world),
         }
+
+    def _callback_states(self) -> list[dict[str, Any]]:
+        states = [callback.state_dict() for callback in self.training.settings.callbacks]
+        parts = self.training.settings.strategy.held_parts()
+        return states if parts is None else in_parts(states, parts, self.training.world)
 
     # ------------------------------------------------------------------ going on
 
@@ -253,7 +259,10 @@ class Memory:
         training.schedule.load_state_dict(state["scheduler"])
         if training.precision.scaler is not None and state["scaler"] is not None:
             training.precision.scaler.load_state_dict(state["scaler"])
-        for callback, callback_state in zip(settings.callbacks, state["callbacks"], strict=True):
+        states, parts = state["callbacks"], settings.strategy.held_parts()
+        if parts is not None:
+            states = of_this_rank(states, parts, training.model)
+        for callback, callback_state in zip(settings.callbacks, states, strict=True):
             callback.load_state_dict(callback_state)
         training.epoch, training.step = state["epoch"], state["step"]
         training.best, training.best_epoch = state["best"], state["best_epoch"]

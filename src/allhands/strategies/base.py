@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from allhands.strategies.held import Read
+from allhands.strategies.held import Held, Read
 from allhands.world import World
 
 
@@ -256,6 +256,10 @@ class Strategy(ABC):
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """The plain model's ``state_dict``, of tensors, or of what this rank holds of them (`Held`)."""
         return model.state_dict()
+
+    def held_parts(self) -> Mapping[str, Held] | None:
+        """What this rank holds of each tensor of the plain model, by name; None where each rank holds all of them."""
+        return None
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The same of the plain optimizer; all ranks call it together."""

@@ -441,6 +441,11 @@ class Meshed(Strategy):
 
     # ------------------------------------------------------------------ the whole again
 
+    def held_parts(self) -> Mapping[str, Held] | None:
+        if self.world.world_size == 1:
+            return None
+        return self.held | {name: self.held[first] for name, first in self.aliases.items() if first in self.held}
+
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         return {name: self.held[self.aliases[name]] for name in self.aliases} | _extra_state(self.plain)
 
