@@ -13,7 +13,8 @@ HEAD = """# What works with what
 
 Each row is a training, each column a strategy on some workers. A cell with **=** ends with the weights, the buffers
 and the reported loss of a plain PyTorch loop in one process, to 1e-5 of their largest values. A number stands for
-a refusal before the first step, with the message that is listed below. A training is either right or refused, but for
+a refusal before the first step (for a change that a callback makes: before the first step after it), with the message that is
+listed below. A training is either right or refused, but for
 **~**: `local_sgd` says of itself that it is another training with momentum, other optimizers than SGD, or clipping.
 
 `make conformance` runs the table and writes this page; `make test` runs it too, and fails where a cell is neither, or is not

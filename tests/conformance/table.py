@@ -128,6 +128,8 @@ class Steps(Callback):
     def __init__(self, row: Row) -> None:
         self.row = row
         self.begun, self.taken = False, 0
+        #: Steps of the first epoch, after which the row's hook may change the model.
+        self.before_change = 0 if row.epoch_start is nothing else -(-SAMPLES // GLOBAL_BATCH)
 
     def on_train_start(self, training: Any) -> None:
         self.begun = True

@@ -45,19 +45,27 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def test_serial_equals_the_loop_by_hand_under_autocast():
+def by_hand(backwards: bool) -> torch.Tensor:
+    """What one step of each client has changed, with its samples in their order or in the reverse one."""
     (x, y), net, parts = images(torch.float32), convolutions(), sim.clients(SIZES)
     learnt = []
     for client in range(len(parts)):
-        own = copy.deepcopy(net)
+        own, samples = copy.deepcopy(net), torch.as_tensor(parts.samples(client))
+        samples = samples.flip(0) if backwards else samples
         with torch.autocast("cpu", torch.bfloat16):
-            loss = nn.functional.cross_entropy(own(x[parts.samples(client)]), y[parts.samples(client)])
+            loss = nn.functional.cross_entropy(own(x[samples]), y[samples])
         loss.backward()
         learnt.append(torch.cat([-0.1 * p.grad.flatten() for p in own.parameters()]))
-    expected = sum(size / sum(SIZES) * one for size, one in zip(SIZES, learnt, strict=True))
+    return sum(size / sum(SIZES) * one for size, one in zip(SIZES, learnt, strict=True))
+
+
+def test_serial_equals_the_loop_by_hand_under_autocast():
+    expected = by_hand(backwards=False)
+    # Some processors add bf16 numbers up so that the order of the samples counts.
+    noise = apart(by_hand(backwards=True), expected)
     found = update("serial", number=1, batch_size=None, epochs=1)
-    assert apart(found[found != 0], expected) < 1e-5
-    assert apart(update("serial", "fp32", number=1, batch_size=None, epochs=1), found) > 1e-3
+    assert apart(found[found != 0], expected) < max(1e-5, 2 * noise)
+    assert apart(update("serial", "fp32", number=1, batch_size=None, epochs=1), found) > max(1e-3, noise)
 
 
 @pytest.mark.parametrize(

@@ -353,7 +353,7 @@ class Training:
             self.forward, metrics.observe, self.forward.target_of, settings.clip_norm,
         )  # fmt: skip
         if not self._looked and world.world_size > 1:
-            self._looked, take.before_first_update = True, partial(check_buffers_equal, self.model, world)
+            self._looked, take.before_first_update = True, self._look
         profile = self.profile
         if profile is not None:
             take.label = profile.label
@@ -413,6 +413,11 @@ class Training:
         self.measuring = None
         values = metrics.result() | settings.strategy.epoch_values()
         return values | self.logged.means(taken=values) if settings.callbacks else values
+
+    def _look(self, took_part: bool, loss: float | None) -> None:
+        """Before the first update, on all ranks: what would make the result another one without a word."""
+        check_buffers_equal(self.model, self.world, took_part)
+        self.settings.strategy.check_first_loss(loss)
 
     def _steps_of(self, feed: Feed, position: Position) -> Iterator[Any]:
         """The steps of the epoch that are left."""

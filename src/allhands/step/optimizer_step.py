@@ -41,6 +41,8 @@ class Exchange(Protocol):
 
     def misses_gradients(self) -> bool: ...
 
+    def explain(self, error: Exception) -> Exception | None: ...
+
     @property
     def drives(self) -> bool: ...
 
@@ -121,8 +123,9 @@ class OptimizerStep:
         self._items: Any = 0.0  # what this rank's losses of the step count
         #: Names the parts of a step for whoever records a timeline.
         self.label: Callable[[str], AbstractContextManager[Any]] = _unlabelled
-        #: Called once on all ranks, before the first update: whether this rank had a sample.
-        self.before_first_update: Callable[[bool], None] | None = None
+        #: Called once on all ranks, before the first update: whether this rank had a sample, and its first loss.
+        self.before_first_update: Callable[[bool, float | None], None] | None = None
+        self._first_value: torch.Tensor | None = None
         self._failed: NonFiniteLossError | None = None
         self._weights: dict[float, torch.Tensor] = {}
         self._loss_dtype = torch.float64  # until the first loss shows its own
@@ -191,7 +194,8 @@ class OptimizerStep:
     def _look_once(self, counts: Sequence[int]) -> None:
         if self.before_first_update is not None:
             look, self.before_first_update = self.before_first_update, None
-            look(any(counts))
+            value, self._first_value = self._first_value, None
+            look(any(counts), None if value is None else float(value))
 
     def _one_by_one(self, batches: Sequence[Any], counts: Sequence[int], weights: Any, factors: Any, counted: Any,
                     idle: bool) -> None:  # fmt: skip
@@ -213,7 +217,7 @@ class OptimizerStep:
             try:
                 with self.exchange.no_exchange(), self._forward_mode(count), self.label("forward"), self.precision.autocast():
                     output, target = self.forward(batch)
-            except ValueError as error:
+            except (ValueError, RuntimeError) as error:
                 self._explain(error)
                 raise
             outputs.append([leaf for leaf in leaves_of(output) if leaf.requires_grad])
@@ -249,7 +253,7 @@ class OptimizerStep:
         try:
             with self.label("forward"):  # and backward, in the strategy's own order
                 self.exchange.forward_backward(batches, counts, self.forward, loss_of, self.precision.autocast)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             self._explain(error)
             raise
 
@@ -258,7 +262,7 @@ class OptimizerStep:
             with self.label("forward"), self.precision.autocast():
                 output, target = self.forward(batch)
                 loss = self._loss(output, target)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             self._explain(error)
             raise
         if self.pairs:
@@ -267,11 +271,15 @@ class OptimizerStep:
         del output  # a language model's is among its largest tensors, and the backward pass needs it only where the loss does
         # The weight enters as the gradient of the loss, which costs nothing; multiplying the loss would add an operation.
         scaler = self.precision.scaler
-        with self.label("backward"):
-            if scaler is None:
-                loss.backward(weight if weight.dtype == loss.dtype else weight.to(loss.dtype))
-            else:
-                scaler.scale(loss * weight).backward()
+        try:
+            with self.label("backward"):
+                if scaler is None:
+                    loss.backward(weight if weight.dtype == loss.dtype else weight.to(loss.dtype))
+                else:
+                    scaler.scale(loss * weight).backward()
+        except RuntimeError as error:
+            self._explain(error)
+            raise
 
     def _observe(self, output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any) -> None:
         try:
@@ -281,7 +289,10 @@ class OptimizerStep:
                 raise
             self._failed = self._failed or error  # the others wait for this rank's backward pass
 
-    def _explain(self, error: ValueError) -> None:
+    def _explain(self, error: Exception) -> None:
+        better = self.exchange.explain(error)
+        if better is not None:
+            raise better from error
         if "more than 1 value per channel" not in str(error):
             return
         where = f" of rank {self.world.rank}" if self.world.world_size > 1 else ""
@@ -389,6 +400,8 @@ class OptimizerStep:
         value = split_pair(loss)[0] if self.pairs else loss
         self.rule.check_value(value)
         self.rule.check_counts(output, target, value)
+        if self.before_first_update is not None and self._first_value is None:
+            self._first_value = value.detach()
         check = self.rule.check
         if check is not None and not self.pairs:
             check.look(output, target)

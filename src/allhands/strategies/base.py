@@ -178,6 +178,13 @@ class Strategy(ABC):
         """Whether this rank has not made all gradients of a step, and the others need to know."""
         return False
 
+    def explain(self, error: Exception) -> Exception | None:
+        """What to say in place of an error in a forward or backward pass that this strategy is the cause of; None: the error."""
+        return None
+
+    def check_first_loss(self, loss: float | None) -> None:
+        """Raise `UserError` when this rank's first loss (None where it has none) cannot be right; all ranks call it together."""
+
     def check_gradients(self) -> None:
         """Raise `UserError` when the exchange of this step cannot have been complete."""
 

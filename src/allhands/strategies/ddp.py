@@ -83,6 +83,7 @@ class DDP(Strategy):
         check_compress(compress, powersgd_rank, powersgd_start, find_unused_parameters)
         if static_graph:
             warnings.warn("DDP(static_graph=True) has no effect; leave it out", DeprecationWarning, stacklevel=2)
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.sync_batchnorm = sync_batchnorm
         self.bucket_cap_mb = bucket_cap_mb
         self.check_weights_every = check_weights_every

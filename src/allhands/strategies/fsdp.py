@@ -95,6 +95,12 @@ class FSDP(Meshed):
     def check_wrapping(self, model: nn.Module) -> None:
         """Raise `UserError` when `wrap` names what the model has not, or would tear tied parameters apart."""
         self.units(model)
+        for name, parameter in model.named_parameters():
+            if not parameter.is_contiguous():
+                raise UserError(
+                    f"the parameter '{name}' is not contiguous (memory_format=torch.channels_last does so), which fully_shard "
+                    "does not take; write model.to(memory_format=torch.contiguous_format), or distributed='ddp'"
+                )
 
     def units(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """The modules that are gathered as one, inner ones first; without the model itself."""
@@ -135,7 +141,7 @@ class FSDP(Meshed):
             fully_shard(
                 module, mesh=mesh, mp_policy=outer if module is model else inner, offload_policy=offload,
                 reshard_after_forward=self.reshard_after_forward and module is not model,
-                ignored_params={p for p in module.parameters() if p.dim() == 0} or None,
+                ignored_params={p for p in module.parameters() if p.dim() == 0 or not p.numel()} or None,
             )  # fmt: skip
             units.after(name, module)
         return units

@@ -31,8 +31,8 @@ def in_parts(state: Any, parts: Parts, world: World) -> Any:
     found: dict[str, dict[str, Any]] = {}
 
     def hold(path: str, own: dict[Any, Any]) -> dict[Any, Any]:
-        held = {name: _part(value, parts[name]) for name, value in own.items() if name in parts}
-        held = {name: value for name, value in held.items() if value is not None}
+        like = {name: _part(value, parts[name]) for name, value in own.items() if name in parts}
+        held = {name: value for name, value in like.items() if value is not None}
         if held:
             found[path] = {name: [list(value.shape), str(value.dtype).removeprefix("torch.")] for name, value in held.items()}
         return own | held

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from allhands.strategies.pipeline import Pipeline
     from allhands.strategies.tensor import Tensor
 
+# How far the first losses of workers with the same samples may differ, relative to the largest.
+_LOSSES_APART = 1e-4
 # How far copies may differ, relative to the sum of their elements, where rounding may make them differ.
 _APART = 1e-3
 
@@ -82,6 +84,8 @@ class Meshed(Strategy):
 
     def check_training(self, settings: Any, workers: int) -> None:
         degrees, model = self.degrees_for(workers), settings.model
+        if workers > 1:
+            _check_leaves(model, self.name)
         if degrees.pp > 1 and self.pipeline is not None:
             self.pipeline.check_model(model, degrees.pp)
         if degrees.tp > 1 and self.tensor is not None:
@@ -273,6 +277,47 @@ class Meshed(Strategy):
 
     def gradient_scale(self, world: World) -> float:
         return float(self.degrees.dp)  # the exchange divides by it
+
+    def explain(self, error: Exception) -> UserError | None:
+        text = str(error)
+        if "mixed torch.Tensor and DTensor" in text:
+            return UserError(
+                "handle_batch calls a part of the model, whose weights lie in parts that only the model itself puts together. "
+                "Call model(…); what else must run goes into its forward(). Or write distributed='ddp'"
+            )
+        if "setStorage" in text and "out of bounds" in text:
+            return UserError(
+                "the loss needs weights that were freed after the forward pass: a gradient of a gradient (torch.autograd.grad "
+                f"with create_graph=True) cannot be computed by strategy '{self.name}' with shards. Write distributed='ddp'"
+            )
+        cause = str(error.__cause__)
+        if "failed to run forward" in text and "immutable_dict" in cause:
+            return UserError(
+                "a pipeline's model gives tensors, or a tuple or list of them, and this one gives a dict; return a tuple, or "
+                "write distributed='ddp'"
+            )
+        if "failed to run forward" in text and "differentiated" in cause.lower():
+            return UserError(
+                "handle_batch asks for a gradient of the model's input (torch.autograd.grad), which ends in a pipeline at this "
+                "rank's stage; write distributed='ddp'"
+            )
+        return None
+
+    def check_first_loss(self, loss: float | None) -> None:
+        calls.note("comparing the first loss")
+        mine = [self.at["tp"][1] > 1, [self.at["dp_replicate"][0], self.at["dp_shard"][0]], loss]
+        seen: dict[str, list[float]] = {}
+        for text in all_gather_text(json.dumps(mine), self.world):
+            sliced, place, value = json.loads(text)
+            if sliced and value is not None:
+                seen.setdefault(str(place), []).append(value)
+        for values in seen.values():
+            if max(values) - min(values) > _LOSSES_APART * max(map(abs, values)):
+                raise UserError(
+                    f"workers that hold slices of the same layers compute different losses from the same samples: "
+                    f"{', '.join(f'{value:.6g}' for value in values)}. An output of the model is a slice: a layer whose style is "
+                    "'colwise' gives each worker a part, which must go through a 'rowwise' layer. Leave it out of the plan"
+                )
 
     def exchange_all(self, own: float, total: float, clip_norm: float | None) -> bool:
         calls.note("exchanging gradients")
@@ -505,6 +550,18 @@ def _skeleton(model: nn.Module) -> nn.Module:
     parameters = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in model.parameters()}
     made: nn.Module = copy.deepcopy(model, dict(parameters))
     return made
+
+
+def _check_leaves(model: nn.Module, strategy: str) -> None:
+    """Raise `UserError` for a module with a tensor that is computed from parameters, of which there can be no copy."""
+    for name, module in model.named_modules():
+        computed = [key for key, value in vars(module).items() if isinstance(value, torch.Tensor) and not value.is_leaf]
+        if computed:
+            raise UserError(
+                f"'{name}' keeps '{computed[0]}', which is computed from its parameters (torch.nn.utils.weight_norm does so), "
+                f"and strategy '{strategy}' copies the model's structure; use torch.nn.utils.parametrizations.weight_norm, or "
+                "write distributed='ddp'"
+            )
 
 
 def _extra_state(model: nn.Module) -> dict[str, Any]:

@@ -114,6 +114,10 @@ class Ghost:
         return found
 
 
+class NotOnThisStageError(UserError, AttributeError):
+    """The part of a model that was asked for is no part of this rank's stages."""
+
+
 class StagedModel(nn.Module):
     """What the runner trains and evaluates in place of the model: this rank's stages, under the model's own names.
 
@@ -144,6 +148,18 @@ class StagedModel(nn.Module):
             given = ", ".join([*("…" for _ in args), *(f"{name}=…" for name in kwargs)])
             raise UserError(f"in a pipeline the model is called with its one input; handle_batch calls it with ({given})")
         return self.answer(args[0])
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise NotOnThisStageError(
+                f"in a pipeline a rank has the layers of its own stage alone, and here the model has no '{name}'; handle_batch "
+                "calls model(…) with its one input, and a callback finds what this rank has in training.model.named_modules()"
+            ) from None
+
+    def __getitem__(self, key: Any) -> Any:
+        return getattr(self, str(key))  # a Sequential's layers have their numbers as names
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in super().named_parameters(*args, **kwargs):
