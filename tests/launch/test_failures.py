@@ -257,9 +257,12 @@ def test_a_failure_before_ctrl_c_is_still_told(job: Any) -> None:
         "if os.environ['RANK'] == '1': print('bye', flush=True); sys.exit(6)\ntime.sleep(60)"
     )
     process = job.start("-n", "2", "--no-preload", "--grace", "30", script)
-    time.sleep(2)
+    assert process.stdout is not None
+    while b"bye" not in process.stdout.readline():
+        pass
+    time.sleep(2)  # until it has ended
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=20)
     assert process.returncode == 6
     assert b"failed first: exit code 6" in err
 

@@ -72,13 +72,15 @@ class _Fitting:
     def __init__(self, handle_batch: HandleBatch, say: Callable[[str], None] | None) -> None:
         self.handle_batch = handle_batch
         self.say = say
+        self._fits = False  # the first pair had one shape, as all others then have
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         output, target = self.handle_batch(model, batch)
-        if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
+        if self._fits or not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
             return output, target
         wanted, given = output.shape, target.shape
         if wanted == given or (wanted != (*given, 1) and given != (*wanted, 1)):
+            self._fits = wanted == given
             return output, target
         if self.say is not None:
             self.say(f"note: the target of shape {list(given)} is read in the output's shape, {list(wanted)}")

@@ -83,6 +83,8 @@ class TrainSettings:
     step: str = "eager"
     profile: int | None = None
     activation_checkpointing: bool | str | Sequence[str] = False
+    #: Whoever asked for the training ends it early, so that its length says nothing of its schedule.
+    cut_short: bool = False
     strategy: Strategy = field(default=None)  # type: ignore[assignment]
 
     def validate(self) -> None:

@@ -256,7 +256,7 @@ class Training:
 
     def _check_schedule(self) -> str:
         """A line for a schedule whose length is not the training's; see `Schedule.check_length`."""
-        if self._limit:
+        if self._limit or self.settings.cut_short:
             return ""  # a trial, which is shorter than the training
         lengths = [self.steps_of_epoch(feed) for feed in self.trained]
         steps = None if None in lengths else self.num_epochs * sum(lengths)  # type: ignore[arg-type]

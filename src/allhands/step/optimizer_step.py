@@ -177,7 +177,8 @@ class OptimizerStep:
         if self.alone and self.rule.counts_targets:
             own = float(counted.sum()) if batches else 0.0
         if self.after_backward:
-            self._look_once(counts)
+            if self.before_first_update is not None:
+                self._look_once(counts)
             self._exchange_all(failed or self._failed, own, total)
             return
         if idle:
@@ -186,15 +187,16 @@ class OptimizerStep:
             self.exchange.check_gradients()
         if self.several and self.world.device.type == "cpu":
             self._stop_together(failed)
-        self._look_once(counts)
+        if self.before_first_update is not None:
+            self._look_once(counts)
         if self.open:
             self._divide(total)
         self._update()
 
     def _look_once(self, counts: Sequence[int]) -> None:
-        if self.before_first_update is not None:
-            look, self.before_first_update = self.before_first_update, None
-            value, self._first_value = self._first_value, None
+        look, self.before_first_update = self.before_first_update, None
+        value, self._first_value = self._first_value, None
+        if look is not None:
             look(any(counts), None if value is None else float(value))
 
     def _one_by_one(self, batches: Sequence[Any], counts: Sequence[int], weights: Any, factors: Any, counted: Any,

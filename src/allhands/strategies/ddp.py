@@ -167,6 +167,11 @@ class DDP(Strategy):
         """Parameters that have been frozen, unfrozen, added or replaced since the last steps are exchanged as they are now."""
         if self.world.world_size == 1:
             return
+        if self._sharded is not None and len(self._optimizer.param_groups) != self._groups:
+            raise UserError(
+                "a group was added to the optimizer, and DDP(optimizer_state='sharded') has dealt its parameters out; give the "
+                "optimizer all groups before train(), or write DDP()"
+            )
         trained = self.exchanged(self.bare)
         if [id(parameter) for _, parameter in trained] != [id(parameter) for _, parameter in self.trained]:
             self.trained = trained
@@ -213,6 +218,7 @@ class DDP(Strategy):
         return self._notes
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._groups = optimizer, len(optimizer.param_groups)
         self._sharded = None
         if self._shards and self.world.world_size > 1:
             self._sharded = ShardedState(optimizer, self.bare, self.world)

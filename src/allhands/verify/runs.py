@@ -218,7 +218,7 @@ def _settings(objects: dict[str, Any], strategy: Strategy, variation: Variation,
         num_epochs=variation.steps, valid_loader=None, main_metric="loss", minimize_metric=True, verbose=False,
         resume=None, seed=objects["seed"], accumulate=accumulate, clip_norm=objects["clip_norm"],
         precision="fp32" if variation.double else objects["precision"], check=False, overfit=False,
-        load_best_on_end=False, log_every=variation.steps, strategy=strategy,
+        load_best_on_end=False, log_every=variation.steps, cut_short=True, strategy=strategy,
     )  # fmt: skip
 
 
