@@ -18,7 +18,7 @@ from allhands.strategies import DDP, STRATEGIES
 class Half(DDP):
     name = "half"
     def gradient_scale(self, world):
-        return world.world_size / 2
+        return 1 / world.world_size
 STRATEGIES["half"] = Half
 """
 
