@@ -148,7 +148,8 @@ class DDP(Strategy):
         """Exchange the gradients of `trained`, in buckets of the size that was chosen."""
         if self.buckets is not None:
             self.buckets.close()
-        self._sparse = [p for name, p in self.trained if id(p) in _sparse_weights(self.bare)]
+        sparse = _sparse_weights(self.bare)
+        self._sparse = [parameter for _, parameter in self.trained if id(parameter) in sparse]
         self.buckets = self._make_buckets(self.bare, self.trained, self._cap, self._powersgd)
 
     def _make_buckets(self, model: nn.Module, trained: list[tuple[str, nn.Parameter]], cap_mb: float | None,
