@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import re
@@ -104,10 +105,12 @@ def test_third_party_imports_are_declared():
         extras = {"sites": "flower", "tensorflow": "tensorflow", "keras": "tensorflow"}
         extra = project["optional-dependencies"][extras[path.parent.name]] if path.parent.name in extras else []
         declared = {re.split(r"[\[<>=,; ]", line)[0].lower() for line in everywhere + extra}
-        for line in path.read_text().splitlines():
-            match = re.match(r"(?:import|from) ([a-z_0-9]+)", line)
-            if match and match[1] not in sys.stdlib_module_names and match[1] != "allhands":
-                assert modules.get(match[1], match[1]) in declared, f"{path}: {line}"
+        for statement in ast.parse(path.read_text()).body:
+            imported = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
+            if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+                imported = [statement.module]
+            for name in {name.partition(".")[0] for name in imported} - sys.stdlib_module_names - {"allhands"}:
+                assert modules.get(name, name) in declared, f"{path}:{statement.lineno}: {name}"
 
 
 def test_the_tests_mirror_the_source():

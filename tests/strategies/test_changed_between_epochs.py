@@ -1,4 +1,4 @@
-"""Callbacks that change the optimizer of a sharded model: refused by name."""
+"""Callbacks that change the groups of a sharded model's optimizer in ways that shards cannot follow are refused."""
 
 from __future__ import annotations
 
@@ -15,25 +15,34 @@ from tests.worlds import in_world
 pytestmark = pytest.mark.serial
 
 
-class Change(Callback):
-    """Gives the first layer to the optimizer before the second epoch."""
+class Regroup(Callback):
+    """Moves a weight of the last layer into a group of its own before the second epoch."""
 
     def on_epoch_start(self, training: Any) -> None:
         if training.epoch == 1:
-            training.optimizer.add_param_group({"params": list(training.model[0].parameters())})
+            group = training.optimizer.param_groups[0]
+            training.optimizer.param_groups.append({**group, "params": [group["params"].pop()]})
 
 
-def refusal() -> str:
+class Foreign(Callback):
+    """Gives the optimizer a parameter that is not the model's before the second epoch."""
+
+    def on_epoch_start(self, training: Any) -> None:
+        if training.epoch == 1:
+            training.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def refusal(change: type[Callback]) -> str:
     model, data = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), TensorDataset(torch.rand(8, 4), torch.rand(8, 2))
     with pytest.raises(UserError) as caught:
         SupervisedRunner(device="cpu").train(
             model=model, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(model[2].parameters(), lr=0.1), num_epochs=2,
-            loaders={"train": DataLoader(data, 4), "valid": DataLoader(data, 4)}, callbacks=[Change()], distributed="fsdp",
+            loaders={"train": DataLoader(data, 4), "valid": DataLoader(data, 4)}, callbacks=[change()], distributed="fsdp",
         )  # fmt: skip
     return str(caught.value)
 
 
-def test_groups_that_shards_cannot_follow_are_named() -> None:
-    for text in in_world(2, refusal):
-        assert "add_param_group" in text
-        assert "distributed='ddp'" in text
+@pytest.mark.parametrize(("change", "said"), [(Regroup, "optimizer.add_param_group"), (Foreign, "add those of `training.model`")])
+def test_groups_that_shards_cannot_follow_are_named(change: type[Callback], said: str) -> None:
+    for text in in_world(2, refusal, change):
+        assert said in text

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -126,10 +126,13 @@ class Units:
             UserError: none has come through the model's output, so that no gradient was added up.
         """
         if self._called and not self._returned:
-            raise UserError(
-                f"strategy '{self.strategy}': the loss has no gradient with respect to the tensors in the model's output. Let "
-                "the model return tensors, or tuples, lists, dicts or dataclasses of them, and compute the loss from these"
-            )
+            self._refuse_output()
+
+    def _refuse_output(self) -> NoReturn:
+        raise UserError(
+            f"strategy '{self.strategy}': the loss has no gradient with respect to the tensors in the model's output. Let "
+            "the model return tensors, or tuples, lists, dicts or dataclasses of them, and compute the loss from these"
+        )
 
     def clear(self) -> None:
         """A step is over."""
@@ -194,6 +197,8 @@ class Units:
         if unit.parent is None and not self._recording:
             unit.module.reshard()  # no backward pass follows, and callbacks are to find shards
         made = _tensors(output)
+        if unit.parent is None and self._recording and not made:
+            self._refuse_output()  # no gradient can come back, and the ranks' backward passes would not meet
         return _replaced(output, self._record(unit, _Begin, made, bool(made)))
 
     def _pass_up_to(self, unit: Unit, flowing: bool) -> None:
