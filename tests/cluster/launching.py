@@ -17,6 +17,7 @@ from typing import Any
 
 from tests.cluster.hosts import Hosts
 from tests.cluster.slurm import Slurm
+from tests.timeouts import patience
 
 ALLHANDS = [sys.executable, "-P", "-c", "from allhands.cli.main import main; main()"]
 
@@ -118,7 +119,7 @@ class Launch:
         self.until("running")
         began = time.monotonic()
         got, said = self.end()
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < patience(30)
         assert got == code, said
         assert "rank 1 (d2, pid " in said
         assert re.search(f"failed first: (no progress for [5-9] s: )?{re.escape(cause)}", said), said

@@ -11,8 +11,6 @@ from tests.cluster.hosts import DISK, Hosts
 from tests.cluster.launching import shared_folder
 from tests.pages import run_page
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def test_the_page_about_ssh(hosts: Hosts) -> None:
     assert run_page("ssh.md", shared_folder(hosts, "docs"), hosts.environ()) >= 4

@@ -8,9 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytestmark = pytest.mark.timeout(150)
 ROOT = Path(__file__).parents[2]
 # Every task finds these registered, so that the script, which names no data, need not read MNIST.
 REGISTERS = """

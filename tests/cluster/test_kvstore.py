@@ -13,8 +13,6 @@ from tests.cluster.hosts import DISK, Hosts
 from tests.cluster.launching import Launch, shared_folder
 from tests.examples.running import EXAMPLES
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(scope="module")
 def cifar10(hosts: Hosts, shared_data: Path) -> Path:

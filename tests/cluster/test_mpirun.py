@@ -8,13 +8,10 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.cluster.hosts import Hosts
 from tests.cluster.launching import STEPS, Launch, shared_folder
 from tests.cluster.mpi import Mpi
-
-pytestmark = pytest.mark.timeout(180)
+from tests.timeouts import patience
 
 
 def launched(mpi: Mpi, hosts: Hosts, folder: Path, how: str) -> Launch:
@@ -50,7 +47,7 @@ def test_a_rank_fails(mpi: Mpi, hosts: Hosts) -> None:
             job.until("running")
             began = time.monotonic()
             code, said = job.end()
-            assert time.monotonic() - began < 30
+            assert time.monotonic() - began < patience(30)
         assert code not in (0, None), (how, said)
         assert re.search(cause, said), (how, said)
         assert "[0] running" in said
@@ -63,7 +60,7 @@ def test_a_link_goes_down(mpi: Mpi, hosts: Hosts) -> None:
         began = time.monotonic()
         hosts.cut("d2")
         code, said = job.end()
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < patience(30)
     assert code not in (0, None)
     assert re.search(r"rank 1 \(d2, pid \d+\) failed first: has given no sign of life for \d+ s", said), said
     deadline = time.monotonic() + 5

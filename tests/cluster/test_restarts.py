@@ -6,12 +6,8 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.cluster.hosts import Hosts
 from tests.cluster.launching import Launch, shared_folder
-
-pytestmark = pytest.mark.timeout(150)
 
 # Every rank writes down which samples it sees, step by step.
 TRAIN = """

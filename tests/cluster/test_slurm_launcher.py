@@ -12,8 +12,6 @@ import pytest
 from tests.cluster.launching import STEPS, WORKER_FAILURES, Launch, shared_folder
 from tests.cluster.slurm import Slurm
 
-pytestmark = pytest.mark.timeout(120)
-
 ALLOCATION = ("salloc", "--quiet", "--nodes=2")
 
 PROBE = """

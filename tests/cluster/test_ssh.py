@@ -6,12 +6,8 @@ import contextlib
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.cluster.hosts import DISK, Hosts
 from tests.cluster.launching import Launch, shared_folder
-
-pytestmark = pytest.mark.timeout(120)
 
 PROBE = """
 import json, os, sys, time

@@ -21,6 +21,7 @@ from allhands.comm import calls
 from allhands.errors import WorkerError
 from allhands.launch import spawn, worker
 from allhands.world import World
+from tests.timeouts import patience
 from tests.worlds import in_world
 
 QUICK = {"every": 0.1, "quiet": 0.3, "late": 1.0}
@@ -217,7 +218,7 @@ def test_the_job_ends_within_seconds_and_the_message_is_its_error() -> None:
     started = time.monotonic()
     with pytest.raises(WorkerError, match=r"raised allhands.errors.WorldError: the ranks do not make the same calls") as raised:
         spawn(with_the_fault, workers=2)
-    assert time.monotonic() - started < 45, "five seconds for it, the rest for the start"
+    assert time.monotonic() - started < patience(45), "five seconds for it, the rest for the start"
     text = str(raised.value)
     assert "rank 0 is in 'gather state' (" in text
     assert "while rank 1 is in 'step 2' (" in text

@@ -14,7 +14,6 @@ from tests.conformance.rows import BY_NAME, ROWS
 
 
 @pytest.mark.serial
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", COLUMNS)
 def test_every_cell_is_equal_or_refused(name: str, tmp_path: Any, record_property: Any) -> None:
     outcomes = run_column(COLUMNS[name], list(BY_NAME), tmp_path)

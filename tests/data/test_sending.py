@@ -20,7 +20,6 @@ from allhands import SupervisedRunner, UserError
 from allhands.data import build_feeds, sources_from_loaders
 from tests.data.test_seeded import world_of
 
-pytestmark = pytest.mark.timeout(120)
 ROWS = TensorDataset(torch.ones(8, 1), torch.zeros(8, 1))
 
 

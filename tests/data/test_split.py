@@ -93,7 +93,6 @@ def on_two_workers() -> dict[str, Any]:
 
 
 @pytest.mark.serial
-@pytest.mark.timeout(300)
 def test_each_rank_trains_on_its_own_part(preloaded: None) -> None:
     ranks = in_world(2, on_two_workers)
     for found in ranks:

@@ -20,7 +20,7 @@ from allhands.doctor import agent
 from allhands.doctor.contact import Contact
 from allhands.errors import HostError
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.serial
 
 TOKEN = "0123456789abcdef"
 

@@ -22,7 +22,7 @@ from allhands.launch.hosts import read_hosts
 from allhands.launch.local import LocalHost
 from allhands.launch.ssh import SshHost
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.serial
 
 
 @pytest.fixture(autouse=True)

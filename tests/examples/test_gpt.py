@@ -9,7 +9,7 @@ import pytest
 
 from tests.examples.running import EXAMPLES, program, run_in
 
-pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
 SMALL = ("data.limit=72", "model.layers=2", "model.width=32", "scheduler=null", "device=cpu", "verbose=false")
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.examples.running import EXAMPLES, program, run_in
 
-pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
 
 def test_two_workers_print_their_accuracy_after_each_epoch(tmp_path: Path) -> None:

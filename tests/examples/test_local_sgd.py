@@ -12,7 +12,7 @@ import pytest
 
 from tests.examples.running import EXAMPLES, program
 
-pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
 
 def test_a_worker_is_lost_and_comes_back(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.examples.running import EXAMPLES, program, run_in
 
-pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
 
 def test_four_workers_train_what_one_cannot_hold(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from tests.faults.probes import Found, probe, size, slope_after, sum_of_means, train
 from tests.reference import Slope, global_batches, relative_difference, train_by_hand
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.serial
 
 SIZES = (1, 2, 4, 5, 7, 9, 10, 12, 13)
 

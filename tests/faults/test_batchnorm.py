@@ -17,7 +17,7 @@ from allhands import SupervisedRunner
 from tests.faults.probes import Found, probe, probe_each, refusal, size, train
 from tests.reference import relative_difference
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.serial
 
 
 def levels() -> torch.Tensor:

@@ -17,7 +17,7 @@ from allhands.strategies import KVStore
 from tests.faults.probes import Found, a_share, probe, probe_each, size, train
 from tests.reference import Slope
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.serial
 
 
 @probe

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.faults.probes import Found, probe, size, train
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.serial
 
 
 class Masks(nn.Module):

@@ -20,7 +20,7 @@ from tests.faults.probes import Found, probe, refusal, size, train
 from tests.reference import Slope
 from tests.runner.test_metrics import Echo, mean_loss
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.serial
 
 
 class Tally(torchmetrics.Metric):

@@ -20,7 +20,7 @@ from allhands.data import global_order
 from tests.faults.probes import Found, probe, size
 from tests.reference import Slope, mean_output
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.serial
 
 EPOCHS = 2
 

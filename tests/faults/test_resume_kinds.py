@@ -20,7 +20,7 @@ from tests.faults.probes import Found, probe_each
 from tests.faults.test_resume import same_bits
 from tests.runner.problems import classification
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.serial
 
 SAMPLES = 54
 

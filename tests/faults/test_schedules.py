@@ -17,7 +17,7 @@ from allhands import DDP, Callback, SupervisedRunner
 from tests.faults.probes import Found, probe, size
 from tests.reference import Slope, mean_output
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.serial
 
 
 class Rates(Callback):

@@ -18,7 +18,7 @@ from allhands import Callback, SupervisedRunner
 from tests.faults.probes import Found, probe, size, train
 from tests.reference import Slope
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.serial
 
 
 class Sometimes(nn.Module):

@@ -20,7 +20,7 @@ from allhands import DDP, SupervisedRunner
 from tests.faults.probes import Found, a_share, probe, refusal, size, train
 from tests.reference import Slope, global_batches, mean_output, relative_difference, train_by_hand
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.serial
 
 CLASSES = 4
 WEIGHTS = torch.tensor([1.0, 5.0, 0.5, 2.0])

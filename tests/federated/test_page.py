@@ -13,7 +13,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "federated.md"
 
 
 @pytest.mark.serial
-@pytest.mark.timeout(120)
 def test_the_blocks_of_the_page_run(tmp_path):
     program = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)

@@ -170,7 +170,6 @@ def _run(names: list[str]) -> list[torch.Tensor]:
 
 
 @pytest.mark.serial
-@pytest.mark.timeout(60)
 def test_two_ranks_give_the_bits_of_one():
     names = ["fedavg", "scaffold", "qfedavg", "fednova", "fedyogi"]
     expected = _run(names)
@@ -200,7 +199,6 @@ def runner_trained(**options):
 
 
 @pytest.mark.serial
-@pytest.mark.timeout(60)
 def test_the_runner_passes_everything_on():
     history, _ = runner_trained(algorithm="centralised", per_round=2, test_fraction=0.2)
     assert history["cohort"] == [[0], [0]]

@@ -25,8 +25,9 @@ from allhands.federated.team import Team
 from allhands.launch import spawn
 from allhands.runner import workers
 from tests.federated import simulating as sim
+from tests.timeouts import patience
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def test_a_worker_that_is_killed_in_a_round_is_named_and_the_run_goes_on_from_th
     with pytest.raises(WorkerError, match="worker 1 .*SIGKILL|rank 1.*SIGKILL") as caught:
         train(2, Killing(tmp_path / "mark", 3), logdir=tmp_path)
     assert caught.value.exit_code != 0
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < patience(30)
     # What was in flight may be the checkpoint of the round before the last whole one.
     history, weights = train(3, Killing(tmp_path / "mark", 3), logdir=tmp_path, resume="auto")
     in_this_process()

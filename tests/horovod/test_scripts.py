@@ -13,7 +13,7 @@ import pytest
 
 SCRIPTS = Path(__file__).parent / "scripts"
 _START = time.time()
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.serial
 
 
 def launch(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:

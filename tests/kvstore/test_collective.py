@@ -21,7 +21,7 @@ from allhands.launch import spawn
 from tests.kvstore.training import OPTIMIZERS, SIZES, by_hand, largest_difference, model, take_steps
 from tests.worlds import in_world
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 
 CLIP = 0.4
 SAVED_AFTER = 9

@@ -8,8 +8,6 @@ import torch
 from allhands.errors import WorldError
 from tests.kvstore.serving import job
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.parametrize("transport", ["tcp", "shared"])
 def test_pushes_of_an_old_incarnation_are_not_counted(transport: str) -> None:

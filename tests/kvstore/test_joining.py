@@ -14,8 +14,6 @@ from allhands.kvstore.served import ServedStore
 from tests.kvstore.losing import LEASE, LOST_AT, STEPS, Values, crash, first, member, reference, update
 from tests.kvstore.serving import job
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.parametrize("transport", ["tcp", "shared"])
 @pytest.mark.parametrize("rank_lost", [0, 1])

@@ -18,9 +18,6 @@ from allhands.kvstore.rules import rules_of
 from tests.kvstore.serving import error_of, job, same, trained, weights_of
 from tests.kvstore.training import model
 
-pytestmark = pytest.mark.timeout(60)
-
-
 # ---------------------------------------------------------------------- names and options
 
 

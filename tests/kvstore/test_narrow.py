@@ -13,8 +13,6 @@ from allhands.kvstore import KVStore, RowSparse, Share, create
 from tests.kvstore.serving import job
 from tests.worlds import in_world
 
-pytestmark = pytest.mark.timeout(120)
-
 SIZES = {"a": (37,), "b": (5, 7), "c": (525_000,)}  # "c" is two pieces
 COMPRESSIONS: list[dict[str, Any]] = [
     {"type": "fp16"},

@@ -10,7 +10,7 @@ import pytest
 
 from tests.pages import run_page
 
-pytestmark = [pytest.mark.serial, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.serial, pytest.mark.slow]
 
 
 def test_the_page_about_parameter_servers(tmp_path: Path) -> None:

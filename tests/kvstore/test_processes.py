@@ -20,8 +20,9 @@ from torch.distributed import TCPStore
 
 from allhands.kvstore import handshake
 from tests.launch.conftest import Job, mark, wait_until  # noqa: F401
+from tests.timeouts import patience
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.serial
 
 LEASE = 2.0
 WITHIN = LEASE + 1.0
@@ -400,7 +401,7 @@ def test_ctrl_c_ends_all_in_the_midst_of_a_round(job: Job) -> None:
     _, err = process.communicate(timeout=20)
     assert (process.returncode, err.decode()) == (130, "allhands: stopped by SIGINT; no worker is left\n")
     assert wait_until(lambda: not job.alive(), 5)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < patience(5.0)
 
 
 KILL = 'note("fault", time.monotonic()); os.kill(store.links[1].where["pid"], signal.SIGKILL)'

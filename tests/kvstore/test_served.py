@@ -18,8 +18,6 @@ from allhands.kvstore.shard import Shard
 from tests.kvstore.serving import error_of, job, same, trained, weights_of
 from tests.kvstore.training import OPTIMIZERS, by_hand, largest_difference, model, take_steps
 
-pytestmark = pytest.mark.timeout(60)
-
 CLIP = 0.4
 
 

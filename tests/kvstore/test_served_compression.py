@@ -13,8 +13,6 @@ from allhands.kvstore import Share, Trainer
 from allhands.kvstore.compression import codec_from
 from tests.kvstore.serving import error_of, job, same, weights_of
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class MxnetTwoBit:
     """MXNet's rule, by hand: what is left over and the gradient together send +threshold, -threshold or nothing."""

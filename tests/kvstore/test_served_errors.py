@@ -17,8 +17,6 @@ from allhands.kvstore.server import Server
 from allhands.kvstore.shard import Shard
 from tests.kvstore.serving import error_of, job
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_bad_input_is_an_error_on_that_worker_and_the_store_goes_on() -> None:
     def work(rank: int) -> dict[str, str]:

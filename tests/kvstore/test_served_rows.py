@@ -15,8 +15,6 @@ from allhands.kvstore.rows import first_rows
 from allhands.kvstore.served import ServedStore
 from tests.kvstore.serving import error_of, job
 
-pytestmark = pytest.mark.timeout(60)
-
 COLUMNS = 3
 
 

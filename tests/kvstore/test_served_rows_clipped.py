@@ -9,8 +9,6 @@ from torch import nn
 from allhands.kvstore import KVStore, RowSparse, Share, create
 from tests.kvstore.serving import job
 
-pytestmark = pytest.mark.timeout(60)
-
 ROWS, COLUMNS, STEPS = 12, 3, 6
 CLIPS = (None, 0.7, 50.0)  # the last one bounds nothing
 

@@ -15,8 +15,6 @@ from allhands.kvstore.states import StoreState, read_states
 from tests.kvstore.serving import Job, Weights, error_of, job, same, weights_of
 from tests.kvstore.training import OPTIMIZERS, SIZES, by_hand, largest_difference, model, take_steps
 
-pytestmark = pytest.mark.timeout(60)
-
 SAVED_AFTER = 9
 
 

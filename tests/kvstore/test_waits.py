@@ -15,7 +15,7 @@ from allhands.kvstore.served import ServedStore
 from allhands.kvstore.waits import Waits
 from tests.kvstore.serving import error_of, job
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.serial
 
 ORDERS = (("a", "b"), ("b", "a"))
 LINE = r"\(\S*test_waits.py:\d+ in \S+\)"

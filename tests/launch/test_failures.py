@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.timeouts import patience
+
 from .conftest import wait_until
 
 pytestmark = pytest.mark.serial
@@ -47,7 +49,7 @@ def test_the_first_failure_is_named_last(job: Any, how: str, cause: str, code: i
     started = time.monotonic()
     got, out, err = job.run("-n", "3", job.script(FAIL.format(how=how)))
     assert got == code, err
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < patience(20)
     assert sorted(line for line in out.splitlines() if "is up" in line) == [f"[{r}] rank {r} is up" for r in range(3)]
     report = err[err.index("allhands: ") :].splitlines()
     assert report[0].startswith(f"allhands: rank 1 ({os.uname().nodename}, pid ")
@@ -74,7 +76,7 @@ def test_a_stopped_worker_is_noticed_within_seconds(job: Any) -> None:
     started = time.monotonic()
     code, _, err = job.run("-n", "2", job.script(FAIL.format(how="os.kill(os.getpid(), signal.SIGSTOP)")))
     assert code == 137
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < patience(20)
     assert ") failed first: no progress for 5 s: it is stopped (state T)" in err
     assert "allhands: rank 1 " in err
     assert "stopped because of it: rank 0" in err
@@ -102,7 +104,7 @@ def test_a_teardown_that_hangs_is_ended(job: Any) -> None:
     started = time.monotonic()
     code, _, err = job.run("-n", "2", "--no-preload", "--grace", "1", script)
     assert code == 1
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < patience(10)
     assert "failed first: raised KeyError: 'x'" in err
 
 

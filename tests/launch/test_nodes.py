@@ -25,7 +25,7 @@ from allhands.world import beacon
 
 from .conftest import told_servers
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.serial
 HOSTS = ["127.0.0.1", "localhost", "127.0.0.1"]
 
 

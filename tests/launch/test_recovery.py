@@ -20,7 +20,7 @@ from allhands.launch.report import Worker
 
 from .conftest import Job, wait_until
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.serial
 
 # What the workers of all jobs begin with. None of them needs torch.
 BEGIN = """

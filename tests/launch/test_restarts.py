@@ -8,7 +8,7 @@ import pytest
 
 from .conftest import Job
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.serial
 
 # Raw gloo: a restarted rank that reads what a failed attempt left in the store dials addresses of processes that are gone.
 WORLD = """

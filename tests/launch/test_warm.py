@@ -16,7 +16,7 @@ import pytest
 from allhands.errors import UserError, WorkerError
 from allhands.launch import spawn, warm
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.serial
 
 
 @pytest.fixture(autouse=True)

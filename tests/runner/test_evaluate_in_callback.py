@@ -14,7 +14,7 @@ from allhands.errors import UserError
 from tests.runner.problems import classification
 from tests.worlds import in_world
 
-pytestmark = [pytest.mark.serial, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.serial, pytest.mark.slow]
 
 STRATEGIES: dict[str, Any] = {
     "ddp": "ddp",

@@ -39,7 +39,6 @@ class NanOnRankOne(nn.Module):
 RUN = "data: {name: digits, batch_size: 64}\nmodel: {name: mlp}\nworkers: 2\ndevice: cpu\ncheck: true\nlogdir: null\n"
 
 
-@pytest.mark.timeout(60)
 def test_a_run_file_names_it_with_its_settings(tmp_path: Path) -> None:
     path = tmp_path / "run.yml"
     path.write_text(RUN + "strategy: {name: kvstore, mode: ssp, staleness: 3, servers: 2, damping: true}\n")
@@ -56,7 +55,6 @@ def test_a_run_file_names_it_with_its_settings(tmp_path: Path) -> None:
             train(read_run([path], [override]))
 
 
-@pytest.mark.timeout(60)
 def test_verify_holds_it_to_one_process() -> None:
     given = arguments(model=classifier())
     loaders = {"train": given["loaders"]["train"]}
@@ -67,7 +65,6 @@ def test_verify_holds_it_to_one_process() -> None:
     assert [row.verdict for row in report.rows] == ["same"]
 
 
-@pytest.mark.timeout(60)
 def test_verify_measures_how_far_compression_drifts() -> None:
     given = arguments(model=classifier())
     report = allhands.verify(
@@ -113,7 +110,6 @@ def test_what_compression_left_over_is_lost_on_no_number_of_workers(
     )
 
 
-@pytest.mark.timeout(60)
 def test_a_worker_that_fails_alone_ends_all() -> None:
     """Nobody waits for it in a collective: with "async" the error of the one worker ends the training."""
     with pytest.raises(allhands.AllhandsError, match=r"rank 1"):
@@ -168,7 +164,6 @@ def job_of_launcher(folder: Path, action: str) -> tuple[int, str]:
     return process.returncode, told
 
 
-@pytest.mark.timeout(180)
 def test_a_job_with_a_server_is_stopped_loses_its_server_and_ends_as_if_it_had_not(tmp_path: Path) -> None:
     code, told = job_of_launcher(tmp_path, "wait")
     assert code == 128 + signal.SIGTERM, told

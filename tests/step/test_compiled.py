@@ -93,7 +93,6 @@ class Watches(Callback):
 
 
 @needs_compiler
-@pytest.mark.timeout(400)  # the compiler has nothing in its cache on a fresh machine
 def test_a_compiled_training_is_the_eager_one_to_rounding(capsys: pytest.CaptureFixture[str]) -> None:
     """With dropout, accumulation, a short last batch and evaluation; 20 steps."""
     watch = Watches()

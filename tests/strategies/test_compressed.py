@@ -53,7 +53,6 @@ def compressed() -> dict[str, Any]:
 
 
 @pytest.mark.serial
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_in_bf16_the_same_as_by_hand(workers: int) -> None:
     results = in_world(workers, compressed)

@@ -195,7 +195,6 @@ def in_world(folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("workers", "all_servers"), [(2, (0, 2)), (3, (0,))])
 def test_the_same_as_by_hand(workers: int, all_servers: tuple[int, ...], tmp_path: Path) -> None:
     seen = []
@@ -225,7 +224,6 @@ def test_the_same_as_by_hand(workers: int, all_servers: tuple[int, ...], tmp_pat
         assert found["weights after poison"]
 
 
-@pytest.mark.timeout(120)
 def test_workers_that_do_not_wait(tmp_path: Path) -> None:
     """With one worker there is nobody to be ahead of: the same as by hand. With two, the loss falls and staleness is told."""
     model, _, history = train(KVStore("async", servers=2), "adam", workers=1)

@@ -233,7 +233,6 @@ def parity() -> dict[str, Any]:
 
 
 @pytest.mark.serial
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_the_same_as_by_hand(workers: int) -> None:
     for found in in_world(workers, parity):
@@ -332,7 +331,6 @@ def on_another_number(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.serial
-@pytest.mark.timeout(180)
 def test_an_interruption_changes_nothing(tmp_path: Path) -> None:
     both = in_world(2, resumed, str(tmp_path))
     for found in both:

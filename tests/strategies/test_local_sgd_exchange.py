@@ -73,7 +73,6 @@ def test_exact_where_the_mathematics_says_so() -> None:
 
 
 @pytest.mark.serial
-@pytest.mark.timeout(180)
 def test_verify_tells_the_exact_from_the_lossy() -> None:
     model = classifier()
     report = allhands.verify(

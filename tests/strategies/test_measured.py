@@ -146,7 +146,6 @@ def measured(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.serial
-@pytest.mark.timeout(120)
 def test_the_same_choice_on_all_ranks_and_nothing_else_is_changed(tmp_path: Path) -> None:
     for found in in_world(2, measured, str(tmp_path)):
         assert found["chosen"] == 5

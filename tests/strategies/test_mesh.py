@@ -88,7 +88,6 @@ def trained() -> dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor
 
 
 @pytest.mark.serial
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("preloaded")
 def test_every_mesh_trains_as_one_process_does() -> None:
     """Weights, momentum and losses after 20 steps, with uneven batches, accumulation, clipping, and targets that do not count."""

@@ -70,7 +70,6 @@ def test_measured_stages_on_two_cards_equal_it_too() -> None:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize("balance", ["parameters", "measured"])
 def test_bf16_learns_as_fp32_does(balance: str) -> None:
     _, exact = train(Pipeline(microbatches=4), 2, 4)

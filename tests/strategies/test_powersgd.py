@@ -151,7 +151,6 @@ def gone_on(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.serial
-@pytest.mark.timeout(180)
 def test_trained_the_same_as_by_hand_and_resumed_to_the_bit(tmp_path: Path) -> None:
     for workers in (3, 2):
         for found in in_world(workers, trained, str(tmp_path)):

@@ -22,7 +22,7 @@ from allhands.models import GPT, MLP, NextToken
 from tests.reference import global_batches, relative_difference, train_by_hand
 from tests.worlds import in_world
 
-pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 
 VOCAB, LENGTH, SAMPLES, BATCH = 37, 7, 23, 3
 STEPS = 20  # 4 an epoch for one share of the samples, the last of 5 samples; 2 for two shares, the last of 11

@@ -10,6 +10,7 @@ import pytest
 
 from allhands.errors import WorldError
 from allhands.world import beacon
+from tests.timeouts import patience
 
 HERE = ["127.0.0.1"]
 
@@ -90,7 +91,7 @@ def test_a_silent_caller_does_not_keep_the_ranks_waiting() -> None:
     with socket.create_connection(("127.0.0.1", light.port)):
         started = time.monotonic()
         assert beacon.ask("busy", HERE, 10)[1] == 4242
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < patience(1)
     light.close()
 
 
@@ -105,7 +106,7 @@ def test_nobody_there_is_an_error_in_time_that_says_what_was_met(same_ports: lis
         started = time.monotonic()
         with pytest.raises(WorldError, match=rf"waited 1 s for rank 0 on 127.0.0.1.*{same_ports[0]}: another service"):
             beacon.ask("job", HERE, 1)
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < patience(3)
 
 
 def test_an_unknown_host_is_an_error_in_time() -> None:

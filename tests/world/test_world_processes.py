@@ -19,11 +19,12 @@ from typing import Any
 
 import pytest
 
+from tests.timeouts import patience
 from tests.world import world_script
 
 SCRIPT = str(Path(__file__).with_name("world_script.py"))
 SLURM_STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_UID": "0", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_NODES": "1"}
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.serial
 
 Told = dict[str, Any]
 
@@ -148,7 +149,7 @@ def test_a_missing_rank_is_named_on_every_rank() -> None:
     begun = time.monotonic()
     asked = {"init_method": method, "world_size": 4, "timeout": 5}
     told = run_all([({}, asked | {"rank": r}) for r in (0, 2)])
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < patience(30)
     for entry in told:
         assert "WorldError: 2 of 4 processes met at 127.0.0.1:" in entry["error"]
         assert "missing: rank 1, 3" in entry["error"]
@@ -168,7 +169,7 @@ def test_contradicting_world_sizes_are_told_to_all_before_the_timeout() -> None:
     method = f"tcp://127.0.0.1:{free_port()}"
     begun = time.monotonic()
     told = run_all([({}, {"init_method": method, "rank": r, "world_size": n, "timeout": 60}) for r, n in ((0, 3), (1, 2))])
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < patience(30)
     for entry in told:
         assert "rank 0" in entry["error"]
         assert "world_size=3 but rank 1" in entry["error"]
@@ -178,7 +179,7 @@ def test_a_rank_that_comes_twice_is_an_error_at_once() -> None:
     method = f"tcp://127.0.0.1:{free_port()}"
     begun = time.monotonic()
     told = run_all([({}, {"init_method": method, "rank": r, "world_size": 3, "timeout": 60}) for r in (0, 1, 1)])
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < patience(30)
     for entry in told:
         assert "two processes say that they are rank 1 of 3" in entry["error"]
 

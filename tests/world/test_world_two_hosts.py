@@ -18,7 +18,7 @@ import pytest
 
 from .test_world_processes import SCRIPT, clean_environ
 
-pytestmark = [pytest.mark.serial, pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.serial, pytest.mark.slow]
 # Debian's default, and the trap: a host's own name is a loopback address there.
 HOSTS = "127.0.0.1 localhost\n127.0.1.1 {own}\n10.213.77.1 n1\n10.213.77.2 n2\n"
 

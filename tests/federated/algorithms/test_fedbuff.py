@@ -167,7 +167,6 @@ def _run() -> list[torch.Tensor]:
 
 
 @pytest.mark.serial
-@pytest.mark.timeout(60)
 def test_two_ranks_give_the_bits_of_one():
     expected = _run()
     for found in in_world(2, _run):

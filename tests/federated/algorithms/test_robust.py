@@ -136,7 +136,6 @@ def _clients() -> Clients:
 
 
 @pytest.mark.serial
-@pytest.mark.timeout(60)
 def test_two_and_three_ranks_give_the_bits_of_one():
     kinds = [Median(), TrimmedMean(0.3), Krum(1, select=2)]
     expected = _run(kinds, 6)

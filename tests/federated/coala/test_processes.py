@@ -13,7 +13,7 @@ from allhands.federated.coala import api
 from tests.federated.coala import test_api as alone
 from tests.worlds import in_world
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.serial
 
 
 class Remembers(coala.BaseClient):

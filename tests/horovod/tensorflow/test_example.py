@@ -12,7 +12,7 @@ import pytest
 
 from tests.examples.running import EXAMPLES, run_in
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.serial
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from tests.examples.running import run_in
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.serial
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "mnist_keras.py"
 

@@ -16,8 +16,9 @@ from allhands.horovod import engine
 from allhands.launch import spawn
 from tests.horovod.torch.test_optimizer import batches, by_hand, loss_of, model, optimizers, weights
 from tests.horovod.torch.test_rounds import STEPS, Counted, failed
+from tests.timeouts import patience
 
-pytestmark = [pytest.mark.gpu(2), pytest.mark.serial, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.gpu(2), pytest.mark.serial]
 
 
 def operations() -> dict[str, Any]:
@@ -151,7 +152,7 @@ def test_a_step_that_one_rank_does_not_end_is_an_error_and_no_hang() -> None:
     for text, took in spawn(broken_promise, workers=2):
         assert "all ranks began it" in text
         assert "rank 1 did not end it" in text
-        assert took < 60
+        assert took < patience(60)
 
 
 def norm() -> torch.Tensor:

@@ -13,7 +13,7 @@ import allhands.horovod.torch as hvd
 from allhands.errors import UserError
 from tests.worlds import in_world
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.serial
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
