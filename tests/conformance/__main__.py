@@ -1,4 +1,4 @@
-"""`python -m tests.conformance [column or row …]`: run the table; a whole one is written to docs/what-works.md."""
+"""`python -m tests.conformance [column or row …]`: run the table, or a part, and renew its cells in docs/what-works.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.conformance.cells import Outcome, run_column
 from tests.conformance.columns import COLUMNS
-from tests.conformance.page import PAGE, write
+from tests.conformance.page import PAGE, read_outcomes, write
 from tests.conformance.rows import BY_NAME
 
 
@@ -30,10 +30,13 @@ def main(names: list[str]) -> int:
         for row in rows:
             outcome = table[name][row]
             print(f"  {outcome.kind:8s} {row}: {outcome.detail[: 1000 if outcome.kind == 'wrong' else 200]}", flush=True)
-    if not names:
-        PAGE.write_text(write(table))
+    wrong = any(outcome.kind == "wrong" for outcomes in table.values() for outcome in outcomes.values())
+    if not names or not wrong:
+        before = read_outcomes() if names else {}
+        whole = {name: before.get(name, {}) | table.get(name, {}) for name in COLUMNS}
+        PAGE.write_text(write({name: {row: whole[name][row] for row in BY_NAME} for name in COLUMNS}))
         print(f"written to {PAGE}")
-    return int(any(outcome.kind == "wrong" for outcomes in table.values() for outcome in outcomes.values()))
+    return int(wrong)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,16 @@ def never_used() -> nn.Module:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.used, self.unused = nn.Linear(6, 3), nn.Linear(6, 3)
+            self.first, self.used, self.unused = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(6, 3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.used(x)
+            return self.used(self.begin(x))
+
+        def begin(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.first(x))
+
+        def chain(self) -> list[Any]:
+            return [("begin", ["first", "unused"]), "used"]
 
     torch.manual_seed(0)
     return Model()
@@ -60,7 +66,16 @@ class Experts(nn.Module):
         self.residual = residual
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.tanh(self.first(x))
+        return self.mix(self.begin(x))
+
+    def begin(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, torch.tanh(self.first(x))], 1)
+
+    def chain(self) -> list[Any]:
+        return [("begin", ["first"]), ("mix", ["experts", "last"])]
+
+    def mix(self, both: torch.Tensor) -> torch.Tensor:
+        x, h = both[:, :6], both[:, 6:]
         out = h if self.residual else torch.zeros_like(h)
         for number, expert in enumerate(self.experts):
             rows = ((x[:, 0] > 0) == bool(number)).nonzero()[:, 0]
@@ -83,7 +98,16 @@ class Tasks(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h, out = torch.tanh(self.body(x)), x.new_zeros(len(x), 3)
+        return self.head(self.begin(x))
+
+    def begin(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[:, :1], torch.tanh(self.body(x))], 1)
+
+    def chain(self) -> list[Any]:
+        return [("begin", ["body"]), ("head", ["heads"])]
+
+    def head(self, both: torch.Tensor) -> torch.Tensor:
+        x, h, out = both[:, :1], both[:, 1:], both.new_zeros(len(both), 3)
         task = (x[:, 0] > -0.5).long() + (x[:, 0] > 0.5).long()
         for number in task.unique().tolist():
             rows = (task == number).nonzero()[:, 0]

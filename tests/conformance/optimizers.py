@@ -12,6 +12,8 @@ from torch import nn
 class Lookahead(torch.optim.Optimizer):
     """Slow weights that follow the fast ones of another optimizer every k steps (Zhang et al., 2019)."""
 
+    elementwise = True
+
     def __init__(self, inner: torch.optim.Optimizer, k: int = 2, alpha: float = 0.5) -> None:
         self.inner, self.k, self.alpha, self.count = inner, k, alpha, 0
         super().__init__(inner.param_groups, {})
@@ -44,6 +46,8 @@ class Closure(torch.optim.SGD):
 
 class ScheduleFree(torch.optim.Optimizer):
     """SGD whose weights in training are not those of evaluation (Defazio et al., 2024)."""
+
+    elementwise = True
 
     def __init__(self, parameters: Any, lr: float = 0.1, beta: float = 0.9) -> None:
         super().__init__(parameters, {"lr": lr, "beta": beta, "train_mode": False, "k": 0})

@@ -23,6 +23,10 @@ With `accumulate` above 1, and in a pipeline, a model that counts its calls is c
 Statistics of BatchNorm are each worker's own in training and averaged before evaluation, see [exactness](exactness.md);
 that row compares the weights with a loop over the same shares. fp16 is compared with what rounding does to a loop.
 
+A row gives `Tensor(plan=…)` a plan for its model, as the refusal of a model without one says; the plan cuts some layers
+and leaves the others whole. Where the refusals of models and optimizers say so, too, a model has a method `chain()`, and
+Lookahead and the schedule-free optimizer say `elementwise = True`.
+
 `dp` needs GPUs, and is refused elsewhere. `federated` trains other weights by design.
 
 """
@@ -51,10 +55,25 @@ def write(table: Mapping[str, Mapping[str, Outcome]]) -> str:
 
 def read() -> dict[str, dict[str, str]]:
     """The kinds that the page shows, ``{column: {row: kind}}``."""
+    kinds = {mark: kind for kind, mark in MARKS.items()}
+    return {column: {row: kinds.get(mark, "refused") for row, mark in rows.items()} for column, rows in _cells().items()}
+
+
+def _cells() -> dict[str, dict[str, str]]:
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    columns, kinds = cells[0][1:], {mark: kind for kind, mark in MARKS.items()}
-    return {column: {row[0]: kinds.get(row[number + 1], "refused") for row in cells[2:]} for number, column in enumerate(columns)}
+    return {column: {row[0]: row[number + 1] for row in cells[2:]} for number, column in enumerate(cells[0][1:])}
+
+
+def read_outcomes() -> dict[str, dict[str, Outcome]]:
+    """The table that the page shows, as `write` takes it."""
+    found = re.findall(r"^(\d+)\. (.*)$", PAGE.read_text(), re.MULTILINE)
+    messages = {number: text.replace(r"\*", "*").replace("&lt;", "<") for number, text in found}
+    kinds, marks = read(), _cells()
+    return {
+        column: {row: Outcome(kind, messages.get(marks[column][row], "")) for row, kind in rows.items()}
+        for column, rows in kinds.items()
+    }
 
 
 def _plain(message: str) -> str:

@@ -5,17 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset, default_collate
 
-from allhands import Callback, ModelLoss, OverBatch, PerTarget, SupervisedRunner
+from allhands import Callback, ModelLoss, OverBatch, PerTarget
 from tests.conformance import models, optimizers
+from tests.conformance.criteria import (
+    Distilled,
+    GradientPenalty,
+    PartsCalled,
+    Siamese,
+    WithLabels,
+    batch_sum,
+    both,
+    counted_targets,
+    counted_weights,
+    dice,
+    own_loss,
+    penalized,
+    structured_loss,
+    token_mean,
+    token_sum_and_count,
+    triplet,
+    weighted,
+)  # fmt: skip
 from tests.conformance.models import PLAN, mlp
 from tests.conformance.table import GLOBAL_BATCH, Row, classes, features, labels, regression, values
 
-# ------------------------------------------------------------------ data, criteria, runners
+# ------------------------------------------------------------------ data
 
 
 def few() -> TensorDataset:
@@ -74,101 +92,6 @@ def kept(samples: list[Any]) -> Any:
 def doubled(samples: list[Any]) -> Any:
     """Two rows of a sample whose label is 0, as an augmentation in the collate function makes them."""
     return default_collate([row for x, y in samples for row in ([(x, y), (-x, y)] if y == 0 else [(x, y)])])
-
-
-CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0])
-
-
-def weighted() -> nn.Module:
-    return nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1)
-
-
-def counted_targets(output: Any, target: torch.Tensor) -> float:
-    return float((target != -100).sum())
-
-
-def counted_weights(output: Any, target: torch.Tensor) -> float:
-    return float(CLASS_WEIGHTS[target[target != -100]].sum())
-
-
-def structured_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
-    if isinstance(output, models.Output):
-        logits, hidden = output.logits, output.hidden
-    else:
-        logits, hidden = output.values() if isinstance(output, dict) else output
-    return F.cross_entropy(logits, target) + 0.01 * hidden.square().mean()
-
-
-def token_mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-def token_sum_and_count(output: torch.Tensor, target: torch.Tensor) -> Any:
-    total = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
-    return total, (target != -100).sum()
-
-
-def batch_sum(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output, target, reduction="sum") * 0.1
-
-
-def triplet(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    apart, same = torch.cdist(output, output), target[:, None] == target[None]
-    return F.softplus((apart * same).max(1).values - (apart + 1e3 * same).min(1).values + 0.5).mean()
-
-
-def dice(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    chance, truth = output.softmax(1), F.one_hot(target, 3)
-    return 1 - (2 * (chance * truth).sum(0) / (chance.sum(0) + truth.sum(0))).mean()
-
-
-def own_loss(output: Any, target: Any) -> torch.Tensor:
-    return output["loss"]
-
-
-class Distilled(nn.Module):
-    """A criterion with a teacher of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.teacher = nn.Linear(3, 3)
-
-    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(output, self.teacher(target).detach())
-
-
-class GradientPenalty(SupervisedRunner):
-    def handle_batch(self, model: nn.Module, batch: Any) -> Any:
-        x = batch[0].clone().requires_grad_(True)
-        output = model(x)
-        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        return torch.cat([output, slope], 1), batch[1]
-
-
-def penalized(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output[:, :3], target) + 0.5 * output[:, 3:].square().sum(1).mean()
-
-
-class Siamese(SupervisedRunner):
-    def handle_batch(self, model: nn.Module, batch: Any) -> Any:
-        return torch.cat([model(batch[0]), model(batch[0].flip(1))], 1), batch[1]
-
-
-def both(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output[:, :3], target) + F.mse_loss(output[:, 3:], target)
-
-
-class PartsCalled(SupervisedRunner):
-    def handle_batch(self, model: nn.Module, batch: Any) -> Any:
-        return model.decode(torch.tanh(model.encode(batch[0]))), batch[1]
-
-
-class WithLabels(SupervisedRunner):
-    """Gives the labels to the model too, as transformers' models take them."""
-
-    def handle_batch(self, model: nn.Module, batch: Any) -> Any:
-        return model(batch[0], batch[1]), batch[1]
 
 
 # ------------------------------------------------------------------ what is changed between epochs
@@ -324,8 +247,11 @@ def scales_and_weights(row: Row, given: dict[str, Any]) -> float:
 
 def _structured(kind: str) -> Row:
     return Row(f"output is a {kind}", lambda: models.structured(kind), lambda: structured_loss,
-               plan={"body": "colwise", "last": "rowwise"})  # fmt: skip
+               plan={"last": "vocab"})  # fmt: skip
 
+
+#: Cuts the last layer of `Language` by its outputs, and gathers them.
+HEAD = {"head": "vocab"}
 
 ROWS = [
     Row("plain, uneven batches", mlp, plan=PLAN),
@@ -333,11 +259,11 @@ ROWS = [
     Row("3 samples", mlp, data=few, plan=PLAN),
     Row("frozen layers, three groups, schedule", models.frozen, optimizer=optimizers.three_groups, scheduler=halve_rate,
         options={"clip_norm": 0.5}, plan=PLAN),
-    Row("tied weights, clipped", models.tied, options={"clip_norm": 0.3}),
-    Row("layer that is never used", models.never_used),
-    Row("mixture of experts", models.experts),
-    Row("one head a task", models.tasks),
-    Row("blocks that some samples skip", models.depth),
+    Row("tied weights, clipped", models.tied, options={"clip_norm": 0.3}, plan={"4": "vocab"}),
+    Row("layer that is never used", models.never_used, plan={"used": "vocab"}),
+    Row("mixture of experts", models.experts, plan={"experts.*.0": "vocab"}),
+    Row("one head a task", models.tasks, plan={"body": "vocab"}),
+    Row("blocks that some samples skip", models.depth, plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}),
     Row("layers unfrozen later", models.frozen, epoch_start=unfreeze, plan=PLAN),
     Row("layers frozen later", mlp, epoch_start=freeze, plan=PLAN),
     Row("group added in a callback", mlp, optimizer=last_layer, epoch_start=add_group, plan=PLAN),
@@ -345,38 +271,41 @@ ROWS = [
     Row("running mean in the forward pass", models.running_mean, plan={"1": "colwise", "3": "rowwise"}, parts="calls"),
     Row("calls counted in the forward pass", models.counting, plan={"0": "colwise", "2": "rowwise"}, parts="calls"),
     Row("buffers that are views", models.masked, plan=PLAN),
-    Row("orthogonal parametrization", models.orthogonal),
-    Row("weight_norm", models.weight_norm),
-    Row("weight_norm, old", models.old_weight_norm),
-    Row("spectral_norm", models.spectral_norm, parts="calls"),
-    Row("spectral_norm, old", models.old_spectral_norm, parts="calls"),
+    Row("orthogonal parametrization", models.orthogonal, plan={"0": "vocab"}),
+    Row("weight_norm", models.weight_norm, plan={"0": "vocab"}),
+    Row("weight_norm, old", models.old_weight_norm, plan={"0": "vocab"}),
+    Row("spectral_norm", models.spectral_norm, parts="calls", plan={"0": "vocab"}),
+    Row("spectral_norm, old", models.old_spectral_norm, parts="calls", plan={"0": "vocab"}),
     Row("BatchNorm", models.batch_norm, data=double_classes, parts="shares",
-        compared=lambda name: "running" not in name and "num_" not in name),
-    Row("SyncBatchNorm", models.sync_batch_norm),
+        compared=lambda name: "running" not in name and "num_" not in name, plan=PLAN),
+    Row("SyncBatchNorm", models.sync_batch_norm, plan=PLAN),
     Row("GroupNorm", models.group_norm, plan=PLAN),
-    Row("gradient penalty", mlp, lambda: penalized, regression, runner=GradientPenalty),
-    Row("channels_last", models.channels_last, data=images),
-    Row("packed sequences", models.recurrent, data=sequences, collate=padded),
-    Row("transformer layer", models.transformer),
+    Row("gradient penalty", mlp, lambda: penalized, regression, runner=GradientPenalty, plan=PLAN),
+    Row("channels_last", models.channels_last, data=images, plan={"4": "vocab"}),
+    Row("packed sequences", models.recurrent, data=sequences, collate=padded, plan={"last": "vocab"}),
+    Row("transformer layer", models.transformer, plan={"2.linear1": "colwise", "2.linear2": "rowwise"}),
     *(_structured(kind) for kind in ("dict", "tuple", "list", "dataclass")),
-    Row("scalar and empty parameters", models.scalars),
+    Row("scalar and empty parameters", models.scalars, plan=PLAN),
     Row("float64", models.double, nn.MSELoss, lambda: TensorDataset(features().double(), values().double()), plan=PLAN),
     Row("sparse embedding", models.bag, data=words,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)),
-    Row("model called twice", mlp, lambda: both, regression, runner=Siamese),
-    Row("parts of the model called", models.encoder, nn.MSELoss, regression, runner=PartsCalled),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), plan={"2": "vocab"}),
+    Row("model called twice", mlp, lambda: both, regression, runner=Siamese, plan=PLAN),
+    Row("parts of the model called", models.encoder, nn.MSELoss, regression, runner=PartsCalled,
+        plan={"encode": "colwise", "decode": "rowwise"}),
     Row("teacher in the criterion", mlp, Distilled, regression, plan=PLAN),
-    Row("hooks on parameters", clamped, parts="calls"),
+    Row("hooks on parameters", clamped, parts="calls", plan=PLAN),
     Row("hook before the optimizer's step", mlp, optimizer=clipped_before_step, plan=PLAN),
     Row("ignore_index", mlp, data=ignored, counted=counted_targets, plan=PLAN),
     Row("ignore_index, smoothing, class weights", mlp, weighted, ignored, counted=counted_weights, plan=PLAN),
-    Row("mean over tokens, not said", models.language, lambda: token_mean, tokens),
+    Row("mean over tokens, not said", models.language, lambda: token_mean, tokens, plan=HEAD),
     Row("sum over tokens and their count", models.language, lambda: token_sum_and_count, tokens, loss=token_mean,
-        counted=counted_targets),
-    Row("model's own loss, not said", lambda: models.language(own_loss=True), lambda: own_loss, tokens, runner=WithLabels),
-    Row("PerTarget", models.language, lambda: PerTarget(token_mean), tokens, loss=token_mean, counted=counted_targets),
+        counted=counted_targets, plan=HEAD),
+    Row("model's own loss, not said", lambda: models.language(own_loss=True), lambda: own_loss, tokens, runner=WithLabels,
+        plan=HEAD),
+    Row("PerTarget", models.language, lambda: PerTarget(token_mean), tokens, loss=token_mean, counted=counted_targets,
+        plan=HEAD),
     Row("ModelLoss", lambda: models.language(own_loss=True), ModelLoss, tokens, runner=WithLabels, loss=own_loss,
-        counted=counted_targets),
+        counted=counted_targets, plan=HEAD),
     Row("sum in a function, not said", mlp, lambda: batch_sum, regression, plan=PLAN),
     Row("pairs in a batch, not said", mlp, lambda: triplet, plan=PLAN),
     Row("OverBatch, pairs", mlp, lambda: OverBatch(triplet), loss=triplet, plan=PLAN),
@@ -384,11 +313,13 @@ ROWS = [
     Row("collate function drops rows", mlp, data=damaged, collate=kept, plan=PLAN),
     Row("collate function makes rows", mlp, data=classes, collate=doubled, plan=PLAN),
     Row("averages kept by a callback, resumed", mlp, options={"logdir": "run"}, cell=averages_resumed, plan=PLAN),
-    Row("fp16, overflow on one rank", mlp, nn.MSELoss, overflowing, options={"precision": "fp16"}, cell=scales_and_weights),
+    Row("fp16, overflow on one rank", mlp, nn.MSELoss, overflowing, options={"precision": "fp16"}, cell=scales_and_weights,
+        plan=PLAN),
     Row("Lookahead", mlp, optimizer=lambda model: optimizers.Lookahead(sgd_of(model)), plan=PLAN),
     Row("schedule-free optimizer", mlp, optimizer=lambda model: optimizers.ScheduleFree(model.parameters()), plan=PLAN),
-    Row("step takes a closure", mlp, optimizer=lambda model: optimizers.Closure(model.parameters(), lr=0.1)),
-    Row("LBFGS", mlp, optimizer=lambda model: torch.optim.LBFGS(model.parameters())),
+    Row("step takes a closure", mlp, optimizer=lambda model: optimizers.Closure(model.parameters(), lr=0.1),
+        plan=PLAN),
+    Row("LBFGS", mlp, optimizer=lambda model: torch.optim.LBFGS(model.parameters()), plan=PLAN),
 ]  # fmt: skip
 
 

@@ -271,7 +271,7 @@ class Training:
             where = f"after epoch {self.epoch}"
         except _Left:
             where = f"after optimizer step {self.step}, in epoch {self.epoch + 1}"
-            set_mode(self.optimizer, training=False)
+            self._set_mode(training=False)
             self.settings.strategy.sync_buffers()  # the model that is handed back is one for all ranks
         if self._signal:
             return where
@@ -279,6 +279,10 @@ class Training:
         if self._stop_reason is not None:
             self.reporter.line(f"stopped {where}: {self._stop_reason}")
         return where
+
+    def _set_mode(self, training: bool) -> None:
+        if set_mode(self.optimizer, training) and self.world.world_size > 1:
+            self.settings.strategy.updated()
 
     def _leave_for_signal(self, where: str) -> None:
         name = signal.Signals(self._signal).name
@@ -306,7 +310,7 @@ class Training:
                 resumed = False
         strategy = self.settings.strategy
         if not position.evaluating:
-            set_mode(self.optimizer, training=False)
+            self._set_mode(training=False)
             calls.note(("comparing weights after epoch", number))
             strategy.sync_buffers()
             strategy.check_equal(f"after epoch {number}")
@@ -345,7 +349,7 @@ class Training:
         metrics.start(f"epoch {number}")
         self.logged.start()
         settings.strategy.go_on()
-        set_mode(self.optimizer, training=True)
+        self._set_mode(training=True)
         self.model.train()
         self.wrapped.train()
         take = OptimizerStep(

@@ -26,11 +26,17 @@ def check_one_gradient(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def set_mode(optimizer: torch.optim.Optimizer, training: bool) -> None:
-    """Switch an optimizer whose weights in training are not those of evaluation (schedule-free ones); others have no modes."""
+def set_mode(optimizer: torch.optim.Optimizer, training: bool) -> bool:
+    """Switch an optimizer whose weights in training are not those of evaluation (schedule-free ones).
+
+    Returns:
+        Whether it has such modes, and so may have changed weights.
+    """
     switch = getattr(optimizer, "train" if training else "eval", None)
-    if callable(switch):
-        switch()
+    if not callable(switch):
+        return False
+    switch()
+    return True
 
 
 def update_function(optimizer: torch.optim.Optimizer) -> Callable[[], object]:

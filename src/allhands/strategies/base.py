@@ -169,7 +169,7 @@ class Strategy(ABC):
         """Exchange gradients of a step in which some rank had no sample; every backward pass was in `no_exchange`."""
 
     def updated(self) -> None:
-        """The optimizer's step was taken, with several workers and not by the strategy itself."""
+        """The optimizer has changed weights, with several workers and not in a step of the strategy itself."""
 
     #: Set before `exchange_all` where ranks have asked one another: some rank misses gradients in this step.
     some_missing: bool = False

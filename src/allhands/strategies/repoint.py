@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,16 +24,46 @@ ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
 
 def check_optimizer(optimizer: optim.Optimizer, strategy: str) -> None:
     """Raise `UserError` unless the optimizer can be given parts of parameters."""
-    if type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False):
-        return
+    kind = type(optimizer).__name__
+    check_elementwise(optimizer, f"strategy '{strategy}' gives the optimizer parts of parameters, and {kind} may need whole ones")
+
+
+def check_elementwise(optimizer: optim.Optimizer, why: str, instead: str = "") -> None:
+    """Raise `UserError`, from `why` to `instead`, unless the optimizer can work on some elements alone."""
     kind = type(optimizer)
+    if kind in ELEMENTWISE:
+        return
+    if getattr(optimizer, "elementwise", False):
+        _check_own(optimizer)
+        return
     known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
-    raise UserError(
-        f"strategy '{strategy}' gives the optimizer parts of parameters, and {kind.__name__} may need whole ones. Use one of "
-        f"{known}" + ("" if kind.__module__.startswith(("torch.", "allhands.")) else
-        f"; or, if each element's update depends on that element's gradient and state alone, write `elementwise = True` into the "
-        f"class {kind.__name__}")
-    )  # fmt: skip
+    marked = ("" if kind.__module__.startswith(("torch.", "allhands.")) else
+              "; or, if each element's update depends on that element's gradient and state alone, write `elementwise = True` "
+              f"into the class {kind.__name__}")  # fmt: skip
+    raise UserError(f"{why}. Use one of {known}{marked}{instead}")
+
+
+def _check_own(optimizer: optim.Optimizer) -> None:
+    """Raise `UserError` for an optimizer that says `elementwise`, and keeps what a rank with parts would not see."""
+    kind = type(optimizer)
+    if kind.state_dict is not optim.Optimizer.state_dict:
+        raise UserError(
+            f"{kind.__name__} has a state_dict() of its own, and here the state lies in parts on the workers, of which that one "
+            "knows nothing. Leave torch.optim.Optimizer's, or write distributed='ddp'"
+        )
+    groups = {id(group) for group in optimizer.param_groups}
+    for inner in _inner_optimizers(optimizer):
+        if any(id(group) not in groups for group in inner.param_groups):
+            raise UserError(
+                f"{kind.__name__} holds a {type(inner).__name__} that has groups of parameters of its own, which would go on "
+                f"working on whole parameters. Share them (self.param_groups = inner.param_groups), or write distributed='ddp'"
+            )
+
+
+def _inner_optimizers(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
+    """The optimizers that this one holds in its attributes, as a Lookahead does, and those that they hold."""
+    found = [value for value in vars(optimizer).values() if isinstance(value, optim.Optimizer) and value is not optimizer]
+    return found + [deeper for inner in found for deeper in _inner_optimizers(inner)]
 
 
 class Repointed:
@@ -55,14 +86,17 @@ class Repointed:
         self.optimizer, self.held, self.local, self.world = optimizer, held, local, world
         self._before = [list(group["params"]) for group in optimizer.param_groups]
         self.names = [[names[id(parameter)] for parameter in members] for members in self._before]
-        before = dict(optimizer.state)
-        optimizer.state.clear()
+        #: It, and those that it holds, over the same groups.
+        self._all = [optimizer, *_inner_optimizers(optimizer)]
         for group, members in zip(optimizer.param_groups, self.names, strict=True):
             group["params"] = [local[name] for name in members if name in local]
-            for name in members:
+        for each in self._all:
+            before = dict(each.state)
+            each.state.clear()
+            for name in itertools.chain.from_iterable(self.names):
                 state = before.get(plain[name])
                 if state and name in local:
-                    optimizer.state[local[name]] = {key: self._part(name, value) for key, value in state.items()}
+                    each.state[local[name]] = {key: self._part(name, value) for key, value in state.items()}
 
     def _part(self, name: str, value: Any) -> Any:
         """A rank's part of one entry of a parameter's state."""
@@ -109,11 +143,19 @@ class Repointed:
 
     def state_dict(self) -> dict[str, Any]:
         """As the plain optimizer's ``state_dict``, with `Held` where a tensor is shaped like its parameter. All ranks call it."""
+        groups, index = [], 0
+        for group, members in zip(self.optimizer.param_groups, self.names, strict=True):
+            options = {key: value for key, value in group.items() if key != "params"}
+            groups.append(options | {"params": list(range(index, index + len(members)))})
+            index += len(members)
+        return {"state": self._state_of(self.optimizer), "param_groups": groups}
+
+    def _state_of(self, optimizer: optim.Optimizer) -> dict[int, dict[str, Any]]:
         described: dict[int, dict[str, Any]] = {}
         parts: dict[int, dict[str, torch.Tensor]] = {}
         for index, name in self._numbered():
             if name in self.local:
-                entries = self.optimizer.state.get(self.local[name], {})
+                entries = optimizer.state.get(self.local[name], {})
                 described[index] = {key: self._describe(name, key, value) for key, value in entries.items()}
                 parts[index] = entries
         known: dict[int, dict[str, Any]] = {}
@@ -124,12 +166,7 @@ class Repointed:
             if index in known:
                 mine = parts.get(index, {})
                 state[index] = {key: self._entry(name, said, mine.get(key)) for key, said in known[index].items()}
-        groups, index = [], 0
-        for group, members in zip(self.optimizer.param_groups, self.names, strict=True):
-            options = {key: value for key, value in group.items() if key != "params"}
-            groups.append(options | {"params": list(range(index, index + len(members)))})
-            index += len(members)
-        return {"state": state, "param_groups": groups}
+        return state
 
     def _describe(self, name: str, key: str, value: Any) -> list[Any]:
         if not isinstance(value, torch.Tensor):
@@ -196,19 +233,19 @@ class Repointed:
 
         All ranks call it together.
         """
-        state = self.state_dict()
         numbered = dict(enumerate(p for members in self._before for p in members))
-        whole: dict[torch.Tensor, dict[str, Any]] = {}
-        for index, entries in state["state"].items():
-            home = numbered[index]
-            for key, value in entries.items():
-                made = value
-                if isinstance(value, Held):
-                    made = value.whole(device)  # all ranks take part, whoever keeps it
-                    made = made.to(home.device) if keep else None
-                if keep:
-                    whole.setdefault(home, {})[key] = made
-        self.optimizer.state.clear()
-        self.optimizer.state.update(whole)
+        for optimizer in self._all:
+            whole: dict[torch.Tensor, dict[str, Any]] = {}
+            for index, entries in self._state_of(optimizer).items():
+                home = numbered[index]
+                for key, value in entries.items():
+                    made = value
+                    if isinstance(value, Held):
+                        made = value.whole(device)  # all ranks take part, whoever keeps it
+                        made = made.to(home.device) if keep else None
+                    if keep:
+                        whole.setdefault(home, {})[key] = made
+            optimizer.state.clear()
+            optimizer.state.update(whole)
         for group, members in zip(self.optimizer.param_groups, self._before, strict=True):
             group["params"] = members

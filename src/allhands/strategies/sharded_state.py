@@ -14,7 +14,7 @@ from torch import nn, optim
 from allhands.comm import broadcast_tensors, calls
 from allhands.errors import UserError
 from allhands.strategies.held import Held, dealt, held, nowhere
-from allhands.strategies.repoint import ELEMENTWISE, Read, Repointed
+from allhands.strategies.repoint import Read, Repointed, check_elementwise
 from allhands.world import World
 
 STATES = ("whole", "sharded")
@@ -29,12 +29,12 @@ def check_state(optimizer_state: Any) -> None:
 
 def check_shardable(settings: Any) -> None:
     """Raise `UserError` for settings of a training (`TrainSettings`) whose optimizer cannot be dealt out."""
-    kind = type(settings.optimizer)
-    if kind not in ELEMENTWISE and not getattr(settings.optimizer, "elementwise", False):
-        raise UserError(
-            f"DDP(optimizer_state='sharded') lets each worker update some of the parameters, and {kind.__name__} may "
-            f"look at all of them. Use one of {', '.join(cls.__name__ for cls in ELEMENTWISE)}; or write DDP()"
-        )
+    kind = type(settings.optimizer).__name__
+    check_elementwise(
+        settings.optimizer,
+        f"DDP(optimizer_state='sharded') lets each worker update some of the parameters, and {kind} may look at all of them",
+        "; or write DDP()",
+    )
     if settings.precision == "fp16":
         raise UserError(
             "precision='fp16' looks for overflows in the gradients of the optimizer's parameters, of which "
@@ -76,7 +76,7 @@ class ShardedState:
         self._repointed = Repointed(optimizer, plain, described, local, world)
 
     def share(self) -> None:
-        """After the optimizer's step: every rank gets what the others have updated."""
+        """After the optimizer's step, or its change of mode: every rank gets what the others have updated."""
         calls.note("sharing updated parameters")
         with torch.no_grad():
             for rank, parameters in self._messages:

@@ -119,12 +119,15 @@ class Split(ABC):
         sequence: whether activations between blocks are split along the sequence.
     """
 
+    #: Whether the parameters that the forward pass sees are there for the module's own hooks before it.
+    first = False
+
     def __init__(self, name: str, module: nn.Module, mesh: DeviceMesh, region: Region, sequence: bool) -> None:
         self.name, self.mesh, self.region, self.sequence = name, mesh, region, sequence
         # It reads its projection's parameters without calling that.
         self._owners = list(module.modules()) if isinstance(module, nn.MultiheadAttention) else [module]
         self._before: list[tuple[nn.Module, str, Any]] = []
-        module.register_forward_pre_hook(self._enter)
+        module.register_forward_pre_hook(self._enter, prepend=self.first)
         module.register_forward_hook(self._unshadow, always_call=True)
         module.register_forward_hook(lambda module, inputs, output: self.leave(module, output))
 
@@ -307,9 +310,31 @@ class Sequence(Split):
 class Whole(Split):
     """A module with parameters that every worker runs alike, on whole inputs."""
 
+    first = True  # torch.nn.utils.spectral_norm computes the weight in such a hook
+
+    def __init__(self, name: str, module: nn.Module, mesh: DeviceMesh, region: Region, sequence: bool) -> None:
+        super().__init__(name, module, mesh, region, sequence)
+        self._sparse = bool(getattr(module, "sparse", False))
+
+    def local(self, parameter: Any) -> torch.Tensor:
+        part = super().local(parameter)
+        return _WithDenseGradient.apply(part) if self._sparse else part
+
     def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         self.region.refuse_inside(self.name, "replicate")
         return tuple(_whole_sequence(x) for x in inputs)
+
+
+class _WithDenseGradient(torch.autograd.Function):
+    """A DTensor has no sparse gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.to_dense() if given.is_sparse else given
 
 
 def _check_sequence(name: str, x: torch.Tensor, tp: int) -> None:
@@ -356,12 +381,12 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, source: Placement, target: Placement,
                 back_source: Placement, back_target: Placement) -> torch.Tensor:  # fmt: skip
-        ctx.way = mesh, shape, back_source, back_target
+        ctx.way = mesh, shape, back_source, back_target, source, target
         return _placed(part, mesh, shape, source, target)
 
     @staticmethod
     def backward(ctx: Any, given: torch.Tensor) -> tuple[Any, ...]:
-        return _placed(given, *ctx.way), *(None,) * 6
+        return _Move.apply(given, *ctx.way), *(None,) * 6  # a gradient of this gradient moves as the value did
 
 
 def _placed(part: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, source: Placement, target: Placement) -> torch.Tensor:
