@@ -36,8 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "bf16": {"compress": "bf16"},
     "powersgd": {"compress": "powersgd"},
-    "powersgd, rank 4": {"compress": "powersgd", "powersgd_rank": 4},
-    "powersgd, rank 4, after 98 steps": {"compress": "powersgd", "powersgd_rank": 4, "powersgd_start": 98},
+    "powersgd, rank 4": {"compress": {"name": "powersgd", "rank": 4}},
+    "powersgd, rank 4, after 98 steps": {"compress": {"name": "powersgd", "rank": 4, "start": 98}},
 }
 
 

@@ -44,16 +44,16 @@ DILOCO = {"name": "nesterov", "lr": 0.7, "momentum": 0.9}
 RARELY: dict[str, dict[str, Any]] = {
     "average, H=32": {"every": 32},
     "nesterov, H=32": {"every": 32, "outer": DILOCO},
-    "average, H=32, int8": {"every": 32, "exchange": "int8"},
-    "nesterov, H=32, int8, 4 fragments": {"every": 32, "outer": DILOCO, "exchange": "int8", "fragments": 4},
+    "average, H=32, int8": {"every": 32, "compress": "int8"},
+    "nesterov, H=32, int8, 4 fragments": {"every": 32, "outer": DILOCO, "compress": "int8", "fragments": 4},
 }
 LATER = "after an epoch of ddp: "
 CASES: dict[str, dict[str, Any] | None] = {"ddp": None, **{LATER + name: case for name, case in RARELY.items()}, **RARELY}
 # About 1/25 of ddp's bytes, most of them in the first half.
-CASES["average, H=4 and then H=32, int8"] = {"first": {"every": 4, "exchange": "int8"}, **RARELY["average, H=32, int8"]}
+CASES["average, H=4 and then H=32, int8"] = {"first": {"every": 4, "compress": "int8"}, **RARELY["average, H=32, int8"]}
 CASES["less nesterov, H=32"] = {"every": 32, "outer": {"name": "nesterov", "lr": 1.0, "momentum": 0.3}}
 CASES["half nesterov, H=32"] = {"every": 32, "outer": {"name": "nesterov", "lr": 1.0, "momentum": 0.5}}
-CASES["half nesterov, H=32, int8"] = CASES["half nesterov, H=32"] | {"exchange": "int8"}
+CASES["half nesterov, H=32, int8"] = CASES["half nesterov, H=32"] | {"compress": "int8"}
 
 
 class NextToken(nn.Module):

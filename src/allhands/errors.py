@@ -6,6 +6,7 @@ what they wrote are `UserError`; the command line prints them without a tracebac
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -63,3 +64,12 @@ def did_you_mean(word: object, known: Iterable[str], otherwise: str = ".") -> st
     """``; did you mean 'x'?``, to follow a name that does not exist; `otherwise` where no name is like it."""
     near = nearest(word, known)
     return otherwise if near is None else f"; did you mean {near!r}?"
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warn that a spelling will go, and say what to write instead."""
+    warnings.warn(
+        f"{old} is an old spelling, which the next release will not have; write {new}",
+        FutureWarning,
+        stacklevel=3,
+    )

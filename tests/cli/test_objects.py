@@ -127,9 +127,21 @@ def test_strategy_settings():
     assert "did you mean 'ddp'?" in refused(objects._strategy, "strategy=dddp")
     assert "did you mean 'find_unused_parameters'?" in refused(objects._strategy, "strategy.find_unused=true")
     assert "it must be true or false" in refused(objects._strategy, "strategy.static_graph=1")
-    made = built(objects._strategy, "strategy.compress=powersgd", "strategy.powersgd_rank=2", "strategy.bucket_cap_mb=measured")
-    assert (made.compress, made.powersgd_rank, made.powersgd_start, made.bucket_cap_mb) == ("powersgd", 2, 10, "measured")
-    assert "Set compress to 'bf16'" in refused(objects._strategy, "strategy.compress=fp16")
+    made = built(objects._strategy, "strategy.compress={name: powersgd, rank: 2}", "strategy.bucket_cap_mb=measured")
+    assert (made.compress, made.bucket_cap_mb) == ({"name": "powersgd", "rank": 2, "start": 10}, "measured")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "kvstore", "local_sgd", "federated"])
+def test_compress_is_one_word_for_all_strategies(strategy):
+    name = f"strategy.name={strategy}"
+    made = built(objects._strategy, name, "strategy.compress={name: topk, keep: 0.05}")
+    chosen = made.compression.options if strategy == "federated" else made.compress
+    assert chosen["keep"] == 0.05
+    assert built(objects._strategy, name, "strategy.compress=int8")
+    said = refused(objects._strategy, name, "strategy.compress=int9")
+    assert "compress='int9'): there is no codec 'int9'; did you mean 'int8'? Known are: fp16, bf16, int8" in said
+    said = refused(objects._strategy, name, "strategy.compress={name: topk, kep: 0.05}")
+    assert "the codec 'topk' has no option 'kep'; did you mean 'keep'? Its options: keep" in said
 
 
 @pytest.mark.parametrize(

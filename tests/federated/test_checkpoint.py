@@ -79,7 +79,7 @@ def told(history):
         {"algorithm": "fedavg", "local_layers": ["2"]},
         {
             "algorithm": "fedavg",
-            "compression": {"name": "topk", "fraction": 0.2, "feedback": True},
+            "compress": {"name": "topk", "keep": 0.2, "feedback": True},
             "systems": {"speed": {"name": "lognormal", "median": 4.0, "sigma": 1.0}, "over_selection": 0.3},
         },
         {

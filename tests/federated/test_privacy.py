@@ -11,7 +11,7 @@ import allhands
 from allhands.errors import UserError
 from allhands.federated import Federated
 from allhands.federated.algorithms import FedAvg, Median, Scaffold
-from allhands.federated.compression import OneBit
+from allhands.federated.compression import Coded
 from allhands.federated.privacy import Privacy
 from tests.federated import simulating as sim
 
@@ -125,7 +125,7 @@ def test_options_out_of_bounds_are_refused():
     with pytest.raises(UserError, match=r"sampling='uniform'; it must be one of 'fixed', 'poisson'"):
         Privacy(1.0, 1.0, sampling="uniform")
     with pytest.raises(UserError, match="leave one of them out"):
-        sim.rounds(FedAvg(weighted=False), stages={"privacy": Privacy(1.0, 0.0), "compression": OneBit()})
+        sim.rounds(FedAvg(weighted=False), stages={"privacy": Privacy(1.0, 0.0), "compression": Coded("1bit")})
     with pytest.raises(UserError, match=r"there is no option 'noise'; it takes: clip, noise_multiplier"):
         Federated(privacy={"clip": 1.0, "noise": 1.0})
     with pytest.raises(UserError, match="it needs 'noise_multiplier'"):

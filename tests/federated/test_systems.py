@@ -12,7 +12,7 @@ from allhands.errors import UserError
 from allhands.federated import Federated
 from allhands.federated.algorithms import FedAvg
 from allhands.federated.clients import Clients
-from allhands.federated.compression import TopK, plain_bytes
+from allhands.federated.compression import Coded, plain_bytes
 from allhands.federated.privacy import Privacy
 from allhands.federated.systems import Systems, coala_delays
 from tests.federated import simulating as sim
@@ -43,7 +43,7 @@ def test_a_round_takes_as_long_as_its_slowest_client_and_the_model_is_the_same()
 
 
 def test_compression_shortens_the_way_up():
-    way = TopK(0.1)
+    way = Coded({"name": "topk", "keep": 0.1})
     made = sim.rounds(number=1, stages={"systems": Systems(upload=1.0), "compression": way})
     assert made.run()["virtual_seconds"] == [way.sent(made.server)]
 

@@ -7,18 +7,20 @@ import numpy as np
 import pytest
 import torch
 
+from allhands.comm.codecs import Codec, codec_from
 from allhands.errors import UserError
-from allhands.kvstore.compression import Codec, Compressor, codec_from
+from allhands.kvstore.compression import Compressor, both_ways
 
 ALL: list[dict[str, Any]] = [
-    {"type": "none"},
-    {"type": "fp16"},
-    {"type": "bf16"},
-    {"type": "2bit", "threshold": 0.5},
-    {"type": "1bit"},
-    {"type": "topk", "ratio": 0.1},
+    {"name": "none"},
+    {"name": "fp16"},
+    {"name": "bf16"},
+    {"name": "int8"},
+    {"name": "2bit", "threshold": 0.5},
+    {"name": "1bit"},
+    {"name": "topk", "keep": 0.1},
 ]
-COUNTS = [0, 1, 3, 4, 7, 8, 15, 16, 17, 33, 1001]
+COUNTS = [0, 1, 3, 4, 7, 8, 15, 16, 17, 33, 1001, 2500]
 
 
 def size_of(options: dict[str, Any], count: int) -> int:
@@ -27,14 +29,15 @@ def size_of(options: dict[str, Any], count: int) -> int:
         "none": 4 * count,
         "fp16": 2 * count,
         "bf16": 2 * count,
+        "int8": count + 4 * math.ceil(count / 1024),
         "2bit": 4 * math.ceil(count / 16),
-        "1bit": 4 + math.ceil(count / 8) if count else 0,
+        "1bit": 4 * math.ceil(count / 1024) + math.ceil(count / 8),
         "topk": 8 * min(count, max(1, math.ceil(0.1 * count))),
-    }[options["type"]]
+    }[options["name"]]
 
 
 def named(options: dict[str, Any]) -> str:
-    return options["type"]
+    return options["name"]
 
 
 def decoded(codec: Codec, data: torch.Tensor, count: int) -> torch.Tensor:
@@ -61,7 +64,7 @@ def test_sums_telescope_and_sizes_are_exact_for_every_count(options: dict[str, A
             given += values
             received += decoded(codec, data, count)
         assert torch.allclose(received, given - compressor.state(), rtol=1e-6, atol=1e-5)
-        if options["type"] == "none":
+        if options["name"] == "none":
             assert not compressor.state().any()
 
 
@@ -102,7 +105,7 @@ def model_of_two_bits(residual: np.ndarray, values: np.ndarray, threshold: float
 def test_two_bits_are_those_of_mxnet_exactly() -> None:
     generator = torch.Generator().manual_seed(5)
     for count in (1, 16, 21, 333):
-        codec = codec_from({"type": "2bit", "threshold": 0.3})
+        codec = codec_from({"name": "2bit", "threshold": 0.3})
         compressor, residual = Compressor(codec, count), np.zeros(count, np.float32)
         for _ in range(8):
             values = torch.randn(count, generator=generator) / 2
@@ -115,7 +118,7 @@ def test_two_bits_are_those_of_mxnet_exactly() -> None:
 
 
 def test_one_bit_is_signs_with_the_mean_size() -> None:
-    codec = codec_from({"type": "1bit", "threshold": 0})
+    codec = codec_from(both_ways({"type": "1bit", "threshold": 0})[0])
     data = codec.encode(torch.tensor([1.0, -2.0, 0.0, -0.5, 3.0, 1.0, -1.0, 1.0, -0.5]))
     scale = 10 / 9
     assert data[:4].view(torch.float32).item() == pytest.approx(scale)
@@ -124,7 +127,7 @@ def test_one_bit_is_signs_with_the_mean_size() -> None:
 
 
 def test_topk_keeps_the_largest_exactly() -> None:
-    codec = codec_from({"type": "topk", "ratio": 0.25})
+    codec = codec_from({"name": "topk", "keep": 0.25})
     values = torch.tensor([0.1, -5.0, 0.2, 4.0, -0.3, 0.0, 1.0, -1.5])
     assert decoded(codec, codec.encode(values), 8).tolist() == [0, -5.0, 0, 4.0, 0, 0, 0, 0]
     data = codec.encode(values)
@@ -137,7 +140,7 @@ def test_topk_keeps_the_largest_exactly() -> None:
 
 @pytest.mark.parametrize(("kind", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_what_is_beyond_the_range_comes_later(kind: str, dtype: torch.dtype) -> None:
-    codec, most = codec_from({"type": kind}), torch.finfo(dtype).max
+    codec, most = codec_from({"name": kind}), torch.finfo(dtype).max
     compressor = Compressor(codec, 2)
     beyond = torch.tensor([most * 2.5 if kind == "fp16" else torch.finfo(torch.float32).max, -1.0])
     sent = [decoded(codec, compressor.compress(values), 2) for values in (beyond, torch.zeros(2), torch.zeros(2), torch.zeros(2))]
@@ -157,14 +160,14 @@ def test_nan_and_infinity_raise_and_change_nothing(options: dict[str, Any]) -> N
         with pytest.raises(UserError, match="1 of 9 values for 'fc.weight' are NaN or infinite"):
             compressor.compress(values, "fc.weight")
         assert torch.equal(compressor.state(), residual)
-    twobit = Compressor(codec_from({"type": "2bit"}), 1)
+    twobit = Compressor(codec_from({"name": "2bit", "threshold": 0.5}), 1)
     twobit.compress(torch.tensor([3e38]))
     with pytest.raises(UserError, match="grew beyond float32"):
         twobit.compress(torch.tensor([3e38]))
 
 
 def test_a_loaded_residual_goes_on_bit_for_bit() -> None:
-    codec = codec_from({"type": "2bit", "threshold": 0.7})
+    codec = codec_from({"name": "2bit", "threshold": 0.7})
     values = torch.randn(6, 50, generator=torch.Generator().manual_seed(6))
     whole = Compressor(codec, 50)
     expected = [whole.compress(one) for one in values]
@@ -202,21 +205,22 @@ def descended(options: dict[str, Any], feedback: bool, lr: float, steps: int = 6
 @pytest.mark.parametrize(
     ("options", "lr", "bound"),
     [
-        ({"type": "none"}, 0.02, 1e-5),
-        ({"type": "fp16"}, 0.02, 1e-5),
-        ({"type": "bf16"}, 0.02, 1e-5),
-        ({"type": "2bit", "threshold": 0.5}, 0.05, 1e-3),
-        ({"type": "1bit"}, 0.02, 1e-5),
-        ({"type": "topk", "ratio": 0.025}, 0.02, 1e-5),  # one number of forty
+        ({"name": "none"}, 0.02, 1e-5),
+        ({"name": "fp16"}, 0.02, 1e-5),
+        ({"name": "bf16"}, 0.02, 1e-5),
+        ({"name": "int8"}, 0.02, 1e-5),
+        ({"name": "2bit", "threshold": 0.5}, 0.05, 1e-3),
+        ({"name": "1bit"}, 0.02, 1e-5),
+        ({"name": "topk", "keep": 0.025}, 0.02, 1e-5),  # one number of forty
     ],
-    ids=lambda value: value["type"] if isinstance(value, dict) else "",
+    ids=lambda value: value["name"] if isinstance(value, dict) else "",
 )
 def test_training_converges_and_needs_the_feedback_where_much_is_left_out(
     options: dict[str, Any], lr: float, bound: float
 ) -> None:
     distance = descended(options, True, lr)
     assert distance < bound
-    if options["type"] in ("2bit", "1bit", "topk"):
+    if options["name"] in ("2bit", "1bit", "topk"):
         assert descended(options, False, lr) > 100 * distance
 
 
@@ -231,20 +235,46 @@ def test_data_of_another_size_are_refused(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "no type.*none, fp16"),
-        ({"type": "2bits"}, "no compression '2bits'; did you mean '2bit'"),
-        ({"type": 2}, "no compression 2; known are"),
-        ({"type": "2bit", "treshold": 1}, "no option 'treshold'; its options: threshold"),
-        ({"type": "fp16", "threshold": 1}, "no option 'threshold'; its options: none"),
-        ({"type": "2bit", "threshold": 0}, "threshold=0; it must be a number above 0"),
+        ({}, "write the name of a codec.*codecs are fp16, bf16"),
+        ({"type": "2bits"}, "there is no codec '2bits'; did you mean '2bit'"),
+        ({"type": 2}, "compress=2: write the name of a codec"),
+        ("powersgd", "which only DDP has; write 'int8'"),
+        ({"type": "2bit", "treshold": 1}, "no option 'treshold'; did you mean 'threshold'"),
+        ({"type": "fp16", "threshold": 1}, "no option 'threshold'. Its options: none"),
+        ({"type": "none", "threshold": 1}, "there is no codec 'none'"),
+        ({"type": "2bit", "threshold": 0}, "threshold=0 of '2bit'; it must be a number above 0"),
         ({"type": "2bit", "threshold": math.nan}, "threshold=nan"),
         ({"type": "2bit", "threshold": math.inf}, "threshold=inf"),
         ({"type": "2bit", "threshold": "1"}, "threshold='1'"),
-        ({"type": "1bit", "threshold": 0.5}, "1bit sends signs"),
-        ({"type": "topk", "ratio": 1.5}, "ratio=1.5; it must be a number above 0, at most 1"),
-        ({"type": "topk", "ratio": True}, "ratio=True"),
+        ({"type": "1bit", "threshold": 0.5}, "'1bit' has no option 'threshold'"),
+        ({"name": "topk", "keep": 1.5}, "keep=1.5 of 'topk'; it must be a number above 0, at most 1"),
+        ({"name": "topk", "keep": True}, "keep=True"),
+        ({"name": "fp16", "pull": "3bit"}, "there is no codec '3bit'"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_cannot_be_are_refused(options: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        codec_from(options)
+        both_ways(options)
+
+
+@pytest.mark.parametrize(
+    ("given", "push", "pull"),
+    [
+        ({"type": "2bit", "threshold": 0.3}, {"name": "2bit", "threshold": 0.3}, {"name": "none"}),
+        ({"type": "2bit"}, {"name": "2bit", "threshold": 0.5}, {"name": "none"}),
+        ("int8", {"name": "int8"}, {"name": "int8"}),
+        ({"name": "topk", "pull": "fp16"}, {"name": "topk", "keep": 0.01}, {"name": "fp16"}),
+        ({"type": "none", "pull": {"type": "1bit"}}, {"name": "none"}, {"name": "1bit"}),
+    ],
+)
+def test_mxnets_words_and_ours_mean_the_same(
+    given: Any, push: dict[str, Any], pull: dict[str, Any], recwarn: pytest.WarningsRecorder
+) -> None:
+    assert both_ways(given) == (push, pull)
+    assert both_ways({**push, "pull": pull}) == (push, pull)
+    assert not recwarn
+
+
+def test_the_old_name_of_keep_warns() -> None:
+    with pytest.warns(FutureWarning, match="the option 'ratio' of 'topk'.*write 'keep'"):
+        assert both_ways({"type": "topk", "ratio": 0.1})[0] == {"name": "topk", "keep": 0.1}

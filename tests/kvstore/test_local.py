@@ -151,7 +151,7 @@ def refusals() -> list[tuple[Any, str]]:
         (lambda: store.push("a", torch.zeros(3).double()), "torch.float64, but the key was initialised with"),
         (lambda: store.update({}, {}, Share()), "the store has no optimizer"),
         (lambda: store.save_optimizer_states("x"), "the store has no optimizer"),
-        (lambda: store.set_gradient_compression({"type": "3bit"}), "there is no compression '3bit'"),
+        (lambda: store.set_gradient_compression({"type": "3bit"}), "there is no codec '3bit'"),
         (
             lambda: store.reduce({"a": torch.sparse_coo_tensor(size=(3,), check_invariants=True)}, Share()),
             "the gradient of 'a' is sparse",

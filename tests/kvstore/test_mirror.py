@@ -104,7 +104,7 @@ def _same(ours: Weights, theirs: Weights) -> None:
         (2, {"transport": "shared"}),
         (2, {"transport": "tcp", "clip": None}),
         (3, {"optimizer": ("sgd", {"lr": 0.1, "momentum": 0.9})}),
-        (2, {"compression": {"type": "topk", "ratio": 0.1}, "clip": None}),
+        (2, {"compression": {"type": "topk", "keep": 0.1}, "clip": None}),
         (2, {"compression": {"type": "fp16"}}),
     ],
 )

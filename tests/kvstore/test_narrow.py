@@ -18,8 +18,8 @@ COMPRESSIONS: list[dict[str, Any]] = [
     {"type": "fp16"},
     {"type": "bf16", "pull": "none"},
     {"type": "1bit"},
-    {"type": "topk", "ratio": 0.2},
-    {"type": "2bit", "threshold": 0.3, "pull": {"type": "topk", "ratio": 0.5}},
+    {"type": "topk", "keep": 0.2},
+    {"type": "2bit", "threshold": 0.3, "pull": {"type": "topk", "keep": 0.5}},
     {"type": "none", "pull": "bf16"},
 ]
 
@@ -68,8 +68,8 @@ def sums(store: KVStore, options: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def all_of(make: Any) -> list[dict[str, torch.Tensor]]:
     found = [steps(make(number), options) for number, options in enumerate(COMPRESSIONS)]
-    found.append(steps(make(10), {"type": "topk", "ratio": 0.3, "pull": "none"}, torch.bfloat16))
-    found.append(sums(make(11), {"type": "topk", "ratio": 0.3}))
+    found.append(steps(make(10), {"type": "topk", "keep": 0.3, "pull": "none"}, torch.bfloat16))
+    found.append(sums(make(11), {"type": "topk", "keep": 0.3}))
     return [*found, sums(make(12), {"type": "fp16"})]
 
 
@@ -102,7 +102,7 @@ def without_servers() -> Any:
 def closes_early() -> torch.Tensor:
     """Worker 1 leaves after one step; what it had kept goes into the steps of worker 0."""
     store = create("dist")
-    store.set_gradient_compression({"type": "topk", "ratio": 0.1, "pull": "none"})
+    store.set_gradient_compression({"type": "topk", "keep": 0.1, "pull": "none"})
     store.set_optimizer("sgd", lr=1.0)
     store.init("w", torch.zeros(10))
     out = torch.zeros(10)
@@ -136,7 +136,7 @@ def test_one_worker_too() -> None:
 
 
 def test_residuals_go_on_in_another_store() -> None:
-    options = {"type": "topk", "ratio": 0.1, "pull": "none"}
+    options = {"type": "topk", "keep": 0.1, "pull": "none"}
 
     def made() -> KVStore:
         store = create("local")
@@ -178,6 +178,6 @@ def test_what_is_never_compressed_and_turning_it_off() -> None:
     assert store.residuals() == {}
     store.push("narrow", torch.tensor([0.1, -0.7]))
     assert torch.equal(store.pull("narrow"), torch.tensor([0.1, -0.7]))
-    for options, said in (({"type": "3bit"}, "there is no compression '3bit'"), ({"threshold": 1.0}, "has no type")):
+    for options, said in (({"type": "3bit"}, "there is no codec '3bit'"), ({"threshold": 1.0}, "write the name of a codec")):
         with pytest.raises(UserError, match=said):
             store.set_gradient_compression(options)

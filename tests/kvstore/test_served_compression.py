@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from allhands.comm.codecs import codec_from
 from allhands.kvstore import Share, Trainer
-from allhands.kvstore.compression import codec_from
 from tests.kvstore.serving import error_of, job, same, weights_of
 
 
@@ -68,7 +68,7 @@ def test_all_that_was_given_arrives_but_for_what_is_left(kind: str) -> None:
 
     def work(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         store = made.store(rank)
-        store.set_gradient_compression({"type": kind, "pull": "none", **({"ratio": 0.2} if kind == "topk" else {})})
+        store.set_gradient_compression({"type": kind, "pull": "none", **({"keep": 0.2} if kind == "topk" else {})})
         store.init("w", torch.zeros(count))
         arrived, given = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
         for grad in gradients(rank, steps, count):
@@ -93,7 +93,7 @@ def test_values_come_down_compressed_and_lose_nothing_for_good() -> None:
 
             def work(rank: int, made: Any = made, kind: str = kind) -> tuple[torch.Tensor, torch.Tensor]:
                 store = made.store(rank)
-                pull = {"type": kind, **({"ratio": 0.2} if kind == "topk" else {})}
+                pull = {"type": kind, **({"keep": 0.2} if kind == "topk" else {})}
                 store.set_gradient_compression({"type": "none", "pull": pull})
                 store.set_optimizer("sgd", lr=0.1)
                 store.init("w", torch.linspace(-1, 1, 64))
@@ -139,7 +139,7 @@ def converged(kind: str, mode: str, options: dict[str, Any], **rules: Any) -> fl
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [("fp16", {}), ("bf16", {}), ("1bit", {}), ("topk", {"ratio": 0.34}), ("2bit", {"threshold": 1.0})]
+    ("kind", "options"), [("fp16", {}), ("bf16", {}), ("1bit", {}), ("topk", {"keep": 0.34}), ("2bit", {"threshold": 1.0})]
 )
 def test_training_converges_with_both_ways_compressed(kind: str, options: dict[str, Any]) -> None:
     assert converged(kind, "dist", options) < 0.06
@@ -175,7 +175,7 @@ def test_residuals_go_on_in_another_store_with_other_servers() -> None:
     count, steps = 41, 10
 
     def train(store: Any, rank: int, some: range, value: torch.Tensor) -> torch.Tensor:
-        store.set_gradient_compression({"type": "topk", "ratio": 0.1, "pull": "none"})
+        store.set_gradient_compression({"type": "topk", "keep": 0.1, "pull": "none"})
         store.init("w", torch.zeros(count))
         return value
 
@@ -252,10 +252,10 @@ def test_options_differ_or_do_not_exist() -> None:
 
     with job(2) as made:
         differs, unknown, pull, none = made.run(work)[1]
-    assert differs.startswith("the compression is {'push': {'type': 'bf16'}, ")
-    assert "there is no compression '3bit'" in unknown
-    assert "there is no compression '3bit'" in pull
-    assert "has no type" in none
+    assert differs.startswith("the compression is {'push': {'name': 'bf16'}, ")
+    assert "there is no codec '3bit'" in unknown
+    assert "there is no codec '3bit'" in pull
+    assert "write the name of a codec" in none
 
 
 def test_a_state_that_is_loaded_reaches_workers_that_get_changes() -> None:
@@ -285,8 +285,8 @@ def test_a_state_that_is_loaded_reaches_workers_that_get_changes() -> None:
 def test_what_is_left_over_is_a_gradient_and_needs_no_scaling_when_the_rate_changes(kind: str) -> None:
     count, steps, workers = 40, 8, 2
     rates = [0.5, 0.5, 0.05, 0.05, 2.0, 2.0, 0.001, 0.5]
-    extra: dict[str, dict[str, Any]] = {"topk": {"ratio": 0.1}, "1bit": {}, "2bit": {"threshold": 0.5}}
-    options = {"type": kind, **extra[kind]}
+    extra: dict[str, dict[str, Any]] = {"topk": {"keep": 0.1}, "1bit": {}, "2bit": {"threshold": 0.5}}
+    options = {"name": kind, **extra[kind]}
     codec = codec_from(options)
     weights, left = torch.zeros(count), [torch.zeros(count) for _ in range(workers)]
     for step, rate in enumerate(rates):

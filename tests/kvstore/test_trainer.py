@@ -347,7 +347,7 @@ def used_store() -> KVStore:
         ((line(), "sgd"), {"kvstore": "dist_asyn"}, "did you mean 'dist_async'"),
         ((line(), "sgd"), {"kvstore": None, "update_on_kvstore": True}, "update_on_kvstore=True without a kvstore"),
         ((line(), "sgd"), {"kvstore": None, "compression_params": {"type": "2bit"}}, "compression_params without a kvstore"),
-        ((line(), "sgd"), {"compression_params": {"type": "3bit"}}, "there is no compression '3bit'"),
+        ((line(), "sgd"), {"compression_params": {"type": "3bit"}}, "there is no codec '3bit'"),
         ((line(), "sgd", {"multi_precision": True}), {}, "multi_precision=True needs update_on_kvstore=True"),
     ],
 )

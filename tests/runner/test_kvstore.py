@@ -48,7 +48,7 @@ def test_a_run_file_names_it_with_its_settings(tmp_path: Path) -> None:
         ("strategy.server=1", "kvstore has no such option; did you mean 'servers'"),
         ("strategy.servers=0", "needs parameter servers"),
         ("strategy.mode=sync", "only mode='ssp' bounds staleness"),
-        ("strategy.compression={type: 3bit}", "there is no compression '3bit'"),
+        ("strategy.compress={type: 3bit}", "there is no codec '3bit'"),
         ("strategy.snapshot_every=5", "snapshot_every=… and snapshot_dir=… belong together"),
     ):
         with pytest.raises(UserError, match=said):
@@ -69,7 +69,7 @@ def test_verify_measures_how_far_compression_drifts() -> None:
     given = arguments(model=classifier())
     report = allhands.verify(
         model=given["model"], criterion=given["criterion"], optimizer=given["optimizer"],
-        loaders={"train": given["loaders"]["train"]}, steps=8, strategies=KVStore(compression={"type": "topk", "ratio": 0.3}),
+        loaders={"train": given["loaders"]["train"]}, steps=8, strategies=KVStore(compress={"name": "topk", "keep": 0.3}),
         workers=(2,),
     )  # fmt: skip
     assert [row.verdict for row in report.rows] == ["lossy as declared"]

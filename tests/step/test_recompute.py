@@ -188,8 +188,8 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
         ({"again": []}, "it must be True, False, the name of a class"),
         ({"again": True, "model": nn.Sequential(nn.Linear(6, 4))}, "that have parts, and the model has none"),
         ({"again": True, "distributed": DP()}, "write distributed='ddp'"),
-        ({"again": True, "distributed": FSDP(checkpoint_activations=True)}, r"write FSDP\(\), or leave"),
-        ({"again": True, "distributed": Mesh(dp=1, fsdp=FSDP(checkpoint_activations=True))}, r"write FSDP\(\), or leave"),
+        ({"again": True, "distributed": FSDP(activation_checkpointing=True)}, r"write FSDP\(\), or leave"),
+        ({"again": True, "distributed": Mesh(dp=1, fsdp=FSDP(activation_checkpointing=True))}, r"write FSDP\(\), or leave"),
         (
             {"again": True, "distributed": Federated(), "num_epochs": 1},
             "activation_checkpointing=True with distributed=Federated",

@@ -102,7 +102,7 @@ CASES: dict[str, tuple[Strategy, int, int, int, float | None, Any]] = {
     "uneven": (FSDP(), 41, 4, 1, None, ADAM),
     "accumulated and clipped": (FSDP(wrap={"min_params": 60}), 41, 2, 2, 0.3, SGD),
     "fewer samples than workers": (FSDP(reshard_after_forward=False), 2, 4, 1, 0.1, SGD),
-    "one sample a batch": (FSDP(wrap="Linear", checkpoint_activations=True), 11, 1, 3, None, ADAM),
+    "one sample a batch": (FSDP(wrap="Linear", activation_checkpointing=True), 11, 1, 3, None, ADAM),
     "copies": (Mesh(dp=3), 41, 4, 2, 0.3, SGD),
 }
 
@@ -414,7 +414,7 @@ def test_copies_of_what_is_not_sharded() -> None:
 ON_GPUS: dict[str, tuple[Strategy, float]] = {
     "shards": (FSDP(), 1e-5),
     "offloaded": (FSDP(cpu_offload=True, wrap={"min_params": 60}), 1e-5),
-    "computed again": (FSDP(checkpoint_activations=True, reshard_after_forward=False), 1e-5),
+    "computed again": (FSDP(activation_checkpointing=True, reshard_after_forward=False), 1e-5),
     "copies": (Mesh(dp=2), 1e-5),
     "bf16": (FSDP(param_dtype="bf16", reduce_dtype="fp32"), 3e-2),
 }
@@ -442,3 +442,8 @@ def trained_on(device: str, cases: dict[str, tuple[Strategy, float]]) -> list[fl
 def test_two_gpus() -> None:
     for (name, (_, bound)), apart in zip(ON_GPUS.items(), trained_on("cuda", ON_GPUS), strict=True):
         assert apart < bound, name
+
+
+def test_the_old_name_of_activation_checkpointing_warns() -> None:
+    with pytest.warns(FutureWarning, match=r"FSDP\(checkpoint_activations=…\).*write FSDP\(activation_checkpointing=…\)"):
+        assert FSDP(checkpoint_activations=True).activation_checkpointing is True

@@ -83,7 +83,7 @@ def train_each() -> dict[str, float]:
     found = {way: train(FSDP(), way, 2) for way in ("in order", "other order", "twice", "all at once")}
     wrap = ["experts.0", "experts.0.1", "experts.1.1", "experts.2", "unused.0"]
     found["nested"] = train(FSDP(wrap=wrap), "in order", 2)
-    found["recomputed, 2 micro-batches"] = train(FSDP(checkpoint_activations=True), "in order", 2, 2)
+    found["recomputed, 2 micro-batches"] = train(FSDP(activation_checkpointing=True), "in order", 2, 2)
     return found
 
 

@@ -23,9 +23,9 @@ SAMPLES, BATCH, EPOCHS = 49, 4, 2  # with 2 and 3 workers, the last step of an e
 RARE = 1.5  # two of the samples have more in their first number
 
 LOSSY: dict[str, dict[str, Any]] = {
-    "both ways": {"compression": {"type": "topk", "ratio": 0.3}},
-    "one way": {"compression": {"type": "1bit", "pull": "none"}},
-    "in the workers": {"compression": {"type": "topk", "ratio": 0.3, "pull": "none"}, "update": "worker"},
+    "both ways": {"compress": {"name": "topk", "keep": 0.3}},
+    "one way": {"compress": {"name": "1bit", "pull": "none"}},
+    "in the workers": {"compress": {"name": "topk", "keep": 0.3, "pull": "none"}, "update": "worker"},
 }
 
 
@@ -229,8 +229,8 @@ def test_workers_that_do_not_wait(tmp_path: Path) -> None:
     model, _, history = train(KVStore("async", servers=2), "adam", workers=1)
     assert relative_difference(model.state_dict(), by_hand(BATCH, "adam", None)) < 2e-5
     assert history["train"]["staleness"] == [0.0] * EPOCHS
-    narrow = {"type": "topk", "ratio": 0.5, "pull": "none"}
-    for strategy in (KVStore("ssp", servers=1, staleness=1, compression=narrow), KVStore("async", servers=1, damping=True)):
+    narrow = {"name": "topk", "keep": 0.5, "pull": "none"}
+    for strategy in (KVStore("ssp", servers=1, staleness=1, compress=narrow), KVStore("async", servers=1, damping=True)):
         folder = tmp_path / strategy.mode
         model, optimizer, history = train(strategy, "adam", epochs=4, workers=2, logdir=folder, save_every=3, clip_norm=1.0)
         assert history["train"]["loss"][-1] < 0.8 * history["train"]["loss"][0]
@@ -257,11 +257,13 @@ def test_workers_that_do_not_wait(tmp_path: Path) -> None:
         ({"update": "server"}, "'store' or 'worker'"),
         ({"mode": "async", "servers": 1, "update": "worker"}, "leave update out"),
         ({"mode": "async", "servers": 1, "find_unused_parameters": True}, "set mode to 'sync'"),
-        ({"compression": "fp16"}, "write a dict, such as compression={'type': 'fp16'}"),
-        ({"compression": {"type": "3bit"}}, "there is no compression '3bit'"),
-        ({"compression": {"type": "topk", "ratio": 2.0}}, "cannot have ratio=2.0"),
-        ({"mode": "async", "compression": {"type": "fp16"}}, "other weights; write compression={'type': 'fp16', 'pull': 'none'}"),
-        ({"update": "worker", "compression": {"type": "1bit"}}, "write compression={'type': '1bit', 'pull': 'none'}"),
+        ({"compress": True}, "write the name of a codec"),
+        ({"compress": "powersgd"}, "which only DDP has; write 'int8'"),
+        ({"compress": "fp16", "compression": {"type": "fp16"}}, "leave compression out"),
+        ({"compress": {"name": "3bit"}}, "there is no codec '3bit'"),
+        ({"compress": {"name": "topk", "keep": 2.0}}, "keep=2.0 of .topk"),
+        ({"mode": "async", "compress": {"name": "fp16"}}, "other weights; write compress={'name': 'fp16', 'pull': 'none'}"),
+        ({"update": "worker", "compress": {"name": "1bit"}}, "write compress={'name': '1bit', 'pull': 'none'}"),
         ({"damping": True}, r"KVStore\(mode='sync', damping=True\): synchronous steps are never stale; leave damping out"),
         ({"mode": "ssp", "staleness": 0, "damping": True}, "staleness=0, damping=True.*leave damping out"),
         ({"mode": "async", "damping": 0.5}, "must be True or False"),
@@ -284,8 +286,8 @@ def test_no_servers_for_workers_that_do_not_wait() -> None:
     assert KVStore("async").exact is False
     options = KVStore("ssp", staleness=2, damping=True, snapshot_every=5, snapshot_dir="s").options
     assert options == {"on_worker_loss": "stop", "staleness": 2, "damping": True, "snapshot_every": 5, "snapshot_dir": "s"}
-    assert KVStore(compression={"type": "2bit"}).exact is False
-    assert KVStore(compression={"type": "none"}).exact
+    assert KVStore(compress={"name": "2bit"}).exact is False
+    assert KVStore(compress={"name": "none"}).exact
     with pytest.raises(UserError, match="starts its own servers once.*launch -s 1 --server-restarts 3"):
         train(KVStore(servers=1, snapshot_every=5, snapshot_dir="s"), workers=2)
     with pytest.raises(UserError, match="has no servers, so that none would come back"):
@@ -316,3 +318,14 @@ def test_a_parameter_without_a_gradient_is_left_alone_or_named() -> None:
     assert with_spare("kvstore")["spare"].tolist() == [1.0, 1.0]
     with pytest.raises((UserError, WorkerError), match="'spare' took no part in the loss"):
         with_spare(KVStore("async", servers=1))
+
+
+def test_the_old_name_of_compress_warns() -> None:
+    with pytest.warns(FutureWarning) as told:
+        assert (
+            KVStore(compression={"type": "topk", "ratio": 0.1}).compress
+            == KVStore(compress={"name": "topk", "keep": 0.1}).compress
+        )
+    said = " ".join(str(one.message) for one in told)
+    assert "write KVStore(compress=…)" in said
+    assert "write 'keep'" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,11 @@ CASES: dict[str, dict[str, Any]] = {
     "momentum": {"every": 4, "optimizer": "momentum", "clip_norm": 0.3},
     "nesterov": {"every": 3, "outer": NESTEROV, "optimizer": "adamw"},
     "fragments": {"every": 4, "outer": NESTEROV, "fragments": 2, "mix": 0.25},
-    "bf16": {"every": 3, "exchange": "bf16", "fragments": 2},
-    "int8": {"every": 2, "exchange": "int8", "outer": NESTEROV, "optimizer": "momentum"},
+    "bf16": {"every": 3, "compress": "bf16", "fragments": 2},
+    "int8": {"every": 2, "compress": "int8", "outer": NESTEROV, "optimizer": "momentum"},
+    "topk": {"every": 2, "compress": {"name": "topk", "keep": 0.25}},
+    "1bit": {"every": 2, "compress": "1bit"},
+    "fp16": {"every": 2, "compress": "fp16"},
     "muon": {"every": 3, "outer": NESTEROV, "optimizer": "muon"},
 }
 FRAGMENTS = {1: [["0.weight", "0.bias", "3.weight", "3.bias"]], 2: [["0.weight", "0.bias"], ["3.weight", "3.bias"]]}
@@ -46,9 +50,9 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 class ByHand:
     """All workers of a world, one after another in plain PyTorch."""
 
-    def __init__(self, workers: int, every: int, outer: Any = "average", fragments: int = 1, exchange: str = "fp32",
+    def __init__(self, workers: int, every: int, outer: Any = "average", fragments: int = 1, compress: Any = None,
                  mix: float = 0.0, optimizer: str = "sgd", clip_norm: float | None = None) -> None:  # fmt: skip
-        self.every, self.outer, self.exchange, self.mix, self.clip_norm = every, outer, exchange, mix, clip_norm
+        self.every, self.outer, self.compress, self.mix, self.clip_norm = every, outer, compress, mix, clip_norm
         self.fragments = FRAGMENTS[fragments]
         self.models = [classifier() for _ in range(workers)]
         self.optimizers = [make_optimizer(optimizer, model) for model in self.models]
@@ -86,7 +90,7 @@ class ByHand:
     def bring_together(self, number: int) -> None:
         seen, before = self.seen[number], self.vector(number, self.anchor)
         deltas = [before - self.vector(number, model.state_dict()) for model in self.models]
-        if self.exchange == "fp32":
+        if self.compress is None:
             mean = torch.stack([delta * (n / sum(seen)) for delta, n in zip(deltas, seen, strict=True)]).sum(0)
         else:
             mean = self.through_narrow_wires(number, deltas)
@@ -117,12 +121,12 @@ class ByHand:
             if not seen[worker]:
                 continue
             wanted = delta + self.lost[number][worker]
-            arrived = torch.cat([narrow(wanted[piece], self.exchange) for piece in pieces])
+            arrived = torch.cat([narrow(wanted[piece], self.compress) for piece in pieces])
             self.lost[number][worker] = wanted - arrived
             mean += arrived * (seen[worker] / sum(seen))
         for worker, piece in enumerate(pieces):
             wanted = mean[piece] + self.owed[number][worker]
-            mean[piece] = narrow(wanted, self.exchange)
+            mean[piece] = narrow(wanted, self.compress)
             self.owed[number][worker] = wanted - mean[piece]
         return mean
 
@@ -136,12 +140,17 @@ class ByHand:
         return {name: found[name] for name in self.anchor}
 
 
-def narrow(values: Vector, form: str) -> Vector:
+def narrow(values: Vector, compress: Any) -> Vector:
     """What arrives of numbers; these are too few for more than one scale."""
-    if form == "bf16":
-        return values.bfloat16().float()
-    scale = values.abs().max() / 127
-    return (values / scale).round().clamp(-127, 127) * scale if scale else values
+    if compress in ("bf16", "fp16"):
+        return values.to(torch.bfloat16 if compress == "bf16" else torch.float16).float()
+    if compress == "1bit":
+        return torch.where(values >= 0, 1.0, -1.0) * values.abs().mean()
+    if compress == "int8":
+        scale = values.abs().max() / 127
+        return (values / scale).round().clamp(-127, 127) * scale if scale else values
+    least = values.abs().sort(descending=True).values[math.ceil(compress["keep"] * len(values)) - 1]
+    return torch.where(values.abs() >= least, values, 0.0)
 
 
 def steps_of(workers: int, count: int) -> list[torch.Tensor]:
@@ -236,9 +245,10 @@ def parity() -> dict[str, Any]:
 @pytest.mark.parametrize("workers", [2, 3])
 def test_the_same_as_by_hand(workers: int) -> None:
     for found in in_world(workers, parity):
-        for name in CASES:
-            assert found[name] < 1e-6, (name, found[name])
-            assert found[f"{name} evaluated"] < 1e-6, (name, found[f"{name} evaluated"])
+        for name, case in CASES.items():
+            # A last bit decides now and then how a number is rounded.
+            assert found[name] < (1e-5 if "compress" in case else 1e-6), (name, found[name])
+            assert found[f"{name} evaluated"] < 1e-5, (name, found[f"{name} evaluated"])
         assert found["ddp"] < 1e-6
         assert found["ddp, every 3"] > 1e-4
         # 164 numbers in 7 or 5 steps of the first epoch, of which 2 or 1 exchange; and the numbers of samples.
@@ -250,7 +260,7 @@ def test_the_same_as_by_hand(workers: int) -> None:
 def resumed(folder: str) -> dict[str, Any]:
     """What an interruption changes: in the middle of H, in the middle of an epoch and at its end."""
     found: dict[str, Any] = {}
-    hard = {"every": 4, "outer": NESTEROV, "fragments": 2, "exchange": "int8", "mix": 0.25}
+    hard = {"every": 4, "outer": NESTEROV, "fragments": 2, "compress": "int8", "mix": 0.25}
     for name, settings, optimizer in (
         ("hard", hard, "adamw"),
         ("plain", {"every": 3}, "momentum"),

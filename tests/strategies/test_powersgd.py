@@ -126,28 +126,28 @@ def trained(folder: str) -> dict[str, Any]:
     workers = dist.get_world_size()
     for rank, start in ((1, 0), (2, 3)):
         by_hand = train_by_hand(workers, ByHand(rank, start, workers)).state_dict()
-        ours = train(DDP(compress="powersgd", powersgd_rank=rank, powersgd_start=start)).state_dict()
+        ours = train(DDP(compress={"name": "powersgd", "rank": rank, "start": start})).state_dict()
         found[f"by hand {rank}"] = relative_difference(ours, by_hand)
         found[f"from exact {rank}"] = relative_difference(ours, train(DDP()).state_dict())
-    options: dict[str, Any] = {"powersgd_start": 2, "bucket_cap_mb": 0.002}  # a few buckets
-    whole = train(DDP(compress="powersgd", **options), callbacks=[Callback()])
+    options: dict[str, Any] = {"compress": {"name": "powersgd", "start": 2}, "bucket_cap_mb": 0.002}  # a few buckets
+    whole = train(DDP(**options), callbacks=[Callback()])
     for where, shorter in (("middle", {"callbacks": [Stop()]}), ("end", {"epochs": 2, "callbacks": [Callback()]})):
         logdir = f"{folder}/{workers}-{where}"
-        train(DDP(compress="powersgd", **options), logdir=logdir, **shorter)
-        again = train(DDP(compress="powersgd", **options), logdir=logdir, resume="auto", callbacks=[Callback()])
+        train(DDP(**options), logdir=logdir, **shorter)
+        again = train(DDP(**options), logdir=logdir, resume="auto", callbacks=[Callback()])
         found[where] = all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
     with pytest.raises(NonFiniteLossError) as error:
-        train(DDP(compress="powersgd", powersgd_start=0), criterion=Poisoned())
+        train(DDP(compress={"name": "powersgd", "start": 0}), criterion=Poisoned())
     found["nan"] = str(error.value)
     return found
 
 
 def gone_on(folder: str) -> dict[str, Any]:
     """Three workers go on from what two have saved after step 5."""
-    strategy = DDP(compress="powersgd", powersgd_start=2)
+    strategy = DDP(compress={"name": "powersgd", "start": 2})
     train(strategy, logdir=f"{folder}/three", resume=f"{folder}/2-middle", epochs=1, callbacks=[Callback()])
-    assert strategy._powersgd is not None
-    return {"exchanges": strategy._powersgd.exchanges, "left": strategy.own_tensors()}
+    assert isinstance(strategy._coded, PowerSGD)
+    return {"exchanges": strategy._coded.exchanges, "left": strategy.own_tensors()}
 
 
 @pytest.mark.serial

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from allhands.comm.codecs import Cast, Scaled, TopK, codec_from
+from allhands.comm.compress import CODECS, NO_MATRICES, NO_THRESHOLD, checked_compress
 from allhands.data import derive_seed
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import Algorithm, Server, Trained
@@ -62,90 +65,62 @@ class Compression(ABC):
         """Bytes of one client's update."""
 
 
-class TopK(Compression):
-    """The largest numbers of an update, with their places; the others count as 0 (Aji and Heafield, Sparse Communication for
-    Distributed Gradient Descent, EMNLP 2017).
+class Coded(Compression):
+    """Updates in one of the codecs of `allhands.comm.codecs`; int8 and 1bit have one scale a tensor.
 
     Args:
-        fraction: how many of all numbers, above 0 and at most 1; at least one is sent.
-        feedback: see `Compression`.
+        compress: a name, or ``{"name": …, option: …}``. Besides the codec's own options there are "feedback" (see
+            `Compression`; true for 1bit, and false for the others), and for int8 "stochastic": round at random, so that the mean
+            is right (QSGD, NeurIPS 2017), or to the nearest.
+
+    Attributes:
+        options: of the codec, by name.
     """
 
-    name = "topk"
-
-    def __init__(self, fraction: float = 0.01, feedback: bool = False) -> None:
-        super().__init__(feedback)
-        if not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
-            raise UserError(f"fraction={fraction!r}; it must be above 0 and at most 1, such as 0.01 for one number in a hundred")
-        self.fraction = float(fraction)
-
-    def _narrow(self, updates: torch.Tensor, clients: Sequence[int], server: Server) -> None:
-        largest = updates.abs().topk(self._count(server), dim=1).indices
-        kept = torch.zeros_like(updates).scatter_(1, largest, updates.gather(1, largest))
-        updates.copy_(kept)
-
-    def _count(self, server: Server) -> int:
-        return max(1, round(self.fraction * numbers(server)))
-
-    def sent(self, server: Server) -> float:
-        return float(self._count(server) * (server.weights.element_size() + 4))
-
-
-class EightBit(Compression):
-    """Integers from -127 to 127 and one scale a tensor, rounded at random so that the mean is right (Alistarh et al., QSGD,
-    NeurIPS 2017).
-
-    Args:
-        stochastic: round at random; False rounds to the nearest.
-        feedback: see `Compression`.
-    """
-
-    name = "8bit"
-
-    def __init__(self, stochastic: bool = True, feedback: bool = False) -> None:
-        super().__init__(feedback)
-        self.stochastic = stochastic
+    def __init__(self, compress: str | dict[str, Any]) -> None:
+        more = {name: {"feedback": name == "1bit"} for name in CODECS}
+        more["int8"]["stochastic"] = True
+        given = checked_compress(compress, "Federated(compress=", {"powersgd": NO_MATRICES, "2bit": NO_THRESHOLD}, more)
+        assert given is not None
+        super().__init__(given["feedback"])
+        self.name = given["name"]
+        self.options = {option: value for option, value in given.items() if option != "name"}
+        self._codec = codec_from(given, block=None)
+        self._stochastic = self.options.get("stochastic", False)
+        if not isinstance(self._stochastic, bool):
+            raise UserError(f"stochastic={self._stochastic!r}; it must be true or false")
 
     def _narrow(self, updates: torch.Tensor, clients: Sequence[int], server: Server) -> None:
-        if self.stochastic:
-            keys = [derive_seed(server.seed, "rounding", server.round, client) & 0x7FFFFFFF for client in clients]
-            bits = hashed(updates.shape[1], torch.tensor(keys, dtype=torch.int32, device=updates.device)[:, None])
-            chance = bits.to(updates.dtype).add_(2.0**31).mul_(2.0**-32)
-        for place in server.layout.places:
-            part = updates[:, place.start : place.stop]
-            scale = part.abs().amax(1, keepdim=True).div_(127)
-            steps = part / torch.where(scale > 0, scale, 1.0)
-            steps = (steps + chance[:, place.start : place.stop]).floor_() if self.stochastic else steps.round_()
-            part.copy_(steps.clamp_(-127, 127).mul_(scale))
+        codec = self._codec
+        if isinstance(codec, TopK):  # of the whole update, not of each tensor
+            largest = updates.abs().topk(codec.count(numbers(server)), dim=1).indices
+            updates.copy_(torch.zeros_like(updates).scatter_(1, largest, updates.gather(1, largest)))
+        elif isinstance(codec, Scaled):
+            chance = self._chance(updates, clients, server) if self._stochastic else None
+            for place in server.layout.places:
+                part = slice(place.start, place.stop)
+                drawn = None if chance is None else chance[:, part]
+                updates[:, part] = codec.arrives(updates[:, part], drawn)
+        elif isinstance(codec, Cast):
+            updates.copy_(codec.arrives(updates))
+
+    def _chance(self, updates: torch.Tensor, clients: Sequence[int], server: Server) -> torch.Tensor:
+        """A number from 0 to below 1 for each of the updates, which depends on the round and the client alone."""
+        keys = [derive_seed(server.seed, "rounding", server.round, client) & 0x7FFFFFFF for client in clients]
+        bits = hashed(updates.shape[1], torch.tensor(keys, dtype=torch.int32, device=updates.device)[:, None])
+        return bits.to(updates.dtype).add_(2.0**31).mul_(2.0**-32)
 
     def sent(self, server: Server) -> float:
-        return float(numbers(server) + 4 * _tensors(server))
+        if isinstance(self._codec, TopK):
+            return float(self._codec.count(numbers(server)) * (server.weights.element_size() + 4))
+        own = set() if server.own is None else set(server.own.tolist())
+        return float(sum(self._codec.nbytes(place.stop - place.start) for place in server.layout.places
+                         if place.start not in own))  # fmt: skip
 
 
-class OneBit(Compression):
-    """The sign of every number, and one scale a tensor: the mean of the absolute values (Bernstein et al., signSGD, ICML 2018;
-    with `feedback`, Karimireddy et al., ICML 2019).
-
-    Args:
-        feedback: see `Compression`; without it, what is lost is lost.
-    """
-
-    name = "1bit"
-
-    def __init__(self, feedback: bool = True) -> None:
-        super().__init__(feedback)
-
-    def _narrow(self, updates: torch.Tensor, clients: Sequence[int], server: Server) -> None:
-        for place in server.layout.places:
-            part = updates[:, place.start : place.stop]
-            scale = part.abs().mean(1, keepdim=True)
-            part.copy_(torch.where(part >= 0, scale, -scale))
-
-    def sent(self, server: Server) -> float:
-        return float(-(-numbers(server) // 8) + 4 * _tensors(server))
-
-
-COMPRESSIONS: dict[str, type[Compression]] = {cls.name: cls for cls in (TopK, EightBit, OneBit)}
+def chosen(compress: Any) -> Compression | None:
+    """What ``compress=`` says: a `Compression` as it is, a codec's name or options as `Coded`; None for None."""
+    return compress if compress is None or isinstance(compress, Compression) else Coded(compress)
 
 
 def numbers(server: Server) -> int:
@@ -157,11 +132,6 @@ def numbers(server: Server) -> int:
 def plain_bytes(server: Server) -> float:
     """Bytes of a whole model: its numbers as they are, and 8 for each number of integer buffers."""
     return float(numbers(server) * server.weights.element_size() + 8 * len(server.integers))
-
-
-def _tensors(server: Server) -> int:
-    own = set() if server.own is None else set(server.own.tolist())
-    return sum(place.start not in own for place in server.layout.places)
 
 
 class Traffic:
@@ -183,8 +153,8 @@ class Traffic:
         self.compression = compression
         gets, sends = algorithm.beside_model(server)
         if compression is not None and (sends or not algorithm.shares):
-            raise UserError(f"compression={compression.name!r} narrows updates, and algorithm={algorithm.name!r} sends "
-                            f"{'other vectors too' if algorithm.shares else 'none'}; write compression=None")  # fmt: skip
+            raise UserError(f"compress={compression.name!r} narrows updates, and algorithm={algorithm.name!r} sends "
+                            f"{'other vectors too' if algorithm.shares else 'none'}; write compress=None")  # fmt: skip
         width = server.weights.element_size()
         shared = 1.0 if algorithm.shares else 0.0
         update = plain_bytes(server) if compression is None else compression.sent(server) + 8 * len(server.integers)

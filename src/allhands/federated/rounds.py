@@ -98,7 +98,7 @@ class Rounds:
         self.privacy = privacy
         if privacy is not None:
             if compression is not None:
-                raise UserError("compression= with privacy=: what is narrowed after it was clipped may exceed the bound; leave "
+                raise UserError("compress= with privacy=: what is narrowed after it was clipped may exceed the bound; leave "
                                 "one of them out")  # fmt: skip
             privacy.check(self.algorithm, server, per_round)
         self.traffic = Traffic(self.algorithm, server, compression)

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from allhands.comm.compress import merged_old
 from allhands.errors import UserError, did_you_mean
 from allhands.federated.algorithms import ALGORITHMS, Algorithm
 from allhands.federated.algorithms.fedbuff import FedBuff
 from allhands.federated.buffered import BufferedRounds
-from allhands.federated.compression import COMPRESSIONS, Compression
+from allhands.federated.compression import Compression, chosen
 from allhands.federated.executors.choice import parse
 from allhands.federated.failures import check_action
 from allhands.federated.local import CLIENT_PRECISIONS
@@ -64,14 +65,15 @@ class Federated(Strategy):
         on_client_failure: what happens when a client's training raises: "stop" ends the run, "retry" trains the client again,
             "skip" leaves it out of the round; each names it with its traceback.
         client_retries: how often "retry" tries before it stops.
-        compression: what clients send is narrowed: "topk", "8bit", "1bit", ``{"name": "topk", "fraction": 0.01}``, or a
-            `Compression`; None: they send all.
+        compression: the old name of `compress`.
         privacy: clip clients' updates and add noise to their mean: ``{"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}``, or
             a `Privacy`. The history has epsilon.
         systems: clients' devices in virtual time: ``{"speed": 50.0, "upload": 1e6, "deadline": 600.0}``, or a `Systems`. The
             history has seconds of virtual time, and who came late or not at all.
         sites: what holds for the same run across real sites (`allhands federated server`): ``{"names": […], "min": 3}``, or a
             `Sites`. A simulation checks it, and that it has as many clients as there are names.
+        compress: what clients send is narrowed: "fp16", "bf16", "int8", "1bit", "topk", ``{"name": "topk", "keep": 0.01,
+            "feedback": True}``, or a `Compression`; None: they send all.
 
     Of the other arguments of `SupervisedRunner.train`, these mean something of their own here: a `scheduler` steps once a round,
     on the clients' learning rate; callbacks take rounds for epochs, and their `on_epoch_end` comes after rounds that are
@@ -107,6 +109,7 @@ class Federated(Strategy):
         test_fraction: float | None = None,
         stages: type[Rounds] = Rounds,
         sites: dict[str, Any] | Sites | None = None,
+        compress: str | dict[str, Any] | Compression | None = None,
     ) -> None:
         for name, value in (("clients", clients), ("per_round", per_round), ("rounds", rounds), ("local_epochs", local_epochs),
                             ("local_steps", local_steps), ("evaluate_every", evaluate_every),
@@ -134,14 +137,14 @@ class Federated(Strategy):
             raise UserError(f"local_layers={local_layers!r}; it must be a list of names: write [{local_layers!r}]")
         if on_bad_update not in ("stop", "skip"):
             raise UserError(f"on_bad_update={on_bad_update!r}; it must be 'stop' or 'skip'")
-        chosen = executor.get("name") if isinstance(executor, dict) else executor
-        if devices_per_client > 1 and chosen not in ("auto", "serial"):
+        how = executor.get("name") if isinstance(executor, dict) else executor
+        if devices_per_client > 1 and how not in ("auto", "serial"):
             raise UserError(
-                f"devices_per_client={devices_per_client} trains one client after another; leave executor={chosen!r} out"
+                f"devices_per_client={devices_per_client} trains one client after another; leave executor={how!r} out"
             )
         self.devices_per_client = devices_per_client
         check_action(on_client_failure, client_retries)
-        self.compression = None if compression is None else named(compression, COMPRESSIONS, "compression")
+        self.compression = copy.deepcopy(chosen(merged_old(compress, compression, "Federated", "compression")))
         self.privacy, self.systems = _made(privacy, Privacy, "privacy"), _made(systems, Systems, "systems")
         self.sites: Sites | None = _made(sites, Sites, "sites")
         if self.sites is not None and clients is not None:

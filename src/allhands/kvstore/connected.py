@@ -18,12 +18,13 @@ from typing import Any, Self
 import torch
 from safetensors.torch import save
 
+from allhands.comm.codecs import NO_CODEC, Codec, codec_from
 from allhands.errors import UserError, WorldError
 from allhands.kvstore import servers_of_job
 from allhands.kvstore.arena import Arena, Place, offsets
 from allhands.kvstore.board import Board, ServerLostError
 from allhands.kvstore.comeback import come_back
-from allhands.kvstore.compression import Codec, Compressor, both_ways, codec_from
+from allhands.kvstore.compression import Compressor
 from allhands.kvstore.frames import Kind, pack
 from allhands.kvstore.handshake import key as server_key
 from allhands.kvstore.link import LAST, TRANSPORT, TRANSPORTS, Link
@@ -240,14 +241,13 @@ class Connected(KVStore):
             link.ask("optimizer", name=spec.name, groups=list(spec.groups))
             link.adds = True
 
-    def _set_compression(self, options: dict[str, Any]) -> None:
-        push, pull = both_ways(options)
+    def _set_compression(self, push: dict[str, Any], pull: dict[str, Any]) -> None:
         codec, down = codec_from(push), codec_from(pull)
         for link in self.links:
             link.ask("compression", push=push, pull=pull)
-            link.down_codec = None if pull["type"] == "none" else down
+            link.down_codec = None if pull == NO_CODEC else down
             link.adds = self.optimizer is not None
-        self._codec = None if push["type"] == "none" else codec
+        self._codec = None if push == NO_CODEC else codec
         self._compressors.clear()
 
     def barrier(self) -> None:

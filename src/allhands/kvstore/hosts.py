@@ -281,9 +281,9 @@ class HostStore(KVStore):
         if self._rows is not None:
             self._rows.set_optimizer(spec)
 
-    def _set_compression(self, options: dict[str, Any]) -> None:
-        self._meet("set_gradient_compression", options)
-        self._lead(lambda store: store.set_gradient_compression(options))
+    def _set_compression(self, push: dict[str, Any], pull: dict[str, Any]) -> None:
+        self._meet("set_gradient_compression", [push, pull])
+        self._lead(lambda store: store.set_gradient_compression({**push, "pull": pull}))
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """What compression has left over on this host, by key, on its leader; nothing on the others."""

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
+from allhands.comm.codecs import Codec
 from allhands.errors import AllhandsError, UserError, WorldError
 from allhands.kvstore.arena import Arena, Place, copy, receive_file, send_file
 from allhands.kvstore.board import Board, Pending
-from allhands.kvstore.compression import Codec
 from allhands.kvstore.frames import (
     HEADER_BYTES,
     LONGEST_ROWS,

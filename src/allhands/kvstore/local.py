@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from allhands.comm.codecs import NO_CODEC
 from allhands.errors import UserError
 from allhands.kvstore.bucket import Bucket, clip_factor, square_of, weight_factor
-from allhands.kvstore.compression import both_ways
 from allhands.kvstore.modes import Mode
 from allhands.kvstore.narrow import Narrow
 from allhands.kvstore.optimizers import OptimizerSpec
@@ -313,10 +313,9 @@ class LocalStore(KVStore):
         for table in self._rows.values():
             table.set_optimizer(spec)
 
-    def _set_compression(self, options: dict[str, Any]) -> None:
-        push, pull = both_ways(options)
+    def _set_compression(self, push: dict[str, Any], pull: dict[str, Any]) -> None:
         self._meet("set_gradient_compression", [push, pull])
-        none = push["type"] == pull["type"] == "none"
+        none = push == pull == NO_CODEC
         self._give_whole()
         self._narrow = None if none else Narrow(push, pull, self.rank, self.num_workers)
         self._reduced = {}, []

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from allhands.comm.codecs import NO_CODEC, codec_from
 from allhands.errors import UserError
 from allhands.kvstore.bucket import Bucket
-from allhands.kvstore.compression import Compressor, check_finite, codec_from, compressible
+from allhands.kvstore.compression import Compressor, check_finite, compressible
 from allhands.kvstore.placement import Piece, place
 
 # Sends the n-th tensor to rank n; returns what each rank sent here.
@@ -31,7 +32,7 @@ class Narrow:
 
     def __init__(self, push: Mapping[str, Any], pull: Mapping[str, Any], rank: int, workers: int) -> None:
         self._up_codec, self._down_codec = codec_from(push), codec_from(pull)
-        self.keeps, self.narrows_values = push["type"] != "none", pull["type"] != "none"
+        self.keeps, self.narrows_values = push != NO_CODEC, pull != NO_CODEC
         self._rank, self._workers = rank, workers
         self._pieces: dict[str, list[Piece]] = {}
         self._loads = [0] * workers

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from allhands.comm.codecs import NO_CODEC, Codec, codec_from
 from allhands.errors import UserError
 from allhands.kvstore.arena import Arena, offsets
 from allhands.kvstore.chunks import Chunk
-from allhands.kvstore.compression import Codec, codec_from, compressible
+from allhands.kvstore.compression import both_ways, compressible
 from allhands.kvstore.members import Members
 from allhands.kvstore.optimizers import OptimizerSpec, spec_from
 from allhands.kvstore.placement import DTYPES, place
@@ -182,8 +183,8 @@ class ShardKeys:
 
     def set_compression(self, push: dict[str, Any], pull: dict[str, Any]) -> None:
         """Expect pushes in this form, and send values in that."""
+        push, pull = both_ways({**push, "pull": pull})  # a snapshot may have old spellings
         wanted = {"push": push, "pull": pull}
-        codec_from(push), codec_from(pull)
         with self._settings:
             if self.compression is not None and self.compression != wanted:
                 raise UserError(f"the compression is {wanted} on this worker, but {self.compression} on another")
@@ -194,8 +195,8 @@ class ShardKeys:
                         self._compress_down(chunk)
 
     def _compress_down(self, chunk: Chunk) -> None:
-        pull = self.compression["pull"] if self.compression else {"type": "none"}
-        if pull["type"] != "none" and compressible(chunk.weights.dtype):
+        pull = self.compression["pull"] if self.compression else NO_CODEC
+        if pull != NO_CODEC and compressible(chunk.weights.dtype):
             chunk.compress_down(codec_from(pull))
 
     def trained(self) -> set[int]:

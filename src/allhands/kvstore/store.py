@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from allhands.errors import UserError
-from allhands.kvstore.compression import compressible
+from allhands.kvstore.compression import both_ways, compressible
 from allhands.kvstore.modes import Mode
 from allhands.kvstore.optimizers import OptimizerSpec, spec_from
 from allhands.kvstore.states import StoreState, read_states, write_states
@@ -114,7 +114,7 @@ class KVStore(ABC):
     def _set_optimizer(self, spec: OptimizerSpec) -> None: ...
 
     @abstractmethod
-    def _set_compression(self, options: dict[str, Any]) -> None: ...
+    def _set_compression(self, push: dict[str, Any], pull: dict[str, Any]) -> None: ...
 
     @abstractmethod
     def update(self, grads: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor], share: Share,
@@ -308,17 +308,19 @@ class KVStore(ABC):
         self.optimizer = spec_from(optimizer, {**(options or {}), **more})
         self._set_optimizer(self.optimizer)
 
-    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
+    def set_gradient_compression(self, compression_params: str | Mapping[str, Any]) -> None:
         """Send gradients in fewer bits; what is lost is added to the next ones (error feedback).
 
         Args:
-            compression_params: ``{"type": "2bit", "threshold": 0.5}``; types are none, fp16, bf16, 2bit, 1bit and topk. "pull"
-                says how weights come back: a type, or such a dict; without it as the gradients, with 2bit whole.
+            compression_params: MXNet's ``{"type": "2bit", "threshold": 0.5}``, or what ``compress=`` takes: fp16, bf16, int8,
+                1bit, 2bit or topk, or ``{"name": "topk", "keep": 0.01}``; "none" sends float32. "pull" says how weights come
+                back: a name, or such a dict; without it as the gradients, with 2bit whole.
 
         Raises:
-            UserError: no such type or option, or another one than the other workers'.
+            UserError: no such codec or option, or another one than the other workers'.
         """
-        self._set_compression(dict(compression_params))
+        push, pull = both_ways(compression_params, "set_gradient_compression(")
+        self._set_compression(push, pull)
 
     @abstractmethod
     def residuals(self) -> dict[str, torch.Tensor]:

@@ -59,7 +59,7 @@ class Trainer:
     """
 
     def __init__(self, params: Any, optimizer: Any, optimizer_params: Mapping[str, Any] | None = None,
-                 kvstore: KVStore | str | None = "device", compression_params: Mapping[str, Any] | None = None,
+                 kvstore: KVStore | str | None = "device", compression_params: str | Mapping[str, Any] | None = None,
                  update_on_kvstore: bool | None = None, reduction: str = "sum", aggregate: str = "mean",
                  clip_norm: float | None = None) -> None:  # fmt: skip
         _one_of("reduction", reduction, ("sum", "mean"))

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from allhands.comm import broadcast_tensors, sum_gradients
+from allhands.comm.codecs import cast_dtype
 from allhands.errors import UserError
 from allhands.strategies.alike import check_weights_equal, make_buffers_equal
 from allhands.strategies.base import Strategy
 from allhands.strategies.buckets import CAP_MB, Buckets
-from allhands.strategies.compressed import add_up_in_bf16, check_compress, check_compressible
+from allhands.strategies.compressed import CodedSum, check_compress, check_compressible, sum_rounded
 from allhands.strategies.held import Read
 from allhands.strategies.measured import (
     backward_of,
@@ -50,12 +51,13 @@ class DDP(Strategy):
         static_graph: has no effect; accepted, with a warning, for scripts that set it.
         check_weights_every: compare the ranks' weights every so many optimizer steps (and at the end of each epoch);
             0 never compares.
-        compress: "bf16": gradients travel in bf16 and are added up in fp32. "powersgd": of each gradient matrix two thin factors
-            travel, and what they do not hold is added to the next step's gradient (Vogels et al., NeurIPS 2019). Neither computes
-            what one process does (`exact` is False). None sends gradients as they are. A step in which some worker has no sample
-            is exchanged as it is.
-        powersgd_rank: rank of the approximation of a gradient; None takes 1.
-        powersgd_start: so many steps are exchanged as they are first; None takes 10.
+        compress: "fp16", "bf16": gradients travel so and are added up in fp32. "int8", "1bit", "2bit", "topk", or
+            ``{"name": "topk", "keep": 0.01}``: they travel in fewer bits, and what is lost is added to the next step's gradient.
+            "powersgd", ``{"name": "powersgd", "rank": 1, "start": 10}``: of each gradient matrix two thin factors travel, after
+            `start` steps that are exchanged as they are (Vogels et al., NeurIPS 2019). None of these computes what one process
+            does (`exact` is False). None sends gradients as they are. A step in which some worker has no sample is exchanged as
+            it is.
+        powersgd_rank, powersgd_start: old spellings of the options of powersgd.
         optimizer_state: "sharded": each worker keeps the optimizer's state of about 1/N of the parameters, updates those, and
             sends them to the others (ZeRO's first stage, Rajbhandari et al., SC 2020), to the same bits. "whole": each keeps all.
 
@@ -73,23 +75,21 @@ class DDP(Strategy):
         bucket_cap_mb: float | str | None = None,
         static_graph: bool = False,
         check_weights_every: int = 1000,
-        compress: str | None = None,
+        compress: str | Mapping[str, Any] | None = None,
         powersgd_rank: int | None = None,
         powersgd_start: int | None = None,
         optimizer_state: str = "whole",
     ) -> None:
         check_state(optimizer_state)
         check_cap(bucket_cap_mb)
-        check_compress(compress, powersgd_rank, powersgd_start, find_unused_parameters)
+        self.compress = check_compress(compress, powersgd_rank, powersgd_start, find_unused_parameters)
         if static_graph:
             warnings.warn("DDP(static_graph=True) has no effect; leave it out", DeprecationWarning, stacklevel=2)
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.sync_batchnorm = sync_batchnorm
         self.bucket_cap_mb = bucket_cap_mb
         self.check_weights_every = check_weights_every
-        self.compress, self.powersgd_rank = compress, powersgd_rank or 1
-        self.powersgd_start = 10 if powersgd_start is None else powersgd_start
-        if compress is not None:
+        if self.compress is not None:
             self.exact = False
         self._shards = optimizer_state == "sharded"
         self._sharded: ShardedState | None = None
@@ -109,8 +109,9 @@ class DDP(Strategy):
             return "with several workers DDP(sync_batchnorm=True) decides on the host; write DDP()"
         if self._shards:
             return "DDP(optimizer_state='sharded') shares what each worker has updated, which is not recorded; write DDP()"
-        if self.compress == "powersgd":
-            return "DDP(compress='powersgd') decides on the host which steps it compresses; compress='bf16' does not"
+        if self.compress is not None and cast_dtype(self.compress) is None:
+            name = self.compress["name"]
+            return f"DDP(compress={name!r}) keeps on the host what it has left over of gradients; compress='bf16' does not"
         sparse = next((name for name, module in model.named_modules() if _is_sparse(module)), None)
         return None if sparse is None else f"'{sparse}' has sparse gradients; make it with sparse=False"
 
@@ -126,7 +127,7 @@ class DDP(Strategy):
         self._cap: float | None = None if isinstance(self.bucket_cap_mb, str) else self.bucket_cap_mb
         self._cap_known = False
         self.buckets: Buckets | None = None
-        self._powersgd: PowerSGD | None = None
+        self._coded: PowerSGD | CodedSum | None = None
         self._measure_on, self._notes = self.try_on, list[str]()
         if world.world_size > 1 and self.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -135,8 +136,7 @@ class DDP(Strategy):
         if world.world_size == 1:
             return model
         broadcast_tensors([*(parameter.detach() for parameter in model.parameters()), *model.buffers()], world)
-        if self.compress == "powersgd":
-            self._powersgd = self._make_powersgd(self.trained)
+        self._coded = self._make_coded(self.trained)
         self._lay_out()
         return model
 
@@ -150,19 +150,26 @@ class DDP(Strategy):
             self.buckets.close()
         sparse = _sparse_weights(self.bare)
         self._sparse = [parameter for _, parameter in self.trained if id(parameter) in sparse]
-        self.buckets = self._make_buckets(self.bare, self.trained, self._cap, self._powersgd)
+        self.buckets = self._make_buckets(self.bare, self.trained, self._cap, self._coded)
 
     def _make_buckets(self, model: nn.Module, trained: list[tuple[str, nn.Parameter]], cap_mb: float | None,
-                      powersgd: PowerSGD | None) -> Buckets:  # fmt: skip
-        add_up = powersgd.add_up if powersgd is not None else add_up_in_bf16 if self.compress == "bf16" else None
+                      coded: PowerSGD | CodedSum | None) -> Buckets:  # fmt: skip
+        rounded = cast_dtype(self.compress)
+        add_up = coded.add_up if coded is not None else None
+        if rounded is not None:
+            add_up = lambda bucket: sum_rounded(bucket.flat, rounded)  # noqa: E731
         sparse = _sparse_weights(model)
         dense = [(name, parameter) for name, parameter in trained if id(parameter) not in sparse]
         return Buckets(dense, self.world, CAP_MB if cap_mb is None else cap_mb, add_up)
 
-    def _make_powersgd(self, trained: list[tuple[str, nn.Parameter]], start: int | None = None) -> PowerSGD:
-        return PowerSGD(
-            self.powersgd_rank, self.powersgd_start if start is None else start, self.seed, trained, self.world
-        )  # fmt: skip
+    def _make_coded(self, trained: list[tuple[str, nn.Parameter]], start: int | None = None) -> PowerSGD | CodedSum | None:
+        """The exchange in a codec with a residual; None where gradients are rounded at most."""
+        if self.compress is None or cast_dtype(self.compress) is not None:
+            return None
+        if self.compress["name"] == "powersgd":
+            first = self.compress["start"] if start is None else start
+            return PowerSGD(self.compress["rank"], first, self.seed, trained, self.world)
+        return CodedSum(self.compress, trained, self.world)
 
     def go_on(self) -> None:
         """Parameters that have been frozen, unfrozen, added or replaced since the last steps are exchanged as they are now."""
@@ -195,8 +202,7 @@ class DDP(Strategy):
         """What takes a step on a copy of the model, with buckets of this size."""
         model = copy.deepcopy(self.bare).train()
         trained = self.exchanged(model)
-        powersgd = self._make_powersgd(trained, 0) if self._powersgd is not None else None
-        buckets = self._make_buckets(model, trained, cap_mb, powersgd)
+        buckets = self._make_buckets(model, trained, cap_mb, self._make_coded(trained, 0))
 
         def step() -> None:
             without_gradients(p for _, p in trained)
@@ -213,7 +219,8 @@ class DDP(Strategy):
     def in_words(self) -> str:
         if self.compress is None:
             return self.name
-        return f"{self.name}, " + ("bf16 gradients" if self.compress == "bf16" else f"powersgd {self.powersgd_rank}")
+        name = self.compress["name"]
+        return f"{self.name}, " + (f"powersgd {self.compress['rank']}" if name == "powersgd" else f"{name} gradients")
 
     def notes(self) -> list[str]:
         return self._notes
@@ -257,15 +264,15 @@ class DDP(Strategy):
         state: dict[str, Any] = {"workers": self.world.world_size}
         if self._cap_known:
             state["bucket_cap_mb"] = self._cap
-        if self._powersgd is not None:
-            state["powersgd"] = self._powersgd.state_dict()
+        if self._coded is not None:
+            state[self._coded.name] = self._coded.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.world.world_size == 1:
             return
-        if self._powersgd is not None and "powersgd" in state:
-            self._powersgd.load_state_dict(state["powersgd"])
+        if self._coded is not None and self._coded.name in state:
+            self._coded.load_state_dict(state[self._coded.name])
         if state.get("workers", self.world.world_size) != self.world.world_size:
             return  # with another number of ranks, other sizes of buckets may be the fastest, and sums have other last bits
         if self.bucket_cap_mb == "measured" and "bucket_cap_mb" in state:
@@ -273,12 +280,12 @@ class DDP(Strategy):
             self._take_cap(cap, f"bucket_cap_mb={cap} (measured before the checkpoint)")
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
-        return self._powersgd.own_tensors() if self._powersgd is not None else {}
+        return self._coded.own_tensors() if self._coded is not None else {}
 
     def load_own_tensors(self, tensors: dict[str, torch.Tensor]) -> bool:
-        if self._powersgd is not None:
-            self._powersgd.load_own_tensors(tensors)
-        return self._powersgd is not None
+        if self._coded is not None:
+            self._coded.load_own_tensors(tensors)
+        return self._coded is not None
 
     def spoil(self) -> None:
         if self.buckets is not None:

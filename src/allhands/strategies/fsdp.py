@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from allhands.errors import UserError
+from allhands.errors import UserError, warn_renamed
 from allhands.step.blocks import CONTAINERS, layers, named
 from allhands.step.recompute import recompute
 from allhands.strategies.degrees import Degrees
@@ -48,8 +48,9 @@ class FSDP(Meshed):
             rounded to it.
         buffer_dtype: the format of floating-point buffers; None leaves it.
         cpu_offload: keep shards, gradients and the optimizer's state in the processor's memory, and update there. Needs GPUs.
-        checkpoint_activations: compute each wrapped layer again in the backward pass instead of keeping what it computed (Chen
+        activation_checkpointing: compute each wrapped layer again in the backward pass instead of keeping what it computed (Chen
             et al., Training Deep Nets with Sublinear Memory Cost, 2016).
+        checkpoint_activations: the old name of `activation_checkpointing`.
 
     Raises:
         UserError: a setting that there is not.
@@ -60,13 +61,16 @@ class FSDP(Meshed):
     def __init__(self, wrap: str | Sequence[str] | Mapping[str, int] = "auto", reshard_after_forward: bool = True,
                  param_dtype: str | None = None, reduce_dtype: str | None = None, output_dtype: str | None = None,
                  buffer_dtype: str | None = None, cpu_offload: bool = False,
-                 checkpoint_activations: bool = False) -> None:  # fmt: skip
+                 checkpoint_activations: bool | None = None, activation_checkpointing: bool = False) -> None:  # fmt: skip
+        if checkpoint_activations is not None:
+            warn_renamed("FSDP(checkpoint_activations=…)", "FSDP(activation_checkpointing=…)")
+            activation_checkpointing = checkpoint_activations
         for option, value in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype), ("output_dtype", output_dtype),
                               ("buffer_dtype", buffer_dtype)):  # fmt: skip
             if value is not None and value not in DTYPES:
                 raise UserError(f"FSDP({option}={value!r}); it must be one of {', '.join(map(repr, DTYPES))}, or None")
         for option, flag in (("reshard_after_forward", reshard_after_forward), ("cpu_offload", cpu_offload),
-                             ("checkpoint_activations", checkpoint_activations)):  # fmt: skip
+                             ("activation_checkpointing", activation_checkpointing)):  # fmt: skip
             if not isinstance(flag, bool):
                 raise UserError(f"FSDP({option}={flag!r}); it must be True or False")
         self.wrap = _wrapping(wrap)
@@ -74,7 +78,7 @@ class FSDP(Meshed):
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         self.output_dtype, self.buffer_dtype = output_dtype, buffer_dtype
         self.cpu_offload = cpu_offload
-        self.checkpoint_activations = checkpoint_activations
+        self.activation_checkpointing = activation_checkpointing
         self.fsdp = self
 
     def degrees_for(self, workers: int) -> Degrees:
@@ -135,7 +139,7 @@ class FSDP(Meshed):
         # Whole layers are drawn or received, sharded, and let go of, before the next one.
         for name, module in [*self.units(model), ("", model)]:
             values.settle(model, list(module.parameters()))
-            if self.checkpoint_activations and module is not model:
+            if self.activation_checkpointing and module is not model:
                 recompute(name, module)
             units.before(module)
             fully_shard(

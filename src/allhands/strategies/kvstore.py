@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from allhands.comm import all_gather_rows, all_reduce_sum, broadcast_tensors, sum_gradients
+from allhands.comm.codecs import NO_CODEC
+from allhands.comm.compress import merged_old
 from allhands.errors import UserError
 from allhands.kvstore import KVStore as Store
 from allhands.kvstore import create, servers_of_job
@@ -44,9 +46,9 @@ class KVStore(Strategy):
         update: who runs the optimizer: the "store", or with "sync" each "worker" for itself, on the sum of the gradients.
         check_weights_every: compare the ranks' weights every so many optimizer steps (and at the end of each epoch), with
             "sync"; 0 never compares.
-        compression: send gradients, and with "sync" the weights that come back, in fewer bits:
-            ``{"type": "topk", "ratio": 0.01}``, as `allhands.kvstore.KVStore.set_gradient_compression` takes it. What is left
-            over is part of the checkpoints.
+        compress: send gradients, and with "sync" the weights that come back, in fewer bits: "fp16", "bf16", "int8", "1bit",
+            "2bit", "topk", or ``{"name": "topk", "keep": 0.01, "pull": "none"}``, whose "pull" says how weights come back
+            ("none": whole). What is left over is part of the checkpoints. None sends all as it is.
         damping: for "async" and "ssp": divide the learning rate of a stale step by 1 + its staleness.
         snapshot_every, snapshot_dir: every so many steps the servers save themselves there, from which
             ``allhands launch -s … --server-restarts`` lets them come back.
@@ -67,7 +69,8 @@ class KVStore(Strategy):
     def __init__(self, mode: str = "sync", servers: int | None = None, staleness: int | None = None, update: str = "store",
                  check_weights_every: int = 1000, compression: Mapping[str, Any] | None = None, damping: bool = False,
                  snapshot_every: int = 0, snapshot_dir: str | os.PathLike[str] | None = None,
-                 on_worker_loss: str = "stop", find_unused_parameters: bool = False, mirror: bool = False) -> None:  # fmt: skip
+                 on_worker_loss: str = "stop", find_unused_parameters: bool = False, mirror: bool = False,
+                 compress: str | Mapping[str, Any] | None = None) -> None:  # fmt: skip
         if mode not in _MODES:
             raise UserError(f"KVStore(mode={mode!r}); it must be one of {', '.join(map(repr, _MODES))}")
         if servers is not None and (isinstance(servers, bool) or not isinstance(servers, int) or servers < 0):
@@ -94,29 +97,25 @@ class KVStore(Strategy):
             )
         self.find_unused_parameters = find_unused_parameters
         self.check_weights_every = 0 if self.alone else check_weights_every
-        self.compression, self._narrows_weights = self._checked_compression(compression)
-        self.exact = not self.alone and self.compression is None
+        self.compress, self._narrows_weights = self._checked_compress(merged_old(compress, compression, "KVStore", "compression"))
+        self.exact = not self.alone and self.compress is None
         self.options = self._checked_options(damping, snapshot_every, snapshot_dir, on_worker_loss, mirror)
         #: Called before each step with the exchanged gradients in the parameters; for looking only, and slow.
         self.before_step: Callable[[], None] | None = None
 
-    def _checked_compression(self, given: Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, bool]:
+    def _checked_compress(self, given: str | Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, bool]:
         """What the store is told, None where nothing is lost; and whether weights come back in fewer bits."""
         if given is None:
             return None, False
-        if not isinstance(given, Mapping):
-            raise UserError(f"KVStore(compression={given!r}); write a dict, such as compression={{'type': 'fp16'}}")
-        push, pull = both_ways(given)
-        narrows = pull["type"] != "none"
+        push, pull = both_ways(given, "KVStore(compress=")
+        narrows = pull != NO_CODEC
         if narrows and (self.alone or not self.takes_step):
             why = (
                 "without waiting each worker would be left with other weights" if self.alone
                 else "with update='worker' sums come back, and what they lose is in no checkpoint"
             )  # fmt: skip
-            raise UserError(
-                f"KVStore(mode={self.mode!r}, compression={dict(given)}): {why}; write compression={dict(push, pull='none')}"
-            )
-        return (None, False) if push["type"] == pull["type"] == "none" else ({**push, "pull": pull}, narrows)
+            raise UserError(f"KVStore(mode={self.mode!r}, compress={given!r}): {why}; write compress={dict(push, pull='none')}")
+        return (None, False) if push == pull == NO_CODEC else ({**push, "pull": pull}, narrows)
 
     def _checked_options(self, damping: bool, snapshot_every: int, snapshot_dir: str | os.PathLike[str] | None,
                          on_worker_loss: str, mirror: bool) -> dict[str, Any]:  # fmt: skip
@@ -224,8 +223,8 @@ class KVStore(Strategy):
             store = CollectiveStore(mode_named("dist_sync"), self.world)
         if spec is not None:
             store.set_optimizer(spec)
-        if self.compression is not None:
-            store.set_gradient_compression(self.compression)
+        if self.compress is not None:
+            store.set_gradient_compression(self.compress)
         numbers = {slot.name: groups[id(slot.first)] for slot in self._slots} if spec is not None else None
         store.declare({slot.name: slot.first.detach() for slot in self._slots}, complete=True, groups=numbers)
         state = state_of(optimizer, self._slots, step)
@@ -406,8 +405,8 @@ class KVStore(Strategy):
         return self._store.residuals() if self._store is not None else {}
 
     def load_own_tensors(self, tensors: dict[str, torch.Tensor]) -> bool:
-        self._residuals = tensors if self.compression is not None else {}
-        return self.compression is not None
+        self._residuals = tensors if self.compress is not None else {}
+        return self.compress is not None
 
     def epoch_values(self) -> dict[str, float]:
         if not self.alone:

@@ -11,18 +11,17 @@ import torch
 from torch import nn
 
 from allhands.comm import broadcast_tensors, calls, sum_gradients
-from allhands.errors import UserError
+from allhands.comm.codecs import codec_from, exchange, part_length
+from allhands.comm.compress import NO_MATRICES, NO_THRESHOLD, checked_compress, merged_old
+from allhands.errors import UserError, warn_renamed
 from allhands.step.loss import LossRule
 from allhands.step.update import update_function
 from allhands.strategies.alike import check_weights_equal, make_buffers_equal, refuse_going_on
 from allhands.strategies.base import Strategy
 from allhands.strategies.local_sgd_exchange import (
-    FORMATS,
     Fragment,
     cut_in_fragments,
     layers_of,
-    narrowed_mean,
-    part_length,
     shares,
     weighted_mean,
 )
@@ -53,9 +52,11 @@ class LocalSGD(Strategy):
         outer: "average", or ``{"name": "nesterov", "lr": 0.7, "momentum": 0.9}``, whose numbers are the defaults.
         fragments: cut the model into so many fragments of consecutive layers and about the same size, and spread their exchanges
             evenly over the `every` steps.
-        exchange: the format of what is sent: "fp32" (float64 weights stay so), "bf16", or "int8" with a scale for each 1,024
-            numbers. What a number has lost is added to the next one that this worker sends (Seide et al., Interspeech 2014).
+        exchange: the old name of `compress`; "fp32" is None.
         mix: the part of its own weights that a worker keeps at an exchange, beside the outer optimizer's; 0 takes those alone.
+        compress: what is sent is narrowed: "fp16", "bf16", "int8", "1bit", "topk", or ``{"name": "topk", "keep": 0.01}``. What
+            a number has lost is added to the next one that this worker sends (Seide et al., Interspeech 2014). None sends fp32
+            (float64 weights stay so).
 
     Raises:
         UserError: a setting that there is not, or that has no meaning beside the others.
@@ -68,8 +69,9 @@ class LocalSGD(Strategy):
     takes_step = True
     resumes_anywhere = True
 
-    def __init__(self, every: int = 32, outer: str | Mapping[str, Any] = "average", fragments: int = 1, exchange: str = "fp32",
-                 mix: float = 0.0) -> None:  # fmt: skip
+    def __init__(self, every: int = 32, outer: str | Mapping[str, Any] = "average", fragments: int = 1,
+                 exchange: str | None = None, mix: float = 0.0,
+                 compress: str | Mapping[str, Any] | None = None) -> None:  # fmt: skip
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise UserError(f"LocalSGD(every={every!r}); it must be a whole number of steps, at least 1, such as every=32")
         if isinstance(fragments, bool) or not isinstance(fragments, int) or fragments < 1:
@@ -79,15 +81,19 @@ class LocalSGD(Strategy):
                 f"LocalSGD(every={every}, fragments={fragments}): each fragment has a step of its own among the {every}; set "
                 f"fragments to {every} or less, or every to {fragments}"
             )
-        if exchange not in FORMATS:
-            raise UserError(f"LocalSGD(exchange={exchange!r}); it must be one of {', '.join(map(repr, FORMATS))}")
+        if exchange == "fp32":
+            warn_renamed("LocalSGD(exchange='fp32')", "LocalSGD(), which sends weights as they are")
+            exchange = None
+        wanted = merged_old(compress, exchange, "LocalSGD", "exchange")
+        self.compress = checked_compress(wanted, "LocalSGD(compress=", {"powersgd": NO_MATRICES, "2bit": NO_THRESHOLD})
+        self._codec = codec_from(self.compress)
         if isinstance(mix, bool) or not isinstance(mix, (int, float)) or not 0 <= mix < 1:
             raise UserError(f"LocalSGD(mix={mix!r}); it must be at least 0 and below 1; 0 takes the exchanged weights alone")
-        self.every, self.fragments, self.exchange, self.mix = every, fragments, exchange, float(mix)
+        self.every, self.fragments, self.mix = every, fragments, float(mix)
         self.outer = _checked_outer(outer)
 
     def exact_for(self, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> bool:
-        averages = self.every == 1 and self.outer["name"] == "average" and self.exchange == "fp32" and not self.mix
+        averages = self.every == 1 and self.outer["name"] == "average" and self.compress is None and not self.mix
         plain = type(optimizer) is torch.optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
         plain = plain and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
         return averages and plain and clip_norm is None
@@ -166,7 +172,7 @@ class LocalSGD(Strategy):
                 given = {name: own[f"{kind}/{name}"] for name in part.names if f"{kind}/{name}" in own}
                 if given:
                     kept[kind] = part.joined(given, default)
-            if same_size and self.exchange != "fp32":
+            if same_size and self.compress is not None:
                 part.residual = kept.get("residual")
                 part.owed = self._own_place(kept["owed"]).clone() if "owed" in kept else None
             elif "residual" in kept:
@@ -182,10 +188,9 @@ class LocalSGD(Strategy):
         self._note_versions()
 
     def _own_place(self, values: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a vector, filled up with zeros to `part_length`."""
-        length = part_length(len(values), self.world)
-        padded = nn.functional.pad(values, (0, self.world.world_size * length - len(values)))
-        return padded[self.world.rank * length : (self.world.rank + 1) * length]
+        """This rank's part of a vector."""
+        length = part_length(len(values), self.world.world_size)
+        return values[self.world.rank * length : (self.world.rank + 1) * length]
 
     # ------------------------------------------------------------------ a step
 
@@ -216,11 +221,12 @@ class LocalSGD(Strategy):
         delta = part.anchor - part.read()
         if part.residual is not None:
             delta += part.residual
-        if size == 1 or self.exchange == "fp32":
+        if size == 1 or self.compress is None:
             lost = None
             sent = weighted_mean([delta], [part.seen], self.world) if size > 1 else 0
         else:
-            delta, lost, part.owed, sent = narrowed_mean(delta, part.seen, part.owed, self.exchange, self.world)
+            given = delta if part.seen else torch.zeros_like(delta)
+            delta, lost, part.owed, sent = exchange(given, part.seen, self._codec, self._codec, part.owed, mean=True)
         if part.seen:  # else this rank has sent nothing, and keeps what it owes
             part.residual = lost
         if averages:
@@ -317,7 +323,7 @@ class LocalSGD(Strategy):
         changed = trained.keys() ^ {id(p) for p in self._parameters}
         if not changed or self._optimizer is None:
             return
-        if self.every > 1 or self.outer["name"] != "average" or self.exchange != "fp32" or self.mix:
+        if self.every > 1 or self.outer["name"] != "average" or self.compress is not None or self.mix:
             names = {id(p): name for name, p in self.bare.named_parameters()}
             name = next((names[key] for key in changed if key in names), "a parameter that was replaced")
             raise UserError(
@@ -379,10 +385,8 @@ class LocalSGD(Strategy):
         for number, part in enumerate(self._parts):
             kept = {"residual": part.residual}
             if part.owed is not None:  # of the whole vector's length, so that the ranks' add up to it
-                length = part_length(len(part.anchor), self.world)
-                whole = part.owed.new_zeros(self.world.world_size * length)
-                whole[self.world.rank * length : (self.world.rank + 1) * length] = part.owed
-                kept["owed"] = whole[: len(part.anchor)]
+                kept["owed"] = owed = torch.zeros_like(part.anchor)
+                self._own_place(owed).copy_(part.owed)
                 kept["residual"] = torch.zeros_like(part.anchor) if part.residual is None else part.residual
             if not part.alike:
                 own = self._aside[number] if self._aside is not None else None

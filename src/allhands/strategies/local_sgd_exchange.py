@@ -1,4 +1,4 @@
-"""What workers of `local_sgd` exchange: fragments of the model, and the formats in which their deltas travel."""
+"""What workers of `local_sgd` exchange: fragments of the model, and the mean of their changes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from allhands.comm import all_gather_rows, all_reduce_sum
 from allhands.world import World
-
-#: Numbers that share one scale in int8.
-BLOCK = 1024
-FORMATS = ("fp32", "bf16", "int8")
 
 
 class Fragment:
@@ -27,7 +22,7 @@ class Fragment:
         anchor: the weights after its last exchange, of shape ``[numbers]``, the same on all ranks.
         momentum: of the outer optimizer, likewise; None before its first step.
         residual: what this rank's last delta lost on its way, of shape ``[numbers]``; None where nothing was lost.
-        owed: likewise of this rank's part of the last mean; see `narrowed_mean`.
+        owed: likewise of this rank's part of the last mean; see `allhands.comm.codecs.exchange`.
         seen: samples (or what the loss counts) that this rank has trained on since the last exchange.
         alike: all ranks hold the same weights now.
     """
@@ -120,75 +115,3 @@ def weighted_mean(values: Sequence[torch.Tensor], counts: Sequence[float], world
     size = world.world_size
     # The gathering tells the number of rows first, as 8 bytes.
     return 2 * (size - 1) * sum(value.nbytes for value in values) // size + (size - 1) * 8 * (1 + len(counts))
-
-
-def narrowed_mean(delta: torch.Tensor, seen: float, owed: torch.Tensor | None, form: str,
-                  world: World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:  # fmt: skip
-    """The mean of vectors over the ranks, weighted by samples, of which every part travels narrowed, twice.
-
-    Each rank gets its part of the vector from all others, takes the mean of them, and sends that to all.
-
-    Args:
-        delta: this rank's vector.
-        seen: its samples; a rank without any sends zeros, and what it has lost is to be disregarded.
-        owed: what this rank's part of the last mean has lost on its way; it is added to this one. None is nothing.
-        form: "bf16" or "int8".
-        world: the processes.
-
-    Returns:
-        The mean, the same bits on all ranks; what this rank's vector has lost; what its part of the mean has lost; and the
-        bytes that it has sent.
-    """
-    size, length = world.world_size, part_length(len(delta), world)
-    parts = nn.functional.pad(delta if seen else torch.zeros_like(delta), (0, size * length - len(delta))).view(size, length)
-    message = torch.stack([pack(part, seen, form) for part in parts])
-    received = torch.empty_like(message)
-    dist.all_to_all_single(received, message)
-    counts = [float(row[:8].cpu().view(torch.float64)) for row in received]
-    mean = torch.zeros_like(parts[0]) if owed is None else owed.clone()
-    for count, row in zip(counts, received, strict=True):
-        if count:
-            mean.add_(unpack(row, mean, form), alpha=count / sum(counts))
-    reply = pack(mean, 0, form)
-    replies = [torch.empty_like(reply) for _ in range(size)]
-    dist.all_gather(replies, reply)
-    whole = torch.cat([unpack(row, mean, form) for row in replies])[: len(delta)]
-    arrived = torch.cat([unpack(row, mean, form) for row in message])[: len(delta)]
-    return whole, delta - arrived, mean - unpack(reply, mean, form), (size - 1) * (message[0].nbytes + reply.nbytes)
-
-
-def part_length(numbers: int, world: World) -> int:
-    """How many of a vector's numbers each rank takes the mean of; the last ranks may have fewer."""
-    return -(-numbers // world.world_size)
-
-
-def pack(values: torch.Tensor, seen: float, form: str) -> torch.Tensor:
-    """A vector as bytes: 8 for a number of samples, for int8 the scales of its blocks, 4 bytes each, then its numbers.
-
-    They are filled up to a multiple of 8.
-    """
-    head = torch.tensor([seen], dtype=torch.float64, device="cpu").view(torch.uint8).to(values.device)
-    if form == "bf16":
-        fields = [head, values.to(torch.bfloat16).view(torch.uint8)]
-    else:
-        blocks = _blocks(values)
-        scales = (blocks.abs().amax(1, keepdim=True) / 127).float()
-        # A scale that is not a number is sent as it is: the mean is then none either, and the next loss tells.
-        numbers = (blocks / torch.where(scales > 0, scales, 1.0)).round_().clamp_(-127, 127).to(torch.int8)
-        fields = [head, scales.flatten().view(torch.uint8), numbers.flatten()[: len(values)].view(torch.uint8)]
-    return nn.functional.pad(torch.cat(fields), (0, -sum(len(field) for field in fields) % 8))
-
-
-def unpack(message: torch.Tensor, like: torch.Tensor, form: str) -> torch.Tensor:
-    """The vector that `pack` made into bytes, in the dtype of `like`, which has its length."""
-    if form == "bf16":
-        return message[8 : 8 + 2 * len(like)].view(torch.bfloat16).to(like.dtype)
-    start = 8 + 4 * -(-len(like) // BLOCK)
-    scales = message[8:start].view(torch.float32).to(like.dtype)
-    blocks = _blocks(message[start : start + len(like)].view(torch.int8).to(like.dtype))
-    return (blocks * scales[:, None]).flatten()[: len(like)]
-
-
-def _blocks(values: torch.Tensor) -> torch.Tensor:
-    """A vector in rows of `BLOCK`, filled up with zeros."""
-    return nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)

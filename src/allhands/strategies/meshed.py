@@ -113,8 +113,8 @@ class Meshed(Strategy):
         return None
 
     def recomputing_refused(self) -> str | None:
-        if self.fsdp is not None and self.fsdp.checkpoint_activations:
-            return "FSDP(checkpoint_activations=True) says so already; write FSDP(), or leave activation_checkpointing out"
+        if self.fsdp is not None and self.fsdp.activation_checkpointing:
+            return "FSDP(activation_checkpointing=True) says so already; write FSDP(), or leave activation_checkpointing out"
         if self.pipeline is not None and self.pipeline.schedule == "zero_bubble":
             return "schedule='zero_bubble' takes the backward pass of a layer in two; write Pipeline(schedule='1f1b')"
         return None

@@ -11,15 +11,15 @@ from torch import nn
 
 from allhands.comm import all_reduce_sum
 from allhands.data import derive_seed
-from allhands.errors import UserError
 from allhands.strategies.buckets import Bucket
+from allhands.strategies.compressed import Residuals, wide
 from allhands.world import World
 
 # A column of which the ones before it leave less than this part points nowhere of its own.
 _DEPENDENT = 1e-5
 
 
-class PowerSGD:
+class PowerSGD(Residuals):
     """The exchange of one training by PowerSGD, with error feedback and warm start.
 
     After Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization, NeurIPS 2019 (algorithms
@@ -37,37 +37,29 @@ class PowerSGD:
     """
 
     def __init__(self, rank: int, start: int, seed: int, named: Sequence[tuple[str, nn.Parameter]], world: World) -> None:
-        self.world, self.start, self.exchanges = world, start, 0
-        self._names = {id(parameter): name for name, parameter in named}
+        super().__init__("powersgd", named, world)
+        self.start, self.exchanges = start, 0
         #: Rows and columns of what is compressed, and the first Q.
         self._shapes: dict[str, tuple[int, int]] = {}
-        self._first: dict[str, torch.Tensor] = {}
+        self._first = self._like
         for name, parameter in named:
             rows = parameter.shape[0] if parameter.dim() > 1 else 1
             columns = parameter.numel() // max(rows, 1)
             r = min(rank, rows, columns)
             if 2 * r * (rows + columns) <= parameter.numel() and r:
                 generator = torch.Generator().manual_seed(derive_seed(seed, "powersgd", name))
-                drawn = torch.randn(columns, r, generator=generator, dtype=_wide(parameter.dtype))
+                drawn = torch.randn(columns, r, generator=generator, dtype=wide(parameter.dtype))
                 self._shapes[name], self._first[name] = (rows, columns), (drawn / drawn.norm(dim=0)).to(parameter.device)
         self._factors: dict[str, torch.Tensor] = {}
-        self._left: dict[str, torch.Tensor] = {}
 
     def add_up(self, bucket: Bucket) -> None:
-        """Add the gradients in a bucket up over the ranks, or what stands for them.
-
-        Raises:
-            UserError: this rank has not made a gradient: what is left over of it would be sent in a step that does not use it.
-        """
-        if bucket.missing:
-            raise unused_refused([self._names[id(parameter)] for parameter in bucket.missing], self.world.rank)
+        """Add the gradients in a bucket up over the ranks, or what stands for them."""
+        gradients = self.gradients(bucket)
         if self.exchanges < self.start:
             dist.all_reduce(bucket.gradients)
         else:
-            names = [self._names[id(parameter)] for parameter in bucket.parameters]
-            sizes = [parameter.numel() for parameter in bucket.parameters]
             bucket.gradients.mul_(self.world.world_size)  # the mean of these is the sum
-            self._approximate(dict(zip(names, bucket.gradients.split(sizes), strict=True)))
+            self._approximate(gradients)
         self.exchanges += bucket.is_last
 
     def _approximate(self, gradients: dict[str, torch.Tensor]) -> None:
@@ -97,42 +89,14 @@ class PowerSGD:
     # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks hold alike."""
         return {"exchanges": self.exchanges, "factors": dict(self._factors)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
         self.exchanges = state["exchanges"]
         for name, factor in state["factors"].items():
             first = self._first.get(name)
             if first is not None and first.shape == factor.shape:  # else the rank is another one now
                 self._factors[name] = factor.to(first, copy=True)
-
-    def own_tensors(self) -> dict[str, torch.Tensor]:
-        """What is left over on this rank, by parameter; and 1, which adds up to the number of ranks."""
-        return {f"left/{name}": left for name, left in self._left.items()} | {"ranks": torch.ones((), dtype=torch.float64)}
-
-    def load_own_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Go on with what `own_tensors` gave, or with the sum of it over another number of ranks."""
-        before = float(tensors.get("ranks", 1))
-        for name, first in self._first.items():
-            if f"left/{name}" in tensors:
-                left = tensors[f"left/{name}"].to(first, copy=True)
-                # A rank's part of a mean was 1 / before, and is 1 / N now.
-                self._left[name] = left * (self.world.world_size / before) if before > 1 else left
-
-
-def unused_refused(names: Sequence[str], rank: int) -> UserError:
-    """The error for parameters without a gradient."""
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return UserError(
-        f"DDP(compress='powersgd'): on rank {rank} these parameters took no part in the loss: {shown}. Remove them from the "
-        "model, set requires_grad=False, or leave compress out"
-    )
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _unit_columns(factor: torch.Tensor | None, first: torch.Tensor) -> torch.Tensor:

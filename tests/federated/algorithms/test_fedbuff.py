@@ -12,7 +12,7 @@ from allhands.errors import UserError
 from allhands.federated import Federated
 from allhands.federated.algorithms import FedAvg, FedBuff
 from allhands.federated.buffered import BufferedRounds
-from allhands.federated.compression import TopK
+from allhands.federated.compression import Coded
 from allhands.federated.privacy import Privacy
 from allhands.federated.rounds import Rounds
 from allhands.federated.systems import Systems
@@ -153,7 +153,7 @@ def test_the_same_objects_serve_another_run():
 
 def _run() -> list[torch.Tensor]:
     """Weights of all that depends on who trains where, or draws."""
-    feedback, private = TopK(0.3, feedback=True), Privacy(0.1, 1.0, delta=0.1)
+    feedback, private = Coded({"name": "topk", "keep": 0.3, "feedback": True}), Privacy(0.1, 1.0, delta=0.1)
     common = {"number": 8, "per_round": 2, "batch_size": 4}
     all_made = (
         rounds(FedBuff(concurrency=3), **common),

@@ -191,7 +191,7 @@ def test_waiting_for_sites_is_no_part_of_a_rounds_seconds(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("options", [
     {}, {"algorithm": "scaffold", "local_layers": ["3.bias"]}, {"algorithm": "fedadam"},
-    {"compression": {"name": "topk", "fraction": 0.2, "feedback": True}}, {"test_fraction": 0.3},
+    {"compress": {"name": "topk", "keep": 0.2, "feedback": True}}, {"test_fraction": 0.3},
 ], ids=str)  # fmt: skip
 def test_a_server_that_was_killed_goes_on_to_the_same_weights(tmp_path, options):
     class Killed(BaseException):

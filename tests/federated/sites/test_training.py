@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("options", [
     {}, {"algorithm": "scaffold"}, {"algorithm": "fednova"}, {"algorithm": "qfedavg"}, {"algorithm": "fedprox"},
     {"algorithm": "fedadam"}, {"algorithm": "median"}, {"per_round": 2}, {"local_layers": ["3"]},
-    {"compression": {"name": "topk", "fraction": 0.2, "feedback": True}}, {"compression": "8bit"},
+    {"compress": {"name": "topk", "keep": 0.2, "feedback": True}}, {"compress": "int8"},
     {"algorithm": {"name": "fedavg", "weighted": False}, "privacy": {"clip": 0.5, "noise_multiplier": 0.0}},
 ], ids=str)  # fmt: skip
 def test_weights_are_those_of_the_simulation(tmp_path, options):

@@ -169,9 +169,9 @@ CASES = [
     {"algorithm": "scaffold"},
     {"algorithm": "fedavg", "norm": True},
     {"algorithm": "fedbn", "norm": True},
-    {"algorithm": "fedavg", "compression": {"name": "topk", "fraction": 0.1, "feedback": True}},
-    {"algorithm": "fedavg", "compression": "8bit"},
-    {"algorithm": "fedbn", "norm": True, "compression": "1bit"},
+    {"algorithm": "fedavg", "compress": {"name": "topk", "keep": 0.1, "feedback": True}},
+    {"algorithm": "fedavg", "compress": "int8"},
+    {"algorithm": "fedbn", "norm": True, "compress": "1bit"},
 ]
 
 
@@ -193,15 +193,15 @@ def test_what_is_narrowed_is_sent_in_fewer_bytes(tmp_path):
 
     names, whole = sent()
     assert names == {"update"}
-    names, part = sent(compression={"name": "topk", "fraction": 0.05})
+    names, part = sent(compress={"name": "topk", "keep": 0.05})
     assert names == {"update.places", "update.values"}
     assert part < whole / 5
-    names, part = sent(compression="1bit")
+    names, part = sent(compress="1bit")
     assert names == {"update.codes", "update.palette", "update.counts", "update.bounds"}
     assert part < whole / 2
 
 
-@pytest.mark.parametrize("case", [{"algorithm": "scaffold"}, {"algorithm": "fedbn", "norm": True, "compression": "1bit"}])
+@pytest.mark.parametrize("case", [{"algorithm": "scaffold"}, {"algorithm": "fedbn", "norm": True, "compress": "1bit"}])
 def test_what_a_site_keeps_survives_its_restart(case, tmp_path):
     serving = Serving(tmp_path, **case)
     for _ in range(3):
@@ -280,7 +280,7 @@ def test_a_site_greets_with_how_many_samples_it_has_and_that_it_knows_its_token(
         ({"local_epochs": 1}, "local_epochs is 1 here and 2 at the server"),
         ({"optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.9)}, "optimizer.lr is 0.2 here and 0.1"),
         ({"optimizer": lambda m: torch.optim.Adam(m.parameters())}, "optimizer is 'Adam' here and 'SGD' at the server"),
-        ({"compression": "8bit"}, "compression is '8bit' here and None at the server"),
+        ({"compress": "int8"}, "compress is 'int8' here and None at the server"),
         ({"local_layers": ["3"]}, "local_layers is"),
     ],
 )

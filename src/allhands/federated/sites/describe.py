@@ -12,6 +12,7 @@ from torch import nn
 
 import allhands
 from allhands.federated.algorithms.base import Server
+from allhands.federated.compression import Coded
 from allhands.federated.executors.base import Work
 from allhands.federated.strategy import Federated
 
@@ -39,7 +40,7 @@ def describe(work: Work, server: Server, strategy: Federated, labels: Sequence[s
         "criterion": repr(local.criterion) if isinstance(local.criterion, nn.Module) else _name(local.criterion),
         "optimizer": local.optimizer.kind.__name__, "local_layers": list(strategy.local_layers),
         "test_fraction": strategy.test_fraction, **_options("algorithm", work.algorithm),
-        **_options("compression", strategy.compression), **_options("privacy", strategy.privacy),
+        **_options("compress", strategy.compression), **_options("privacy", strategy.privacy),
     }  # fmt: skip
     for group, options in enumerate(local.optimizer.options):
         for name, value in options.items():
@@ -101,6 +102,8 @@ def _options(what: str, made: Any) -> dict[str, Any]:
     """The name of an object and the arguments with which it was made, as far as it keeps them."""
     if made is None:
         return {what: None}
+    if isinstance(made, Coded):
+        return {what: made.name, **{f"{what}.{name}": value for name, value in made.options.items()}}
     takes = [name for name in inspect.signature(type(made)).parameters if hasattr(made, name)]
     return {what: getattr(made, "name", _name(type(made))), **{f"{what}.{name}": _plain(getattr(made, name)) for name in takes}}
 
