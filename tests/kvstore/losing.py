@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from allhands.kvstore.bucket import clip_factor
+from allhands.comm.clipping import clip_factor
 from allhands.kvstore.served import ServedStore
 from allhands.kvstore.store import Share, Step
 from tests.kvstore.serving import Job

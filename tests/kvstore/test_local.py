@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from allhands.comm.clipping import clip_factor
 from allhands.errors import UserError
 from allhands.kvstore import KVStore, Share, create
-from allhands.kvstore.bucket import clip_factor
 
 
 def store_of(**values: torch.Tensor) -> KVStore:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -132,17 +131,3 @@ def weight_factor(weights: Sequence[float], expected: float | None) -> float:
     if total == 0:
         raise UserError("no worker has a sample in this step: step(0) on all workers; leave the step out on all of them")
     return expected / total
-
-
-def square_of(values: torch.Tensor) -> float:
-    """The sum of the squares, in float64, so that it does not depend on how the gradients are cut."""
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-
-
-def clip_factor(square: float, clip_norm: float) -> float:
-    """By what gradients are multiplied so that their L2 norm is at most `clip_norm`, as torch.nn.utils.clip_grad_norm_ does.
-
-    A norm that is NaN gives NaN: the weights then show that something went wrong.
-    """
-    factor = clip_norm / (math.sqrt(square) + 1e-6)
-    return 1.0 if factor >= 1.0 else factor

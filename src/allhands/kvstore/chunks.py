@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
+from allhands.comm.clipping import square_of
 from allhands.comm.codecs import Codec
 from allhands.errors import UserError
-from allhands.kvstore.bucket import square_of, weight_factor
+from allhands.kvstore.bucket import weight_factor
 from allhands.kvstore.compression import Compressor
 from allhands.kvstore.optimizers import ChunkOptimizer, OptimizerSpec
 

@@ -56,7 +56,7 @@ def check_finite(name: str, values: torch.Tensor) -> None:
     # One pass without a mask: the largest size is NaN or infinite when any number is.
     if values.numel() and not math.isfinite(torch.linalg.vector_norm(values, ord=math.inf)):
         raise UserError(
-            f"{int((~values.isfinite()).sum())} of {values.numel()} values for '{name}' are NaN or infinite and cannot be "
+            f"{int((~values.isfinite()).sum())} of {values.numel()} values{_for(name)} are NaN or infinite and cannot be "
             "compressed; lower the learning rate, clip, or look for the layer with torch.autograd.detect_anomaly()"
         )
 
@@ -93,7 +93,7 @@ class Compressor:
         Raises:
             UserError: another shape, or a NaN or an infinity; the residual is then as before.
         """
-        key = f" for '{name}'" if name else ""
+        key = _for(name)
         if values.shape != self._residual.shape:
             raise UserError(f"a chunk{key} of shape {list(values.shape)}; it has {len(self._residual)} numbers")
         if not len(values):
@@ -102,12 +102,7 @@ class Compressor:
         total = torch.add(self._residual, given, out=self._total)
         # One pass without a mask: the largest size is NaN or infinite when any number is.
         if not math.isfinite(torch.linalg.vector_norm(total, ord=math.inf)):
-            wrong = int((~given.isfinite()).sum())
-            if wrong:
-                raise UserError(
-                    f"{wrong} of {len(given)} values{key} are NaN or infinite and cannot be compressed; lower the learning rate, "
-                    "clip, or look for the layer with torch.autograd.detect_anomaly()"
-                )
+            check_finite(name, given)
             raise UserError(
                 f"what compression left over{key} grew beyond float32; gradients are too large for {self.codec.options}"
             )
@@ -129,3 +124,7 @@ class Compressor:
         if residual.shape != self._residual.shape:
             raise UserError(f"a residual of shape {list(residual.shape)} for a chunk of {len(self._residual)} numbers")
         self._residual.copy_(residual)
+
+
+def _for(key: str) -> str:
+    return f" for '{key}'" if key else ""

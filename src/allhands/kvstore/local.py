@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from allhands.comm.clipping import check_clip_norm, clip_factor, square_of
 from allhands.comm.codecs import NO_CODEC
 from allhands.errors import UserError
-from allhands.kvstore.bucket import Bucket, clip_factor, square_of, weight_factor
+from allhands.kvstore.bucket import Bucket, weight_factor
 from allhands.kvstore.modes import Mode
 from allhands.kvstore.narrow import Narrow
 from allhands.kvstore.optimizers import OptimizerSpec
@@ -200,8 +200,7 @@ class LocalStore(KVStore):
                 self._check_like(name, grad, "the gradient")
         for name in outs:
             self._known(name)
-        if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
-            raise UserError(f"clip_norm={clip_norm}; it must be a bound above 0, or None")
+        check_clip_norm(clip_norm)
         self._check_narrow(grads)
         options = None if groups is None else [dict(group) for group in groups]
         (names, *how), weights = self._meet_in_step([sorted(grads), share.expected, options, clip_norm], share)

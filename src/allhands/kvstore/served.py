@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from allhands.comm.clipping import check_clip_norm, clip_factor, square_of
 from allhands.errors import UserError
 from allhands.kvstore.board import Pending, ServerLostError
-from allhands.kvstore.bucket import clip_factor, square_of, weight_factor
+from allhands.kvstore.bucket import weight_factor
 from allhands.kvstore.compression import Compressor, check_finite, compressible
 from allhands.kvstore.connected import Connected
 from allhands.kvstore.frames import LONGEST_ROWS, Kind, message, pack
@@ -162,8 +163,7 @@ class ServedStore(Connected):
                groups: Sequence[Mapping[str, Any]] | None = None, clip_norm: float | None = None) -> Step:  # fmt: skip
         if self.optimizer is None:
             raise UserError("update: the store has no optimizer; call set_optimizer first")
-        if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
-            raise UserError(f"clip_norm={clip_norm}; it must be a bound above 0, or None")
+        check_clip_norm(clip_norm)
         self._usable()
         before, counted, self._sent = self._version(), self._counted(), None
         while True:

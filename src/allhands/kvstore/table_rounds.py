@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from allhands.comm.clipping import square_of
 from allhands.errors import UserError
-from allhands.kvstore.bucket import square_of, weight_factor
+from allhands.kvstore.bucket import weight_factor
 from allhands.kvstore.chunks import Meta, lead_of, within
 from allhands.kvstore.frames import FrameError
 from allhands.kvstore.optimizers import OptimizerSpec

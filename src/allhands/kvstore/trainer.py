@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from allhands.comm.clipping import check_clip_norm, clip_factor, square_of
 from allhands.errors import UserError, kind_of
 from allhands.kvstore import create
-from allhands.kvstore.bucket import clip_factor, square_of
 from allhands.kvstore.optimizers import hyper
 from allhands.kvstore.params import (
     build_optimizer,
@@ -64,8 +64,7 @@ class Trainer:
                  clip_norm: float | None = None) -> None:  # fmt: skip
         _one_of("reduction", reduction, ("sum", "mean"))
         _one_of("aggregate", aggregate, ("mean", "sum"))
-        if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
-            raise UserError(f"clip_norm={clip_norm}; it must be a bound above 0, or None")
+        check_clip_norm(clip_norm)
         self._slots = slots_of(params)
         if reduction == "mean" and any(len(slot.replicas) > 1 for slot in self._slots):
             raise UserError(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from allhands.comm.clipping import check_clip_norm
 from allhands.data import Source, sources_from_datasets, sources_from_loaders
 from allhands.errors import UserError, kind_of
 from allhands.runner.callbacks import Callback
@@ -148,8 +149,7 @@ class TrainSettings:
         steps = self.steps_per_epoch
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
             raise UserError(f"steps_per_epoch={steps!r}; it must be a whole number of optimizer steps, at least 1, or None")
-        if self.clip_norm is not None and not (isinstance(self.clip_norm, (int, float)) and self.clip_norm > 0):
-            raise UserError(f"clip_norm={self.clip_norm!r}; it must be a positive number, or None for no clipping")
+        check_clip_norm(self.clip_norm)
         if self.precision not in PRECISIONS:
             raise UserError(f"precision={self.precision!r} is not known; write one of {', '.join(map(repr, PRECISIONS))}")
         if self.step not in STEPS:

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from allhands.comm.codecs import cast_dtype, codec_from, exchange, part_length, way_back
+from allhands.comm.codecs import cast_dtype, codec_from, way_back
+from allhands.comm.coded_sum import exchange, part_length
 from allhands.comm.compress import checked_compress
 from allhands.errors import UserError, warn_renamed
 from allhands.strategies.buckets import Bucket

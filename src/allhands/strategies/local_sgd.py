@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from allhands.comm import broadcast_tensors, calls, sum_gradients
-from allhands.comm.codecs import codec_from, exchange, part_length
+from allhands.comm.codecs import codec_from
+from allhands.comm.coded_sum import exchange, part_length
 from allhands.comm.compress import NO_MATRICES, NO_THRESHOLD, checked_compress, merged_old
 from allhands.errors import UserError, warn_renamed
 from allhands.step.loss import LossRule

@@ -22,7 +22,7 @@ class Fragment:
         anchor: the weights after its last exchange, of shape ``[numbers]``, the same on all ranks.
         momentum: of the outer optimizer, likewise; None before its first step.
         residual: what this rank's last delta lost on its way, of shape ``[numbers]``; None where nothing was lost.
-        owed: likewise of this rank's part of the last mean; see `allhands.comm.codecs.exchange`.
+        owed: likewise of this rank's part of the last mean; see `allhands.comm.coded_sum.exchange`.
         seen: samples (or what the loss counts) that this rank has trained on since the last exchange.
         alike: all ranks hold the same weights now.
     """

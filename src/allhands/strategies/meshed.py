@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from allhands.comm import all_gather_text, broadcast_tensors, calls
+from allhands.comm.clipping import clip_parts
 from allhands.errors import UserError, WorldError
 from allhands.step.update import update_function
 from allhands.strategies.alike import bit_sum, statistics_and_others
@@ -414,17 +415,8 @@ class Meshed(Strategy):
 
     def _clip(self, clip_norm: float) -> None:
         """Scale gradients so that the norm of the whole model's is at most `clip_norm`, as clip_grad_norm_ does."""
-        found = [(self.held[name].copies, local.grad) for name, local in self.local.items() if local.grad is not None]
-        square = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        if found:
-            norms = torch._foreach_norm([gradient for _, gradient in found])
-            for (copies, _), norm in zip(found, norms, strict=True):
-                square += norm.to(self.world.device, torch.float64).square() / copies
-        if self.world.world_size > 1:
-            dist.all_reduce(square)
-        factor = (clip_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
-        for _, gradient in found:
-            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+        found = [(local.grad, self.held[name].copies) for name, local in self.local.items() if local.grad is not None]
+        clip_parts([gradient for gradient, _ in found], [copies for _, copies in found], clip_norm, self.world)
 
     def evaluated(self) -> None:
         """Without a backward pass, fully_shard keeps whole weights, which hide this rank's parts from whom asks the module."""

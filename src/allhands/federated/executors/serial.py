@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from allhands.comm.clipping import clip_rows
 from allhands.data import derive_seed, preserved_generators
 from allhands.federated.algorithms.base import START_GRADIENT, Server, Trained
 from allhands.federated.executors.base import ClientError, Executor, Job, Sink, States, Work
@@ -141,10 +142,3 @@ class Serial(Executor):
         with self.precision.autocast():
             output, target = work.local.forward(work.model, taken)
             return work.local.criterion(output, target)
-
-
-def clip_rows(gradients: torch.Tensor, norm: float) -> None:
-    """Scale each row, shape ``[clients, numbers]``, in place so that its norm is at most `norm`, as
-    `torch.nn.utils.clip_grad_norm_` does."""
-    lengths = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
-    gradients.mul_((norm / (lengths + 1e-6)).clamp_(max=1.0))

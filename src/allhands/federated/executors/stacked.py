@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from allhands.comm.clipping import clip_rows
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import START_GRADIENT, Server, Trained
 from allhands.federated.executors.base import ClientError, Executor, Job, Sink, States, Work, wait_for
 from allhands.federated.executors.masked import MaskedLoss
 from allhands.federated.executors.recording import Recorder
-from allhands.federated.executors.serial import clip_rows
 from allhands.federated.executors.stack import Losses, Stack
 from allhands.federated.executors.starting import in_parts, measuring
 from allhands.federated.executors.trial import look, some_samples, why_not_fixed
