@@ -42,7 +42,7 @@ def run_page(name: str, folder: Path, environ: dict[str, str]) -> int:
             command, _, shown = part.partition("\n")
             done = subprocess.run(
                 ["bash", "-c", command], cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, text=True, errors="replace", timeout=120, check=False,
+                stderr=subprocess.STDOUT, text=True, errors="replace", check=False,
             )  # fmt: skip
             printed = [plain(line) for line in done.stdout.splitlines()]
             missing = [line for line in shown.splitlines() if line.strip() not in ("", "...") and plain(line) not in printed]

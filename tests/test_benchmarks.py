@@ -28,7 +28,7 @@ MACHINE = {
 
 def check(results: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "benchmarks/tables.py", "--check", "--results", str(results)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -136,9 +136,7 @@ def test_contenders_take_turns_in_two_workers():
     before = sorted(RESULTS.iterdir())
     command = [sys.executable, "benchmarks/gpu_workers.py", "--device", "cpu", "--workers", "1,2", "--quick", "--turns", "1",
                "--tasks", "regression,gpt-124M", "--contenders", "allhands-eager,allhands-graph"]  # fmt: skip
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=150, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     for task in ("regression", "gpt-124M"):
         shown = re.search(rf"^{task}, 2 workers, \d+ each\n((?:  .*\n)+)", done.stdout, re.MULTILINE)[1]

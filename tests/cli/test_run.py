@@ -15,7 +15,7 @@ from allhands.config import read_run
 
 def allhands_run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; from allhands.cli.main import main; main(['run', *sys.argv[1:]])"
-    return subprocess.run([sys.executable, "-c", code, *args], cwd=folder, text=True, capture_output=True, timeout=150)
+    return subprocess.run([sys.executable, "-c", code, *args], cwd=folder, text=True, capture_output=True)
 
 
 def rows(logdir: Path) -> list[dict[str, str]]:
@@ -85,4 +85,4 @@ def test_mistakes_end_with_one_message_and_code_2(args, said, tmp_path, monkeypa
 
 def test_a_mistake_in_a_file_is_told_before_torch_is_imported():
     code = "import sys; from allhands.cli.main import run; run(['run', 'seed=x']); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -25,7 +25,7 @@ STRATEGIES["half"] = Half
 
 def allhands_verify(folder: Path, *args: str, code: str = "") -> subprocess.CompletedProcess[str]:
     start = f"import sys\n{code}\nfrom allhands.cli.main import main; main(['verify', *sys.argv[1:]])"
-    return subprocess.run([sys.executable, "-c", start, *args], cwd=folder, text=True, capture_output=True, timeout=150)
+    return subprocess.run([sys.executable, "-c", start, *args], cwd=folder, text=True, capture_output=True)
 
 
 @pytest.mark.serial

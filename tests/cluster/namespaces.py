@@ -363,7 +363,7 @@ class Namespaces:
     def ssh(self, host: str, command: str) -> subprocess.CompletedProcess[str]:
         """Run a shell's line on a host, by ssh, without a question."""
         argv = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", host, command]
-        return subprocess.run(argv, env=self.environ(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+        return subprocess.run(argv, env=self.environ(), stdin=subprocess.DEVNULL, capture_output=True, text=True)
 
     def hosts_file(self) -> Path:
         """A file with one host's name a line."""

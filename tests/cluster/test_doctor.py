@@ -47,7 +47,7 @@ def doctor(hosts: Hosts, *words: str) -> dict[str, Any]:
     began = time.monotonic()
     with start(hosts, "--json", *words) as process:
         try:
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=patience(60))
         finally:
             process.kill()
     assert time.monotonic() - began < patience(30)

@@ -47,7 +47,7 @@ def test_the_hospitals_example_in_four_network_namespaces(hospitals: Hosts, data
     port = _free_port()
 
     def here(*command: str) -> str:
-        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr + _said(hospitals)
         return done.stdout
 

@@ -67,4 +67,4 @@ def test_defaults_of_train_are_defaults_of_a_run_file():
 
 def test_config_needs_no_torch():
     code = "import sys, allhands.config; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

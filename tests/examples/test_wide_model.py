@@ -14,9 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
 def test_four_workers_train_what_one_cannot_hold(tmp_path: Path) -> None:
     script = (str(EXAMPLES / "wide_model" / "wide.py"), "--width", "1536", "--limit", "380", "--steps", "2")
-    alone = subprocess.run(
-        [program("allhands"), "launch", "-n", "1", *script], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    alone = subprocess.run([program("allhands"), "launch", "-n", "1", *script], cwd=tmp_path, capture_output=True, text=True)
     assert alone.returncode != 0
     assert "rank 0 has no memory left" in alone.stdout + alone.stderr
     together = run_in(tmp_path, program("allhands"), "launch", "-n", "4", *script)

@@ -117,7 +117,7 @@ def job(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:  # n
 
 def launched(job: Job, text: str, *words: str, argument: str = "{}") -> tuple[int, str, list[str]]:
     """Exit code, output, and what the launcher reported; nothing is left five seconds later."""
-    code, out, err = job.run(*words, job.script(BEGIN + text), argument, timeout=90)
+    code, out, err = job.run(*words, job.script(BEGIN + text), argument, timeout=patience(90))
     assert wait_until(lambda: not job.alive(), 5), f"left behind: {job.alive()}"
     told = [re.sub(r"pid \d+", "PID", line) for line in err.splitlines() if line.startswith("allhands: ")]
     return code, out + err, told
@@ -251,7 +251,7 @@ def test_wherever_a_worker_fails_the_others_are_told_its_name_and_why(servers: l
     script.write_text(PAIRS)
     done = subprocess.run(
         [sys.executable, "-P", str(script), json.dumps(servers), json.dumps(cases)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+        cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for how in HOWS:
@@ -398,7 +398,7 @@ def test_ctrl_c_ends_all_in_the_midst_of_a_round(job: Job) -> None:
     assert wait_until(Path("fault").exists, 30)
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=patience(20))
     assert (process.returncode, err.decode()) == (130, "allhands: stopped by SIGINT; no worker is left\n")
     assert wait_until(lambda: not job.alive(), 5)
     assert time.monotonic() - began < patience(5.0)

@@ -399,4 +399,4 @@ def test_importing_the_package_imports_no_torch() -> None:
     code = (
         "import allhands.kvstore, sys; assert 'torch' not in sys.modules; allhands.kvstore.Trainer; assert 'torch' in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -151,7 +151,7 @@ def start_stubborn(job: Any, *options: str) -> subprocess.Popen[bytes]:
 def test_launcher_gets_a_signal(job: Any, number: signal.Signals) -> None:
     process = start_stubborn(job, "--grace", "1")
     process.send_signal(number)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=patience(20))
     assert process.returncode == 128 + number
     assert job.alive() == [], "nothing is left when the launcher ends"
     line = f"allhands: stopped by {number.name}; ranks 0, 1 had not ended in time and got SIGKILL; no worker is left"
@@ -186,7 +186,7 @@ def test_keeper_is_killed(job: Any) -> None:
     process = start_stubborn(job)
     keeper = [int(pid) for pid in subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(process.pid)]).split()]
     os.kill(keeper[0], signal.SIGKILL)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=patience(20))
     assert process.returncode == 137
     assert b"failed first: its keeper process ended" in err
 
@@ -213,7 +213,7 @@ def test_workers_may_end_in_order_after_sigterm(job: Any) -> None:
     assert process.stdout is not None
     assert sorted(process.stdout.readline() for _ in range(2)) == [b"[0] up\n", b"[1] up\n"]
     process.terminate()
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=patience(20))
     assert sorted(out.splitlines()) == [b"[0] saved", b"[1] saved"]
     assert process.returncode == 143
 
@@ -224,7 +224,7 @@ def test_reader_of_the_output_leaves(job: Any) -> None:
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
-    assert process.wait(timeout=20) == 141
+    assert process.wait(timeout=patience(20)) == 141
     assert job.alive() == []
     assert process.stderr is not None
     assert process.stderr.read() == b""
@@ -239,7 +239,7 @@ def test_ten_jobs_at_once_do_not_collide(job: Any) -> None:
     )
     jobs = [job.start("-n", "2", script) for _ in range(10)]
     for process in jobs:
-        out, err = process.communicate(timeout=150)
+        out, err = process.communicate(timeout=patience(150))
         assert (process.returncode, sorted(out.splitlines())) == (0, [b"[0] 2", b"[1] 2"]), err
 
 
@@ -264,7 +264,7 @@ def test_a_failure_before_ctrl_c_is_still_told(job: Any) -> None:
         pass
     time.sleep(2)  # until it has ended
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=patience(20))
     assert process.returncode == 6
     assert b"failed first: exit code 6" in err
 
@@ -280,7 +280,7 @@ def test_a_job_that_was_suspended_goes_on(job: Any) -> None:
         for pid in pids:
             os.kill(pid, number)
         time.sleep(8 if number == signal.SIGSTOP else 0)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=patience(20))
     assert (process.returncode, sorted(out.splitlines()), err) == (0, [b"[0] done", b"[1] done"], b"")
 
 
@@ -288,7 +288,7 @@ def test_a_reader_that_pauses_is_no_failure_of_the_workers(job: Any) -> None:
     script = job.script("for i in range(20000): print(f'{i:0100}')")
     process = job.start("-n", "2", "--no-preload", "--heartbeat-timeout", "3", script)
     time.sleep(8)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=patience(30))
     assert (process.returncode, err) == (0, b"")
     for rank in (b"[0] ", b"[1] "):
         assert [int(line[4:]) for line in out.splitlines() if line.startswith(rank)] == list(range(20000))

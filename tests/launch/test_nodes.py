@@ -22,6 +22,7 @@ from allhands.errors import AllhandsError, UserError, WorldError
 from allhands.launch import circle, spawn
 from allhands.launch.nodes import Follower
 from allhands.world import beacon
+from tests.timeouts import patience
 
 from .conftest import told_servers
 
@@ -167,7 +168,7 @@ def test_one_world_over_the_tasks_and_its_failure_ends_all_of_them(tmp_path: Pat
         for node in range(2)
     ]  # fmt: skip
     try:
-        (first, first_errors), (second, second_errors) = [task.communicate(timeout=100) for task in tasks]
+        (first, first_errors), (second, second_errors) = [task.communicate(timeout=patience(100)) for task in tasks]
     finally:
         for task in tasks:
             task.kill()

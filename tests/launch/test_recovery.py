@@ -17,6 +17,7 @@ from allhands.launch.options import Options
 from allhands.launch.output import Output
 from allhands.launch.recovery import Recovery
 from allhands.launch.report import Worker
+from tests.timeouts import patience
 
 from .conftest import Job, wait_until
 
@@ -156,7 +157,7 @@ time.sleep(60)
     assert process.stderr is not None
     assert b"rank 1 on host" in process.stderr.readline()
     process.send_signal(number)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=patience(20))
     if number == signal.SIGINT:
         assert (process.returncode, err) == (130, b"allhands: stopped by SIGINT; no worker is left\n")
     assert wait_until(lambda: not served.alive(), 5)

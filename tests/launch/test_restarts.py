@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from tests.timeouts import patience
+
 from .conftest import Job
 
 pytestmark = pytest.mark.serial
@@ -53,7 +55,7 @@ def test_a_job_that_is_told_to_stop_is_not_restarted(job: Job) -> None:
     assert process.stdout is not None
     assert b"up" in process.stdout.readline()
     process.terminate()
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=patience(30))
     assert process.returncode == 143
     assert b"restart" not in err
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.timeouts import patience
+
 # Everything that a script can see of how it was started.
 LOOK = """
 import sys, os, json, signal, multiprocessing, threading, random
@@ -132,7 +134,7 @@ def test_processes_and_loaders_inside_a_worker(job: Any) -> None:
         "        assert sum(b.sum() for b in loader) == 140\n"
         "    print('ok', torch.get_num_threads())\n"
     )
-    code, out, err = job.run("-n", "2", "--threads", "2", script, timeout=120)
+    code, out, err = job.run("-n", "2", "--threads", "2", script, timeout=patience(120))
     assert (code, sorted(out.splitlines())) == (0, ["[0] ok 2", "[1] ok 2"]), err
 
 

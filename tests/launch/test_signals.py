@@ -15,6 +15,7 @@ import pytest
 from allhands.errors import WorkerError
 from allhands.launch import processes, spawn, worker
 from tests.launch.conftest import wait_until
+from tests.timeouts import patience
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("mark")]
 
@@ -55,7 +56,7 @@ def start(job: Any, script: str, *options: str) -> tuple[subprocess.Popen[bytes]
 
 
 def finish(process: subprocess.Popen[bytes]) -> tuple[int, list[str], list[str]]:
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=patience(30))
     return process.returncode, sorted(out.decode().splitlines()), err.decode().splitlines()
 
 
@@ -229,7 +230,7 @@ def test_signals_wait_until_a_new_process_takes_them() -> None:
     with processes.held_signals():
         child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     child.send_signal(signal.SIGUSR1)
-    assert (child.communicate("go\n", timeout=30)[0], child.returncode) == ("here\n", -signal.SIGUSR1)
+    assert (child.communicate("go\n", timeout=patience(30))[0], child.returncode) == ("here\n", -signal.SIGUSR1)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 
 

@@ -32,5 +32,5 @@ def test_a_worker_can_end_itself_from_another_thread(job: Any) -> None:
 
 
 def test_without_a_launcher_the_reason_is_printed() -> None:
-    done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (1, "printed before\n", "allhands: the ranks do not agree\n")

@@ -126,7 +126,7 @@ def test_without_a_logdir_a_signal_ends_the_process_as_always() -> None:
         "import os, signal\nfrom tests.runner.test_agreement import Send\nfrom tests.runner.problems import fit\n"
         "fit(callbacks=[Send('step', signal.SIGTERM)])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, cwd=Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=Path(__file__).parents[2])
     assert done.returncode == -signal.SIGTERM
 
 

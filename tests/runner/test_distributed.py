@@ -206,7 +206,6 @@ def test_no_main_guard_is_needed(how: str, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("script body") == 1
@@ -220,7 +219,7 @@ def test_in_a_notebook() -> None:
     notebook = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(SCRIPT), nbformat.v4.new_code_cell("print(len(history))")]
     )
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    NotebookClient(notebook, kernel_name="python3").execute()
     text = "".join(output.get("text", "") for cell in notebook.cells for output in cell.outputs)
     assert text.count("script body") == 1
     assert "epochs 2" in text

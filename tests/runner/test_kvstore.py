@@ -23,6 +23,7 @@ from allhands.cli.objects import train
 from allhands.config import read_run
 from allhands.runner import memory
 from tests.runner.problems import arguments, classification, classifier, fit
+from tests.timeouts import patience
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 
@@ -158,7 +159,7 @@ def job_of_launcher(folder: Path, action: str) -> tuple[int, str]:
             time.sleep(0.05)
         if action == "wait":
             process.send_signal(signal.SIGTERM)
-        told, _ = process.communicate(timeout=40)
+        told, _ = process.communicate(timeout=patience(40))
     finally:
         process.kill()
     return process.returncode, told

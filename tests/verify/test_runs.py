@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from allhands.errors import UserError
+from tests.timeouts import patience
 from tests.verify.problems import network, verified
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
@@ -46,7 +47,7 @@ def test_a_signal_leaves_no_file_behind(number: signal.Signals) -> None:
     assert process.stdout.readline() == "training\n"
     assert list(folder.glob("shipped-*"))
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=patience(60))
     assert process.returncode in (143, -signal.SIGINT), stderr
     assert not folder.exists()
 

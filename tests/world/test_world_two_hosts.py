@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.timeouts import patience
+
 from .test_world_processes import SCRIPT, clean_environ
 
 pytestmark = [pytest.mark.serial, pytest.mark.slow]
@@ -67,7 +69,7 @@ def run_on(hosts: Sequence[str], placed: Sequence[int], variables: Sequence[dict
             processes.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         told = []
         for process in processes:
-            out, err = process.communicate(timeout=100)
+            out, err = process.communicate(timeout=patience(100))
             assert out.strip(), err
             told.append(json.loads(out.strip().splitlines()[-1]))
         return told

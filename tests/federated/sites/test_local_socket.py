@@ -157,4 +157,4 @@ def test_nothing_of_it_imports_torch():
     modules = "import sys, allhands.federated.sites.client_app, allhands.federated.sites.message_process as m; "
     ours = "import importlib; m.replace_loading(importlib.import_module('flwr.supernode.runtime.run_clientapp')); "
     code = modules + ours + "assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """`allhands federated …`, to its end."""
-    return subprocess.run([program("allhands"), "federated", *words], cwd=folder, capture_output=True, text=True, timeout=300,
+    return subprocess.run([program("allhands"), "federated", *words], cwd=folder, capture_output=True, text=True,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
 
 

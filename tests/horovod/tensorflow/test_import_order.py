@@ -41,6 +41,6 @@ def test_tensorflow_may_come_before_torch_and_every_module_alone() -> None:
         for path in (SOURCE / "allhands" / "horovod" / folder).rglob("*.py")
     )
     assert len(names) > 10
-    done = subprocess.run([sys.executable, "-c", SCRIPT, *names], capture_output=True, text=True, timeout=150)
+    done = subprocess.run([sys.executable, "-c", SCRIPT, *names], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["both", "alone"]
