@@ -113,7 +113,7 @@ def idle(seconds: float) -> float:
     from torch.distributed import TCPStore
 
     from allhands import kvstore
-    from allhands.kvstore.handshake import key
+    from allhands.kvstore.job import key
 
     store = kvstore.create("dist")
     jobs = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)

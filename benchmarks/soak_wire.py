@@ -39,17 +39,17 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from allhands.kvstore import Trainer, handshake
+from allhands.kvstore import Trainer, job
 from allhands.kvstore.frames import Kind, message, pack, read_into
-from allhands.kvstore.handshake import RefusedError, introduce
 from allhands.kvstore.modes import mode_named
 from allhands.kvstore.rules import rules_of
 from allhands.kvstore.served import ServedStore
+from allhands.wire import RefusedError, introduce
+from allhands.wire.proof import GREETING, introduction
 
 GROWTH = 32 << 20  # bytes
 WARM_UP = 5.0  # seconds after which growth counts: until then threads, buffers and imports settle
 BATCH, WIDTH = 8, 300  # a power of two, so that dividing by it and multiplying by its inverse round alike
-GREETING = b"allhands-kvstore 1\n"
 STORES = range(100, 116)  # those of the peers with the token; the honest worker's are 0, and 1 in the end
 PEER = {"rank": 0, "life": "bad", "host": "h", "pid": 1, "maps": False}
 
@@ -114,7 +114,7 @@ class Attacker:
         heard = b""
         while part := link.recv(4096):
             heard += part
-        if len(heard) > len(GREETING) + 32:
+        if any(heard[len(GREETING) + 32 :]):  # a refusal is zeros
             self.accepted += 1
 
     def random_bytes(self) -> None:
@@ -146,7 +146,7 @@ class Attacker:
             self.unanswered(link)
 
     def silent(self) -> None:
-        """Up to four connections that say nothing, of the 32 that a server lets in at a time without a proof."""
+        """Up to four connections that say nothing, of the 64 that a server bears from one address without a proof."""
         self._silent.append(self.knock())
         if len(self._silent) > 4:
             self._silent.pop(0).close()
@@ -165,8 +165,7 @@ class Attacker:
     def introduction(self, said: dict[str, Any] | bytes, challenge: bytes) -> bytes:
         body = said if isinstance(said, bytes) else json.dumps(said).encode()
         nonce = self.draw.randbytes(32)
-        proof = handshake._proof(self.token, b"worker", challenge, nonce, body)
-        return GREETING + nonce + proof + struct.pack("<I", len(body)) + body
+        return introduction(self.token, challenge, nonce, body)
 
     def damaged_introduction(self) -> None:
         said: Any = self.peer()
@@ -301,7 +300,7 @@ def soak(seconds: float, seed: int, attackers: int, folder: str) -> list[str]:
     meeting = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server = started(token, meeting)
     try:
-        where = json.loads(meeting.get(handshake.key(0)))
+        where = json.loads(meeting.get(job.key(0)))
         mode = mode_named("dist")
         rules = rules_of(mode, {})
         store = ServedStore(mode, 0, 1, [where], rules, 0, "honest", "tcp")

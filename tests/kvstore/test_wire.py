@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from allhands.errors import WorldError
-from allhands.kvstore import handshake, server
+from allhands import wire
 from allhands.kvstore.frames import MAGIC, Kind, pack
-from allhands.kvstore.handshake import introduce
 from allhands.kvstore.modes import mode_named
 from allhands.kvstore.rules import rules_of
+from allhands.wire import proof
 from tests.kvstore.serving import TOKEN, Job, job
 
 
@@ -51,11 +51,11 @@ def test_strangers_change_nothing(tmp_path: Path) -> None:
     said = [draw.randbytes(draw.randrange(1, 3000)) for _ in range(200)]
     said += [
         pickle.dumps(_Bomb(bomb)),
-        b"allhands-kvstore 1\n",
-        b"allhands-kvstore 1\n" + b"\xff" * 200,
+        b"allhands wire 1\n",
+        b"allhands wire 1\n" + b"\xff" * 200,
         b"GET / HTTP/1.1\r\n\r\n",
     ]
-    said += [pack(Kind.PUSH, 0, 1, 1, 1, 1 << 62), b"allhands-kvstore 1\n" + bytes(64) + struct.pack("<I", 1 << 31)]
+    said += [pack(Kind.PUSH, 0, 1, 1, 1, 1 << 62), b"allhands wire 1\n" + bytes(64) + struct.pack("<I", 1 << 31)]
     with job(1) as made:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for data in said:
@@ -91,7 +91,7 @@ def test_a_worker_that_sends_nonsense_is_the_only_one_that_suffers(frames: bytes
         for side in ("up", "down"):
             links[side] = _knock(made)
             said = {"rank": 0, "rules": rules, "life": "bad", "store": 5, "host": "h", "pid": 1, "session": "s", "maps": False}
-            introduce(links[side], TOKEN.encode(), {**said, "side": side})
+            wire.introduce(links[side], TOKEN.encode(), {**said, "side": side})
         with contextlib.suppress(OSError):  # the server may have closed the connection before all was sent
             links["up"].sendall(frames)
             links["up"].shutdown(socket.SHUT_WR)
@@ -154,8 +154,7 @@ def _certificates(folder: Path, name: str) -> dict[str, str]:
 
 
 def test_tls_serves_those_of_the_same_authority_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "PATIENCE", 1.0)
-    monkeypatch.setattr(server, "PATIENCE", 1.0)
+    monkeypatch.setattr(proof, "PATIENCE", 1.0)
     right, wrong = _certificates(tmp_path, "right"), _certificates(tmp_path, "wrong")
     for name, path in right.items():
         monkeypatch.setenv(name, path)

@@ -41,6 +41,9 @@ class Store:
 
 mine = guard.start(Store(), rank, size, "127.0.0.1", 3.0)
 atexit.register(lambda: None if getattr(sys, "last_type", None) else mine.close())
+(folder / f"here{rank}").touch()
+while not all((folder / f"here{other}").exists() for other in range(size)):
+    time.sleep(0.01)
 if os.fork() == 0:  # as a loader process would
     time.sleep(4)
     os._exit(0)

@@ -1,14 +1,12 @@
 """Rank 0's thread that hears what each rank is ready for, and tells all of them what to run, in one order.
 
-Only lines of JSON travel; nothing that arrives is run or unpickled. A rank that dies closes its connection, so that those who
-wait for it hear of it at once.
+Only ranks that have proven the world's token are heard, as lines of JSON. A rank that dies closes its
+connection, so that those who wait for it hear of it at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import json
 import os
 import selectors
 import socket
@@ -17,20 +15,19 @@ import threading
 import time
 from typing import Any
 
+from allhands import wire
 from allhands.horovod.checks import Ask, Key
 from allhands.horovod.matcher import Matcher
 from allhands.horovod.rounds import Parts
-from allhands.world.links import keep_alive, listen
 
 _LOOK_EVERY_S = 0.5
-_LONGEST = 2**26  # bytes of a line; more is no rank of ours
+_LONGEST = 2**26  # bytes of a line
 
 
 class _Peer:
-    def __init__(self, link: socket.socket) -> None:
-        self.link = link
-        self.rank = -1
-        self.data = bytearray()
+    def __init__(self, link: socket.socket, rank: int) -> None:
+        self.link, self.rank = link, rank
+        self.lines = wire.LineReader(_LONGEST)
         self.out = bytearray()
         self.waits_to_write = False
         self.known: dict[int, tuple[Key, Ask]] = {}  # what it has asked for before, by its own numbers
@@ -38,15 +35,26 @@ class _Peer:
 
 
 class Coordinator:
-    """The thread; `start` begins it. `port` is where ranks connect with `token`, a secret of this world."""
+    """The thread; `start` begins it. `port` is where ranks connect with `token`, a secret of this world.
 
-    def __init__(self, matcher: Matcher, token: str) -> None:
-        self._matcher, self._token = matcher, token
-        self._listener = listen()
-        self.port: int = self._listener.getsockname()[1]
-        self._listener.setblocking(False)
+    Args:
+        matcher: matches the operations.
+        token: the world's.
+        local: all ranks are on this host; nobody else can then connect.
+    """
+
+    def __init__(self, matcher: Matcher, token: bytes, local: bool) -> None:
+        self._matcher = matcher
+        listener = wire.listen(local=local)
+        self.port: int = listener.getsockname()[1]
+        self._acceptor = wire.Acceptor("the Horovod coordinator", [listener], token, self._welcome)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._came: list[_Peer] = []  # whom the thread does not know yet
+        self._seen: set[int] = set()
+        self._wake, self._wake_end = socket.socketpair()
+        for end in (self._wake, self._wake_end):
+            wire.close_in_children(end)
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
         self._peers: dict[int, _Peer] = {}
         self._left: set[int] = set()
         self._parts: dict[Parts, Parts] = {}  # so that equal ones of several ranks are one, and compared at once
@@ -54,23 +62,20 @@ class Coordinator:
         self.everyone_left = threading.Event()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="allhands-horovod-coordinator", daemon=True)
-        os.register_at_fork(after_in_child=self._close_links)
 
     def start(self) -> None:
         """Begin to listen."""
         self._thread.start()
+        self._acceptor.start()
 
     def stop(self, patience: float) -> None:
         """End, after all ranks have said that they leave or `patience` seconds."""
         if not self.everyone_left.wait(patience):
             self._over.set()
         self._stopped.set()
+        self._acceptor.close()
         self._thread.join(5.0)
-        self._close_links()
-
-    def _close_links(self) -> None:
-        # A loader process that outlives this one must not keep its connections open.
-        for link in (self._listener, *(peer.link for peer in self._peers.values())):
+        for link in (self._wake, self._wake_end, *(peer.link for peer in self._peers.values())):
             with contextlib.suppress(OSError):
                 link.close()
 
@@ -80,11 +85,13 @@ class Coordinator:
             while not self._stopped.is_set() and not self.everyone_left.is_set():
                 for key, events in self._selector.select(_LOOK_EVERY_S):
                     if key.data is None:
-                        self._accept()
+                        self._wake.recv(4096)
                     elif events & selectors.EVENT_READ:
                         self._read(key.data)
                     else:
                         self._flush(key.data)
+                while self._came:
+                    self._take(self._came.pop(0))
                 if time.monotonic() - looked > _LOOK_EVERY_S:
                     looked = time.monotonic()
                     text = self._matcher.look()
@@ -101,12 +108,19 @@ class Coordinator:
                 self._tell()
             print(f"allhands: the Horovod coordinator failed: {error!r}", file=sys.stderr)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            link, _ = self._listener.accept()
-            link.setblocking(False)
-            keep_alive(link)
-            self._selector.register(link, selectors.EVENT_READ, _Peer(link))
+    def _welcome(self, link: socket.socket, said: dict[str, Any]) -> None:
+        rank = int(said["rank"])
+        if rank in self._seen or not 0 <= rank < self._matcher.size:
+            raise wire.RefusedError(f"rank {rank} is here already, or none of {self._matcher.size}")
+        self._seen.add(rank)
+        self._came.append(_Peer(link, rank))
+        self._wake_end.send(b"!")
+
+    def _take(self, peer: _Peer) -> None:
+        peer.link.setblocking(False)
+        wire.keep_alive(peer.link)
+        self._peers[peer.rank] = peer
+        self._selector.register(peer.link, selectors.EVENT_READ, peer)
 
     def _read(self, peer: _Peer) -> None:
         try:
@@ -117,30 +131,12 @@ class Coordinator:
             piece = b""
         if not piece:
             return self._lose(peer)
-        peer.data += piece
-        if b"\n" not in piece:
-            return self._lose(peer) if len(peer.data) > (_LONGEST if peer.rank >= 0 else 4096) else None
-        *lines, rest = bytes(peer.data).split(b"\n")
-        peer.data = bytearray(rest)
-        for line in lines:
-            try:
-                message = json.loads(line)
-                if peer.rank < 0:
-                    self._welcome(peer, message)
-                else:
-                    self._hear(peer, message)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                return self._lose(peer)
+        try:
+            for message in peer.lines.feed(piece):
+                self._hear(peer, message)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return self._lose(peer)
         return None
-
-    def _welcome(self, peer: _Peer, message: dict[str, Any]) -> None:
-        rank = int(message["rank"])
-        if not hmac.compare_digest(str(message["token"]), self._token) or not 0 <= rank < self._matcher.size:
-            raise ValueError("no rank of this world")
-        if rank in self._peers:
-            raise ValueError("this rank is here already")
-        peer.rank = rank
-        self._peers[rank] = peer
 
     def _hear(self, peer: _Peer, message: dict[str, Any]) -> None:
         if "again" in message:
@@ -175,13 +171,13 @@ class Coordinator:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(peer.link)
         peer.link.close()
-        if peer.rank >= 0 and self._peers.pop(peer.rank, None) is not None:
+        if self._peers.pop(peer.rank, None) is not None:
             self._matcher.leave(peer.rank, "is gone without a word: killed, crashed, or its host is down")
             self._left.add(peer.rank)
 
     def _tell(self) -> None:
         for ranks, message in self._matcher.take():
-            data = json.dumps(message, separators=(",", ":")).encode() + b"\n"
+            data = wire.encode(message)
             for rank in ranks:
                 if rank in self._peers:
                     self._peers[rank].out += data

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 import socket
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+from allhands import wire
 from allhands.errors import WorldError
 from allhands.horovod.checks import Ask, Key
 from allhands.horovod.coordinator import Coordinator
@@ -20,7 +19,6 @@ from allhands.horovod.matcher import Matcher
 from allhands.horovod.rounds import Parts
 from allhands.world import World
 from allhands.world.interface import outward_addresses
-from allhands.world.links import keep_alive
 from allhands.world.roster import host_id
 
 _PATIENCE_S = 60.0
@@ -43,12 +41,13 @@ class Link:
         self._known: OrderedDict[tuple[Key, Ask], int] = OrderedDict()
         self._rounds: dict[Parts, int] = {}
         if matcher is not None:
-            token = secrets.token_hex(16)
-            self._coordinator = Coordinator(matcher, token)
+            token = secrets.token_hex(32)
+            local = world.local_world_size == world.world_size
+            self._coordinator = Coordinator(matcher, token.encode(), local)
             self._coordinator.start()
             addresses = ["127.0.0.1"]
             if store is not None:
-                own = [*outward_addresses(), socket.gethostname()]
+                own = addresses if local else [*outward_addresses(), socket.gethostname()]
                 where = {"host": host_id(), "port": self._coordinator.port, "token": token, "addresses": own}
                 store.set("coordinator", json.dumps(where))
             port = self._coordinator.port
@@ -56,9 +55,7 @@ class Link:
             where = json.loads(store.get("coordinator"))
             port, token = int(where["port"]), str(where["token"])
             addresses = [*(["127.0.0.1"] if where["host"] == host_id() else []), *where["addresses"]]
-        self._socket = _connect(addresses, port, world.rank)
-        self._say({"rank": world.rank, "token": token})
-        os.register_at_fork(after_in_child=self._socket.close)
+        self._socket = _connect(addresses, port, world.rank, token.encode())
 
     def ask(self, key: Key, ask: Ask, remember: bool) -> None:
         """This rank is ready for an operation. `remember`: it is likely to come again."""
@@ -110,7 +107,7 @@ class Link:
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """What the coordinator says, until the connection ends."""
-        data = b""
+        lines = wire.LineReader()
         while True:
             try:
                 piece = self._socket.recv(2**18)
@@ -118,9 +115,7 @@ class Link:
                 return
             if not piece:
                 return
-            *lines, data = (data + piece).split(b"\n")
-            for line in lines:
-                yield json.loads(line)
+            yield from lines.feed(piece)
 
     def _say(self, message: dict[str, Any]) -> None:
         with self._lock:
@@ -128,21 +123,26 @@ class Link:
 
     def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the reading thread sees the end of the connection as well, and says so
-            self._socket.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+            self._socket.sendall(wire.encode(message))
 
 
-def _connect(addresses: list[str], port: int, rank: int) -> socket.socket:
-    deadline = time.monotonic() + _PATIENCE_S
-    while True:
+def _connect(addresses: list[str], port: int, rank: int, token: bytes) -> socket.socket:
+    def connect() -> socket.socket:
+        error: OSError | None = None
         for address in addresses:
-            with contextlib.suppress(OSError):
-                link = socket.create_connection((address, port), timeout=5.0)
-                link.settimeout(None)
-                keep_alive(link)
-                return link
-        if time.monotonic() > deadline:
-            raise WorldError(
-                f"rank {rank} ({socket.gethostname()}) cannot reach rank 0 at {' or '.join(addresses)}, port {port}: workers "
-                "talk to one another on ports that the system chooses; open the firewall between the hosts"
-            )
-        time.sleep(0.2)
+            try:
+                return socket.create_connection((address, port), timeout=5.0)
+            except OSError as refused:
+                error = refused
+        assert error is not None
+        raise error
+
+    try:
+        link = wire.join(connect, token, {"rank": rank}, _PATIENCE_S)
+        wire.keep_alive(link)
+        return link
+    except (OSError, EOFError, wire.RefusedError) as error:
+        raise WorldError(
+            f"rank {rank} ({socket.gethostname()}) cannot reach rank 0 at {' or '.join(addresses)}, port {port} ({error}): "
+            "workers talk to one another on ports that the system chooses; open the firewall between the hosts"
+        ) from None

@@ -26,7 +26,7 @@ from allhands.kvstore.board import Board, ServerLostError
 from allhands.kvstore.comeback import come_back
 from allhands.kvstore.compression import Compressor
 from allhands.kvstore.frames import Kind, pack
-from allhands.kvstore.handshake import key as server_key
+from allhands.kvstore.job import key as server_key
 from allhands.kvstore.link import LAST, TRANSPORT, TRANSPORTS, Link
 from allhands.kvstore.modes import Mode
 from allhands.kvstore.optimizers import OptimizerSpec

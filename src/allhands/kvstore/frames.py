@@ -10,11 +10,12 @@ import json
 import struct
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from allhands.errors import AllhandsError
+from allhands.wire.framing import MessageError, Readable, decode, read_into
 
 MAGIC = b"hK"
 _HEADER = struct.Struct("<2sBBIIQQ")
@@ -49,13 +50,6 @@ class Flag(IntFlag):
     WANTED = 2  # a push whose new value is to be sent back
     COMPRESSED = 4
     OWN = 8  # with SHARED, in the memory of this worker and not in that of all
-
-
-class Readable(Protocol):
-    """What frames are read from: a socket, or what stands for one."""
-
-    def recv_into(self, buffer: memoryview, /) -> int:
-        """Read some bytes into `buffer`; how many, 0 at the end."""
 
 
 class FrameError(AllhandsError, RuntimeError):
@@ -102,20 +96,6 @@ def raw(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def read_into(link: Readable, view: memoryview) -> None:
-    """Fill `view`.
-
-    Raises:
-        EOFError: the other side has closed the connection.
-        OSError: it broke.
-    """
-    while view:
-        count = link.recv_into(view)
-        if count == 0:
-            raise EOFError
-        view = view[count:]
-
-
 def read_header(link: Readable, buffer: bytearray) -> Frame:
     """The next frame's header, read through `buffer` of HEADER_BYTES."""
     read_into(link, memoryview(buffer))
@@ -145,9 +125,6 @@ def read_message(link: Readable, count: int) -> dict[str, Any]:
         FrameError: it is no JSON object.
     """
     try:
-        fields = json.loads(read_bytes(link, count, LONGEST_MESSAGE))
-    except ValueError as error:
-        raise FrameError("a control message is no JSON") from error
-    if not isinstance(fields, dict):
-        raise FrameError("a control message is no JSON object")
-    return fields
+        return decode(read_bytes(link, count, LONGEST_MESSAGE))
+    except MessageError as error:
+        raise FrameError(f"a control message is {error}") from error

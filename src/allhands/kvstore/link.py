@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
+from allhands import wire
 from allhands.comm.codecs import Codec
 from allhands.errors import AllhandsError, UserError, WorldError
 from allhands.kvstore.arena import Arena, Place, copy, receive_file, send_file
@@ -32,10 +33,9 @@ from allhands.kvstore.frames import (
     raw,
     read_bytes,
     read_header,
-    read_into,
     read_message,
 )
-from allhands.kvstore.handshake import RefusedError, introduce, tls_contexts, token_from, tuned
+from allhands.kvstore.job import tls_contexts, token_from
 
 BEAT_EVERY = 1.0
 # Priorities of what goes before, and after, everything that waits to be sent.
@@ -98,15 +98,14 @@ class Link:
         links: dict[str, socket.socket] = {}
         for side in ("up", "down"):
             try:
-                links[side] = self._open()
-                introduce(links[side], token, {**said, "session": session, "side": side, "maps": self.local})
-            except (RefusedError, OSError, EOFError) as error:
+                words = {**said, "session": session, "side": side, "maps": False}
+                links[side] = wire.join(lambda: self._open(words), token, words)  # noqa: B023 - called at once
+            except (wire.RefusedError, OSError, EOFError) as error:
                 for link in links.values():
                     link.close()
                 raise WorldError(
                     f"{self.name} at {self.where['address']}:{self.where['port']} cannot be used: {error or 'no answer'}"
                 ) from error
-            tuned(links[side])
         self._up, self._down = links["up"], links["down"]
         self._threads = [
             threading.Thread(target=work, name=f"kvstore-{self.number}", daemon=True)
@@ -124,12 +123,12 @@ class Link:
             raise WorldError(answer["failed"])
         self.again = bool(answer["again"])
 
-    def _open(self) -> socket.socket:
+    def _open(self, said: dict[str, Any]) -> socket.socket:
         if self.where["unix"] and self.transport != "tcp":
             link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 link.connect("\0" + self.where["unix"])
-                self.local = self.transport != "unix"
+                said["maps"] = self.local = self.transport != "unix"
                 return link
             except OSError:  # another host, or another network namespace
                 link.close()
@@ -299,7 +298,7 @@ class Link:
                 data = torch.empty(self.down_codec.nbytes(len(target)), dtype=torch.uint8)
                 if frame.nbytes != data.nbytes:
                     raise FrameError(f"a value of {frame.nbytes} bytes for a chunk of {data.nbytes}")
-                read_into(self._down, raw(data))
+                wire.read_into(self._down, raw(data))
                 moved = torch.empty_like(target)  # rounded as the server rounds it
                 self.down_codec.decode(data, moved)
                 base = self.base.setdefault(frame.chunk, torch.zeros_like(target))
@@ -311,7 +310,7 @@ class Link:
             else:
                 if frame.nbytes != target.nbytes:
                     raise FrameError(f"a value of {frame.nbytes} bytes for a chunk of {target.nbytes}")
-                read_into(self._down, raw(target))
+                wire.read_into(self._down, raw(target))
                 if self.down_codec is not None:
                     self.base[frame.chunk] = target.clone()
         with self.board.changed:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
+from allhands import wire
 from allhands.errors import WorldError
 from allhands.kvstore.frames import (
     HEADER_BYTES,
@@ -32,7 +33,7 @@ from allhands.kvstore.frames import (
     read_header,
     read_message,
 )
-from allhands.kvstore.handshake import RefusedError, introduce, tls_contexts, tuned
+from allhands.kvstore.job import tls_contexts
 from allhands.kvstore.shard_state import load_whole, state_of_table, whole_of
 from allhands.kvstore.snapshots import about
 from allhands.kvstore.table_rounds import pack_rows
@@ -102,7 +103,7 @@ class Mirror:
                 try:
                     self._connect(anew=True)
                     self._fill()
-                except (OSError, EOFError, RefusedError, WorldError) as error:
+                except (OSError, EOFError, wire.RefusedError, WorldError) as error:
                     self._lose(None)
                     if time.monotonic() - began > self._patience:
                         self._tell(f"it cannot be reached ({error or 'no answer'})")
@@ -119,13 +120,12 @@ class Mirror:
         links: list[socket.socket] = []
         try:
             for side in ("up", "down"):  # two, because a connection with TLS is not read and written at once
-                links.append(self._open(where))
                 said = {
                     "session": session, "side": side, "mirror": self.shard.number, "store": self._store,
                     "rules": self.shard.rules,
                 }  # fmt: skip
-                introduce(links[-1], self._token, said)
-                tuned(links[-1]).settimeout(self._patience)
+                links.append(wire.join(lambda: self._open(where), self._token, said, self._patience))
+                links[-1].settimeout(self._patience)
         except BaseException:
             for link in links:
                 link.close()
@@ -310,7 +310,7 @@ class Mirror:
             try:
                 self._connect(anew=False)
                 break
-            except (OSError, EOFError, RefusedError, WorldError):
+            except (OSError, EOFError, wire.RefusedError, WorldError):
                 if time.monotonic() > end:
                     return False
                 time.sleep(_LOOK_EVERY)

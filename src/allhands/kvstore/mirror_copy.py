@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
+from allhands import wire
 from allhands.errors import UserError
 from allhands.kvstore.frames import (
     HEADER_BYTES,
@@ -21,7 +22,6 @@ from allhands.kvstore.frames import (
     raw,
     read_bytes,
     read_header,
-    read_into,
     read_message,
 )
 from allhands.kvstore.shard import Shard
@@ -92,7 +92,7 @@ class Copy:
             return bytes(read_bytes(up, count, LONGEST_STATE))
         if len(self._room) < count:
             self._room = torch.empty(count, dtype=torch.uint8)
-        read_into(up, raw(self._room[:count]))
+        wire.read_into(up, raw(self._room[:count]))
         return self._room[:count]
 
     def _apply(self, said: dict[str, Any], body: Any) -> None:

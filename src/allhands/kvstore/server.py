@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -20,8 +19,9 @@ from typing import Any
 
 import torch
 
+from allhands import wire
 from allhands.errors import AllhandsError
-from allhands.kvstore.handshake import PATIENCE, RefusedError, greet, key, tls_contexts, token_from, tuned
+from allhands.kvstore.job import key, tls_contexts, token_from
 from allhands.kvstore.mirror import Find, Mirror
 from allhands.kvstore.mirror_copy import Copy
 from allhands.kvstore.recovery import Recovery
@@ -36,8 +36,6 @@ DEFAULT_LEASE = 10.0
 START = "ALLHANDS_KVSTORE_START"
 # Seconds after the first worker within which every other one must have come.
 DEFAULT_START = 120.0
-# Connections that have not proven themselves yet; more wait in the listener's queue.
-_STRANGERS = 32
 
 
 class Server:
@@ -70,21 +68,18 @@ class Server:
         self.copies: dict[int, Copy] = {}
         self.find = find
         self._token = token
-        self._tls = tls_contexts(os.environ)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self.tcp = socket.socket(family, socket.SOCK_STREAM)
-        self.tcp.bind((address, 0))
-        self.tcp.listen(512)
+        listeners = [wire.listen(address)]
+        self._name = listeners[0].getsockname()
         # A name in the abstract space leaves no file behind.
-        self.unix_name = f"allhands-kvstore-{os.getpid()}-{secrets.token_hex(6)}"
-        self.unix: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.unix_name: str | None = f"allhands-kvstore-{os.getpid()}-{secrets.token_hex(6)}"
         try:
-            self.unix.bind("\0" + self.unix_name)
-            self.unix.listen(512)
+            listeners.append(wire.listen_unix(f"\0{self.unix_name}"))
         except OSError:  # a system without such names
-            self.unix.close()
-            self.unix = None
-        self._strangers = threading.Semaphore(_STRANGERS)
+            self.unix_name = None
+        tls = tls_contexts(os.environ)
+        self._acceptor = wire.Acceptor(
+            f"parameter server {number}", listeners, token, self._welcome, None if tls is None else tls[0]
+        )
         self._halves: dict[str, tuple[float, str, socket.socket]] = {}
         self._lock = threading.Lock()
         self._stopped = False
@@ -92,28 +87,21 @@ class Server:
 
     def where(self) -> dict[str, Any]:
         """What workers must know to connect."""
-        name = self.tcp.getsockname()
         return {
-            "host": socket.gethostname(), "pid": os.getpid(), "address": name[0], "port": name[1],
-            "unix": self.unix_name if self.unix is not None else None, "life": secrets.token_hex(8),
+            "host": socket.gethostname(), "pid": os.getpid(), "address": self._name[0], "port": self._name[1],
+            "unix": self.unix_name, "life": secrets.token_hex(8),
         }  # fmt: skip
 
     def start(self) -> None:
         """Serve in threads of this process."""
-        for listener in (self.tcp, self.unix):
-            if listener is not None:
-                threading.Thread(target=self._accept, args=(listener,), name="accept", daemon=True).start()
+        self._acceptor.start()
         threading.Thread(target=self._watch, name="leases", daemon=True).start()
 
     def close(self) -> None:
         """Stop to serve."""
         self._stopped = True
         self._ending.set()
-        for listener in (self.tcp, self.unix):
-            if listener is not None:
-                with contextlib.suppress(OSError):
-                    listener.shutdown(socket.SHUT_RDWR)
-                listener.close()
+        self._acceptor.close()
         sessions = [session for shard in list(self.shards.values()) for session in shard.members.sessions_now()]
         for session in sessions:
             session.mute()  # none of them is to hear that others are gone
@@ -126,44 +114,15 @@ class Server:
         for copy in list(self.copies.values()):
             copy.end()
 
-    def _accept(self, listener: socket.socket) -> None:
-        while not self._stopped:
-            self._strangers.acquire()
-            try:
-                link, _ = listener.accept()
-            except OSError:
-                self._strangers.release()
-                if self._stopped:
-                    return
-                time.sleep(0.05)  # out of descriptors for a moment, or the other side has gone already
-                continue
-            threading.Thread(target=self._meet, args=(link,), name="meet", daemon=True).start()
+    def _welcome(self, link: socket.socket, said: dict[str, Any]) -> None:
+        # What follows may wait for other threads, and strangers must not wait for it.
+        threading.Thread(target=self._meet, args=(link, said), name="meet", daemon=True).start()
 
-    def _meet(self, link: socket.socket) -> None:
+    def _meet(self, link: socket.socket, said: dict[str, Any]) -> None:
         try:
-            spare = link.dup()
-        except OSError:
+            self._pair(link, said, link.family == socket.AF_UNIX)
+        except Exception:  # whatever a peer says of itself, the others go on
             link.close()
-            self._strangers.release()
-            return
-        # For all of it: one byte every few seconds must not hold a place.
-        patience = threading.Timer(PATIENCE, _cut, (spare,))
-        patience.daemon = True
-        patience.start()
-        try:
-            local = link.family == socket.AF_UNIX
-            link.settimeout(10.0)
-            if self._tls is not None and not local:
-                link = self._tls[0].wrap_socket(link, server_side=True)
-            said = greet(link, self._token)
-            patience.cancel()
-            self._pair(tuned(link), said, local)
-        except Exception:  # whatever a stranger sends, the others go on; it is told nothing
-            link.close()
-        finally:
-            patience.cancel()
-            spare.close()
-            self._strangers.release()
 
     def _pair(self, link: socket.socket, said: dict[str, Any], local: bool) -> None:
         """A worker comes with two connections; when the second is there, it takes part."""
@@ -177,7 +136,7 @@ class Server:
                 return
             _, other_side, other = self._halves.pop(name)
             if {side, other_side} != {"up", "down"}:
-                raise RefusedError("two connections of one direction")
+                raise wire.RefusedError("two connections of one direction")
             up, down = (link, other) if side == "up" else (other, link)
             copy = self._copy(said) if "mirror" in said else None
             shard = self._shard(said) if copy is None else None
@@ -251,7 +210,7 @@ class Server:
         """The copy of another server's part of the n-th store. `_lock` is held."""
         number, server = int(said["store"]), int(said["mirror"])
         if server != (self.number - 1) % self.servers:
-            raise RefusedError(f"server {self.number} keeps no copy of server {server}")
+            raise wire.RefusedError(f"server {self.number} keeps no copy of server {server}")
         if number not in self.copies or self.copies[number].finished:
             self.copies[number] = Copy(server, self.servers, self.workers, said["rules"])
         return self.copies[number]
@@ -277,11 +236,11 @@ class Server:
     def _watch(self) -> None:
         """Find workers that are silent for longer than the lease."""
         every = min(0.5, self.lease / 4)
-        looked = time.monotonic()
+        suspension = wire.Suspension(every + 1.0)
         while not self._stopped:
             self._ending.wait(every)
             now = time.monotonic()
-            suspended, looked = now - looked > every + 1.0, now
+            suspended = suspension.ended(now)
             if suspended:
                 self._began = dict.fromkeys(list(self._began), now)
             for number, part in list(self.shards.items()):
@@ -306,11 +265,6 @@ class Server:
                 f"worker {rank} is lost: it has not connected to server {self.number} within {self.patience:.0f} s of the first "
                 f"worker (it ended, or is still at work before it creates the store; {START} sets how long is waited)"
             ))  # fmt: skip
-
-
-def _cut(link: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        link.shutdown(socket.SHUT_RDWR)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
+from allhands import wire
 from allhands.errors import UserError
 from allhands.kvstore.arena import Arena, receive_file, send_file
 from allhands.kvstore.chunks import Chunk, Meta
@@ -30,7 +31,6 @@ from allhands.kvstore.frames import (
     raw,
     read_bytes,
     read_header,
-    read_into,
     read_message,
 )
 from allhands.kvstore.shard import Shard
@@ -251,14 +251,14 @@ class Session:
             raise FrameError(f"a push of {frame.nbytes} bytes for a chunk of {expected}")
         if codec is not None:
             data = torch.empty(expected, dtype=torch.uint8)
-            read_into(self.ear, raw(data))
+            wire.read_into(self.ear, raw(data))
             values = torch.empty(len(chunk.weights))
             codec.decode(data, values)
             return values.to(chunk.weights.dtype), None
         free = self._pool[expected]
         buffer = free.pop() if free else torch.empty(expected, dtype=torch.uint8)
         values = buffer.view(chunk.weights.dtype)
-        read_into(self.ear, raw(values))
+        wire.read_into(self.ear, raw(values))
         return values, buffer
 
     def _message(self, said: dict[str, Any]) -> None:

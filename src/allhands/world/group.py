@@ -208,7 +208,10 @@ def _start(asked: Asked, environ: Environ) -> _State:
     local_rank, local_size, node_rank = place_of(cards, layout.rank)
     chosen = pick_device(device, local_rank, gpus)
     set_ifname = interface.set_for_gloo(cards, layout.rank)
-    guarding = _guard(opened.store, layout, opened.place, silence) if silence is not None and layout.world_size > 1 else None
+    one_host = len({other.host for other in cards}) == 1
+    guarding = None
+    if silence is not None and layout.world_size > 1:
+        guarding = _guard(opened.store, layout, opened.place, silence, one_host)
     _make_group(opened.store, backend, chosen, layout, timeout)
     if layout.environment in {"openmpi", "mpich"}:
         mpilib.end_job_on_error(layout.rank, card.name, environ)
@@ -216,12 +219,13 @@ def _start(asked: Asked, environ: Environ) -> _State:
     return _State(world, asked, made_group=True, set_ifname=set_ifname, store=opened.store, guard=guarding)
 
 
-def _guard(store: Any, layout: Layout, place: str, silence: float) -> guard.Guard:
+def _guard(store: Any, layout: Layout, place: str, silence: float, one_host: bool) -> guard.Guard:
     """The ranks watch one another."""
     from torch.distributed import PrefixStore
 
     host = place.rpartition(":")[0]
-    return guard.start(PrefixStore("allhands", store), layout.rank, layout.world_size, host, silence)
+    shared = PrefixStore("allhands", store)
+    return guard.start(shared, layout.rank, layout.world_size, host, silence, local=one_host)
 
 
 def _meet(store: Any, card: Card, place: str, deadline: float) -> list[Card]:

@@ -9,7 +9,8 @@ in order says that, and the others go on.
 
 Launchers that look after their processes themselves (`allhands launch`, torchrun) need none of this.
 
-Only numbers and short texts travel, as lines of JSON; nothing that arrives is run or unpickled.
+Only ranks that have proven the world's token are heard. Numbers and short texts travel, as lines of JSON; nothing that arrives
+is run or unpickled.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -27,10 +29,10 @@ import time
 from types import TracebackType
 from typing import Any, NoReturn
 
+from allhands import wire
 from allhands.errors import UserError, WorldError
 from allhands.world import warden
 from allhands.world.layout import Environ
-from allhands.world.links import keep_alive, listen
 
 TIMEOUT_VARIABLE = "ALLHANDS_HEARTBEAT_TIMEOUT"
 DEFAULT_TIMEOUT_S = 60.0
@@ -46,6 +48,7 @@ _GRACE_S = 2.0
 # Exit codes of a rank that a signal asked to save and leave, as a training does.
 _ON_REQUEST = tuple(128 + number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
 _LONGEST = 500
+_LONGEST_LINE = 8192
 # Of the ranks on one host, one says what none of them can hear from rank 0 any more.
 _LOCAL_RANKS = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
@@ -73,20 +76,24 @@ class Guard:
 
     Args:
         rank, size: who this is.
-        link: the connection to rank 0; on rank 0, its listener.
         timeout: seconds of silence that count as a failure; 0 waits for ever.
+        link: the connection to rank 0; None on rank 0.
     """
 
-    def __init__(self, rank: int, size: int, link: socket.socket, timeout: float) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, link: socket.socket | None = None) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
-        self.name = f"{socket.gethostname()}, pid {os.getpid()}"
+        self.name = _own_name()
         self._link = link
         self.accepted: list[socket.socket] = []  # on rank 0: the others' connections
+        self._came: list[tuple[socket.socket, dict[str, Any]]] = []  # those that its thread does not know yet
+        self._ranks: set[int] = {0}
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._closed = False
         self._over = threading.Event()
         self._wake, self._wake_end = socket.socketpair()
+        for end in (self._wake, self._wake_end):
+            wire.close_in_children(end)
         self._own: list[dict[str, Any]] = []  # rank 0's own messages, for its thread
         self._exit_code = 0
         self._before: tuple[Any, Any] | None = None
@@ -99,14 +106,25 @@ class Guard:
         self._before = (sys.excepthook, sys.exit)
         sys.excepthook = self._on_exception
         sys.exit = self._on_exit
-        os.register_at_fork(after_in_child=self._close_in_child)
-        self._say({"rank": self.rank, "name": self.name})
         self._thread.start()
 
-    def _close_in_child(self) -> None:
-        # A loader process that outlives this one must not keep its connections open.
-        for link in (self._link, *self.accepted):
-            link.close()
+    def welcome(self, link: socket.socket, said: dict[str, Any]) -> None:
+        """On rank 0: take a rank that has proven the token.
+
+        Raises:
+            RefusedError: it is no other rank of this world, or is here already.
+        """
+        if "warden" not in said:  # which only listens
+            rank = int(said["rank"])
+            if rank in self._ranks or not 0 < rank < self.size:
+                raise wire.RefusedError(f"rank {rank} is here already, or none of {self.size}")
+            self._ranks.add(rank)
+        self._came.append((link, said))
+        self._notify()
+
+    def _notify(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_end.send(b"!")
 
     def close(self) -> None:
         """Leave in order: from now on, the end of this process is nobody's concern. A failing exit code is told instead."""
@@ -150,11 +168,11 @@ class Guard:
     def _say(self, message: dict[str, Any]) -> None:
         if self.rank == 0:
             self._own.append(message)
-            with contextlib.suppress(OSError):
-                self._wake_end.send(b"!")
-            return
+            return self._notify()
+        assert self._link is not None
         with self._lock, contextlib.suppress(OSError):
-            self._link.sendall(json.dumps(message).encode() + b"\n")
+            self._link.sendall(wire.encode(message))
+        return None
 
     # ------------------------------------------------------------------ the thread
 
@@ -169,9 +187,10 @@ class Guard:
 
     def _follow(self) -> None:
         """On another rank: show that it lives, and end it when rank 0 says so or is gone."""
+        assert self._link is not None
         self._link.settimeout(_BEAT_S)
         heard = time.monotonic()
-        data = b""
+        lines = wire.LineReader(_LONGEST_LINE)
         while not self._closed:
             self._say({"beat": True})
             try:
@@ -188,9 +207,7 @@ class Guard:
             if not piece:
                 return self._end("rank 0 is gone without a word: killed, or its host is down")
             heard = time.monotonic()
-            data += piece
-            *lines, data = data.split(b"\n")
-            for message in map(json.loads, lines):
+            for message in lines.feed(piece):
                 if message.get("bye"):
                     return None
                 if message.get("end"):
@@ -219,7 +236,7 @@ class _Watch:
         self.names: dict[int, str] = {}
         self.heard: dict[socket.socket, float] = {}
         self.ranks: dict[socket.socket, int] = {}
-        self.data: dict[socket.socket, bytes] = {}
+        self.lines: dict[socket.socket, wire.LineReader] = {}
         self.left: dict[int, float] = {}
         self.failed: list[tuple[float, int, str]] = []
         self.selector = selectors.DefaultSelector()
@@ -228,24 +245,23 @@ class _Watch:
 
     def run(self) -> None:
         guard = self.guard
-        guard._link.setblocking(False)
-        self.selector.register(guard._link, selectors.EVENT_READ, "listener")
-        self.selector.register(guard._wake, selectors.EVENT_READ, "wake")
-        looked = beaten = time.monotonic()
+        self.names[0] = guard.name
+        self.selector.register(guard._wake, selectors.EVENT_READ)
+        beaten = time.monotonic()
+        suspension = wire.Suspension(3 * _BEAT_S)
         while True:
             for key, _ in self.selector.select(0.1 if self.decide_at is not None else _BEAT_S):
-                if key.data == "listener":
-                    self._accept()
-                elif key.data == "wake":
+                if key.fileobj is guard._wake:
                     guard._wake.recv(4096)
                 else:
                     self._read(key.data)
-            for message in self._take_own():
-                self._hear(0, message)
+            while guard._came:
+                self._take(*guard._came.pop(0))
+            while guard._own:
+                self._hear(0, guard._own.pop(0))
             now = time.monotonic()
-            if now - looked > 3 * _BEAT_S:  # this process itself was suspended
+            if suspension.ended(now):
                 self.heard = dict.fromkeys(self.heard, now)
-            looked = now
             if now - beaten >= _BEAT_S:
                 beaten = now
                 self._tell({"beat": True})
@@ -257,21 +273,16 @@ class _Watch:
                 self._tell({"bye": True})
                 return None
 
-    def _take_own(self) -> list[dict[str, Any]]:
-        taken = []
-        while self.guard._own:
-            taken.append(self.guard._own.pop(0))
-        return taken
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            link, _ = self.guard._link.accept()
-            self.guard.accepted.append(link)
-            link.setblocking(False)
-            keep_alive(link)
-            self.data[link] = b""
-            self.heard[link] = time.monotonic()
-            self.selector.register(link, selectors.EVENT_READ, link)
+    def _take(self, link: socket.socket, said: dict[str, Any]) -> None:
+        link.setblocking(False)
+        wire.keep_alive(link)
+        self.guard.accepted.append(link)
+        if "rank" in said:
+            rank = self.ranks[link] = int(said["rank"])
+            self.names[rank] = str(said["name"])[:_LONGEST]
+        self.lines[link] = wire.LineReader(_LONGEST_LINE)
+        self.heard[link] = time.monotonic()
+        self.selector.register(link, selectors.EVENT_READ, link)
 
     def _read(self, link: socket.socket) -> None:
         try:
@@ -283,24 +294,15 @@ class _Watch:
         if not piece:
             return self._lose(link, "is gone without a word: killed, crashed, or its host is down")
         self.heard[link] = time.monotonic()
-        *lines, rest = (self.data[link] + piece).split(b"\n")
-        self.data[link] = rest[-4 * _LONGEST :]
-        for line in lines:
-            try:
-                message = json.loads(line)
-                if "warden" in message:  # it only listens
-                    continue
-                if link not in self.ranks:
-                    self.ranks[link] = int(message["rank"])
+        try:
+            for message in self.lines[link].feed(piece):
                 self._hear(self.ranks[link], message)
-            except (ValueError, KeyError, TypeError, AttributeError):  # something that is no rank of ours
-                return self._drop(link)
+        except (wire.MessageError, KeyError) as error:
+            return self._lose(link, f"has said what no rank says ({error})")
         return None
 
     def _hear(self, rank: int, message: dict[str, Any]) -> None:
         now = time.monotonic()
-        if "name" in message:
-            self.names[rank] = str(message["name"])[:_LONGEST]
         if message.get("bye"):
             self.left[rank] = now
         if "failed" in message:
@@ -385,7 +387,7 @@ def leave() -> NoReturn:
     os._exit(1)
 
 
-def start(store: Any, rank: int, size: int, host: str, timeout: float, deadline_s: float = 60.0) -> Guard:
+def start(store: Any, rank: int, size: int, host: str, timeout: float, deadline_s: float = 60.0, *, local: bool = False) -> Guard:
     """Connect this rank; on all ranks together, after they have met.
 
     Args:
@@ -394,30 +396,42 @@ def start(store: Any, rank: int, size: int, host: str, timeout: float, deadline_
         host: under which this rank reaches rank 0.
         timeout: see `heartbeat_timeout`.
         deadline_s: seconds in which rank 0 must be reached.
+        local: all ranks are on one host; nobody else can then connect.
 
     Raises:
-        WorldError: it was not.
+        WorldError: rank 0 was not reached.
     """
     if rank == 0:
-        listener = listen()
-        store.set("guard", str(listener.getsockname()[1]))
-        guard = Guard(rank, size, listener, timeout)
+        guard = Guard(rank, size, timeout)
+        listener, secret = wire.listen(local=local), secrets.token_hex(32)
+        store.set("guard", json.dumps({"port": listener.getsockname()[1], "token": secret}))
+        wire.Acceptor("the failure detector in rank 0", [listener], secret.encode(), guard.welcome).start()
     else:
         store.wait(["guard"])
-        port = int(store.get("guard"))
+        told = json.loads(store.get("guard"))
+        port, token = int(told["port"]), str(told["token"]).encode()
+        host = "127.0.0.1" if local else host
+
+        def connect() -> socket.socket:
+            return socket.create_connection((host, port), deadline_s)
+
         try:
-            link = socket.create_connection((host, port), deadline_s)
-        except OSError as error:
+            link = wire.join(connect, token, {"rank": rank, "name": _own_name()}, deadline_s)
+            wire.keep_alive(link)
+            if warden.needed(os.environ):
+                warden.start(connect, token)
+        except (OSError, EOFError, wire.RefusedError) as error:
             raise WorldError(
-                f"rank {rank} ({socket.gethostname()}) cannot reach rank 0 at {host}, port {port} ({error.strerror or error}): "
+                f"rank {rank} ({socket.gethostname()}) cannot reach rank 0 at {host}, port {port} ({error}): "
                 "workers talk to one another on ports that the system chooses; open the firewall between the hosts"
             ) from None
-        keep_alive(link)
-        if warden.needed(os.environ):
-            warden.start(host, port)
-        guard = Guard(rank, size, link, timeout)
+        guard = Guard(rank, size, timeout, link)
     guard.open()
     return guard
+
+
+def _own_name() -> str:
+    return f"{socket.gethostname()}, pid {os.getpid()}"
 
 
 def _print(text: str) -> None:

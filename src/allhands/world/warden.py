@@ -10,7 +10,9 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 
+from allhands import wire
 from allhands.world.layout import Environ
 
 # Seconds that a rank has to end by itself first.
@@ -41,19 +43,17 @@ def needed(environ: Environ) -> bool:
     return bool(environ.get("PMI_RANK")) and not environ.get("OMPI_COMM_WORLD_RANK") and not environ.get("SLURM_STEP_ID")
 
 
-def start(host: str, port: int) -> None:
+def start(connect: Callable[[], socket.socket], token: bytes) -> None:
     """Start the warden of this process, which ends with it.
 
     Args:
-        host: of rank 0.
-        port: of rank 0's guard.
+        connect: opens a connection to rank 0's guard.
+        token: the world's.
 
     Raises:
-        OSError: rank 0 cannot be reached.
+        OSError, EOFError, RefusedError: rank 0 cannot be reached.
     """
-    with socket.create_connection((host, port), 20.0) as link:
-        link.settimeout(None)
-        link.sendall(b'{"warden": true}\n')
+    with wire.join(connect, token, {"warden": True}, 20.0) as link:
         subprocess.Popen(
             [sys.executable, "-S", "-E", "-c", _PROGRAM, str(link.fileno()), str(os.getpid()), str(_GRACE_S)],
             pass_fds=[link.fileno()],
