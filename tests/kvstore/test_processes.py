@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from allhands.kvstore import job
+from allhands.kvstore.job import key
 from tests.launch.conftest import Job, mark, wait_until  # noqa: F401
 from tests.timeouts import patience
 
@@ -236,7 +236,7 @@ def servers(mark: str, tmp_path: Path) -> Iterator[list[dict[str, Any]]]:  # noq
         command = [sys.executable, "-m", "allhands.kvstore.server"]
         started = [subprocess.Popen(command, env={**os.environ, "ALLHANDS_SERVER": str(number)}) for number in range(2)]
         try:
-            yield [json.loads(meeting.get(job.key(number))) for number in range(2)]
+            yield [json.loads(meeting.get(key(number))) for number in range(2)]
             assert [server.poll() for server in started] == [None, None], "they serve on"
         finally:
             for server in started:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from allhands.errors import WorldError
 from allhands import wire
+from allhands.errors import WorldError
 from allhands.kvstore.frames import MAGIC, Kind, pack
 from allhands.kvstore.modes import mode_named
 from allhands.kvstore.rules import rules_of

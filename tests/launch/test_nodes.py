@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -84,18 +84,35 @@ def test_a_node_that_does_not_come_is_named() -> None:
     assert re.search("reached the task on (127.0.0.1|localhost)", str(second))
 
 
+def come_to(port: int) -> socket.socket:
+    end = time.monotonic() + 10.0
+    while True:
+        try:
+            return socket.create_connection((HOSTS[0], port))
+        except ConnectionRefusedError:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
 def test_strangers_are_passed_over() -> None:
+    held: list[socket.socket] = []
+
     def gather(node: int) -> Any:
         if node == 1:
-            host, port = beacon.ask("strangers nodes 0", HOSTS[:1], 10)
-            for said in (b"GET / HTTP/1.0\r\n\r\n", json.dumps({"key": "another", "node": 1}).encode() + b"\n"):
-                with socket.create_connection((host, port)) as stranger:
+            port = beacon.candidate_ports("strangers nodes 0")[0]
+            silent = [come_to(port), come_to(port)]
+            for said in (b"GET / HTTP/1.0\r\n\r\n", b"[" * 100_000 + b"\n", b'{"node": 1}\n'):
+                with come_to(port) as stranger:
                     stranger.sendall(said)
+            silent[0].sendall(b"G")
+            held.extend(silent)
         return circle.gather(node, HOSTS[:2], "strangers", 1 + node, timeout=20)
 
     for one in on_nodes(2, gather):
         assert one.counts == [1, 2]
         one.close()
+    for link in held:
+        link.close()
 
 
 @pytest.mark.usefixtures("fake_servers")

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from allhands import wire
 from allhands.errors import UserError, WorldError
 from allhands.launch.job import INTERFACE_VARIABLES
 from allhands.launch.plan import Place
-from allhands.launch.protocol import encode
 from allhands.launch.python import same_version, versions
 from allhands.world import beacon
 from allhands.world.interface import interface_with, is_loopback
-from allhands.world.links import keep_alive, listen
 
 MEETING_TIMEOUT = 600.0
-_ANSWER_S = 10.0
-_LONGEST_LINE = 1 << 16
+_LONGEST_LINE = 1 << 22
+_LONGEST_REASON = 2000
 _meetings = itertools.count()
 
 Told = list[dict[str, Any]]
@@ -63,7 +62,7 @@ class Circle:
         """On the leader: how it ended, to all others."""
         for link in self.links:
             with contextlib.suppress(OSError):
-                link.sendall(encode({"op": "end", **message}))
+                link.sendall(wire.encode({"op": "end", **message}))
 
     def close(self) -> None:
         """Let go of the other tasks."""
@@ -88,7 +87,8 @@ def gather(node: int, hosts: Sequence[str], key: str, workers: int, refused: str
         WorldError: nodes did not come, or have other versions of Python, torch or allhands.
     """
     key = f"{key} nodes {next(_meetings)}"
-    said = {"node": node, "host": socket.gethostname(), "workers": workers, "refused": refused, "versions": versions()}
+    why = None if refused is None else refused[:_LONGEST_REASON]
+    said = {"node": node, "host": socket.gethostname(), "workers": workers, "refused": why, "versions": versions()}
     told, links = _lead(said, hosts, key, timeout) if node == 0 else _follow(said, hosts, key, timeout)
     circle = Circle(node, told, links)
     try:
@@ -100,59 +100,50 @@ def gather(node: int, hosts: Sequence[str], key: str, workers: int, refused: str
 
 
 def _lead(said: dict[str, Any], hosts: Sequence[str], key: str, timeout: float) -> tuple[Told, list[socket.socket]]:
-    deadline = time.monotonic() + timeout
     came: dict[int, tuple[dict[str, Any], socket.socket]] = {}
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(listen())
-        stack.callback(beacon.Beacon(key, listener.getsockname()[1], local=False).close)
-        while len(came) < len(hosts) - 1:
-            listener.settimeout(max(0.1, deadline - time.monotonic()))
-            try:
-                link, _ = listener.accept()
-                link.settimeout(_ANSWER_S)
-                hello = json.loads(_read_line(link))
-                if hello["key"] != key or not 0 < hello["node"] < len(hosts) or hello["node"] in came:
-                    raise ValueError("this is no other task of ours")
-                came[hello["node"]] = (hello, link)
-            except (ValueError, KeyError, TypeError):
-                link.close()
-            except OSError:
-                if time.monotonic() > deadline:
-                    for _, link in came.values():
-                        link.close()
-                    missing = [hosts[index] for index in range(1, len(hosts)) if index not in came]
-                    raise WorldError(
-                        f"{len(came) + 1} of {len(hosts)} nodes met within {timeout:.0f} s; missing: {', '.join(missing[:8])}. "
-                        "Every task must come to the same call; look at what the tasks there print."
-                    ) from None
-    told = [said, *(came[index][0] for index in sorted(came))]
+    everyone = threading.Event()
+
+    def welcome(link: socket.socket, hello: dict[str, Any]) -> None:
+        node = int(hello["node"])
+        if not 0 < node < len(hosts) or node in came:
+            raise wire.RefusedError("it is no other task of this job")
+        came[node] = hello, link
+        if len(came) == len(hosts) - 1:
+            everyone.set()
+
+    acceptor, _ = beacon.accept(key, "the rendezvous of the nodes", welcome, local=False)
+    try:
+        met = everyone.wait(timeout)
+    finally:
+        acceptor.close()
     links = [came[index][1] for index in sorted(came)]
+    if not met:
+        for link in links:
+            link.close()
+        missing = [hosts[index] for index in range(1, len(hosts)) if index not in came]
+        raise WorldError(
+            f"{len(came) + 1} of {len(hosts)} nodes met within {timeout:.0f} s; missing: {', '.join(missing[:8])}. "
+            "Every task must come to the same call; look at what the tasks there print."
+        )
+    told = [said, *(came[index][0] for index in sorted(came))]
     for link in links:
-        link.settimeout(None)
-        keep_alive(link)
+        wire.keep_alive(link)
         with contextlib.suppress(OSError):
-            link.sendall(encode({"told": told}))
+            link.sendall(wire.encode({"told": told}))
     return told, links
 
 
 def _follow(said: dict[str, Any], hosts: Sequence[str], key: str, timeout: float) -> tuple[Told, list[socket.socket]]:
     deadline = time.monotonic() + timeout
-    host, port = beacon.ask(key, hosts, timeout)
-    link = None
+    host, link = beacon.find(key, hosts, timeout, said)
     try:
-        link = socket.create_connection((host, port), _ANSWER_S)
-        link.sendall(encode({"key": key, **said}))
-        link.settimeout(max(1.0, deadline - time.monotonic()))
-        told = json.loads(_read_line(link))["told"]
-    except (OSError, ValueError, KeyError) as error:
-        if link is not None:
-            link.close()
+        told: Told = wire.read_message(link, deadline, _LONGEST_LINE)["told"]
+    except (OSError, EOFError, ValueError, KeyError) as error:
+        link.close()
         raise WorldError(
-            f"{socket.gethostname()} reached the task on {host}, port {port}, and then lost it ({error}); look at what that task "
-            "prints"
+            f"{socket.gethostname()} reached the task on {host} and then lost it ({error}); look at what that task prints"
         ) from None
-    link.settimeout(None)
-    keep_alive(link)
+    wire.keep_alive(link)
     return told, [link]
 
 
@@ -171,13 +162,3 @@ def _check(told: Sequence[dict[str, Any]]) -> None:
 
 def _plain(address: str) -> str:
     return address.partition("%")[0].removeprefix("::ffff:")
-
-
-def _read_line(link: socket.socket) -> bytes:
-    data = b""
-    while not data.endswith(b"\n"):
-        piece = link.recv(_LONGEST_LINE)
-        if not piece or len(data) > 64 * _LONGEST_LINE:
-            raise OSError("the connection ended")
-        data += piece
-    return data

@@ -4,10 +4,11 @@ Every task runs the caller's script, so each has the function and its arguments,
 The task of node 0 *leads*: its supervisor looks after the workers of all nodes. The others *follow*: they pass on what their
 keeper tells, and what the leader asks for. A failure anywhere thus ends all nodes, and is told once, as in any other job.
 
-The tasks meet through a beacon (see `allhands.world.beacon`) and talk over one connection each. Nobody vouches for the other
-end of it, so a follower never does what a leader could only ask for in bad faith: it accepts numbers (where the store is, when
-to stop, which signal), and builds what its workers run from what its own task holds. The secret of a job with servers is such a
-number too. It keeps out other users' programs that find a server's port, not somebody who reads the network between the nodes.
+The tasks meet on a port that they compute from the step's name (see `allhands.world.beacon`) and talk over one connection each.
+Without ALLHANDS_TOKEN nobody vouches for the other end of it, so a follower never does what a leader could only ask for in bad
+faith: it accepts numbers (where the store is, when to stop, which signal), and builds what its workers run from what its own task
+holds. The secret of a job with servers is such a number too. It keeps out other users' programs that find a server's port, not
+somebody who reads the network between the nodes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any, cast
 
+from allhands import wire
 from allhands.errors import UserError, WorkerError
 from allhands.launch import results
 from allhands.launch.circle import Circle
@@ -162,7 +164,7 @@ class Follower:
         selector = selectors.DefaultSelector()
         selector.register(self.link, selectors.EVENT_READ, "leader")
         selector.register(self.keeper.events, selectors.EVENT_READ, "keeper")
-        looked = time.monotonic()
+        suspension = wire.Suspension(3.0)
         with selector:
             while self._end is None:
                 for key, _ in selector.select(1.0):
@@ -171,9 +173,8 @@ class Follower:
                     elif not self._hear_keeper():
                         raise WorkerError(f"the keeper process on host {self.circle.hosts[self.circle.node]} ended by itself")
                 now = time.monotonic()
-                if now - looked > 3.0:  # this process itself was suspended
+                if suspension.ended(now):
                     self._heard = now
-                looked = now
                 if self.started and now - self._heard > HOST_TIMEOUT:
                     raise WorkerError(f"no word from the task on {self.leader}, which leads, for {now - self._heard:.0f} s")
         return self._outcome(self._end)

@@ -7,10 +7,12 @@ that arrives is run or unpickled.
 """
 
 from allhands.wire.acceptor import Acceptor as Acceptor
+from allhands.wire.acceptor import Welcome as Welcome
 from allhands.wire.framing import LineReader as LineReader
 from allhands.wire.framing import MessageError as MessageError
 from allhands.wire.framing import encode as encode
 from allhands.wire.framing import read_into as read_into
+from allhands.wire.framing import read_message as read_message
 from allhands.wire.links import join as join
 from allhands.wire.links import keep_alive as keep_alive
 from allhands.wire.listeners import close_in_children as close_in_children

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from typing import Any, Protocol
 
 from allhands.errors import AllhandsError
@@ -52,6 +54,32 @@ def decode(line: bytes | bytearray) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise MessageError("JSON, but no object")
     return message
+
+
+def read_message(link: socket.socket, deadline: float, longest: int) -> dict[str, Any]:
+    """The message of the next line of a connection, and nothing of what follows it.
+
+    Args:
+        link: blocking.
+        deadline: on the monotonic clock.
+        longest: bytes that the line may have.
+
+    Raises:
+        MessageError: the line is too long or no JSON object.
+        EOFError: the other side has closed the connection.
+        OSError: it broke, or the deadline is over.
+    """
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        link.settimeout(max(0.001, deadline - time.monotonic()))
+        seen = link.recv(1 << 16, socket.MSG_PEEK)
+        if not seen:
+            raise EOFError("it closed the connection")
+        line += link.recv(seen.find(b"\n") + 1 or len(seen))
+        if len(line) > longest:
+            raise MessageError(f"a line of more than {longest} bytes")
+    link.settimeout(None)
+    return decode(line)
 
 
 class LineReader:

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from allhands.wire.listeners import close_in_children
 from allhands.wire import proof
+from allhands.wire.listeners import close_in_children
 
 # A connection whose other end does not answer the kernel for so long is cut.
 _CUT_MS = 20_000
@@ -34,7 +34,9 @@ def at_once(link: socket.socket) -> None:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def join(connect: Callable[[], socket.socket], token: bytes, said: dict[str, Any], patience: float | None = None) -> socket.socket:
+def join(
+    connect: Callable[[], socket.socket], token: bytes, said: dict[str, Any], patience: float | None = None
+) -> socket.socket:
     """A connection whose two sides have proven the job's token to each other.
 
     A listener that has too many strangers closes the oldest connection, which may be this one; so

@@ -23,7 +23,7 @@ from allhands.wire.framing import read_into
 GREETING = b"allhands wire 1\n"
 _NONCE = 32
 _PROOF = 32
-_LONGEST = 4096
+_LONGEST = 1 << 14
 _LENGTH = struct.Struct("<I")
 _HEAD = len(GREETING) + _NONCE + _PROOF + _LENGTH.size
 _REFUSAL = bytes(_PROOF)
@@ -77,14 +77,20 @@ def introduction(token: bytes, challenge: bytes, nonce: bytes, body: bytes) -> b
     return GREETING + nonce + proof + _LENGTH.pack(len(body)) + body
 
 
-def introduce(link: socket.socket, token: bytes, said: dict[str, Any]) -> None:
-    """The peer's side, within `PATIENCE` seconds; then the connection waits for ever.
+def introduce(link: socket.socket, token: bytes, said: dict[str, Any], patience: float | None = None) -> None:
+    """The peer's side; afterwards the connection waits for ever.
+
+    Args:
+        link: as it was opened.
+        token: the job's.
+        said: what this process says of itself, at most 16 KiB of JSON.
+        patience: seconds in which the other side must answer each time; None is `PATIENCE`.
 
     Raises:
         RefusedError: the listener speaks something else, or either does not know the token.
         OSError, EOFError: it is gone, or too slow.
     """
-    link.settimeout(PATIENCE)
+    link.settimeout(PATIENCE if patience is None else patience)
     head = bytearray(len(GREETING) + _NONCE)
     read_into(link, memoryview(head))
     if not head.startswith(GREETING):

@@ -3,22 +3,27 @@
 Nobody may pick a port and hope: a port that was probed and found free can be taken before it is used. So rank
 0 opens its store on a port that the kernel gives it, and then answers on a *beacon*: a listener on the first
 free port of a short sequence that every rank can compute from the job's name. A rank asks along that
-sequence, presenting a digest of the job's name; only the beacon of that very job gives the right answer, and
-a foreign service, or the beacon of another job that drew the same ports, is passed over. Nothing else
-travels, and an answer is one short line of text.
+sequence, and both prove that they know the job's name; so a foreign service, or the beacon of another job that
+drew the same ports, is passed over.
+
+The name of a job is no secret. Where ALLHANDS_TOKEN is set, to the same random text in all processes of the
+job, nobody without it is answered or believed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import os
 import random
 import socket
-import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
+from allhands import wire
 from allhands.errors import WorldError
+
+TOKEN = "ALLHANDS_TOKEN"
 
 _CANDIDATES = 24
 # Below the range from which Linux draws the ports of outgoing connections (32768 and up), so that a candidate
@@ -32,7 +37,35 @@ def candidate_ports(job_key: str) -> list[int]:
     """The ports on which the beacon of this job may be, in the order in which they are tried; the same on
     every rank.
     """
-    return random.Random(_digest(job_key, "ports")).sample(range(_LOWEST, _HIGHEST), _CANDIDATES)
+    seed = hashlib.sha256(f"allhands beacon 1\nports\n{job_key}".encode()).hexdigest()
+    return random.Random(seed).sample(range(_LOWEST, _HIGHEST), _CANDIDATES)
+
+
+def accept(job_key: str, what: str, welcome: wire.Welcome, *, local: bool) -> tuple[wire.Acceptor, int]:
+    """Accept the processes of one job on its first free candidate port; the acceptor, started, and the port.
+
+    Args:
+        job_key: names the job.
+        what: names the service in messages.
+        welcome: as `wire.Acceptor` takes it.
+        local: all of them are on this host.
+
+    Raises:
+        WorldError: every candidate port is taken.
+    """
+    ports = candidate_ports(job_key)
+    for port in ports:
+        try:
+            listener = wire.listen(port=port, local=local)
+        except OSError:
+            continue
+        acceptor = wire.Acceptor(what, [listener], _token(job_key), welcome)
+        acceptor.start()
+        return acceptor, port
+    raise WorldError(
+        f"rank 0 could listen on none of the ports {', '.join(map(str, ports))}: all are taken. Set MASTER_ADDR and MASTER_PORT "
+        "to the host of rank 0 and a port that is free there."
+    )
 
 
 class Beacon:
@@ -42,48 +75,36 @@ class Beacon:
     """
 
     def __init__(self, job_key: str, port: int, *, local: bool) -> None:
-        self._question = _digest(job_key, "question")
-        self._answer = f"{_digest(job_key, f'answer {port}')} {port}\n".encode()
-        self._listener = _listen(candidate_ports(job_key), local)
-        self.port: int = self._listener.getsockname()[1]
-        self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="allhands-beacon", daemon=True)
-        self._thread.start()
+        self._answer = wire.encode({"port": port})
+        self._acceptor, self.port = accept(job_key, "the beacon of rank 0", self._welcome, local=local)
 
-    def _serve(self) -> None:
-        while not self._closed:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed, or a caller that was gone before we answered
-                if self._closed:
-                    return
-                time.sleep(0.05)
-                continue
-            # One thread a caller: a caller that says nothing (a port scanner) must not keep the ranks
-            # waiting.
-            threading.Thread(target=self._reply, args=(connection,), name="allhands-beacon-reply", daemon=True).start()
-
-    def _reply(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            connection.settimeout(_ANSWER_S)
-            if _read_line(connection) == self._question:
-                connection.sendall(self._answer)
+    def _welcome(self, link: socket.socket, said: dict[str, Any]) -> None:
+        with link:
+            link.sendall(self._answer)
 
     def close(self) -> None:
         """Stop answering; safe to call twice."""
-        self._closed = True
-        # A blocked accept() is not woken by close() on Linux, only by shutdown().
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._acceptor.close()
 
 
 def ask(job_key: str, hosts: Sequence[str], timeout: float) -> tuple[str, int]:
-    """Where rank 0's store is: `(host, port)`, asked of the beacon of this job on one of `hosts`.
+    """Where rank 0's store is: `(host, port)`, asked of the beacon of this job on one of `hosts`; see `find`."""
+    deadline = time.monotonic() + timeout
+    while True:
+        host, link = find(job_key, hosts, max(0.1, deadline - time.monotonic()), {})
+        try:
+            with link:
+                return host, int(wire.read_message(link, time.monotonic() + _ANSWER_S, _LONGEST_LINE)["port"])
+        except (OSError, EOFError, wire.MessageError):
+            time.sleep(0.1)  # it was closed meanwhile
+
+
+def find(job_key: str, hosts: Sequence[str], timeout: float, said: dict[str, Any]) -> tuple[str, socket.socket]:
+    """A connection to what `accept` has opened for this job on one of `hosts`, and which of them.
 
     The first host is asked in every round and one of the others in turn: Slurm's first host has rank 0 unless
-    the user dealt out the tasks. `timeout` is in seconds. Raises `WorldError`, which says what was met at
-    each candidate, when it is over.
+    the user dealt out the tasks. `timeout` is in seconds. `said` is what this process says of itself. Raises
+    `WorldError`, which says what was met at each candidate, when it is over.
     """
     ports = candidate_ports(job_key)
     deadline = time.monotonic() + timeout
@@ -98,9 +119,9 @@ def ask(job_key: str, hosts: Sequence[str], timeout: float) -> tuple[str, int]:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise _nobody(hosts, ports, timeout, met)
-                found, reason = _ask_one(job_key, host, port, min(_ANSWER_S, left))
-                if found is not None:
-                    return host, found
+                link, reason = _try(job_key, host, port, min(_ANSWER_S, left), said)
+                if link is not None:
+                    return host, link
                 met[f"{host}:{port}"] = reason
                 if reason.startswith("cannot reach"):
                     break  # the host itself is the trouble: its other ports would each cost the same wait
@@ -109,22 +130,24 @@ def ask(job_key: str, hosts: Sequence[str], timeout: float) -> tuple[str, int]:
         pause = min(pause * 1.5, 1.0)
 
 
-def _ask_one(job_key: str, host: str, port: int, timeout: float) -> tuple[int | None, str]:
+def _try(job_key: str, host: str, port: int, timeout: float, said: dict[str, Any]) -> tuple[socket.socket | None, str]:
     try:
-        connection = socket.create_connection((host, port), timeout=timeout)
+        link = socket.create_connection((host, port), timeout=timeout)
     except ConnectionRefusedError:
         return None, "nothing listens"
     except OSError as error:
         return None, f"cannot reach {host} ({error})"
     try:
-        with connection:
-            connection.sendall(_digest(job_key, "question").encode() + b"\n")
-            digest, _, told = _read_line(connection).partition(" ")
-    except OSError as error:  # a foreign service that hangs up or says nothing
-        return None, f"another service ({error or type(error).__name__})"
-    if told.isdecimal() and digest == _digest(job_key, f"answer {told}"):
-        return int(told), "found"
-    return None, "another service or another job"
+        wire.introduce(link, _token(job_key), said, timeout)
+        wire.close_in_children(link)
+    except (OSError, EOFError, wire.RefusedError) as error:  # a foreign service, or another job's beacon
+        link.close()
+        return None, f"another service or another job ({error or type(error).__name__})"
+    return link, "found"
+
+
+def _token(job_key: str) -> bytes:
+    return f"{job_key}\n{os.environ.get(TOKEN, '')}".encode()
 
 
 def _nobody(hosts: Sequence[str], ports: Sequence[int], timeout: float, met: dict[str, str]) -> WorldError:
@@ -136,56 +159,3 @@ def _nobody(hosts: Sequence[str], ports: Sequence[int], timeout: float, met: dic
         f"{seen}. Rank 0 did not start, does not call allhands.init(), or runs on a host that this one cannot reach; set "
         "MASTER_ADDR and MASTER_PORT to name the place yourself."
     )
-
-
-def _listen(ports: Sequence[int], local: bool) -> socket.socket:
-    for port in ports:
-        listener = _open(port, local)
-        if listener is not None:
-            return listener
-    raise WorldError(
-        f"rank 0 could listen on none of the ports {', '.join(map(str, ports))}: all are taken. Set MASTER_ADDR and MASTER_PORT "
-        "to the host of rank 0 and a port that is free there."
-    )
-
-
-def _open(port: int, local: bool) -> socket.socket | None:
-    """A listener on `port`, or None where it is taken. One host: loopback only, so that nobody outside can
-    ask.
-    """
-    # With IPv6 one socket serves both families; a kernel without it refuses to make or bind one.
-    families = [socket.AF_INET] if local else [socket.AF_INET6, socket.AF_INET]
-    for family in families:
-        try:
-            listener = socket.socket(family, socket.SOCK_STREAM)
-        except OSError:
-            continue
-        try:
-            # REUSEADDR skips the minute after a closed connection; two listeners it never allows on Linux.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            listener.bind(("127.0.0.1" if local else "", port))
-            listener.listen(128)
-            return listener
-        except OSError:
-            listener.close()
-    return None
-
-
-def _digest(job_key: str, purpose: str) -> str:
-    return hashlib.sha256(f"allhands beacon 1\n{purpose}\n{job_key}".encode()).hexdigest()
-
-
-def _read_line(connection: socket.socket) -> str:
-    """One line without its end, at most `_LONGEST_LINE` bytes of it, and for `_ANSWER_S` in all however it
-    dribbles in.
-    """
-    deadline = time.monotonic() + _ANSWER_S
-    data = b""
-    while not data.endswith(b"\n") and len(data) < _LONGEST_LINE and time.monotonic() < deadline:
-        piece = connection.recv(_LONGEST_LINE - len(data))
-        if not piece:
-            break
-        data += piece
-    return data.decode("ascii", "replace").strip()
