@@ -366,7 +366,6 @@ class Odd(torch.optim.SGD):
 def test_before_any_worker_is_started() -> None:
     assert "Adafactor may need whole ones. Use one of SGD, Adam" in refuse(FSDP(), torch.optim.Adafactor)
     assert "write `elementwise = True` into the class Odd" in refuse(FSDP(), Odd)
-    assert "write precision='bf16'" in refuse(FSDP(), precision="fp16")
     assert "no class of that name" in refuse(FSDP(wrap="Layer"))
     assert "pp 1 x dp 4 x tp 1 = 4, but there are 2 workers; set dp to 2, or start 4" in refuse(Mesh(dp=4))
     assert "the device is 'cpu'; set cpu_offload to False" in refuse(FSDP(cpu_offload=True), workers=1)

@@ -179,7 +179,6 @@ def in_world(folder: str) -> dict[str, Any]:
         states = zip(own.state_dict()["state"].values(), optimizer.state_dict()["state"].values(), strict=True)
         found[f"{kind} momentum"] = all(torch.equal(a["momentum_buffer"], b["momentum_buffer"]) for a, b in states)
     found["changed"] = message(KVStore(), callbacks=[Change()])
-    found["fp16"] = message(KVStore(), precision="fp16")
     found["adafactor store"] = message(KVStore(), name="adafactor")
     found["servers"] = message(KVStore(servers=7))
     model = classifier()
@@ -217,7 +216,6 @@ def test_the_same_as_by_hand(workers: int, all_servers: tuple[int, ...], tmp_pat
         assert found["saved, then ddp"] < 2e-5
         assert found["ddp, then kvstore"] < 2e-5
         assert "the weights of '0.weight' were changed between two steps" in found["changed"]
-        assert "precision='bf16'" in found["fp16"]
         assert "KVStore(update='worker')" in found["adafactor store"]
         assert f"KVStore(servers=7), but this job was started with {servers}" in found["servers"]
         assert "rank 1" in found["poison"]

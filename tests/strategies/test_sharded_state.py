@@ -167,7 +167,6 @@ class Other(torch.optim.Adam):
     ("strategy", "changes", "message"),
     [
         ({"optimizer_state": "zero"}, {}, r"optimizer_state='zero'\); it must be one of 'whole', 'sharded'"),
-        ({"optimizer_state": "sharded"}, {"precision": "fp16"}, "write precision='bf16'"),
         ({"optimizer_state": "sharded"}, {"optimizer": Other}, "may look at all of them. Use one of SGD"),
         ({"optimizer_state": "sharded"}, {"optimizer": torch.optim.Adafactor}, r"or write DDP\(\)"),
     ],

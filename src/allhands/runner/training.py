@@ -101,11 +101,9 @@ class Training:
         if not settings.strategy.takes_meta:
             self._to_device()
         self.precision = Precision(settings.precision, world.device)
-        if self.precision.scaler is not None and settings.strategy.takes_step:
-            raise UserError(
-                f"precision='fp16' scales the loss, and strategy '{settings.strategy.name}' takes the optimizer's step where the "
-                "scale is not known; write precision='bf16', or KVStore(update='worker')"
-            )
+        settings.strategy.scaler = scaler = self.precision.scaler
+        if scaler is not None and settings.strategy.parted and world.world_size > 1:
+            scaler.together = world
         settings.strategy.records = records_steps(self, not runner.plain_batches)
         settings.strategy.seed = settings.seed
         settings.strategy.try_on = partial(try_on, runner, self.trained[0], self.precision, world.device)

@@ -57,6 +57,8 @@ class Exchange(Protocol):
 
     def gradient_scale(self, world: World) -> float: ...
 
+    def updated_elsewhere(self) -> Iterable[nn.Parameter]: ...
+
     def no_exchange(self) -> AbstractContextManager[None]: ...
 
     def exchange_missing(self) -> None: ...
@@ -250,7 +252,8 @@ class OptimizerStep:
             if self.pairs:
                 loss, weight, factor, count = self._pair(loss)
             self._observe(output, target, loss, factor, count)
-            return loss * weight.to(loss.dtype)
+            loss = loss * weight.to(loss.dtype)
+            return loss if self.precision.scaler is None else self.precision.scaler.scale(loss)
 
         try:
             with self.label("forward"):  # and backward, in the strategy's own order
@@ -447,10 +450,11 @@ class OptimizerStep:
         if scaler is not None:
             scaler.unscale_(self.optimizer)
         if self.clip_norm is not None:
+            if scaler is not None:
+                scaler.unscale_others(self.exchange.updated_elsewhere())
             nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         if scaler is not None:
-            scaler.step(self.optimizer)
-            scaler.update()
+            scaler.apply(self.optimizer)
         else:
             self._apply()
         if self.several:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from allhands.comm import all_reduce_sum
 from allhands.errors import UserError
+from allhands.world import World
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -31,7 +34,7 @@ class Precision:
         self.name = name
         self._dtype = PRECISIONS[name]
         self._device_type = device.type
-        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        self.scaler = Scaler(device) if name == "fp16" else None
 
     @property
     def casts(self) -> bool:
@@ -43,3 +46,45 @@ class Precision:
         if self._dtype is None:
             return _NOTHING
         return torch.autocast(self._device_type, dtype=self._dtype)
+
+
+class Scaler(torch.amp.GradScaler):
+    """The loss scale of a training, the same on all ranks.
+
+    Where ranks are left with other gradients after the exchange, set `together` to their world: an overflow that one of them
+    has found is one of all. Each calls `unscale_` in every step then.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device.type)
+        self.together: World | None = None
+        self._zero = torch.zeros((), device=device)
+        self.scale(self._zero)  # makes the scale, also on a rank that never sees a loss
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        super().unscale_(optimizer)
+        if self.together is None:
+            return
+        state = self._per_optimizer_states[id(optimizer)]
+        found = self._zero.clone()
+        for flag in state["found_inf_per_device"].values():
+            found += flag.to(found.device)
+        all_reduce_sum([found], self.together)
+        state["found_inf_per_device"] = {found.device: found}
+
+    def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
+        """After `unscale_`: whether the step is to be left out. Waits for the device."""
+        flags = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        return any(flag.item() for flag in flags.values())
+
+    def unscale_others(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Divide the gradients of parameters that this rank's optimizer does not hold."""
+        inverse = 1.0 / self.get_scale()
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(inverse)
+
+    def apply(self, optimizer: torch.optim.Optimizer) -> None:
+        """After `unscale_`: take the optimizer's step, unless a gradient has overflowed, and renew the scale."""
+        self.step(optimizer)
+        self.update()

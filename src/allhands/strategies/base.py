@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from allhands.step.precision import Scaler
 from allhands.strategies.held import Held, Read
 from allhands.world import World
 
@@ -49,6 +50,10 @@ class Strategy(ABC):
     seed: int = 42
     #: Set for `prepare`: the trainer records steps in CUDA graphs, if it can.
     records: bool = False
+    #: Set for `prepare`: scales the losses of an fp16 training, and is to be asked before each step that the strategy takes.
+    scaler: Scaler | None = None
+    #: Whether ranks have gradients of other parameters, or of parts of them, after the exchange.
+    parted: bool = False
     #: Where `takes_step`: called before each step with the exchanged gradients in the parameters; for looking only, and slow.
     before_step: Callable[[], None] | None = None
 
@@ -157,9 +162,13 @@ class Strategy(ABC):
     def gradient_scale(self, world: World) -> float:
         """What to multiply each rank's share of the loss by, because of how the exchange combines gradients.
 
-        A strategy that allows fp16 leaves it at 1: a larger loss would overflow at a smaller scale than that of one process.
+        With fp16 it is 1: a larger loss would overflow at a smaller scale than that of one process.
         """
         return 1.0
+
+    def updated_elsewhere(self) -> Iterable[nn.Parameter]:
+        """The parameters with whole gradients here that other ranks update."""
+        return ()
 
     def no_exchange(self) -> AbstractContextManager[None]:
         """Forward and backward passes inside do not exchange gradients."""

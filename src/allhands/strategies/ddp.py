@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -91,7 +91,7 @@ class DDP(Strategy):
         self.check_weights_every = check_weights_every
         if self.compress is not None:
             self.exact = False
-        self._shards = optimizer_state == "sharded"
+        self._shards = self.parted = optimizer_state == "sharded"
         self._sharded: ShardedState | None = None
 
     def check_settings(self, settings: Any) -> None:
@@ -234,6 +234,9 @@ class DDP(Strategy):
     def updated(self) -> None:
         if self._sharded is not None:
             self._sharded.share()
+
+    def updated_elsewhere(self) -> Iterable[nn.Parameter]:
+        return () if self._sharded is None else self._sharded.elsewhere
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return optimizer.state_dict() if self._sharded is None else self._sharded.state_dict()

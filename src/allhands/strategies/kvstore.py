@@ -83,7 +83,7 @@ class KVStore(Strategy):
             raise UserError(f"KVStore(update={update!r}); it must be 'store' or 'worker'")
         self.mode, self.servers, self.staleness, self.update = mode, servers, staleness, update
         self.alone = mode != "sync" and staleness != 0
-        self.takes_step = update == "store"
+        self.takes_step = self.parted = update == "store"
         if self.alone and servers == 0:
             raise self._needs_servers()
         if self.alone and update == "worker":
@@ -163,6 +163,13 @@ class KVStore(Strategy):
             f"KVStore(mode={self.mode!r}) needs parameter servers; write KVStore(mode={self.mode!r}, servers=1, …), or start the "
             "job with `allhands launch -s 1 …`"
         )
+
+    def check_settings(self, settings: Any) -> None:
+        if settings.precision == "fp16" and self.alone:
+            raise UserError(
+                f"precision='fp16' with KVStore(mode={self.mode!r}): workers that do not wait for one another would each have a "
+                "loss scale of their own; write precision='bf16', or mode='sync'"
+            )
 
     def over_batch_refused(self, workers: int) -> str | None:
         return f"with mode={self.mode!r} workers do not wait for one another; write KVStore()" if self.alone else None
@@ -291,7 +298,6 @@ class KVStore(Strategy):
     def exchange_all(self, own: float, total: float, clip_norm: float | None) -> bool:
         assert self._store is not None
         self._check_unchanged()
-        self._steps += 1
         if clip_norm is not None and self._idle:
             raise UserError(
                 f"the optimizer does not hold the parameter '{self._idle[0]}' ({len(self._idle)} in all), whose gradient counts "
@@ -302,11 +308,20 @@ class KVStore(Strategy):
         grads = self._gradients(slots, own)
         share = Share(own, total)
         if not self.takes_step:
+            self._steps += 1
             if grads:
                 self._store.reduce(grads, share)
             for slot in self._slots:
                 slot.first.grad = grads.get(slot.name)
             return False
+        if self.scaler is not None:
+            # Scales are powers of two, so that what is pushed is as exact as what the store would divide.
+            self.scaler.unscale_(self._optimizer)
+            overflowed = self.scaler.overflowed(self._optimizer)
+            self.scaler.update()
+            if overflowed:
+                return True
+        self._steps += 1
         if self.before_step is not None:
             self._show(clip_norm)
         outs = {slot.name: slot.first.detach() for slot in slots}

@@ -15,6 +15,7 @@ from torch import nn
 from allhands.comm import all_gather_text, broadcast_tensors, calls
 from allhands.comm.clipping import clip_parts
 from allhands.errors import UserError, WorldError
+from allhands.step.precision import Scaler
 from allhands.step.update import update_function
 from allhands.strategies.alike import bit_sum, statistics_and_others
 from allhands.strategies.base import Strategy
@@ -52,6 +53,7 @@ class Meshed(Strategy):
     """
 
     takes_step = True
+    parted = True
     level = True
     resumes_anywhere = True
     takes_meta = True
@@ -77,11 +79,6 @@ class Meshed(Strategy):
 
     def check_settings(self, settings: Any) -> None:
         check_optimizer(settings.optimizer, self.name)
-        if settings.precision == "fp16":
-            raise UserError(
-                f"precision='fp16' scales the loss, and strategy '{self.name}' takes the optimizer's step where the scale is not "
-                "known; write precision='bf16'"
-            )
 
     def check_training(self, settings: Any, workers: int) -> None:
         degrees, model = self.degrees_for(workers), settings.model
@@ -277,7 +274,8 @@ class Meshed(Strategy):
     # ------------------------------------------------------------------ a step
 
     def gradient_scale(self, world: World) -> float:
-        return float(self.degrees.dp)  # the exchange divides by it
+        # The exchange divides by it. A scaled loss might overflow, so that the exchanged gradients are multiplied then.
+        return 1.0 if self.scaler is not None else float(self.degrees.dp)
 
     def explain(self, error: Exception) -> UserError | None:
         text = str(error)
@@ -331,11 +329,16 @@ class Meshed(Strategy):
             if not self._stepped:
                 self._follow(name, local)
             local.grad = gradient
+        if self.scaler is not None:
+            self._unscale(self.scaler)
         if clip_norm is not None:
             self._clip(clip_norm)
         if self.before_step is not None:
             self.before_step()
-        self._apply()
+        if self.scaler is not None:
+            self.scaler.apply(self.repointed.optimizer)
+        else:
+            self._apply()
         if not self._stepped:
             self._stepped = True
             for units in self.sharded:
@@ -343,6 +346,13 @@ class Meshed(Strategy):
         for parameter in (*self.local.values(), *self.parameters.values()):
             parameter.grad = None
         return True
+
+    def _unscale(self, scaler: Scaler) -> None:
+        if self.degrees.dp > 1:
+            for local in self.local.values():
+                if local.grad is not None:
+                    local.grad.mul_(self.degrees.dp)
+        scaler.unscale_(self.repointed.optimizer)
 
     def _follow(self, name: str, local: nn.Parameter) -> None:
         """fully_shard may give a shard other memory in the first forward pass (where it pins it), and stays with that."""

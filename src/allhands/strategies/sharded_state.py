@@ -35,11 +35,6 @@ def check_shardable(settings: Any) -> None:
         f"DDP(optimizer_state='sharded') lets each worker update some of the parameters, and {kind} may look at all of them",
         "; or write DDP()",
     )
-    if settings.precision == "fp16":
-        raise UserError(
-            "precision='fp16' looks for overflows in the gradients of the optimizer's parameters, of which "
-            "DDP(optimizer_state='sharded') leaves each worker some; write precision='bf16'"
-        )
 
 
 class ShardedState:
@@ -68,6 +63,8 @@ class ShardedState:
             else:
                 described[name] = nowhere(parameter.shape, parameter.dtype)
         self._world = world
+        #: The parameters that other ranks update.
+        self.elsewhere = [plain[name] for name in members if name not in local]
         self._messages = [
             (rank, message)
             for rank in range(world.world_size)
