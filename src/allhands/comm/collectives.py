@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from allhands.comm.layout import fused
 from allhands.errors import WorldError
 from allhands.world import World
 
@@ -19,20 +19,16 @@ def all_reduce_sum(values: Sequence[torch.Tensor], world: World) -> None:
     """Sum tensors over all ranks in place, fused into one message a dtype."""
     if world.world_size == 1 or not values:
         return
-    for group in _by_dtype(values).values():
-        flat = torch.cat([value.reshape(-1) for value in group])
+    for flat in fused(values):
         dist.all_reduce(flat)
-        _copy_back(flat, group)
 
 
 def broadcast_tensors(values: Sequence[torch.Tensor], world: World, source: int = 0) -> None:
     """Overwrite tensors in place with those of rank `source`, fused into one message a dtype."""
     if world.world_size == 1 or not values:
         return
-    for group in _by_dtype(values).values():
-        flat = torch.cat([value.reshape(-1) for value in group])
+    for flat in fused(values):
         dist.broadcast(flat.view(torch.uint8), source)  # as bytes: gloo and nccl know few of torch's dtypes
-        _copy_back(flat, group)
 
 
 def mean_buffers(values: Sequence[torch.Tensor], world: World) -> None:
@@ -131,17 +127,3 @@ def all_gather_text(text: str, world: World) -> list[str]:
                 "Every rank must make the same calls in the same order: call it on all ranks, without `if rank == 0`"
             )
     return [part.removeprefix(_TEXT).decode() for part in parts]
-
-
-def _by_dtype(values: Sequence[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
-    groups: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-    for value in values:
-        groups[value.dtype].append(value.detach())
-    return groups
-
-
-def _copy_back(flat: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
-    offset = 0
-    for value in values:
-        value.copy_(flat[offset : offset + value.numel()].view_as(value))
-        offset += value.numel()

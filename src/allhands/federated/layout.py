@@ -8,25 +8,15 @@ parameters are the same for everyone and stay in the model. Integer buffers are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from allhands.comm.layout import FlatLayout, Place
 from allhands.errors import UserError
 
 # Every tensor begins at a multiple of so many numbers: kernels for convolutions want aligned weights.
 _ALIGN = 32
-
-
-@dataclass(frozen=True)
-class Place:
-    """One tensor in a row: numbers ``start`` to ``stop``, in `shape`."""
-
-    name: str
-    start: int
-    stop: int
-    shape: torch.Size
 
 
 class Layout:
@@ -69,18 +59,15 @@ class Layout:
                 f"vector, so bring the model to one dtype, for example model.to({self.dtype})"
             )
         self.parameters: list[Place] = []
-        self.buffers: list[Place] = []
         self.groups: list[tuple[int, int]] = []
-        at = 0
+        self.trained = 0
         for group in groups:
-            begin = at
-            for name in group:
-                at = _place(self.parameters, name, named[name], at)
-            self.groups.append((begin, at))
-        self.trained = at
-        for name, buffer in floating.items():
-            at = _place(self.buffers, name, buffer, at)
-        self.length = at
+            flat = FlatLayout({name: named[name] for name in group}, _ALIGN, self.trained)
+            self.parameters += flat.places
+            self.groups.append((self.trained, flat.length))
+            self.trained = flat.length
+        flat = FlatLayout(floating, _ALIGN, self.trained)
+        self.buffers, self.length = flat.places, flat.length
 
     @property
     def places(self) -> list[Place]:
@@ -146,11 +133,6 @@ class Layout:
     def state_dict(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
         """A row by the model's own names; views."""
         return {place.name: row[place.start : place.stop].view(place.shape) for place in self.places}
-
-
-def _place(places: list[Place], name: str, tensor: torch.Tensor, at: int) -> int:
-    places.append(Place(name, at, at + tensor.numel(), tensor.shape))
-    return -(-(at + tensor.numel()) // _ALIGN) * _ALIGN
 
 
 def _tensors(model: nn.Module) -> Mapping[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from allhands.comm.layout import FlatLayout
 from allhands.errors import UserError
 from allhands.kvstore.optimizers import ChunkOptimizer, OptimizerSpec
 from allhands.kvstore.placement import Piece
@@ -35,8 +36,8 @@ class Bucket:
                  layout: Mapping[str, Sequence[Piece]] | None = None) -> None:  # fmt: skip
         self.names = sorted(values)
         self.group = group
-        self._shapes = {name: values[name].shape for name in self.names}
-        count = sum(shape.numel() for shape in self._shapes.values())
+        self._flat = FlatLayout({name: values[name] for name in self.names})
+        count = self._flat.length
         length = -(-count // parts)
         dtype = values[self.names[0]].dtype
         self.layout, self._rank = layout, rank
@@ -53,11 +54,7 @@ class Bucket:
 
     def cut(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of a tensor that is as long as the bucket, by key, in the key's shape."""
-        found, start = {}, 0
-        for name, shape in self._shapes.items():
-            found[name] = whole[start : start + shape.numel()].view(shape)
-            start += shape.numel()
-        return found
+        return self._flat.named(whole)
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor that is as long as the bucket."""
@@ -68,12 +65,10 @@ class Bucket:
 
     def pieces(self, rank: int | None = None) -> list[tuple[str, int, Piece]]:
         """Those of one rank, or all: the key, where it begins in `whole`, and the piece of it."""
-        found, start = [], 0
-        for name, shape in self._shapes.items():
-            pieces = self.layout[name] if self.layout is not None else ()
-            found += [(name, start, piece) for piece in pieces if rank in (None, piece.server)]
-            start += shape.numel()
-        return found
+        if self.layout is None:
+            return []
+        return [(place.name, place.start, piece) for place in self._flat.places for piece in self.layout[place.name]
+                if rank in (None, piece.server)]  # fmt: skip
 
     def put_together(self, parts: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
         """Fill `whole` with what `own` is on each rank."""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from allhands.comm.layout import FlatLayout
 from allhands.errors import UserError
 from allhands.world import World
 
@@ -142,18 +143,13 @@ class Bucket:
         self._all = {id(parameter) for parameter in parameters}
         self.waiting = set(self._all)
         first = parameters[0]
-        size = sum(p.numel() for p in parameters)
+        # In the parameters' own memory formats, in which autograd makes gradients: copying is then one kernel for all.
+        layout = FlatLayout({str(number): one for number, one in enumerate(parameters)}, strided=True)
+        size = layout.length
         self.flat = torch.zeros(size + len(parameters), dtype=first.dtype, device=first.device)
         self.gradients, self._used = self.flat[:size], self.flat[size:]
         self._missing: list[int] = []
-        self.views: list[torch.Tensor] = []
-        begin = 0
-        for parameter in parameters:
-            # In the parameter's own memory format, in which autograd makes gradients: copying is then one kernel for all.
-            strides = torch.empty_like(parameter, device="meta").stride()
-            view = self.flat.as_strided(parameter.shape, strides, begin)
-            self.views.append(view)
-            begin += parameter.numel()
+        self.views = layout.views(self.flat)
 
     @torch.no_grad()
     def collect(self) -> None:

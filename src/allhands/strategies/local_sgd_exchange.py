@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from allhands.comm import all_gather_rows, all_reduce_sum
+from allhands.comm.layout import FlatLayout, joined
 from allhands.world import World
 
 
@@ -30,6 +31,7 @@ class Fragment:
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], offset: int) -> None:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
+        self._layout = FlatLayout(dict(named))
         self.offset = offset
         double = any(parameter.dtype == torch.float64 for parameter in self.parameters)
         self.dtype = torch.float64 if double else torch.float32
@@ -42,22 +44,15 @@ class Fragment:
 
     def read(self) -> torch.Tensor:
         """A copy of the present weights as one vector."""
-        return torch.cat([parameter.detach().reshape(-1).to(self.dtype) for parameter in self.parameters])
+        return joined(self.parameters, self.dtype)
 
     def write(self, values: torch.Tensor) -> None:
         """Make a vector the present weights."""
-        with torch.no_grad():
-            for parameter, part in zip(self.parameters, self.cut(values), strict=True):
-                parameter.copy_(part)
-
-    def cut(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a vector in the shapes of the parameters; views of it."""
-        parts = values.split([parameter.numel() for parameter in self.parameters])
-        return [part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)]
+        self._layout.write(values, self.parameters)
 
     def by_name(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts of a vector by the names of the parameters."""
-        return dict(zip(self.names, self.cut(values), strict=True))
+        """The parts of a vector by the names of the parameters, in their shapes; views of it."""
+        return self._layout.named(values)
 
     def joined(self, given: dict[str, torch.Tensor], default: torch.Tensor) -> torch.Tensor:
         """The vector of what is given by name; names that are missing have their part of `default`."""

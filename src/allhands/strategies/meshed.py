@@ -14,6 +14,7 @@ from torch import nn
 
 from allhands.comm import all_gather_text, broadcast_tensors, calls
 from allhands.comm.clipping import clip_parts
+from allhands.comm.layout import fused
 from allhands.errors import UserError, WorldError
 from allhands.step.precision import Scaler
 from allhands.step.update import update_function
@@ -416,12 +417,8 @@ class Meshed(Strategy):
             return
         assert self.mesh is not None
         group = self.mesh.get_group(axis)
-        for dtype in dict.fromkeys(value.dtype for value in values):
-            members = [value for value in values if value.dtype == dtype]
-            flat = torch.cat([value.reshape(-1) for value in members])
+        for flat in fused(values):
             dist.all_reduce(flat, group=group)
-            for value, part in zip(members, flat.split([value.numel() for value in members]), strict=True):
-                value.copy_(part.view_as(value))
 
     def _clip(self, clip_norm: float) -> None:
         """Scale gradients so that the norm of the whole model's is at most `clip_norm`, as clip_grad_norm_ does."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from allhands.comm.layout import FlatLayout
 from allhands.horovod import engine
 from allhands.horovod.checks import Ask
 from allhands.horovod.handles import Handle
@@ -23,21 +24,18 @@ class Flat:
 
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
         self.params = params
-        self.length = sum(param.numel() for param in params)
+        self._layout = FlatLayout({str(number): param for number, param in enumerate(params)})
+        self.length = self._layout.length
         self.marked = torch.empty(self.length + len(params), dtype=params[0].dtype, device=params[0].device)
         self.whole, self.marks = self.marked[: self.length], self.marked[self.length :]
         self.all_there = torch.ones_like(self.marks)
+        self.cut = self._layout.views
         self.views = self.cut(self.whole)
         self._sorts = [(param.shape, param.dtype) for param in params]
 
     def fits(self) -> bool:
         """Whether the parameters still have the shapes and dtypes that it was made for."""
         return [(param.shape, param.dtype) for param in self.params] == self._sorts
-
-    def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Views of memory of the same length."""
-        pieces = whole.split([param.numel() for param in self.params])
-        return [piece.view(param.shape) for piece, param in zip(pieces, self.params, strict=True)]
 
 
 @dataclass
