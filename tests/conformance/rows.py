@@ -319,7 +319,8 @@ ROWS = [
     Row("schedule-free optimizer", mlp, optimizer=lambda model: optimizers.ScheduleFree(model.parameters()), plan=PLAN),
     Row("step takes a closure", mlp, optimizer=lambda model: optimizers.Closure(model.parameters(), lr=0.1),
         plan=PLAN),
-    Row("LBFGS", mlp, optimizer=lambda model: torch.optim.LBFGS(model.parameters()), plan=PLAN),
+    Row("LBFGS", models.double, data=double_classes,
+        optimizer=lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4), plan=PLAN),
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from allhands import Callback, SupervisedRunner
 from allhands.data.order import Dealer, share_of
+from allhands.step.closure import takes_closure
 
 GLOBAL_BATCH = 12  # what 2, 3 and 4 divide
 SAMPLES = 22  # the last batch of an epoch is short
@@ -154,16 +155,29 @@ def by_hand(row: Row, column: Column) -> tuple[dict[str, torch.Tensor], float]:
         total, count = 0.0, 0
         for first in range(0, len(data), GLOBAL_BATCH):
             samples = [data[i] for i in range(first, min(first + GLOBAL_BATCH, len(data)))]
-            optimizer.zero_grad()
-            for part in parts_of(samples, column, row.parts):
-                output, target = runner.handle_batch(model, row.collate(part))
-                loss = criterion(output, target)
-                (loss * (len(part) / len(samples))).backward()
-                weight = row.counted(output, target)
-                total, count = total + loss.item() * weight, count + weight
-            if clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
+            seen: list[tuple[float, float]] = []
+
+            def compute(samples: list[Any] = samples, seen: list[tuple[float, float]] = seen) -> torch.Tensor:
+                optimizer.zero_grad()
+                whole = torch.zeros(())
+                for part in parts_of(samples, column, row.parts):
+                    output, target = runner.handle_batch(model, row.collate(part))
+                    loss = criterion(output, target)
+                    share = loss * (len(part) / len(samples))
+                    share.backward()
+                    whole = whole + share.detach()
+                    seen.append((loss.item(), row.counted(output, target)))
+                return whole
+
+            if takes_closure(optimizer):
+                optimizer.step(compute)
+                del seen[1:]  # the loss with which the step began
+            else:
+                compute()
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+            total, count = total + sum(loss * weight for loss, weight in seen), count + sum(weight for _, weight in seen)
         if schedule is not None:
             schedule.step()
     _mode(optimizer, "eval")

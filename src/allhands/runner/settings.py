@@ -18,7 +18,7 @@ from allhands.runner.callbacks import Callback
 from allhands.runner.hooks import check_callback
 from allhands.runner.schedule import Schedule
 from allhands.step import PRECISIONS, STEPS
-from allhands.step.update import check_one_gradient
+from allhands.step.closure import takes_closure
 from allhands.strategies import Strategy
 from allhands.world import World
 
@@ -129,10 +129,23 @@ class TrainSettings:
         if profile is not None and self.logdir is None:
             raise UserError(f"profile={profile!r} writes a timeline, which needs a folder; pass logdir=… as well")
 
+    def check_closure(self) -> None:
+        """Raise `UserError` for an optimizer that computes the loss again, where strategy or settings do not let it."""
+        if not takes_closure(self.optimizer):
+            return
+        strategy, kind = self.strategy, type(self.optimizer).__name__
+        what = f"{kind} computes the loss several times in one step, by a closure"
+        other = "use an optimizer that takes one gradient, such as torch.optim.AdamW or SGD"
+        if strategy.takes_step or strategy.alone or strategy.parted or strategy.train_instead() is not None:
+            raise UserError(f"{what}, which strategy '{strategy.in_words()}' does not; write distributed='ddp', or {other}")
+        if self.precision == "fp16":
+            raise UserError(f"{what}, and the loss scale of fp16 is for one; write precision='bf16', or {other}")
+        if self.clip_norm is not None:
+            raise UserError(f"{what}, and clip_norm={self.clip_norm} bounds one gradient; leave it out, or {other}")
+
     def _check_optimizer(self) -> None:
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise UserError(f"optimizer is {kind_of(self.optimizer)}; pass a torch.optim optimizer over model.parameters()")
-        check_one_gradient(self.optimizer)
         own = {id(p) for p in self.model.parameters()}
         strangers = sum(id(p) not in own for group in self.optimizer.param_groups for p in group["params"])
         if strangers:

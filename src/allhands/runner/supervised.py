@@ -256,6 +256,7 @@ class SupervisedRunner:
             )
         plan = self._plan(distributed, workers)
         settings.strategy = plan.strategy
+        settings.check_closure()
         settings.strategy.check_settings(settings)
         check_compiled(settings, plan.world_size)
         check_recomputed(settings)

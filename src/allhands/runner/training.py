@@ -37,6 +37,7 @@ from allhands.runner.running import running
 from allhands.runner.schedule import Schedule, learning_rates
 from allhands.runner.settings import TrainSettings, check_sync_batch_norm
 from allhands.step import OptimizerStep, Precision
+from allhands.step.closure import ClosureStep, takes_closure
 from allhands.step.update import set_mode
 from allhands.strategies.alike import check_buffers_equal
 from allhands.world import World
@@ -350,7 +351,7 @@ class Training:
         self._set_mode(training=True)
         self.model.train()
         self.wrapped.train()
-        take = OptimizerStep(
+        take = (ClosureStep if takes_closure(self.optimizer) else OptimizerStep)(
             self.model.parameters(), self.optimizer, self.rules[feed.name], settings.strategy, world, self.precision,
             self.forward, metrics.observe, self.forward.target_of, settings.clip_norm,
         )  # fmt: skip

@@ -6,24 +6,10 @@ step, which is called directly unless a profiler runs or somebody has registered
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 
 import torch
 from torch.optim import optimizer as torch_optimizer
-
-from allhands.errors import UserError
-
-
-def check_one_gradient(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `UserError` for an optimizer that computes the loss again within a step (LBFGS, SAM)."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
-        name = type(optimizer).__name__
-        raise UserError(
-            f"{name} computes the loss several times in one step, by a closure, which is not supported; use an optimizer "
-            "that takes one gradient, such as torch.optim.AdamW or SGD"
-        )
 
 
 def set_mode(optimizer: torch.optim.Optimizer, training: bool) -> bool:

@@ -15,6 +15,7 @@ from allhands.launch import warm
 from allhands.runner import SupervisedRunner
 from allhands.runner.settings import Data
 from allhands.runner.workers import plan, world_around
+from allhands.step.closure import takes_closure
 from allhands.strategies import Strategy, strategy_named
 from allhands.verify import causes, probes
 from allhands.verify.noise import FACTOR, Finding, Noise, floor_of, judge, nearest
@@ -113,6 +114,11 @@ def verify(
         probes.refuse_strangers(model, optimizer)
     settings = settings_to_check(objects, 1)
     settings.validate()
+    if takes_closure(settings.optimizer):
+        raise UserError(
+            f"{type(settings.optimizer).__name__} computes the loss several times in one step, by a closure, and verify compares "
+            "one gradient a step; verify the training with an optimizer that takes one, such as torch.optim.SGD"
+        )
     assert model is not None
     for strategy in chosen:
         strategy.check_settings(settings)
