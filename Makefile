@@ -21,7 +21,7 @@ help:
 	@echo "make test   install, run all tests; make test-cluster: those on real ssh hosts, Slurm and MPI"
 	@echo "make test-tensorflow   those of allhands.horovod.tensorflow, in $(TF_VENV), which make tensorflow-env makes"
 	@echo "make lint   style, types, layers, documentation; make fix mends the style"
-	@echo "make soak   attack a parameter server for a minute while a worker trains through it (SECONDS=60)"
+	@echo "make soak   attack a parameter server for a minute, then every port of two jobs for half a minute each (SECONDS=60)"
 	@echo "make bench  measure against peers on the processors; make bench-gpu: on GPUs; both renew the tables of the documentation"
 	@echo "make conformance   try all trainings under all strategies, and renew docs/what-works.md"
 	@echo "make docs   serve the documentation; make clean: remove what was made"

@@ -1,4 +1,5 @@
-"""Attack a parameter server for a while, from outside and with the job's token, while an honest worker trains through it.
+"""Attack a parameter server for a while, from outside and with the job's token, while an honest worker trains through it; then
+every port of a job under srun and of one under `allhands launch`, as `tests/wire/attacks.py` does for seconds.
 
     python benchmarks/soak_wire.py [SECONDS] [--seed N] [--attackers 4]
 
@@ -46,6 +47,9 @@ from allhands.kvstore.rules import rules_of
 from allhands.kvstore.served import ServedStore
 from allhands.wire import RefusedError, introduce
 from allhands.wire.proof import GREETING, introduction
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.wire.attacks import attacked
 
 GROWTH = 32 << 20  # bytes
 WARM_UP = 5.0  # seconds after which growth counts: until then threads, buffers and imports settle
@@ -390,6 +394,9 @@ def main() -> None:
     print(f"seed {seed}, {options.seconds:g} s, {options.attackers} attackers", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         wrong = soak(options.seconds, seed, options.attackers, folder)
+    for kind in ("srun", "launch"):
+        with tempfile.TemporaryDirectory() as folder:
+            wrong += attacked(Path(folder), kind, options.seconds / 2, seed)
     for what in wrong:
         print(f"soak: FAILED: {what}")
     print("soak: " + ("FAILED" if wrong else "passed"))

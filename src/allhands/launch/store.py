@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Iterable
 from datetime import timedelta
 
+from allhands import wire
 from allhands.launch import processes
 
 
@@ -27,10 +27,7 @@ class StoreHost:
     """
 
     def __init__(self, address: str) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
-        self._listener.bind((address, 0))
-        self._listener.listen(4096)
+        self._listener = wire.listen(address)
         self.address = address or "127.0.0.1"
         self.is_open_to_all = not address
         self.port: int = self._listener.getsockname()[1]
@@ -43,9 +40,10 @@ class StoreHost:
         the launcher.
         """
         parent = os.getpid()
+        descriptor = self._listener.detach()  # which would be closed in the child
         self.pid = os.fork()
         if self.pid:
-            self._listener.close()
+            os.close(descriptor)
             return
         try:
             os.setsid()
@@ -57,7 +55,7 @@ class StoreHost:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for fd in private:
                 os.close(fd)
-            self._serve(self._listener.detach())
+            self._serve(descriptor)
         finally:
             os._exit(0)
 

@@ -61,7 +61,7 @@ def listen_unix(name: str) -> socket.socket:
     Raises:
         OSError: the name is taken, too long, or of a kind that this system does not have.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_UNIX)
     before = os.umask(0o177)
     try:
         listener.bind(name)

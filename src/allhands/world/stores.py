@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
+from allhands import wire
 from allhands.errors import UserError, WorldError
 from allhands.world import beacon
 from allhands.world.environments.mpi import broadcast_meeting
@@ -18,6 +19,9 @@ from allhands.world.layout import Layout, Meeting
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+
+_LOOPBACK = ("127.0.0.1", "localhost")
 
 
 class OpenStore:
@@ -105,6 +109,11 @@ def _open_given(host: str, port: int, meeting: Meeting, layout: Layout, timeout:
     from torch.distributed import PrefixStore, TCPStore
 
     listens = layout.rank == 0 and not meeting.agent_store
+    descriptor = None
+    if listens and host in _LOOPBACK:
+        # Torch listens on all addresses. A taken port may be our own, which torch shares.
+        with contextlib.suppress(OSError):
+            descriptor = wire.listen("127.0.0.1", port).detach()
     try:
         # multi_tenant, as torch's own env:// does: a library in rank 0 that opens MASTER_PORT again shares
         # the listener.
@@ -116,6 +125,7 @@ def _open_given(host: str, port: int, meeting: Meeting, layout: Layout, timeout:
             timedelta(seconds=timeout),
             wait_for_workers=False,
             multi_tenant=listens,
+            master_listen_fd=descriptor,
         )
     except (RuntimeError, ValueError) as error:
         raise _no_store(host, port, listens=listens, layout=layout, timeout=timeout, error=error) from None
@@ -129,7 +139,16 @@ def _open_given(host: str, port: int, meeting: Meeting, layout: Layout, timeout:
 def _open_as_rank_0(meeting: Meeting, layout: Layout, timeout: float) -> OpenStore:
     from torch.distributed import TCPStore
 
-    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
+    listener = wire.listen(local=layout.one_host is True)
+    store = TCPStore(
+        "127.0.0.1",
+        listener.getsockname()[1],
+        None,
+        True,
+        timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     if meeting.mpi_broadcast:
         hosts = (*_reachable_addresses(), socket.gethostname())
         broadcast_meeting(Meeting(hosts, store.port))

@@ -15,6 +15,7 @@ from tests.timeouts import patience
 pytest.importorskip("flwr")
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
+from allhands import wire
 from allhands.federated.sites import local_socket
 from allhands.federated.sites.local_socket import Listener, SocketError, ask, token_of
 
@@ -101,7 +102,8 @@ def test_a_peer_that_says_nothing_readable_costs_nobody_else_anything(frame, lis
     listener = listening(lambda content: asked.append(content) or content)
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(str(address))
-        peer.sendall(bytes(listener.token) + frame)
+        wire.introduce(peer, listener.token, {})
+        peer.sendall(frame)
     assert ask(address, request())["allhands"]["kind"] == "train"
     assert len(asked) == 1
 

@@ -1,15 +1,15 @@
 """The socket between a site's warm process and the processes that Flower starts for each message; nothing here imports torch.
 
-A Unix socket that only its user can open, and a token in a file that only its user can read: a frame is the token, the length of
-a header, the header (JSON) and the arrays' bytes one after another, without pickle. The answer has no token.
+A Unix socket that only its user can open, and a token in a file that only its user can read, which both sides prove: a frame is
+the length of a header, the header (JSON) and the arrays' bytes one after another, without pickle.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import os
+import queue
 import secrets
 import socket
 import struct
@@ -20,6 +20,7 @@ from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
+from allhands import wire
 from allhands.errors import AllhandsError, UserError
 from allhands.federated.sites.supervision import write_secretly
 
@@ -73,23 +74,19 @@ class Listener:
     def __init__(self, address: Path) -> None:
         self.address, self.token = address, write_token(token_of(address))
         address.unlink(missing_ok=True)
-        self._socket = socket.socket(socket.AF_UNIX)
-        before = os.umask(0o177)
-        try:
-            with _short(address) as path:
-                self._socket.bind(path)
-        finally:
-            os.umask(before)
-        self._socket.listen(16)
-        self._socket.settimeout(_LOOK)
+        self._came: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        with _short(address) as path:
+            listener = wire.listen_unix(path)
+        self._acceptor = wire.Acceptor("the site's warm process", [listener], self.token, lambda peer, said: self._came.put(peer))
+        self._acceptor.start()
 
     def serve(self, handle: Callable[[RecordDict], RecordDict], going: Callable[[float], bool] = lambda idle: True) -> None:
         """Answer one request after another, as long as `going` says so of the seconds that have passed without any."""
         last = time.monotonic()
         while going(time.monotonic() - last):
             try:
-                peer, _ = self._socket.accept()
-            except TimeoutError:
+                peer = self._came.get(timeout=_LOOK)
+            except queue.Empty:
                 continue
             with peer:
                 self._answer(peer, handle)
@@ -98,20 +95,17 @@ class Listener:
     def _answer(self, peer: socket.socket, handle: Callable[[RecordDict], RecordDict]) -> None:
         peer.settimeout(_PATIENCE)
         try:
-            if not hmac.compare_digest(_take(peer, _TOKEN_BYTES), self.token):
-                _send(peer, None, {"refused": "the token is not this site's"}, [])
-                return
             content = _received(peer)
         except Exception:  # whatever a peer says that cannot be read costs its own request, and no other
             return
         reply = handle(content)
         with contextlib.suppress(OSError):  # it is gone, and nobody waits for the answer
             peer.settimeout(None)
-            _send(peer, None, *_parts(reply))
+            _send(peer, *_parts(reply))
 
     def close(self) -> None:
         """Stop listening, and remove what lies in the folder."""
-        self._socket.close()
+        self._acceptor.close()
         self.address.unlink(missing_ok=True)
         token_of(self.address).unlink(missing_ok=True)
 
@@ -134,11 +128,12 @@ def ask(address: Path, content: RecordDict, patience: float = 60.0) -> RecordDic
         except OSError as error:
             raise SocketError(f"the token of the site's warm process cannot be read: {error.strerror}") from None
         try:
-            # One that refuses has not read everything; its answer is there, though sending fails.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                _send(peer, token, *_parts(content))
+            wire.introduce(peer, token, {})
+            _send(peer, *_parts(content))
             return _received(peer)
-        except (OSError, ValueError, struct.error) as error:
+        except wire.RefusedError:
+            raise SocketError("the site's warm process refused the request: the token is not this site's") from None
+        except (OSError, EOFError, ValueError, struct.error) as error:
             raise SocketError("the site's warm process ended in the middle of the request; the site starts it again, and the "
                               "next round will find it") from error  # fmt: skip
 
@@ -175,9 +170,9 @@ def _parts(content: RecordDict) -> tuple[dict[str, Any], list[bytes]]:
     return {"records": records}, chunks
 
 
-def _send(peer: socket.socket, token: bytes | None, header: dict[str, Any], chunks: list[bytes]) -> None:
+def _send(peer: socket.socket, header: dict[str, Any], chunks: list[bytes]) -> None:
     text = json.dumps(header).encode()
-    peer.sendall((token or b"") + _LENGTH.pack(len(text)) + text)
+    peer.sendall(_LENGTH.pack(len(text)) + text)
     for chunk in chunks:
         peer.sendall(chunk)
 
@@ -187,8 +182,6 @@ def _received(peer: socket.socket) -> RecordDict:
     if length > _MOST_HEADER:
         raise ValueError("the header is too long")
     header = json.loads(_take(peer, length))
-    if "refused" in header:
-        raise SocketError(f"the site's warm process refused the request: {header['refused']}")
     content = RecordDict()
     for name, (kind, values) in header["records"].items():
         content[name] = _RECORDS[kind](_arrays(peer, values) if kind == "array" else values)
@@ -201,12 +194,7 @@ def _arrays(peer: socket.socket, values: dict[str, Any]) -> dict[str, Array]:
 
 
 def _take(peer: socket.socket, count: int) -> bytearray:
-    """So many bytes, or `ConnectionError` when the peer ends before."""
+    """So many bytes, or `EOFError` when the peer ends before."""
     room = bytearray(count)
-    view, at = memoryview(room), 0
-    while at < count:
-        got = peer.recv_into(view[at:])
-        if got == 0:
-            raise ConnectionError("the other process ended")
-        at += got
+    wire.read_into(peer, memoryview(room))
     return room

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allhands import wire
 from allhands.errors import UserError
 from allhands.federated.sites import flower
 from allhands.federated.sites.certificates import names_of, read_certificates
@@ -244,12 +245,10 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _refuse_taken(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise UserError(f"--host {host} --port {port} cannot be listened on: {error.strerror}; name another") from None
+    try:
+        wire.listen(host, port).close()
+    except OSError as error:
+        raise UserError(f"--host {host} --port {port} cannot be listened on: {error.strerror}; name another") from None
 
 
 def _plain(details: str) -> str:

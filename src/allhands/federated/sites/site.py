@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allhands import wire
 from allhands.errors import UserError
 from allhands.federated.sites import client_app, flower
 from allhands.federated.sites.certificates import check_authority, probe
@@ -66,7 +66,7 @@ def address_of(server: str) -> tuple[str, int]:
 
 def commands(options: SiteOptions) -> dict[str, list[str]]:
     """The processes that run, by name."""
-    state, port = options.state, options.port or _free_port()
+    state, port = options.state, options.port or wire.free_port()
     trust = ["--insecure"] if options.insecure else ["--root-certificates", str(options.authority)]
     key = [] if options.key is None else ["--auth-supernode-private-key", str(options.key)]
     secret = ["--superexec-auth-secret-file", str(state / SECRET)]
@@ -239,13 +239,6 @@ class Site:
         if now - self._said.get(line, -_SAY_AGAIN) >= _SAY_AGAIN:
             self._said[line] = now
             _say(line)
-
-
-def _free_port() -> int:
-    with socket.socket() as probed:
-        probed.bind(("127.0.0.1", 0))
-        port: int = probed.getsockname()[1]
-        return port
 
 
 def _end_of(code: int) -> str:
