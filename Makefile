@@ -14,12 +14,13 @@ TF_VENV ?= .venv-tensorflow
 TF_BIN := $(TF_VENV)/bin
 TENSORFLOW := $(TF_VENV)/installed
 
-.PHONY: help demo test test-cluster test-tensorflow tensorflow-env lint lint-style lint-types lint-docs fix bench bench-gpu soak docs conformance clean
+.PHONY: help demo test test-all test-cluster test-tensorflow tensorflow-env lint lint-style lint-types lint-docs fix bench bench-gpu soak docs conformance clean
 
 help:
 	@echo "make demo   install, train on real digit images with two workers, say where to look"
 	@echo "make test   install, run all tests; make test-cluster: those on real ssh hosts, Slurm and MPI"
 	@echo "make test-tensorflow   those of allhands.horovod.tensorflow, in $(TF_VENV), which make tensorflow-env makes"
+	@echo "make test-all   also the tests that quicker ones cover in part"
 	@echo "make lint   style, types, layers, documentation; make fix mends the style"
 	@echo "make soak   attack a parameter server for a minute, then every port of two jobs for half a minute each (SECONDS=60)"
 	@echo "make bench  measure against peers on the processors; make bench-gpu: on GPUs; both renew the tables of the documentation"
@@ -34,12 +35,15 @@ demo: $(DEMO)
 FILES := $(BIN)/python -m pytest -n 4 --dist loadfile
 # Python compiles a file once, not in each of the thousand processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
+QUICK = and not rare
+test-all:
+	@$(MAKE) --no-print-directory test QUICK=
 # The variable marks every process that a test starts; none with it may be left at the end.
 test: export ALLHANDS_TEST_RUN := make-test-$(shell date +%s)-$(shell echo $$PPID)
 test: $(DEV) $(TENSORFLOW)
 	@status=0; \
-	$(BIN)/python -m pytest -m "not serial and not cluster" -n 3 --dist worksteal || status=1; \
-	$(FILES) -m "serial or cluster" || status=1; \
+	$(BIN)/python -m pytest -m "not serial and not cluster $(QUICK)" -n 3 --dist worksteal || status=1; \
+	$(FILES) -m "(serial or cluster) $(QUICK)" || status=1; \
 	$(TF_TESTS) || status=1; \
 	$(BIN)/python .ci/no_process_left.py || status=1; \
 	if [ $$status -eq 0 ]; then echo "make test: passed"; else echo "make test: FAILED, see above"; fi; \

@@ -99,7 +99,7 @@ class Launch:
 
     def until(self, text: str, seconds: float = 30.0, times: int = 1) -> None:
         """Wait until it has said something, `times` times."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patience(seconds)
         while self.said.count(text) < times:
             assert self.process.poll() is None, f"it ended with {self.process.returncode} before it said {text!r}: {self.said}"
             assert time.monotonic() < deadline, f"it did not say {text!r} within {seconds} s: {self.said}"

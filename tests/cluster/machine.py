@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.timeouts import patience
+
 ROOT = Path("/run/allhands-cluster")  # one folder a label
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PROGRAMS = ("unshare", "nsenter", "setpriv", "ip", "ssh", "ssh-keygen", "sshd", "rsync", "mount", "iptables")
@@ -31,7 +33,7 @@ def call(
     """Run a program to its end; its combined output. With check, a failure is a RuntimeError with that output."""
     words = [str(word) for word in argv]
     pipe, out = subprocess.PIPE, subprocess.STDOUT
-    result = subprocess.run(words, input=stdin, env=env, cwd=cwd, stdout=pipe, stderr=out, text=True, timeout=timeout)
+    result = subprocess.run(words, input=stdin, env=env, cwd=cwd, stdout=pipe, stderr=out, text=True, timeout=patience(timeout))
     if check and result.returncode != 0:
         raise RuntimeError(f"{' '.join(words)} ended with {result.returncode}: {result.stdout}")
     return result.stdout
@@ -39,7 +41,7 @@ def call(
 
 def until(true: Callable[[], Any], seconds: float, complaint: Callable[[], str]) -> None:
     """Wait for something; a RuntimeError with the complaint when it does not come."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patience(seconds)
     while not true():
         if time.monotonic() > deadline:
             raise RuntimeError(f"{complaint()} (waited {seconds:g} s)")

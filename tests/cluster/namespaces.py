@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.cluster.machine import ROOT, SYSTEM_PATH, UNSHARE, call, claims, start_time, until
+from tests.timeouts import patience
 
 DISK = "/srv/allhands"  # the private disk, at the same path on every host
 REPOSITORY = Path(__file__).parents[2]
@@ -398,7 +399,7 @@ class Namespaces:
 
     def left(self, seconds: float = 5.0) -> list[str]:
         """What still runs on any host after so many seconds, as "host: pid command line"; back at once when nothing does."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patience(seconds)
         while found := [f"{name}: {process}" for name in self.names for process in self.processes(name)]:
             if time.monotonic() > deadline:
                 break

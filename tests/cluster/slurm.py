@@ -24,6 +24,7 @@ from typing import Any
 from tests.cluster import hosts as from_namespaces
 from tests.cluster.hosts import Hosts
 from tests.cluster.machine import SYSTEM_PATH, call, until
+from tests.timeouts import patience
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo", "squeue", "scancel")
 
@@ -187,7 +188,14 @@ class Slurm:
     def srun(self, *args: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run srun to its end, whatever its exit code."""
         argv = ["srun", *args]
-        return subprocess.run(argv, env=self.environ(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout)
+        return subprocess.run(
+            argv,
+            env=self.environ(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=patience(timeout),
+        )
 
     def sbatch(self, *args: str) -> int:
         """Submit a job from the folder, where its output goes; its number."""

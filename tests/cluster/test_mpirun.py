@@ -63,7 +63,7 @@ def test_a_link_goes_down(mpi: Mpi, hosts: Hosts) -> None:
         assert time.monotonic() - began < patience(30)
     assert code not in (0, None)
     assert re.search(r"rank 1 \(d2, pid \d+\) failed first: has given no sign of life for \d+ s", said), said
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + patience(5)
     while [one for one in hosts.processes("d2") if "steps.py" in one] and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [one for one in hosts.processes("d2") if "steps.py" in one] == []

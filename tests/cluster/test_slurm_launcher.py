@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster.launching import STEPS, WORKER_FAILURES, Launch, shared_folder
 from tests.cluster.slurm import Slurm
+from tests.timeouts import patience
 
 ALLOCATION = ("salloc", "--quiet", "--nodes=2")
 
@@ -61,7 +62,7 @@ def test_a_node_is_cut_off(slurm: Slurm) -> None:
     assert code == 128 + 9, said
     assert "rank 1 (d2, pid " in said
     assert "no word from host d2" in said
-    deadline = time.monotonic() + 8
+    deadline = time.monotonic() + patience(8)
     while [one for one in slurm.hosts.processes("d2") if "python" in one] and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [one for one in slurm.hosts.processes("d2") if "python" in one] == []

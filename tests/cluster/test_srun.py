@@ -38,7 +38,7 @@ class Scripts:
     def call(self, *words: str, env: dict[str, str] | None = None, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """stdout and stderr apart, any exit code."""
         return subprocess.run(
-            words, env=self._environ | (env or {}), cwd=self.folder, capture_output=True, text=True, timeout=timeout
+            words, env=self._environ | (env or {}), cwd=self.folder, capture_output=True, text=True, timeout=patience(timeout)
         )
 
     def srun(self, options: str, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -66,7 +66,7 @@ def scripts(slurm: Any) -> Iterator[Scripts]:
 
 
 def until(condition: Callable[[], Any], seconds: float, what: Callable[[], str]) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patience(seconds)
     while not condition():
         assert time.monotonic() < deadline, what()
         time.sleep(0.1)

@@ -40,7 +40,7 @@ def test_a_link_goes_down_in_the_middle_of_a_step_and_comes_back(hosts: Hosts) -
     assert "rank 1 (d2, pid " in said
     assert "no word from host d2 (its network or the machine is down, or it was suspended) for" in said
     # Cut off, the host has ended everything by itself; only sshd, which nobody told, still holds the dead connection.
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + patience(5)
     while [one for one in hosts.processes("d2") if "sshd" not in one] and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [one for one in hosts.processes("d2") if "sshd" not in one] == []

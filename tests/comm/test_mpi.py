@@ -50,7 +50,7 @@ def start(name: str, ranks: int, *arguments: str, timeout: float = 60, **variabl
     begun = time.monotonic()
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
-            output, _ = process.communicate(timeout=timeout)
+            output, _ = process.communicate(timeout=patience(timeout))
         except subprocess.TimeoutExpired:
             process.terminate()  # mpirun ends its ranks
             output, _ = process.communicate(timeout=10)

@@ -32,6 +32,7 @@ def test_send_recv_under_launchers(tmp_path):
     check_send_recv(run_in(tmp_path, program("torchrun"), "--nproc-per-node", "2", "--standalone", script))
 
 
+@pytest.mark.rare
 def test_hand_synchronised(tmp_path):
     text = run_example(tmp_path, "torch_notes/hand_synchronised.py")
     assert "after one epoch, largest difference" in text

@@ -12,6 +12,7 @@ from tests.examples.running import EXAMPLES, program, run_in
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
 
+@pytest.mark.rare
 def test_four_workers_train_what_one_cannot_hold(tmp_path: Path) -> None:
     script = (str(EXAMPLES / "wide_model" / "wide.py"), "--width", "1536", "--limit", "380", "--steps", "2")
     alone = subprocess.run([program("allhands"), "launch", "-n", "1", *script], cwd=tmp_path, capture_output=True, text=True)

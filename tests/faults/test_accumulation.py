@@ -27,6 +27,7 @@ def windows() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("window", [2, 3])
+@pytest.mark.rare
 def test_a_short_last_window_is_the_mean_of_what_it_holds(found: Found, window: int) -> None:
     if window == 2:  # by hand: 1.5 + 3.5 + 5 and 2.5 + 6.5 + 9.5
         assert sum_of_means(5, 2) == 10.0

@@ -20,6 +20,7 @@ from allhands.kvstore.served import ServedStore
 from allhands.kvstore.server import Server
 from allhands.kvstore.store import Share
 from tests.kvstore.serving import TOKEN, Job, job
+from tests.timeouts import patience
 
 STEPS = 12
 
@@ -36,7 +37,7 @@ def _data() -> tuple[dict[str, torch.Tensor], list[list[dict[str, torch.Tensor]]
 
 def _wait_for_snapshots(made: Job) -> None:
     """Snapshots are written while the training goes on; these trainings are over in milliseconds."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patience(10)
     for server in made.servers:
         recovery = server.shards[0].recovery
         assert recovery is not None
@@ -110,7 +111,7 @@ def test_snapshots_are_of_this_job_only_and_go_with_it(tmp_path: Path) -> None:
         store.init("a", torch.zeros(3))
         for _ in range(6):
             store.pushpull("a", torch.ones(3))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + patience(10)
         while (known := store.links[0].ask("snapshots")["steps"]) != [4, 5, 6] and time.monotonic() < deadline:
             time.sleep(0.02)
         assert known == [4, 5, 6]
@@ -144,7 +145,7 @@ def test_a_server_without_a_key_comes_back_too(tmp_path: Path) -> None:
 
 def test_a_damaged_snapshot_is_named(tmp_path: Path) -> None:
     def damage(made: Job) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + patience(10)
         while not (found := sorted(tmp_path.rglob("server-1/step-3.safetensors"))) and time.monotonic() < deadline:
             time.sleep(0.05)
         with found[0].open("r+b") as file:

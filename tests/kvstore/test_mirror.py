@@ -22,6 +22,7 @@ from allhands.kvstore.server import Server
 from allhands.kvstore.store import Share
 from allhands.kvstore.values import RowSparse
 from tests.kvstore.serving import TOKEN, Job, job
+from tests.timeouts import patience
 
 STEPS = 9
 SHAPES = {f"k{number}": (50 + number * 1000, 3) for number in range(4)}
@@ -158,7 +159,7 @@ def test_without_any_copy_a_snapshot_is_next(tmp_path: Path) -> None:
     expected, _ = _train({})
 
     def both(made: Job) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + patience(10)
         while not all(server.shards[0].recovery.steps() for server in made.servers) and time.monotonic() < deadline:  # type: ignore[union-attr]
             time.sleep(0.01)
         _restart(made, 0, 1)

@@ -17,6 +17,7 @@ from allhands.kvstore.chunks import Chunk
 from allhands.kvstore.shard import Shard
 from tests.kvstore.serving import error_of, job, same, trained, weights_of
 from tests.kvstore.training import OPTIMIZERS, by_hand, largest_difference, model, take_steps
+from tests.timeouts import patience
 
 CLIP = 0.4
 
@@ -234,7 +235,8 @@ def test_several_stores_at_once_and_one_after_another() -> None:
         found += [float(store.pull("w")[0]) for store in (two, one)]
         one.close()
         two.close()
-        deadline = time.monotonic() + 10  # a server hears a goodbye in its own time, and forgets when the next store is made
+        # A server hears a goodbye in its own time, and forgets when the next store is made.
+        deadline = time.monotonic() + patience(10)
         while any(server.shards[n].members.everyone() for server in made.servers for n in (0, 1) if n in server.shards):
             assert time.monotonic() < deadline
             time.sleep(0.01)

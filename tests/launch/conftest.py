@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from allhands.launch import plan, warm
+from tests.timeouts import patience
 
 MARKER = "ALLHANDS_TEST_JOB"
 
@@ -39,7 +40,7 @@ def alive(mark: str) -> list[int]:
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     """Whether a condition comes true in time."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patience(seconds)
     while time.monotonic() < deadline:
         if condition():
             return True
@@ -128,7 +129,7 @@ class Job:
         """Exit code, stdout and stderr of a whole job."""
         process = self.start(*words)
         try:
-            out, err = process.communicate(timeout=timeout)
+            out, err = process.communicate(timeout=patience(timeout))
         except subprocess.TimeoutExpired:
             process.kill()
             raise

@@ -244,7 +244,7 @@ def saves(handled: bool) -> str:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda number, _: got.append(number))
     worker.send({"up": int(os.environ["RANK"])})
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + patience(20)
     while not got and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.5)

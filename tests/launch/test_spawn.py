@@ -232,7 +232,7 @@ def test_the_caller_is_killed(job: Any) -> None:
     process.kill()
     process.wait()
     process.stdout.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + patience(5)
     while job.alive() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert job.alive() == []
@@ -262,7 +262,7 @@ def test_a_killed_caller_leaves_nothing_in_shared_memory(job: Any) -> None:
     process.kill()
     process.wait()
     process.stdout.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + patience(5)
     while any(folder.exists() for folder in folders) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(folder.exists() for folder in folders)

@@ -15,6 +15,7 @@ import pytest
 
 from allhands.errors import UserError, WorkerError
 from allhands.launch import spawn, warm
+from tests.timeouts import patience
 
 pytestmark = pytest.mark.serial
 
@@ -29,6 +30,7 @@ def keeper() -> int:
     return os.getppid()
 
 
+@pytest.mark.rare
 def test_a_keeper_is_used_again_only_where_nothing_that_it_fixed_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(warm.VARIABLE, "300")
     (first, other) = spawn(keeper, workers=2)
@@ -84,7 +86,7 @@ def test_it_ends_by_itself_and_with_the_context(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(warm.VARIABLE, "2.5")
     (pid,) = spawn(keeper, workers=1)
     assert psutil.pid_exists(pid)
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + patience(15)
     while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.1)
     assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -102,7 +104,7 @@ def test_it_ends_with_the_process_that_started_it() -> None:
     code += "print(spawn(os.getppid, workers=1)[0], flush=True)\nos.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, warm.VARIABLE: "60"}, capture_output=True, check=False)
     pid = int(done.stdout)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + patience(5)
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

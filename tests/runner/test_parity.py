@@ -68,6 +68,7 @@ def train_all_cases(strategy: Any) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.serial
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.rare
 def test_workers_equal_the_hand_written_loop(workers: int) -> None:
     by_rank = in_world(workers, train_all_cases, DDP())
     for rank, results in enumerate(by_rank):

@@ -89,6 +89,7 @@ def trained() -> dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor
 
 @pytest.mark.serial
 @pytest.mark.usefixtures("preloaded")
+@pytest.mark.rare
 def test_every_mesh_trains_as_one_process_does() -> None:
     """Weights, momentum and losses after 20 steps, with uneven batches, accumulation, clipping, and targets that do not count."""
     ranks = in_world(8, trained)

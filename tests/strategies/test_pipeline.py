@@ -117,6 +117,7 @@ def all_schedules(meshes: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.rare
 def test_every_schedule_is_the_single_process(workers: int) -> None:
     """On 4 workers also stages that have copies, shards and slices."""
     expected = {schedule: by_hand(schedule) for schedule in CASES}

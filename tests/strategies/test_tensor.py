@@ -329,6 +329,7 @@ def results(logdir: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.rare
 def test_a_training_equals_the_hand_written_loop(results: list[dict[str, Any]], name: str) -> None:
     expected, expected_values = by_hand(name)
     for found in results:

@@ -63,7 +63,7 @@ def started(jobs: Sequence[tuple[dict[str, str], Told]], folder: Path) -> Iterat
 def run_all(jobs: Sequence[tuple[dict[str, str], Told]], timeout: float = 60) -> list[Told]:
     """What each process printed, in order."""
     with tempfile.TemporaryDirectory() as name, started(jobs, folder := Path(name)) as processes:
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + patience(timeout)
         told = []
         for number, process in enumerate(processes):
             process.join(max(deadline - time.monotonic(), 1))
@@ -117,7 +117,7 @@ def test_a_stale_file_is_named(tmp_path: Path) -> None:
     method = f"file://{tmp_path}/meet"
     with started([({}, {"init_method": method, "rank": 0, "world_size": 2, "timeout": 60})], tmp_path) as processes:
         # A run that is killed before it could clear its file.
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience(60)
         while not (tmp_path / "meet").stat().st_size and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.2)

@@ -25,6 +25,7 @@ from allhands.config import read_run
 from allhands.federated import Federated
 from allhands.runner import SupervisedRunner
 from tests.examples.running import program
+from tests.timeouts import patience
 
 pytestmark = [pytest.mark.serial, pytest.mark.slow]
 
@@ -136,6 +137,7 @@ def test_plans_say_what_would_run_and_start_nothing(folder: Path, port: int) -> 
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.rare
 def test_weights_are_the_simulations_to_the_bit_though_the_server_stops_between(folder: Path, port: int, monkeypatch) -> None:
     monkeypatch.chdir(folder)
     expected = simulated(folder)
@@ -145,7 +147,7 @@ def test_weights_are_the_simulations_to_the_bit_though_the_server_stops_between(
             first = subprocess.Popen([program("allhands"), "federated", *given], cwd=folder, stdout=log, stderr=log,
                                      env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
         try:
-            deadline = time.monotonic() + 300
+            deadline = time.monotonic() + patience(300)
             while not ends(folder) and first.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.1)
             first.send_signal(signal.SIGTERM)

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.timeouts import patience
+
 pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, Metadata, RecordDict
 from flwr.app.message import make_message
@@ -83,7 +85,7 @@ def asked_of(content):
 
 
 def waited(what, seconds=60.0):
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patience(seconds)
     while not what():
         assert time.monotonic() < deadline, "it took too long"
         time.sleep(0.05)
