@@ -84,3 +84,18 @@ def test_a_fresh_import_gets_them_at_once(settings: ModuleType) -> None:
 def test_modules_of_libraries_are_not_looked_at() -> None:
     names = {module.__name__ for module in user_modules._own_modules()}
     assert not {name for name in names if name.partition(".")[0] in ("torch", "json", "allhands", "numpy", "pytest")}
+
+
+def test_what_a_library_has_written_and_imported_is_not_the_users(
+    settings: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = ModuleType("json.made")
+    made.__file__ = str(tmp_path / "made.py")
+    Path(made.__file__).write_text("A = 1\n")
+    made.A = 2  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "json.made", made)
+    plain, objects = user_modules.changed()
+    assert "json.made" not in plain | objects
+    made.__name__ = "own_settings.made"
+    monkeypatch.setitem(sys.modules, "own_settings.made", made)
+    assert user_modules.changed()[0]["own_settings.made"] == {"A": 2}

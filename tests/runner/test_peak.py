@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from typing import Any
 
@@ -46,6 +47,8 @@ def test_the_rank_that_took_most_is_named() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_what_tensors_took(capsys: pytest.CaptureFixture[str]) -> None:
     torch.ones(2**29, device="cuda")  # 2 GiB, before the training
+    gc.collect()
+    held = torch.cuda.memory_allocated() / 2**20  # by other tests in this process
     model = nn.Linear(4096, 4096, bias=False)
     data = TensorDataset(torch.randn(16, 4096), torch.randn(16, 4096))
     SupervisedRunner(device="cuda").train(
@@ -54,4 +57,4 @@ def test_on_a_gpu_it_is_what_tensors_took(capsys: pytest.CaptureFixture[str]) ->
     )  # fmt: skip
     found = re.search(r"peak memory: (\d+) MiB of tensors on the GPU$", capsys.readouterr().out, re.MULTILINE)
     assert found is not None
-    assert 128 <= int(found[1]) < 400, "weights and gradients are 128 MiB"
+    assert 128 <= int(found[1]) - held < 400, "weights and gradients are 128 MiB"

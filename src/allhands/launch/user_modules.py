@@ -66,7 +66,11 @@ def _own_modules() -> Iterator[types.ModuleType]:
         file = getattr(module, "__file__", None)
         if type(module) is not types.ModuleType or not isinstance(file, str) or name != module.__name__:
             continue
-        if name not in ("__main__", "__mp_main__") and _is_the_users(file):
+        if name in ("__main__", "__mp_main__") or not _is_the_users(file):
+            continue
+        # What a library writes and imports itself, such as the kernels of PyTorch's compiler, is named as a part of it.
+        top = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None)
+        if top is None or _is_the_users(top):
             yield module
 
 
