@@ -55,7 +55,7 @@ def test_headers_are_those_that_were_packed_and_nothing_else_is_one() -> None:
 
 
 def test_messages_are_json_objects() -> None:
-    for body, told in ((b"[1]", "no JSON object"), (b'{"op":', "no JSON"), (b"\xff", "no JSON")):
+    for body, told in ((b"[1]", "JSON, but no object"), (b'{"op":', "no JSON"), (b"\xff", "no JSON")):
         ours, theirs = socket.socketpair()
         with ours, theirs, pytest.raises(FrameError, match=told):
             theirs.sendall(body)

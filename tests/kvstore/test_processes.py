@@ -176,12 +176,12 @@ def case_of_this_process():
                     return number, rank, when, how
                 children[f"{number}-{rank}"] = pid
         survivors = {name: pid for name, pid in children.items() if name.endswith("-0")}
-        note(f"survivors-{how}", ended(survivors, 20.0))
+        note(f"survivors-{how}", ended(survivors, 100.0))
         failed = {name: pid for name, pid in children.items() if name not in survivors}
         for pid in failed.values():
             if how == "SIGSTOP":
                 os.kill(pid, signal.SIGCONT)
-        note(f"failed-{how}", ended(failed, 10.0))
+        note(f"failed-{how}", ended(failed, 100.0))
     return None
 
 

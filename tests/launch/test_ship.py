@@ -199,3 +199,17 @@ def test_a_script_function_that_sets_flags_of_a_backend(tmp_path: Path) -> None:
     exec(source, script)  # as cloudpickle sees a function of a script: by value, with the modules that it names
     script["fast"].__module__ = "__main__"
     assert round_trip(script["fast"], tmp_path)() is torch.backends.cudnn
+
+
+def test_modules_with_parametrizations_arrive(tmp_path: Path) -> None:
+    from torch.nn.utils import parametrizations
+
+    for kind in (parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal):
+        model = kind(torch.nn.Linear(4, 4)).eval()
+        got = round_trip(model, tmp_path)
+        x = torch.rand(3, 4)
+        assert torch.equal(got(x), model(x))
+        assert [name for name, _ in got.named_parameters()] == [name for name, _ in model.named_parameters()]
+        with torch.no_grad():
+            got.weight = torch.eye(4) * 2
+            assert not torch.equal(got(x), model(x)), "the copy has tensors of its own"

@@ -31,8 +31,8 @@ class Store:
         (folder / f".{key}").write_text(value)
         (folder / f".{key}").rename(folder / key)
 
-    def wait(self, keys):
-        while not (folder / keys[0]).exists():
+    def wait(self, keys, timeout=None):
+        while not all((folder / key).exists() for key in keys):
             time.sleep(0.01)
 
     def get(self, key):

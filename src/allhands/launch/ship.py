@@ -125,6 +125,11 @@ def _pickler_class(with_torch: bool) -> Any:
             name = value.__name__ if isinstance(value, types.ModuleType) and type(value) is not types.ModuleType else ""
             if name and sys.modules.get(name) is value:
                 return importlib.import_module, (name,)
+            parametrize = sys.modules.get("torch.nn.utils.parametrize")
+            if torch and parametrize and isinstance(value, torch.nn.Module) and parametrize.is_parametrized(value):
+                # PyTorch makes a class for each such module, and forbids to pickle it.
+                base: Any = type(value).__bases__[0]
+                return make_parametrized, (base, list(value.parametrizations)), base.__getstate__(value)
             return super().reducer_override(value)
 
         def keep_beside(self, buffer: pickle.PickleBuffer) -> bool:
@@ -158,6 +163,20 @@ def _pickle(value: Any, numbered: Numbered | None = None) -> tuple[io.BytesIO, B
         numbered.objects.update(writer.memo.copy().values())
         numbered.storages.update((writer.known[raw._cdata][0], raw) for raw in writer.alive)
     return body, blobs
+
+
+def make_parametrized(base: Any, names: list[str]) -> Any:
+    """A module of a class, some of whose tensors are computed by parametrizations; it gets its state later.
+
+    Uses two private functions of `torch.nn.utils.parametrize`, since the public one computes the tensors anew.
+    """
+    from torch.nn.utils import parametrize
+
+    module = base.__new__(base)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
 
 
 def make_code(make: Callable[..., types.CodeType], parts: tuple[Any, ...], filename: str) -> types.CodeType:

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -406,6 +407,14 @@ def start(store: Any, rank: int, size: int, host: str, timeout: float, deadline_
         listener, secret = wire.listen(local=local), secrets.token_hex(32)
         store.set("guard", json.dumps({"port": listener.getsockname()[1], "token": secret}))
         wire.Acceptor("the failure detector in rank 0", [listener], secret.encode(), guard.welcome).start()
+        # What comes next may hold the interpreter until the others are there, who need an answer of
+        # the acceptor's thread first. To wait for the store lets that run.
+        try:
+            store.wait([f"guard of {other}" for other in range(1, size)], timedelta(seconds=2 * deadline_s))
+        except RuntimeError as error:
+            raise WorldError(
+                f"not all ranks reached rank 0 ({socket.gethostname()}) within {2 * deadline_s:.0f} s: {error}"
+            ) from None
     else:
         store.wait(["guard"])
         told = json.loads(store.get("guard"))
@@ -425,6 +434,7 @@ def start(store: Any, rank: int, size: int, host: str, timeout: float, deadline_
                 f"rank {rank} ({socket.gethostname()}) cannot reach rank 0 at {host}, port {port} ({error}): "
                 "workers talk to one another on ports that the system chooses; open the firewall between the hosts"
             ) from None
+        store.set(f"guard of {rank}", "connected")
         guard = Guard(rank, size, timeout, link)
     guard.open()
     return guard
