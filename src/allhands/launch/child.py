@@ -9,7 +9,7 @@ import time
 
 from allhands.launch import processes
 from allhands.launch.lines import LineCutter
-from allhands.launch.protocol import Inbox
+from allhands.wire import LineReader
 
 # Seconds a worker may be in the stopped state before that counts as a failure.
 STOPPED_FOR = 5.0
@@ -22,7 +22,7 @@ class Child:
         self.rank = rank
         self.pid = 0
         self.beats = beats
-        self.fds: dict[int, LineCutter | Inbox] = {}
+        self.fds: dict[int, LineCutter | LineReader] = {}
         self.names: dict[int, int] = {}  # reading end -> 1 (stdout) or 2 (stderr)
         self.last_beat = time.monotonic()
         self.stopped_since: float | None = None

@@ -7,7 +7,8 @@ import subprocess
 import time
 from typing import Any
 
-from allhands.launch.protocol import Inbox, encode, write_all
+from allhands.launch.protocol import write_all
+from allhands.wire import LineReader, encode
 
 # Seconds beyond the grace period after which a keeper that does not finish is given up.
 OVERDUE = 20.0
@@ -33,7 +34,7 @@ class KeeperHandle:
         self.local = local
         self.requests = process.stdin.fileno()
         self.events = process.stdout.fileno()
-        self.inbox = Inbox()
+        self.inbox = LineReader()
         self.noise = b""  # what a login shell printed before the keeper came up
         self.early = b""  # events that arrived before anybody asked for them
         self.heard_at = time.monotonic()

@@ -26,11 +26,12 @@ from allhands.errors import UserError
 from allhands.launch import processes, worker
 from allhands.launch.child import Child
 from allhands.launch.lines import LineCutter
-from allhands.launch.protocol import CHUNK, Inbox, encode, text_of, write_all
+from allhands.launch.protocol import CHUNK, text_of, write_all
 from allhands.launch.python import as_python
 from allhands.launch.reach import reach, reachable_addresses
 from allhands.launch.setup import set_up
 from allhands.launch.store import StoreHost
+from allhands.wire import LineReader, encode
 from allhands.world.interface import own_addresses
 
 TICK = 1.0
@@ -48,7 +49,7 @@ class Keeper:
 
     def __init__(self, requests: int, events: int) -> None:
         self.requests, self.events = requests, events
-        self.inbox = Inbox()
+        self.inbox = LineReader()
         self.selector = selectors.PollSelector()  # holds no descriptor that forks would share
         self.wake, wake_end = os.pipe()
         self.own_fds = {requests, events, self.wake, wake_end}
@@ -237,7 +238,7 @@ class Keeper:
         for index, (read, write) in enumerate(pipes):
             os.close(write)
             os.set_blocking(read, False)
-            child.fds[read] = LineCutter() if index < 2 else Inbox()
+            child.fds[read] = LineCutter() if index < 2 else LineReader()
             child.names[read] = index + 1
             self.selector.register(read, selectors.EVENT_READ, child)
         self.children[pid] = child

@@ -30,9 +30,10 @@ from allhands.launch.circle import Circle
 from allhands.launch.handle import KeeperHandle
 from allhands.launch.plan import TOKEN, tasks_of
 from allhands.launch.processes import REQUESTS
-from allhands.launch.protocol import CHUNK, Inbox, encode, write_all
+from allhands.launch.protocol import CHUNK, write_all
 from allhands.launch.shipment import Shipment
 from allhands.launch.supervisor import HOST_TIMEOUT, Supervisor
+from allhands.wire import LineReader, encode
 
 # A signal that reaches all tasks is passed on by the leader; one that reaches a follower alone, so much later by its word.
 _HEARD_TOO = 0.5
@@ -77,7 +78,7 @@ class NodeHandle(KeeperHandle):
 
     def __init__(self, link: socket.socket, host: str, supervisor_of: Callable[[], Supervisor]) -> None:
         super().__init__(cast(Any, _Link(link)), host, local=False)
-        self.inbox: _NodeInbox = _NodeInbox(supervisor_of)
+        self.inbox: _NodeReader = _NodeReader(supervisor_of)
 
     def send(self, **request: Any) -> None:
         """Ask for something; what only the task there can know is left to it."""
@@ -97,7 +98,7 @@ class NodeHandle(KeeperHandle):
         return self.inbox.gone or f"the task on host {self.host} is gone: it was killed, or its network is down"
 
 
-class _NodeInbox(Inbox):
+class _NodeReader(LineReader):
     """Takes out what the task of another node says of itself."""
 
     def __init__(self, supervisor_of: Callable[[], Supervisor]) -> None:
@@ -134,7 +135,7 @@ class Follower:
         self.returned: dict[int, dict[str, Any]] = {}
         self.started = False
         self._loaded = 0
-        self._inbox = Inbox()
+        self._inbox = LineReader()
         self._end: dict[str, Any] | None = None
         self._heard = time.monotonic()
 

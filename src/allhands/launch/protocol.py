@@ -25,19 +25,12 @@ of two hosts cannot be compared.
 
 from __future__ import annotations
 
-import json
 import os
-from typing import Any
 
 CHUNK = 1 << 18
 
 # Marks a process that our keeper started (see `worker.active`), and is inherited by its children.
 MARK = "ALLHANDS_LAUNCH"
-
-
-def encode(message: dict[str, Any]) -> bytes:
-    """One message as a line of ASCII."""
-    return json.dumps(message, separators=(",", ":")).encode("ascii") + b"\n"
 
 
 def text_of(data: bytes) -> str:
@@ -62,20 +55,3 @@ def write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
-
-
-class Inbox:
-    """Turns the bytes of one pipe into messages."""
-
-    def __init__(self) -> None:
-        self._rest = bytearray()
-
-    def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that `data` completes."""
-        end = data.rfind(b"\n")
-        if end < 0:
-            self._rest += data
-            return []
-        lines = bytes(self._rest) + data[: end + 1]
-        self._rest = bytearray(data[end + 1 :])
-        return [json.loads(line) for line in lines.splitlines() if line]

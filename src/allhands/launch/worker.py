@@ -26,7 +26,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from allhands.launch import processes
-from allhands.launch.protocol import encode, write_all
+from allhands.launch.protocol import write_all
+from allhands.wire import encode
 
 BEAT_EVERY = 1.0
 
