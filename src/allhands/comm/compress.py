@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from allhands.errors import UserError, did_you_mean, warn_renamed
@@ -98,11 +98,6 @@ def merged_old(compress: Any, old: Any, where: str, name: str) -> Any:
         raise UserError(f"{where}({name}={old!r}, compress={compress!r}): leave {name} out")
     warn_renamed(f"{where}({name}=…)", f"{where}(compress=…)")
     return old
-
-
-def without(names: Iterable[str], why: str) -> dict[str, str]:
-    """Codecs that are refused for one reason."""
-    return dict.fromkeys(names, why)
 
 
 def in_words(compress: Mapping[str, Any] | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,15 +12,15 @@ from torch import nn
 from allhands.errors import UserError, kind_of
 
 
-class Counted(nn.Module):
+class Counted(nn.Module, ABC):
     """The base of criteria that may return ``(sum, count)``."""
 
     #: Whether the criterion returns a pair, and not a mean over the samples.
     pairs: bool = True
 
+    @abstractmethod
     def mean(self, output: Any, target: Any) -> torch.Tensor:
         """The loss of one whole batch, a tensor of shape []."""
-        raise NotImplementedError
 
 
 class PerTarget(Counted):
