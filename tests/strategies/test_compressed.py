@@ -17,7 +17,7 @@ from allhands.strategies.buckets import Bucket
 from allhands.strategies.compressed import CodedSum, sum_rounded
 from tests.reference import relative_difference
 from tests.runner.problems import arguments, fit
-from tests.strategies.workers_by_hand import Gradients, train, train_by_hand
+from tests.strategies.workers_by_hand import Gradients, Poisoned, Stop, train, train_by_hand
 from tests.verify.problems import verified
 from tests.worlds import in_world
 
@@ -170,25 +170,6 @@ def sums_with_residuals() -> dict[str, Any]:
     return found
 
 
-class Stop(Callback):
-    def on_step_end(self, training: Any) -> None:
-        if training.step == 5:
-            training.stop("enough", now=True)
-
-
-class Poisoned(nn.Module):
-    """A criterion whose second loss is NaN on rank 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        loss = nn.functional.cross_entropy(output, target)
-        return loss * float("nan") if self.calls == 2 and dist.get_rank() == 1 else loss
-
-
 def trained_with_residuals(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = sums_with_residuals()
     exact = train(DDP()).state_dict()
@@ -204,7 +185,7 @@ def trained_with_residuals(folder: str) -> dict[str, Any]:
         found[f"{name}, resumed"] = all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
     for name in ("2bit", "topk"):
         with pytest.raises(NonFiniteLossError, match="rank 1"):
-            train(DDP(compress=name), criterion=Poisoned())
+            train(DDP(compress=name), criterion=Poisoned(2))
     return found
 
 

@@ -16,7 +16,7 @@ from allhands.data import derive_seed
 from allhands.step.loss import NonFiniteLossError
 from allhands.strategies.powersgd import PowerSGD
 from tests.reference import relative_difference
-from tests.strategies.workers_by_hand import Gradients, exact, network, train, train_by_hand
+from tests.strategies.workers_by_hand import Gradients, Poisoned, Stop, exact, network, train, train_by_hand
 from tests.worlds import in_world
 
 
@@ -102,25 +102,6 @@ class ByHand:
         return mean
 
 
-class Stop(Callback):
-    def on_step_end(self, training: Any) -> None:
-        if training.step == 5:
-            training.stop("enough", now=True)
-
-
-class Poisoned(nn.Module):
-    """A criterion whose third loss is NaN on rank 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        loss = nn.functional.cross_entropy(output, target)
-        return loss * float("nan") if self.calls == 3 and dist.get_rank() == 1 else loss
-
-
 def trained(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     workers = dist.get_world_size()
@@ -137,7 +118,7 @@ def trained(folder: str) -> dict[str, Any]:
         again = train(DDP(**options), logdir=logdir, resume="auto", callbacks=[Callback()])
         found[where] = all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
     with pytest.raises(NonFiniteLossError) as error:
-        train(DDP(compress={"name": "powersgd", "start": 0}), criterion=Poisoned())
+        train(DDP(compress={"name": "powersgd", "start": 0}), criterion=Poisoned(3))
     found["nan"] = str(error.value)
     return found
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from allhands import SupervisedRunner
+from allhands import Callback, SupervisedRunner
 from tests.reference import global_batches
 from tests.runner.problems import classification
 
@@ -72,3 +73,22 @@ def train_by_hand(workers: int, exchange: Callable[[list[Gradients]], Gradients]
 
 def exact(gradients: list[Gradients]) -> Gradients:
     return {name: torch.stack([own[name] for own in gradients]).sum(0) for name in gradients[0]}
+
+
+class Stop(Callback):
+    def on_step_end(self, training: Any) -> None:
+        if training.step == 5:
+            training.stop("enough", now=True)
+
+
+class Poisoned(nn.Module):
+    """A criterion whose loss number `at`, from 1 on, is NaN on rank 1."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.calls = at, 0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        loss = nn.functional.cross_entropy(output, target)
+        return loss * float("nan") if self.calls == self.at and dist.get_rank() == 1 else loss
