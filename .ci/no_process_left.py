@@ -1,6 +1,7 @@
 """Fail when a process that a test has started still runs, and end it.
 
-`make test` sets ALLHANDS_TEST_RUN for pytest, and every process below it inherits it, daemons included.
+`make test` sets ALLHANDS_TEST_RUN for pytest, and every process below it inherits it, daemons
+included.
 """
 
 from __future__ import annotations

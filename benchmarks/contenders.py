@@ -1,7 +1,9 @@
-"""What `gpu_workers.py` measures: the tasks, and who takes them on, each in the way that its users write it.
+"""What `gpu_workers.py` measures: the tasks, and who takes them on, each in the way that its users
+write it.
 
-Every function in `CONTENDERS` trains one task for some epochs in a process that is already one of a group, and keeps the epochs'
-seconds in the clock that it is given. With one worker each does what its users do in a single process: no wrapper, no sampler.
+Every function in `CONTENDERS` trains one task for some epochs in a process that is already one of a
+group, and keeps the epochs' seconds in the clock that it is given. With one worker each does what
+its users do in a single process: no wrapper, no sampler.
 """
 
 from __future__ import annotations
@@ -43,20 +45,29 @@ class Parts:
 
 
 class Task:
-    """A model with its data, the same at every call. `batch` is a worker's, and an epoch has `steps` of them on each."""
+    """A model with its data, the same at every call. `batch` is a worker's, and an epoch has
+    `steps` of them on each."""
 
     def __init__(self, name: str, workers: int, quick: bool) -> None:
         self.name, self.quick = name, quick
         kind, _, size = name.partition("-")
         self.kind = kind
-        self.batch = {"regression": 32, "gpt": 2 if quick else 16}.get(kind) or (8 if quick else int(size))
+        self.batch = {"regression": 32, "gpt": 2 if quick else 16}.get(kind) or (
+            8 if quick else int(size)
+        )
         self.narrow = kind != "regression"
         if kind == "regression":
             self.samples = 96 if quick else 10_000
         else:
-            self.samples = (2 if quick else 20 if kind == "gpt" else 64 if self.batch <= 64 else 32) * self.batch * workers
+            self.samples = (
+                (2 if quick else 20 if kind == "gpt" else 64 if self.batch <= 64 else 32)
+                * self.batch
+                * workers
+            )
         self.steps = -(-self.samples // (self.batch * workers))
-        self.warm = 1 if quick else 2  # epochs that are not counted: kernels are chosen, compiled and recorded in them
+        self.warm = (
+            1 if quick else 2
+        )  # epochs that are not counted: kernels are chosen, compiled and recorded in them
         self.epochs = self.warm + (1 if quick else 2 if kind == "gpt" else 4)
 
     def parts(self, device: torch.device) -> Parts:
@@ -70,9 +81,18 @@ class Task:
         if self.kind == "gpt":
             with device:
                 model = GPT(**(GPT_TINY if self.quick else GPT_124M))
-            return Parts(model, NextToken(), torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True), data)
-        model = ResNet18(width=8 if self.quick else 64).to(device, memory_format=torch.channels_last)
-        return Parts(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), data)
+            return Parts(
+                model, NextToken(), torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True), data
+            )
+        model = ResNet18(width=8 if self.quick else 64).to(
+            device, memory_format=torch.channels_last
+        )
+        return Parts(
+            model,
+            nn.CrossEntropyLoss(),
+            torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+            data,
+        )
 
 
 @functools.lru_cache(maxsize=1)
@@ -80,10 +100,15 @@ def synthetic(kind: str, samples: int, quick: bool) -> TensorDataset:
     """The data of a task, drawn once for all its turns; nobody writes to it."""
     generator = torch.Generator().manual_seed(0)
     if kind == "regression":
-        return TensorDataset(torch.rand(samples, 10, generator=generator), torch.rand(samples, 1, generator=generator))
+        return TensorDataset(
+            torch.rand(samples, 10, generator=generator),
+            torch.rand(samples, 1, generator=generator),
+        )
     if kind == "gpt":
         sizes = GPT_TINY if quick else GPT_124M
-        tokens = torch.randint(sizes["vocab_size"], (samples, sizes["block_size"] + 1), generator=generator)
+        tokens = torch.randint(
+            sizes["vocab_size"], (samples, sizes["block_size"] + 1), generator=generator
+        )
         return TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     images = torch.randn(samples, 3, 32, 32, generator=generator)
     return TensorDataset(images, torch.randint(10, (samples,), generator=generator))
@@ -122,7 +147,9 @@ def written_by_hand(compiled: bool) -> Callable[[Task, World, Clock], None]:
         parts, device, several = task.parts(world.device), world.device, world.world_size > 1
         model: Any = torch.compile(parts.model) if compiled else parts.model
         if several:
-            model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+            model = DistributedDataParallel(
+                model, device_ids=[device.index] if device.type == "cuda" else None
+            )
         batches = from_loader if task.kind == "regression" else on_device
         read = batches(task, parts.data, world)
         for epoch in range(task.epochs):
@@ -143,7 +170,9 @@ Batches = Callable[[int], Iterator[tuple[torch.Tensor, torch.Tensor]]]
 
 def from_loader(task: Task, data: TensorDataset, world: World) -> Batches:
     """As PyTorch's tutorial on DistributedDataParallel reads its data."""
-    sampler: DistributedSampler[Any] | None = DistributedSampler(data) if world.world_size > 1 else None
+    sampler: DistributedSampler[Any] | None = (
+        DistributedSampler(data) if world.world_size > 1 else None
+    )
     loader = DataLoader(data, batch_size=task.batch, shuffle=sampler is None, sampler=sampler)
 
     def read(epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -156,7 +185,8 @@ def from_loader(task: Task, data: TensorDataset, world: World) -> Batches:
 
 
 def on_device(task: Task, data: TensorDataset, world: World) -> Batches:
-    """The data set is kept on the device and each batch is taken by one index operation: as fast as it gets by hand."""
+    """The data set is kept on the device and each batch is taken by one index operation: as fast as
+    it gets by hand."""
     inputs, targets = (tensor.to(world.device) for tensor in data.tensors)
 
     def read(epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -172,10 +202,15 @@ def ours(step: str) -> Callable[[Task, World, Clock], None]:
     def run(task: Task, world: World, clock: Clock) -> None:
         parts = task.parts(world.device)
         SupervisedRunner(device=world.device.type).train(
-            model=parts.model, criterion=parts.criterion, optimizer=parts.optimizer, num_epochs=task.epochs, step=step,
-            datasets={"batch_size": task.batch, "train": parts.data}, precision="bf16" if task.narrow else "fp32",
+            model=parts.model,
+            criterion=parts.criterion,
+            optimizer=parts.optimizer,
+            num_epochs=task.epochs,
+            step=step,
+            datasets={"batch_size": task.batch, "train": parts.data},
+            precision="bf16" if task.narrow else "fp32",
             callbacks=[clock],
-        )  # fmt: skip
+        )
 
     return run
 
@@ -208,11 +243,18 @@ def with_lightning(task: Task, world: World, clock: Clock) -> None:
     several = world.world_size > 1
     with tempfile.TemporaryDirectory() as folder:
         trainer = lightning.Trainer(
-            accelerator="gpu" if world.device.type == "cuda" else "cpu", devices=world.world_size, max_epochs=task.epochs,
-            strategy="ddp" if several else "auto", plugins=[LightningEnvironment()] if several else None,
-            default_root_dir=folder, logger=False, enable_model_summary=False, enable_progress_bar=False,
-            enable_checkpointing=False, precision="bf16-mixed" if task.narrow else "32-true",
-        )  # fmt: skip
+            accelerator="gpu" if world.device.type == "cuda" else "cpu",
+            devices=world.world_size,
+            max_epochs=task.epochs,
+            strategy="ddp" if several else "auto",
+            plugins=[LightningEnvironment()] if several else None,
+            default_root_dir=folder,
+            logger=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+            precision="bf16-mixed" if task.narrow else "32-true",
+        )
         trainer.fit(Module(), DataLoader(parts.data, batch_size=task.batch, shuffle=True))
     check_world("Lightning", trainer.world_size, trainer.global_step // task.epochs, task, world)
 
@@ -221,9 +263,13 @@ def with_accelerate(task: Task, world: World, clock: Clock) -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # the task before may have had another precision
+    AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # the task before may have had another precision
     parts = task.parts(world.device)
-    accelerator = Accelerator(cpu=world.device.type == "cpu", mixed_precision="bf16" if task.narrow else "no")
+    accelerator = Accelerator(
+        cpu=world.device.type == "cpu", mixed_precision="bf16" if task.narrow else "no"
+    )
     loader = DataLoader(parts.data, batch_size=task.batch, shuffle=True)
     model, optimizer, loader = accelerator.prepare(parts.model, parts.optimizer, loader)
     check_world("Accelerate", accelerator.num_processes, len(loader), task, world)
@@ -239,18 +285,24 @@ def with_accelerate(task: Task, world: World, clock: Clock) -> None:
 
 
 def check_world(name: str, processes: int, steps: int, task: Task, world: World) -> None:
-    """Refuse the figure of a peer that trains alone beside the others, or another number of steps."""
+    """Refuse the figure of a peer that trains alone beside the others, or another number of
+    steps."""
     if (processes, steps) != (world.world_size, task.steps):
         raise RuntimeError(
-            f"{name} sees {processes} processes and {steps} steps an epoch, not {world.world_size} and {task.steps}"
+            f"{name} sees {processes} processes and {steps} steps an epoch, not {world.world_size} "
+            f"and {task.steps}"
         )
 
 
 CONTENDERS: dict[str, Callable[[Task, World, Clock], None]] = {
-    "ddp": written_by_hand(compiled=False), "ddp-compile": written_by_hand(compiled=True),
-    "allhands-eager": ours("eager"), "allhands-graph": ours("graph"), "allhands-compile": ours("compile"),
-    "lightning": with_lightning, "accelerate": with_accelerate,
-}  # fmt: skip
+    "ddp": written_by_hand(compiled=False),
+    "ddp-compile": written_by_hand(compiled=True),
+    "allhands-eager": ours("eager"),
+    "allhands-graph": ours("graph"),
+    "allhands-compile": ours("compile"),
+    "lightning": with_lightning,
+    "accelerate": with_accelerate,
+}
 
 
 def default_contenders(task: str) -> list[str]:

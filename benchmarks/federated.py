@@ -1,13 +1,17 @@
 """A round of federated training beside a loop written by hand (= 1.0), for several cohorts.
 
-    python benchmarks/federated.py [--cohorts 10,50,200] [--models cnn,resnet] [--executors serial,graph,stacked] [--runs 5]
+    python benchmarks/federated.py [--cohorts 10,50,200] [--models cnn,resnet] [--executors
+    serial,graph,stacked] [--runs 5]
                                    [--workers N] [--quick] [--name NAME]
 
-1,000 clients hold 50 synthetic images of 32 x 32 x 3 each; a client trains one epoch of batches of 10 with SGD, and the updates
-are averaged (FedAvg). `cnn` is the network of pfl-research's CIFAR-10 benchmark, 1,626,442 parameters with dropout; `resnet` is
-ResNet-18 with GroupNorm, timed at a cohort of 50. The loop by hand has one model, copies weights in place, updates with foreach
-operations and sums into one buffer: as plain and as fast as a script without a framework is. All take turns in one run; TF32 is
-on for all of them. With --workers the contenders are ours only, on so many GPUs (or processes), beside one worker.
+1,000 clients hold 50 synthetic images of 32 x 32 x 3 each; a client trains one epoch of batches of
+10 with SGD, and the updates are averaged (FedAvg). `cnn` is the network of pfl-research's CIFAR-10
+benchmark, 1,626,442 parameters with dropout; `resnet` is ResNet-18 with GroupNorm, timed at a
+cohort of 50. The loop by hand has one model, copies weights in place, updates with foreach
+operations and sums into one buffer: as plain and as fast as a script without a framework is. All
+take turns in one run; TF32 is
+on for all of them. With --workers the contenders are ours only, on so many GPUs (or processes),
+beside one worker.
 """
 
 from __future__ import annotations
@@ -72,27 +76,42 @@ def data(device: torch.device, clients: int) -> Data:
 
 
 def ours(
-    name: str, executor: Any, given: tuple[torch.Tensor, torch.Tensor], cohort: int, world: Any, dropout: bool = True
+    name: str,
+    executor: Any,
+    given: tuple[torch.Tensor, torch.Tensor],
+    cohort: int,
+    world: Any,
+    dropout: bool = True,
 ) -> Rounds:
     """Our rounds, ready to run."""
     device = given[0].device
     model = build(name, dropout).to(device)
     local = LocalTraining(
-        nn.CrossEntropyLoss(), LocalOptimizer.like(torch.optim.SGD(model.parameters(), lr=RATE), model), BATCH
-    )  # fmt: skip
+        nn.CrossEntropyLoss(),
+        LocalOptimizer.like(torch.optim.SGD(model.parameters(), lr=RATE), model),
+        BATCH,
+    )
     layout = Layout(model, local.optimizer.groups)
     count = len(given[0]) // IMAGES
     server = Server(layout, layout.read(model), layout.read_integers(model), device, count, SEED)
     clients = Clients([range(i * IMAGES, (i + 1) * IMAGES) for i in range(count)])
     work = Work(model, local, FedAvg(), Samples(given, device), clients, SEED)
-    return Rounds(work, server, make_executor(executor, work, server), world, per_round=cohort, rounds=1 << 30)
+    return Rounds(
+        work, server, make_executor(executor, work, server), world, per_round=cohort, rounds=1 << 30
+    )
 
 
 class ByHand:
-    """The loop that a researcher would write: cohort, orders and batches as `Rounds` draws them, everything else by hand."""
+    """The loop that a researcher would write: cohort, orders and batches as `Rounds` draws them,
+    everything else by hand."""
 
     def __init__(
-        self, name: str, given: tuple[torch.Tensor, torch.Tensor], cohort: int, world: Any, dropout: bool = True
+        self,
+        name: str,
+        given: tuple[torch.Tensor, torch.Tensor],
+        cohort: int,
+        world: Any,
+        dropout: bool = True,
     ) -> None:
         self.plan = ours(name, "serial", given, cohort, world, dropout)
         self.images, self.labels = given
@@ -113,7 +132,9 @@ class ByHand:
             indices = self.plan.clients.samples(client)
             for batch in self.plan.work.local.batches(indices, SEED, self.round, client):
                 wanted = batch.to(self.images.device)
-                loss = nn.functional.cross_entropy(self.model(self.images[wanted]), self.labels[wanted])
+                loss = nn.functional.cross_entropy(
+                    self.model(self.images[wanted]), self.labels[wanted]
+                )
                 gradients = torch.autograd.grad(loss, self.weights)
                 torch._foreach_add_(weights, list(gradients), alpha=-RATE)
             torch._foreach_add_(self.sums, weights)
@@ -145,16 +166,21 @@ def exact_products() -> Iterator[None]:
 
 
 def error(name: str, executor: Any, given: Data, cohort: int, world: Any) -> float:
-    """The norm of the difference from the loop by hand after one round without dropout and TF32, relative to the weights'."""
+    """The norm of the difference from the loop by hand after one round without dropout and TF32,
+    relative to the weights'."""
     with exact_products():
-        hand, made = ByHand(name, given, cohort, world, False), ours(name, executor, given, cohort, world, False)
+        hand, made = (
+            ByHand(name, given, cohort, world, False),
+            ours(name, executor, given, cohort, world, False),
+        )
         hand.one_round()
         made.one_round()
     return float((hand.row() - made.server.weights).norm() / made.server.weights.norm())
 
 
 def measure(contenders: dict[str, Callable[[], Any]], runs: int) -> dict[str, dict[str, float]]:
-    """Milliseconds a round of each, in turn: the median, the least and the most, after two rounds of warming up."""
+    """Milliseconds a round of each, in turn: the median, the least and the most, after two rounds
+    of warming up."""
     made = {name: make() for name, make in contenders.items()}
     times: dict[str, list[float]] = {name: [] for name in made}
     for run in range(runs + 2):
@@ -167,7 +193,10 @@ def measure(contenders: dict[str, Callable[[], Any]], runs: int) -> dict[str, di
                 torch.cuda.synchronize()
             if run > 1:
                 times[name].append(1000 * (time.perf_counter() - began))
-    return {name: {"median": statistics.median(t), "least": min(t), "most": max(t)} for name, t in times.items()}
+    return {
+        name: {"median": statistics.median(t), "least": min(t), "most": max(t)}
+        for name, t in times.items()
+    }
 
 
 def beside_the_loop(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -176,7 +205,11 @@ def beside_the_loop(args: argparse.Namespace) -> list[dict[str, Any]]:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     given, rows = data(world.device, args.clients), []
     for name in args.models:
-        for cohort in args.cohorts if name == "cnn" else [c for c in args.cohorts if c == 50] or [args.cohorts[0]]:
+        for cohort in (
+            args.cohorts
+            if name == "cnn"
+            else [c for c in args.cohorts if c == 50] or [args.cohorts[0]]
+        ):
             contenders: dict[str, Callable[[], Any]] = {
                 "loop": lambda name=name, cohort=cohort: ByHand(name, given, cohort, world)
             }
@@ -186,15 +219,24 @@ def beside_the_loop(args: argparse.Namespace) -> list[dict[str, Any]]:
                 )
             measured = measure(contenders, args.runs)
             for who, value in measured.items():
-                row = {"model": name, "cohort": cohort, "contender": who, "milliseconds": value,
-                       "times_the_loop": measured["loop"]["median"] / value["median"]}  # fmt: skip
+                row = {
+                    "model": name,
+                    "cohort": cohort,
+                    "contender": who,
+                    "milliseconds": value,
+                    "times_the_loop": measured["loop"]["median"] / value["median"],
+                }
                 if who != "loop":
                     row["error"] = error(name, parsed(who), given, min(cohort, 10), world)
                 if torch.cuda.is_available():
                     row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
                 rows.append(row)
-                print(f"{name} {cohort:4d} {who:24s} {value['median']:9.2f} ms  {row['times_the_loop']:6.2f} x  "
-                      f"error {row.get('error', 0.0):.1e}", flush=True)  # fmt: skip
+                print(
+                    f"{name} {cohort:4d} {who:24s} {value['median']:9.2f} ms  "
+                    f"{row['times_the_loop']:6.2f} x  "
+                    f"error {row.get('error', 0.0):.1e}",
+                    flush=True,
+                )
     return rows
 
 
@@ -215,33 +257,58 @@ def _scaled(args: dict[str, Any]) -> dict[str, float]:
     world = allhands.init()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     given = data(world.device, args["clients"])
-    return measure({"ours": lambda: ours("cnn", args["executor"], given, args["cohort"], world)}, args["runs"])["ours"]
+    return measure(
+        {"ours": lambda: ours("cnn", args["executor"], given, args["cohort"], world)}, args["runs"]
+    )["ours"]
 
 
 def over_devices(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a number of workers: the same cohort on 1 and on more devices."""
     rows: list[dict[str, Any]] = []
     for executor in args.executors:
-        given = {"clients": args.clients, "executor": parsed(executor), "cohort": max(args.cohorts), "runs": args.runs}
+        given = {
+            "clients": args.clients,
+            "executor": parsed(executor),
+            "cohort": max(args.cohorts),
+            "runs": args.runs,
+        }
         for workers in dict.fromkeys((1, *args.workers)):
             value = spawn(_scaled, (given,), workers=workers)[0]
             one = rows[-1]["one"] if workers != 1 else value["median"]
-            rows.append({"executor": executor, "cohort": given["cohort"], "workers": workers, "milliseconds": value, "one": one,
-                         "efficiency": one / value["median"] / workers})  # fmt: skip
-            print(f"{executor} on {workers}: {value['median']:.2f} ms, efficiency {rows[-1]['efficiency']:.2f}",
-                  flush=True)  # fmt: skip
+            rows.append(
+                {
+                    "executor": executor,
+                    "cohort": given["cohort"],
+                    "workers": workers,
+                    "milliseconds": value,
+                    "one": one,
+                    "efficiency": one / value["median"] / workers,
+                }
+            )
+            print(
+                f"{executor} on {workers}: {value['median']:.2f} ms, efficiency "
+                f"{rows[-1]['efficiency']:.2f}",
+                flush=True,
+            )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cohorts", default="10,50,200")
     parser.add_argument("--models", default="cnn,resnet")
-    parser.add_argument("--executors", default="serial,graph,stacked" if torch.cuda.is_available() else "serial,stacked")
+    parser.add_argument(
+        "--executors",
+        default="serial,graph,stacked" if torch.cuda.is_available() else "serial,stacked",
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--clients", type=int, default=CLIENTS)
     parser.add_argument("--workers", default="")
-    parser.add_argument("--quick", action="store_true", help="a few clients, to see that the script works")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few clients, to see that the script works"
+    )
     parser.add_argument("--name", default="federated", help="of the file of results")
     args = parser.parse_args()
     args.cohorts = [4] if args.quick else [int(cohort) for cohort in args.cohorts.split(",")]

@@ -1,17 +1,23 @@
-"""Rounds across sites over loopback: ours beside a minimal Flower app, many sites, and the server's memory.
+"""Rounds across sites over loopback: ours beside a minimal Flower app, many sites, and the server's
+memory.
 
-    python benchmarks/federated_sites.py [--parts rounds,loading,many,memory] [--turns 2] [--rounds 4] [--loading 2]
+    python benchmarks/federated_sites.py [--parts rounds,loading,many,memory] [--turns 2] [--rounds
+    4] [--loading 2]
 
-- ``rounds``: 4 sites and ResNet-18 (11.2 million parameters, 45 MB in float32); each site takes one step on 4 images. Ours and
-  the app that Flower's quick start would give (`flower-superlink`, 4 `flower-supernode`, `flwr run`) in turns of one run.
-- ``loading``: the same with data that take `--loading` seconds to load: in Flower's app in the process of every message, which is
-  where an app loads them; at our sites once. They sleep, so that loading takes no processor from anybody.
+- ``rounds``: 4 sites and ResNet-18 (11.2 million parameters, 45 MB in float32); each site takes one
+  step on 4 images. Ours and the app that Flower's quick start would give (`flower-superlink`, 4
+  `flower-supernode`, `flwr run`) in turns of one run.
+- ``loading``: the same with data that take `--loading` seconds to load: in Flower's app in the
+  process of every message, which is where an app loads them; at our sites once. They sleep, so that
+  loading takes no processor from anybody.
 - ``many``: 10 sites with a tiny model, 3 rounds.
-- ``memory``: the most memory that the server's two processes have had (resident set) with 2 and with 8 sites of the 45 MB model.
+- ``memory``: the most memory that the server's two processes have had (resident set) with 2 and
+  with 8 sites of the 45 MB model.
 
-A round lasts from the end of the one before to its own end; the first of a turn does not count. Ours saves a checkpoint in every
-round, Flower's app saves nothing. Both are insecure (plain text), evaluate nothing, and give each process one thread. Every part
-is written to the result when it is done, and the others in it stay. Let the machine be idle.
+A round lasts from the end of the one before to its own end; the first of a turn does not count.
+Ours saves a checkpoint in every round, Flower's app saves nothing. Both are insecure (plain text),
+evaluate nothing, and give each process one thread. Every part is written to the result when it is
+done, and the others in it stay. Let the machine be idle.
 """
 
 from __future__ import annotations
@@ -93,7 +99,8 @@ def train(message: Message, context: Context) -> Message:
         loss.backward()
         optimizer.step()
     metrics = MetricRecord({"train_loss": loss.item(), "num-examples": len(data)})
-    return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
+    arrays = ArrayRecord(model.state_dict())
+    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 """
 SERVER = """
 import time
@@ -116,9 +123,11 @@ def main(grid: Grid, context: Context) -> None:
         with open(config["times"], "a") as file:
             file.write(f"{time.time()}\\n")
 
-    strategy = FedAvg(fraction_train=1.0, fraction_evaluate=0.0, min_train_nodes=config["sites"], min_evaluate_nodes=0,
+    strategy = FedAvg(fraction_train=1.0, fraction_evaluate=0.0, min_evaluate_nodes=0,
+                      min_train_nodes=config["sites"],
                       min_available_nodes=config["sites"])
-    strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=config["rounds"], evaluate_fn=ended)
+    start = ArrayRecord(model.state_dict())
+    strategy.start(grid, start, num_rounds=config["rounds"], evaluate_fn=ended)
 """
 PYPROJECT = """
 [build-system]
@@ -139,7 +148,8 @@ clientapp = "sites_app.client:app"
 
 
 class Group:
-    """The processes of one contender, which all carry a mark in their environment, and all end with the context."""
+    """The processes of one contender, which all carry a mark in their environment, and all end with
+    the context."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.mark = folder, secrets.token_hex(8)
@@ -164,19 +174,37 @@ class Group:
             process.wait()
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Of a process of this group: one thread, no telemetry, no look for updates, no installing, a home of its own."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLWR_", "ALLHANDS_"))}
-        silent = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "NO_PROXY": "127.0.0.1,localhost",
-                  "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", "OMP_NUM_THREADS": "1",
-                  "SITES_BENCHMARK": self.mark, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}  # fmt: skip
+        """Of a process of this group: one thread, no telemetry, no look for updates, no installing,
+        a home of its own."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("FLWR_", "ALLHANDS_"))
+        }
+        silent = {
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "NO_PROXY": "127.0.0.1,localhost",
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "OMP_NUM_THREADS": "1",
+            "SITES_BENCHMARK": self.mark,
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        }
         return {**kept, **silent, **more}
 
     def start(self, name: str, *command: str, **more: str) -> subprocess.Popen[bytes]:
-        """Start a process whose output goes into NAME.log; in a session of its own, among which Linux divides the machine."""
+        """Start a process whose output goes into NAME.log; in a session of its own, among which
+        Linux divides the machine."""
         with (self.folder / f"{name}.log").open("wb") as log:
-            self.started[name] = subprocess.Popen([str(BIN / command[0]), *command[1:]], cwd=self.folder, stdout=log, stderr=log,
-                                                  stdin=subprocess.DEVNULL, env=self.environment(**more),
-                                                  start_new_session=True)  # fmt: skip
+            self.started[name] = subprocess.Popen(
+                [str(BIN / command[0]), *command[1:]],
+                cwd=self.folder,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=self.environment(**more),
+                start_new_session=True,
+            )
         return self.started[name]
 
     def members(self) -> list[psutil.Process]:
@@ -184,12 +212,16 @@ class Group:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("SITES_BENCHMARK") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get("SITES_BENCHMARK") == self.mark
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
         return found
 
     def wait(self, done: Callable[[], bool], roles: dict[str, str]) -> None:
-        """Until it is done; looks at the memory of the processes that `roles` names by a part of their command line meanwhile."""
+        """Until it is done; looks at the memory of the processes that `roles` names by a part of
+        their command line meanwhile."""
         deadline, looked = time.monotonic() + LIMIT, 0.0
         while not done():
             dead = [name for name, process in self.started.items() if process.poll()]
@@ -208,18 +240,25 @@ class Group:
                 for role, part in roles.items():
                     if part in line:
                         status = Path(f"/proc/{member.pid}/status").read_text()
-                        found = re.search(r"VmHWM:\s+(\d+) kB", status)  # a process that ends has none
-                        self.peaks[role] = max(self.peaks.get(role, 0.0), int(found[1]) / 1e3 if found else 0.0)
+                        found = re.search(
+                            r"VmHWM:\s+(\d+) kB", status
+                        )  # a process that ends has none
+                        self.peaks[role] = max(
+                            self.peaks.get(role, 0.0), int(found[1]) / 1e3 if found else 0.0
+                        )
 
     def launches(self) -> int:
-        """Processes of messages that sites have started: more than messages, where Flower gave one up and began anew."""
+        """Processes of messages that sites have started: more than messages, where Flower gave one
+        up and began anew."""
         logs = [*self.folder.rglob("*.out"), *self.folder.rglob("*.log")]
         return sum(log.read_text(errors="replace").count("Start `flwr-clientapp`") for log in logs)
 
     def said(self, names: list[str]) -> str:
         """The ends of the logs."""
         logs = [self.folder / f"{name}.log" for name in names] or sorted(self.folder.rglob("*.log"))
-        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
+        return "\n".join(
+            f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs
+        )
 
 
 def free_port() -> int:
@@ -232,72 +271,158 @@ def ours(model: dict[str, Any], sites: int, rounds: int, loading: float) -> dict
     """One run across sites with `allhands federated server` and `allhands federated site`."""
     names = [f"site{number}" for number in range(sites)]
     run = {
-        "data": {"name": "own.py:load", "batch_size": IMAGES,
-                 "options": {"loading": loading, "flat": model is TINY, "count": IMAGES}},
-        "model": model, "criterion": "cross_entropy", "optimizer": {"name": "sgd", "lr": RATE}, "logdir": "logs",
-        "strategy": {"name": "federated", "rounds": rounds, "local_epochs": 1, "algorithm": "fedavg",
-                     "sites": {"names": names, "wait": LIMIT, "round_timeout": LIMIT}},
-    }  # fmt: skip
+        "data": {
+            "name": "own.py:load",
+            "batch_size": IMAGES,
+            "options": {"loading": loading, "flat": model is TINY, "count": IMAGES},
+        },
+        "model": model,
+        "criterion": "cross_entropy",
+        "optimizer": {"name": "sgd", "lr": RATE},
+        "logdir": "logs",
+        "strategy": {
+            "name": "federated",
+            "rounds": rounds,
+            "local_epochs": 1,
+            "algorithm": "fedavg",
+            "sites": {"names": names, "wait": LIMIT, "round_timeout": LIMIT},
+        },
+    }
     with tempfile.TemporaryDirectory() as folder, Group(Path(folder)) as group:
         (group.folder / "run.yml").write_text(yaml.safe_dump(run))
         (group.folder / "own.py").write_text(OURS)
         port, began = free_port(), time.time()
-        server = group.start("server", "allhands", "federated", "server", "-C", "run.yml", "--port", str(port), "--insecure")
+        server = group.start(
+            "server",
+            "allhands",
+            "federated",
+            "server",
+            "-C",
+            "run.yml",
+            "--port",
+            str(port),
+            "--insecure",
+        )
         for name in names:
             (group.folder / name).mkdir()
-            group.start(name, "allhands", "federated", "site", "-C", "run.yml", "--server", f"127.0.0.1:{port}", "--data", name,
-                        "--name", name, "--insecure")  # fmt: skip
-        roles = {"superlink": "allhands.federated.sites.superlink", "serverapp": "allhands.federated.sites.server_process"}
+            group.start(
+                name,
+                "allhands",
+                "federated",
+                "site",
+                "-C",
+                "run.yml",
+                "--server",
+                f"127.0.0.1:{port}",
+                "--data",
+                name,
+                "--name",
+                name,
+                "--insecure",
+            )
+        roles = {
+            "superlink": "allhands.federated.sites.superlink",
+            "serverapp": "allhands.federated.sites.server_process",
+        }
         group.wait(lambda: server.poll() is not None, roles)
         if server.returncode:
             raise SystemExit(f"the server failed:\n{group.said(['server'])}")
         took = time.time() - began
-        events = [json.loads(line) for line in (group.folder / "logs" / "events.jsonl").read_text().splitlines()]
+        events = [
+            json.loads(line)
+            for line in (group.folder / "logs" / "events.jsonl").read_text().splitlines()
+        ]
         logs = "".join((group.folder / f"{name}.log").read_text(errors="replace") for name in names)
     ends = [event["time"] for event in events if event["kind"] == "round_end"]
-    count = {kind: sum(event["kind"] == kind for event in events) for kind in ("update", "late", "failed", "bad", "dropped")}
+    count = {
+        kind: sum(event["kind"] == kind for event in events)
+        for kind in ("update", "late", "failed", "bad", "dropped")
+    }
     return {
-        "rounds": [after - before for before, after in itertools.pairwise(ends)], "first": ends[0] - began, "all": took,
-        "events": count, "trained": len(re.findall(r"round \d+: .* steps", logs)),
+        "rounds": [after - before for before, after in itertools.pairwise(ends)],
+        "first": ends[0] - began,
+        "all": took,
+        "events": count,
+        "trained": len(re.findall(r"round \d+: .* steps", logs)),
         "started_again": logs.count("started again"),
         "peak_MB": {role: round(peak) for role, peak in group.peaks.items()},
-    }  # fmt: skip
+    }
 
 
 def flower(model: dict[str, Any], sites: int, rounds: int, loading: float) -> dict[str, Any]:
     """The same with a minimal Flower app."""
     with tempfile.TemporaryDirectory() as folder, Group(Path(folder)) as group:
-        package, times, port = group.folder / "app" / "sites_app", group.folder / "times", free_port()
+        package, times, port = (
+            group.folder / "app" / "sites_app",
+            group.folder / "times",
+            free_port(),
+        )
         package.mkdir(parents=True)
-        config = {"loading": float(loading), "flat": model is TINY, "count": IMAGES, "rate": RATE, "sites": sites,
-                  "rounds": rounds, "times": str(times)}  # fmt: skip
+        config = {
+            "loading": float(loading),
+            "flat": model is TINY,
+            "count": IMAGES,
+            "rate": RATE,
+            "sites": sites,
+            "rounds": rounds,
+            "times": str(times),
+        }
         lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in config.items())
         (package.parent / "pyproject.toml").write_text(PYPROJECT + lines)
         (package / "__init__.py").touch()
         for name, text in (("data", DATA), ("client", CLIENT), ("server", SERVER)):
             given = text.replace("app = ", f"MODEL = {model!r}\napp = ", 1)
             (package / f"{name}.py").write_text(textwrap.dedent(given))
-        homes = {name: group.folder / f"home-{name}" for name in ("link", "run", *map(str, range(sites)))}
+        homes = {
+            name: group.folder / f"home-{name}" for name in ("link", "run", *map(str, range(sites)))
+        }
         for home in homes.values():
             home.mkdir()
-        (homes["run"] / "config.toml").write_text(f'[superlink]\ndefault = "lab"\n[superlink.lab]\n'
-                                                  f'address = "127.0.0.1:{port}"\ninsecure = true\n')  # fmt: skip
+        (homes["run"] / "config.toml").write_text(
+            f'[superlink]\ndefault = "lab"\n[superlink.lab]\n'
+            f'address = "127.0.0.1:{port}"\ninsecure = true\n'
+        )
         began = time.time()
-        group.start("superlink", "flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port),
-                    "--disable-runtime-dependency-installation", FLWR_HOME=str(homes["link"]))  # fmt: skip
+        group.start(
+            "superlink",
+            "flower-superlink",
+            "--insecure",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--disable-runtime-dependency-installation",
+            FLWR_HOME=str(homes["link"]),
+        )
         for number in range(sites):
-            group.start(f"node{number}", "flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{port}",
-                        "--port", str(free_port()), "--node-config", f"partition-id={number} num-partitions={sites}",
-                        FLWR_HOME=str(homes[str(number)]))  # fmt: skip
+            group.start(
+                f"node{number}",
+                "flower-supernode",
+                "--insecure",
+                "--superlink",
+                f"127.0.0.1:{port}",
+                "--port",
+                str(free_port()),
+                "--node-config",
+                f"partition-id={number} num-partitions={sites}",
+                FLWR_HOME=str(homes[str(number)]),
+            )
         roles = {"superlink": "flower-superlink", "serverapp": "flwr-serverapp"}
         group.wait(lambda: listens(port), roles)
         group.start("run", "flwr", "run", "app", "lab", FLWR_HOME=str(homes["run"]))
         group.wait(lambda: times.exists() and times.read_text().count("\n") > rounds, roles)
         took = time.time() - began
         launches = group.launches()
-        ends = [float(line) for line in times.read_text().split()][1:]  # the first is that of the beginning
-    return {"rounds": [after - before for before, after in itertools.pairwise(ends)], "first": ends[0] - began,
-            "all": took, "launches": launches, "peak_MB": {role: round(peak) for role, peak in group.peaks.items()}}  # fmt: skip
+        ends = [float(line) for line in times.read_text().split()][
+            1:
+        ]  # the first is that of the beginning
+    return {
+        "rounds": [after - before for before, after in itertools.pairwise(ends)],
+        "first": ends[0] - began,
+        "all": took,
+        "launches": launches,
+        "peak_MB": {role: round(peak) for role, peak in group.peaks.items()},
+    }
 
 
 def listens(port: int) -> bool:
@@ -314,12 +439,22 @@ def beside(args: argparse.Namespace, loading: float) -> dict[str, Any]:
         for name, contender in (("ours", ours), ("flower", flower)):
             turns[name].append(contender(model, args.sites, args.rounds, loading))
             print(f"{name:8s} loading {loading:g} s: {shown(turns[name][-1])}", flush=True)
-    median = {name: [statistics.median(turn["rounds"]) for turn in given] for name, given in turns.items()}
+    median = {
+        name: [statistics.median(turn["rounds"]) for turn in given] for name, given in turns.items()
+    }
     ratios = [own / theirs for own, theirs in zip(median["ours"], median["flower"], strict=True)]
-    print(f"a round of ours takes {statistics.median(ratios):.2f} of theirs; by turn {[round(ratio, 2) for ratio in ratios]}")
+    print(
+        f"a round of ours takes {statistics.median(ratios):.2f} of theirs; by turn "
+        f"{[round(ratio, 2) for ratio in ratios]}"
+    )
     seconds = {name: statistics.median(given) for name, given in median.items()}
-    return {"sites": args.sites, "loading": loading, "seconds": seconds,
-            "ours_of_flowers": {"median": statistics.median(ratios), "turns": ratios}, "turns": turns}  # fmt: skip
+    return {
+        "sites": args.sites,
+        "loading": loading,
+        "seconds": seconds,
+        "ours_of_flowers": {"median": statistics.median(ratios), "turns": ratios},
+        "turns": turns,
+    }
 
 
 def many(args: argparse.Namespace) -> dict[str, Any]:
@@ -340,25 +475,46 @@ def memory(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def shown(result: dict[str, Any]) -> str:
     times = ", ".join(f"{seconds:.1f}" for seconds in result["rounds"])
-    return f"rounds {times} s, the first after {result['first']:.1f} s, all {result['all']:.1f} s; peak MB {result['peak_MB']}"
+    return (
+        f"rounds {times} s, the first after {result['first']:.1f} s, all {result['all']:.1f} s; "
+        f"peak MB {result['peak_MB']}"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", default="rounds,loading,many,memory")
     parser.add_argument("--sites", type=int, default=4, help="of the parts rounds and loading")
     parser.add_argument("--rounds", type=int, default=4, help="of a turn; the first does not count")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--loading", type=float, default=2.0, metavar="SECONDS", help="that the data take in the part loading")
+    parser.add_argument(
+        "--loading",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="that the data take in the part loading",
+    )
     parser.add_argument("--many", type=int, default=10, help="sites of the part many")
     parser.add_argument("--memory", default="2,8", help="sites of the part memory")
-    parser.add_argument("--tiny", action="store_true", help="the tiny model in all parts, to see that the script works")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="the tiny model in all parts, to see that the script works",
+    )
     parser.add_argument("--name", default="federated_sites", help="of the file of results")
-    parser.add_argument("--no-save", action="store_true", help="only print, to see that the script works")
+    parser.add_argument(
+        "--no-save", action="store_true", help="only print, to see that the script works"
+    )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    parts = {"rounds": lambda: beside(args, 0.0), "loading": lambda: beside(args, args.loading),
-             "many": lambda: many(args), "memory": lambda: memory(args)}  # fmt: skip
+    parts = {
+        "rounds": lambda: beside(args, 0.0),
+        "loading": lambda: beside(args, args.loading),
+        "many": lambda: many(args),
+        "memory": lambda: memory(args),
+    }
     wanted = args.parts.split(",")
     if unknown := [part for part in wanted if part not in parts]:
         parser.error(f"--parts {','.join(unknown)}: there are {', '.join(parts)}")
@@ -368,7 +524,13 @@ def main() -> None:
         path = RESULTS / f"{args.name}.json"
         kept = json.loads(path.read_text()) if path.exists() else {}
         if not args.no_save:
-            save_json(args.name, {**kept, part: {"machine": before, "load_after": os.getloadavg(), "result": result}})
+            save_json(
+                args.name,
+                {
+                    **kept,
+                    part: {"machine": before, "load_after": os.getloadavg(), "result": result},
+                },
+            )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The clients and the server of `federated_peers.py` for Flower's simulation.
 
-A module of its own, which Ray's actors import: what lies in a script's `__main__` would be sent to them with every message, and
-data that a process keeps would be made anew for each client. So each process keeps its model and the data.
+A module of its own, which Ray's actors import: what lies in a script's `__main__` would be sent to
+them with every message, and data that a process keeps would be made anew for each client. So each
+process keeps its model and the data.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ def train(message: Message, context: Context) -> Message:
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(images[batch]), labels[batch]).backward()
         optimizer.step()
-    content = {"arrays": ArrayRecord(net.state_dict()), "metrics": MetricRecord({"num-examples": IMAGES})}
+    content = {
+        "arrays": ArrayRecord(net.state_dict()),
+        "metrics": MetricRecord({"num-examples": IMAGES}),
+    }
     return Message(content=RecordDict(content), reply_to=message)
 
 
@@ -48,13 +52,24 @@ def simulate(args: dict[str, Any], warm: int) -> list[float]:
     @server.main()
     def main(grid: Grid, context: Context) -> None:
         torch.manual_seed(SEED)
-        strategy = FedAvg(fraction_train=args["cohort"] / CLIENTS, fraction_evaluate=0.0, min_train_nodes=args["cohort"],
-                          min_evaluate_nodes=0, min_available_nodes=CLIENTS)  # fmt: skip
+        strategy = FedAvg(
+            fraction_train=args["cohort"] / CLIENTS,
+            fraction_evaluate=0.0,
+            min_train_nodes=args["cohort"],
+            min_evaluate_nodes=0,
+            min_available_nodes=CLIENTS,
+        )
         strategy.start(
-            grid, ArrayRecord(build(args["model"]).state_dict()), num_rounds=args["rounds"] + warm,
-            train_config=ConfigRecord({"model": args["model"]}), evaluate_fn=lambda *_: ends.append(time.perf_counter()),
-        )  # fmt: skip
+            grid,
+            ArrayRecord(build(args["model"]).state_dict()),
+            num_rounds=args["rounds"] + warm,
+            train_config=ConfigRecord({"model": args["model"]}),
+            evaluate_fn=lambda *_: ends.append(time.perf_counter()),
+        )
 
-    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 2, "include_dashboard": False}}
+    resources = {
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+        "init_args": {"num_cpus": 2, "include_dashboard": False},
+    }
     run_simulation(server, clients, CLIENTS, backend_config=resources)
     return [end - begin for begin, end in zip(ends[warm:], ends[warm + 1 :], strict=False)]

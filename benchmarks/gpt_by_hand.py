@@ -1,7 +1,9 @@
-"""The GPT of `allhands.models` cut up by hand with PyTorch's own means: what `gpt_parallel.py` measures against.
+"""The GPT of `allhands.models` cut up by hand with PyTorch's own means: what `gpt_parallel.py`
+measures against.
 
-Each function makes the model ready on this rank and returns a function that takes one optimizer step on this rank's samples
-(for `tensor` and `pipeline`: all samples), N x T tokens and the N x T that follow them.
+Each function makes the model ready on this rank and returns a function that takes one optimizer
+step on this rank's samples (for `tensor` and `pipeline`: all samples), N x T tokens and the N x T
+that follow them.
 """
 
 from __future__ import annotations
@@ -41,12 +43,19 @@ def mean_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def fsdp(sizes: dict[str, int], device: torch.device) -> Step:
-    """fully_shard of each layer and of the rest, made on the meta device; parameters travel and compute in bf16."""
+    """fully_shard of each layer and of the rest, made on the meta device; parameters travel and
+    compute in bf16."""
     with torch.device("meta"):
         model = GPT(**sizes, tied=False)
     narrow = device.type == "cuda"
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if narrow else MixedPrecisionPolicy()
-    for_loss = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32) if narrow else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32) if narrow else MixedPrecisionPolicy()
+    )
+    for_loss = (
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+        if narrow
+        else MixedPrecisionPolicy()
+    )
     mesh = init_device_mesh(device.type, (get_world_size(),), mesh_dim_names=("dp_shard",))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -70,8 +79,9 @@ def fsdp(sizes: dict[str, int], device: torch.device) -> Step:
 def tensor(sizes: dict[str, int], device: torch.device) -> Step:
     """Attention heads, the feed-forward and the vocabulary over all ranks.
 
-    qkv's rows are dealt as they lie, so that a rank's queries, keys and values are other rows than in the plain model. That is
-    as fast, and weights that are drawn at random do not know the difference.
+    qkv's rows are dealt as they lie, so that a rank's queries, keys and values are other rows than
+    in the plain model. That is as fast, and weights that are drawn at random do not know the
+    difference.
     """
     with device:
         torch.manual_seed(0)
@@ -109,11 +119,14 @@ class First(nn.Module):
         self.embed, self.position = model.embed, model.position
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.embed(tokens) + self.position(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
 
 
 def balanced(sizes: dict[str, int], stages: int) -> list[int]:
-    """Layers of each stage such that the slowest has as little as possible to multiply; the last one has the head too."""
+    """Layers of each stage such that the slowest has as little as possible to multiply; the last
+    one has the head too."""
     layer, head = 12 * sizes["width"] ** 2, sizes["width"] * sizes["vocab_size"]
     splits = (
         [b - a for a, b in itertools.pairwise((0, *cut, sizes["layers"]))]
@@ -130,7 +143,9 @@ def pipeline(sizes: dict[str, int], device: torch.device, microbatches: int) -> 
     with device:
         torch.manual_seed(0)
         few = GPT(**{**sizes, "layers": 1}, tied=False)
-        parts: list[nn.Module] = [Layer(sizes["width"], sizes["heads"], 0.0) for _ in range(before, before + counts[rank])]
+        parts: list[nn.Module] = [
+            Layer(sizes["width"], sizes["heads"], 0.0) for _ in range(before, before + counts[rank])
+        ]
     if rank == 0:
         parts.insert(0, First(few))
     if rank == stages - 1:

@@ -1,12 +1,16 @@
-"""GPTs in pieces beside PyTorch's own parts written by hand: tokens a second and memory of each card.
+"""GPTs in pieces beside PyTorch's own parts written by hand: tokens a second and memory of each
+card.
 
-    python benchmarks/gpt_parallel.py                                       # all GPUs, 163 million and a billion parameters, bf16
-    python benchmarks/gpt_parallel.py --device cpu --sizes tiny --out tiny  # that it works, on a CPU
+    python benchmarks/gpt_parallel.py                                       # all GPUs, 163 million
+    and a billion parameters, bf16 python benchmarks/gpt_parallel.py --device cpu --sizes tiny --out
+    tiny  # that it works, on a CPU
 
-For each kind (fsdp, tensor, pipeline) and size, `gpt_by_hand.py` and allhands take turns in the same processes: each makes its
-model, takes some steps to warm up, and is timed over the next ones, over synthetic tokens that lie on the device. Both use the
-same model, criterion, optimizer (AdamW, weights in fp32) and samples in a step; the time is that of the slowest card. Memory
-is the most that a card has held at once: from the first step that is timed, and from before the model was made. The ratio is
+For each kind (fsdp, tensor, pipeline) and size, `gpt_by_hand.py` and allhands take turns in the
+same processes: each makes its model, takes some steps to warm up, and is timed over the next ones,
+over synthetic tokens that lie on the device. Both use the same model, criterion, optimizer (AdamW,
+weights in fp32) and samples in a step; the time is that of the slowest card. Memory
+is the most that a card has held at once: from the first step that is timed, and from before the
+model was made. The ratio is
 of tokens a second, to those of the one by hand in the same turn. No case begins after `--seconds`.
 """
 
@@ -78,7 +82,11 @@ class Clock(Callback):
                 training.stop("measured", now=True)
 
     def _most(self) -> float | None:
-        return torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None
+        return (
+            torch.cuda.max_memory_allocated(self.device) / 2**30
+            if self.device.type == "cuda"
+            else None
+        )
 
     def found(self) -> dict[str, Any]:
         with_making = None if self.made is None or self.peak is None else max(self.made, self.peak)
@@ -93,7 +101,9 @@ def by_hand(kind: str, sizes: dict[str, int], clock: Clock, tokens: torch.Tensor
         step = getattr(gpt_by_hand, kind)(sizes, device)
     share = tokens
     if kind == "fsdp":
-        share = tokens.view(clock.warm + clock.steps, -1, count, tokens.shape[1])[:, torch.distributed.get_rank()].flatten(0, 1)
+        share = tokens.view(clock.warm + clock.steps, -1, count, tokens.shape[1])[
+            :, torch.distributed.get_rank()
+        ].flatten(0, 1)
     share = share.to(device)
     for batch in share.split(count):
         step(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
@@ -102,34 +112,51 @@ def by_hand(kind: str, sizes: dict[str, int], clock: Clock, tokens: torch.Tensor
 
 def ours(kind: str, sizes: dict[str, int], clock: Clock, tokens: torch.Tensor) -> None:
     device, narrow = clock.device, clock.device.type == "cuda"
-    with device:  # drawn there, which is quicker, and kept elsewhere: the memory that is measured is the strategy's
+    # drawn there, which is quicker, and kept elsewhere: the memory that is measured is the
+    # strategy's
+    with device:
         torch.manual_seed(0)
         model = GPT(**sizes, tied=False).cpu()
     clock.forget()
     optimizer = torch.optim.AdamW(model.parameters(), lr=gpt_by_hand.RATE, fused=narrow)
-    formats: dict[str, Any] = {"param_dtype": "bf16", "reduce_dtype": "fp32", "output_dtype": "fp32"} if narrow else {}
+    formats: dict[str, Any] = (
+        {"param_dtype": "bf16", "reduce_dtype": "fp32", "output_dtype": "fp32"} if narrow else {}
+    )
     made: dict[str, Callable[[], Strategy]] = {
         "fsdp": lambda: FSDP(**formats),
         "tensor": Tensor,
         "pipeline": lambda: Pipeline(microbatches=MICROBATCHES, balance="measured"),
     }
     SupervisedRunner(device=device.type).train(
-        model=model, criterion=NextToken(), optimizer=optimizer, distributed=made[kind](), callbacks=[clock],
+        model=model,
+        criterion=NextToken(),
+        optimizer=optimizer,
+        distributed=made[kind](),
+        callbacks=[clock],
         precision="bf16" if narrow and kind != "fsdp" else "fp32",
-        datasets={"batch_size": SAMPLES[kind], "train": TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())},
-    )  # fmt: skip
+        datasets={
+            "batch_size": SAMPLES[kind],
+            "train": TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()),
+        },
+    )
 
 
-def measure(kind: str, size: str, rounds: int, warm: int, steps: int, device: str) -> dict[str, list[dict[str, Any]]]:
+def measure(
+    kind: str, size: str, rounds: int, warm: int, steps: int, device: str
+) -> dict[str, list[dict[str, Any]]]:
     """On each rank: every contender's figures, turn by turn."""
     world = allhands.init(device=device)
     sizes = SIZES[size]
     count = SAMPLES[kind] * (world.world_size if kind == "fsdp" else 1) * (warm + steps)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(sizes["vocab_size"], (count, sizes["block_size"] + 1), generator=generator)
+    tokens = torch.randint(
+        sizes["vocab_size"], (count, sizes["block_size"] + 1), generator=generator
+    )
     found: dict[str, list[dict[str, Any]]] = {"by hand": [], "allhands": []}
     for turn in range(rounds):
-        for name, contender in (("by hand", by_hand), ("allhands", ours))[:: 1 if turn % 2 == 0 else -1]:
+        for name, contender in (("by hand", by_hand), ("allhands", ours))[
+            :: 1 if turn % 2 == 0 else -1
+        ]:
             clock = Clock(warm, steps, world.device)
             contender(kind, sizes, clock, tokens)
             found[name].append(clock.found())
@@ -141,7 +168,8 @@ def measure(kind: str, size: str, rounds: int, warm: int, steps: int, device: st
 
 
 def slowest(by_rank: list[dict[str, list[dict[str, Any]]]], tokens: int) -> dict[str, Any]:
-    """Tokens a second and the fullest card's memory of each contender, and the ratios turn by turn."""
+    """Tokens a second and the fullest card's memory of each contender, and the ratios turn by
+    turn."""
     result: dict[str, Any] = {}
     for name in by_rank[0]:
         turns = list(zip(*(found[name] for found in by_rank), strict=True))
@@ -150,7 +178,9 @@ def slowest(by_rank: list[dict[str, list[dict[str, Any]]]], tokens: int) -> dict
         for key in ("gib", "gib with making"):
             if turns[0][0][key] is not None:
                 result[name][key] = round(max(rank[key] for turn in turns for rank in turn), 3)
-    pairs = zip(result["allhands"]["tokens_per_second"], result["by hand"]["tokens_per_second"], strict=True)
+    pairs = zip(
+        result["allhands"]["tokens_per_second"], result["by hand"]["tokens_per_second"], strict=True
+    )
     result["speed"] = round(statistics.median(a / b for a, b in pairs), 4)
     if "gib" in result["allhands"]:
         result["memory"] = round(result["allhands"]["gib"] / result["by hand"]["gib"], 4)
@@ -158,11 +188,15 @@ def slowest(by_rank: list[dict[str, list[dict[str, Any]]]], tokens: int) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["163M", "1.1B"])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--workers", type=int, help="default: one a GPU of this machine, and 2 without")
+    parser.add_argument(
+        "--workers", type=int, help="default: one a GPU of this machine, and 2 without"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--steps", type=int, default=16)
@@ -176,9 +210,15 @@ def main() -> None:
             return
     given.out = given.out or f"gpt_parallel_{given.workers}"
     settings = {
-        "machine": machine(), "workers": given.workers, "device": given.device, "rounds": given.rounds, "steps": given.steps,
-        "samples": SAMPLES, "microbatches": MICROBATCHES, "sizes": {size: SIZES[size] for size in given.sizes},
-    }  # fmt: skip
+        "machine": machine(),
+        "workers": given.workers,
+        "device": given.device,
+        "rounds": given.rounds,
+        "steps": given.steps,
+        "samples": SAMPLES,
+        "microbatches": MICROBATCHES,
+        "sizes": {size: SIZES[size] for size in given.sizes},
+    }
     started, cases = time.perf_counter(), {}
     for size in given.sizes:
         for kind in given.kinds:
@@ -187,12 +227,19 @@ def main() -> None:
                 continue
             arguments = (kind, size, given.rounds, given.warm, given.steps, given.device)
             try:
-                by_rank = spawn(measure, arguments, workers=given.workers, threads=1 if given.device == "cpu" else None)
+                by_rank = spawn(
+                    measure,
+                    arguments,
+                    workers=given.workers,
+                    threads=1 if given.device == "cpu" else None,
+                )
             except allhands.WorkerError as error:  # the other cases are worth having
                 print(f"{kind} {size} failed:\n{error}", flush=True)
                 continue
             samples = SAMPLES[kind] * (given.workers if kind == "fsdp" else 1)
-            case = cases[f"{kind} {size}"] = slowest(by_rank, samples * SIZES[size]["block_size"] * given.steps)
+            case = cases[f"{kind} {size}"] = slowest(
+                by_rank, samples * SIZES[size]["block_size"] * given.steps
+            )
             print(f"{kind} {size}", json.dumps(case), flush=True)
             save_json(given.out, settings | {"cases": cases})
     print(f"{time.perf_counter() - started:.0f} s")

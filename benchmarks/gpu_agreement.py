@@ -1,10 +1,14 @@
-"""How far the weights of two GPUs are from those of one, and what the two jobs reach. Needs two GPUs.
+"""How far the weights of two GPUs are from those of one, and what the two jobs reach. Needs two
+GPUs.
 
-    python benchmarks/gpu_agreement.py          # digits; and CIFAR-10, when ALLHANDS_DATA names its folder
+    python benchmarks/gpu_agreement.py          # digits; and CIFAR-10, when ALLHANDS_DATA names its
+    folder
 
-The same model is trained from the same weights over the same global batches (128 samples) for 20 steps, on one GPU and on
-two under nccl; the figure is the largest difference of any parameter, relative to that parameter's largest value. Beside it
-stands what rounding alone does: one GPU with batches of 128 against one GPU with two accumulated micro-batches of 64.
+The same model is trained from the same weights over the same global batches (128 samples) for 20
+steps, on one GPU and on two under nccl; the figure is the largest difference of any parameter,
+relative to that parameter's largest value. Beside it
+stands what rounding alone does: one GPU with batches of 128 against one GPU with two accumulated
+micro-batches of 64.
 """
 
 from __future__ import annotations
@@ -23,7 +27,10 @@ from report import machine, save_json
 from allhands import Callback, SupervisedRunner, models
 from allhands.data import catalogue
 
-JOBS = {"digits": {"width": 32, "epochs": 10, "lr": 3e-3}, "cifar10": {"width": 64, "epochs": 6, "lr": 2e-3}}
+JOBS = {
+    "digits": {"width": 32, "epochs": 10, "lr": 3e-3},
+    "cifar10": {"width": 64, "epochs": 6, "lr": 2e-3},
+}
 
 
 class After(Callback):
@@ -35,7 +42,10 @@ class After(Callback):
 
     def on_step_end(self, training: Any) -> None:
         if training.step == self.steps:
-            self.weights = {key: value.detach().cpu().clone() for key, value in training.model.named_parameters()}
+            self.weights = {
+                key: value.detach().cpu().clone()
+                for key, value in training.model.named_parameters()
+            }
 
     def on_epoch_end(self, training: Any) -> None:
         training.stop("enough")
@@ -56,19 +66,32 @@ def train(name: str, workers: int, batch: int, precision: str, epochs: int, **op
     channels, image_size, _ = about.input_shape
     torch.manual_seed(0)
     model = models.build(
-        "simple_cnn", in_channels=channels, num_classes=about.num_classes, image_size=image_size, width=JOBS[name]["width"]
+        "simple_cnn",
+        in_channels=channels,
+        num_classes=about.num_classes,
+        image_size=image_size,
+        width=JOBS[name]["width"],
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     if not options:
         optimizer = torch.optim.AdamW(model.parameters(), lr=JOBS[name]["lr"])
     return SupervisedRunner().train(
-        model=model, criterion=torch.nn.CrossEntropyLoss(), optimizer=optimizer, num_epochs=epochs, metrics=["accuracy"],
-        datasets={"batch_size": batch, "get_datasets_fn": load_datasets, "name": name}, precision=precision, distributed=True,
-        workers=workers, **options,
-    )  # fmt: skip
+        model=model,
+        criterion=torch.nn.CrossEntropyLoss(),
+        optimizer=optimizer,
+        num_epochs=epochs,
+        metrics=["accuracy"],
+        datasets={"batch_size": batch, "get_datasets_fn": load_datasets, "name": name},
+        precision=precision,
+        distributed=True,
+        workers=workers,
+        **options,
+    )
 
 
-def weights_after_20(name: str, workers: int, batch: int, precision: str, accumulate: int = 1) -> dict[str, torch.Tensor]:
+def weights_after_20(
+    name: str, workers: int, batch: int, precision: str, accumulate: int = 1
+) -> dict[str, torch.Tensor]:
     # Digits have 12 steps an epoch; both jobs stop at the end of the epoch in which step 20 lies.
     keep = After(20 if name == "cifar10" else 11)
     train(name, workers, batch, precision, 1, callbacks=[keep], accumulate=accumulate)
@@ -76,7 +99,10 @@ def weights_after_20(name: str, workers: int, batch: int, precision: str, accumu
 
 
 def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    return max(float((ours[k].double() - theirs[k].double()).abs().max() / theirs[k].double().abs().max()) for k in ours)
+    return max(
+        float((ours[k].double() - theirs[k].double()).abs().max() / theirs[k].double().abs().max())
+        for k in ours
+    )
 
 
 def main() -> None:
@@ -90,7 +116,9 @@ def main() -> None:
             result = {
                 "steps": 20 if name == "cifar10" else 11,
                 "two GPUs against one": distance(weights_after_20(name, 2, 64, precision), one),
-                "one GPU, other summation order": distance(weights_after_20(name, 1, 64, precision, accumulate=2), one),
+                "one GPU, other summation order": distance(
+                    weights_after_20(name, 1, 64, precision, accumulate=2), one
+                ),
             }
             for workers in (1, 2):
                 started = time.perf_counter()
@@ -105,9 +133,14 @@ def main() -> None:
 
 def keep(found: dict[str, Any]) -> None:
     """Written after each job, so that a run that is cut short leaves what it has measured."""
-    gpus = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.count("GPU ")
+    gpus = subprocess.run(
+        ["nvidia-smi", "-L"], capture_output=True, text=True, check=True
+    ).stdout.count("GPU ")
     names = sorted({torch.cuda.get_device_name(number) for number in range(gpus)})
-    save_json("gpu_agreement", {"jobs": found, "machine": {**machine(), "gpus": f"{gpus} x {', '.join(names)}"}})
+    save_json(
+        "gpu_agreement",
+        {"jobs": found, "machine": {**machine(), "gpus": f"{gpus} x {', '.join(names)}"}},
+    )
 
 
 main()

@@ -10,14 +10,20 @@ from typing import Any
 from peers import Table, place, software
 
 CONTENDERS = {
-    "ddp": "DDP, by hand", "ddp-compile": "DDP, by hand, compiled", "allhands-eager": "allhands, eager",
-    "allhands-graph": "allhands, recorded", "allhands-compile": "allhands, compiled", "lightning": "Lightning",
+    "ddp": "DDP, by hand",
+    "ddp-compile": "DDP, by hand, compiled",
+    "allhands-eager": "allhands, eager",
+    "allhands-graph": "allhands, recorded",
+    "allhands-compile": "allhands, compiled",
+    "lightning": "Lightning",
     "accelerate": "Accelerate",
-}  # fmt: skip
+}
 TASKS = {
-    "regression": "linear regression, batch 32", "resnet-64": "ResNet-18, batch 64", "resnet-512": "ResNet-18, batch 512",
+    "regression": "linear regression, batch 32",
+    "resnet-64": "ResNet-18, batch 64",
+    "resnet-512": "ResNet-18, batch 512",
     "gpt-124M": "GPT-124M, 16 x 1,024 tokens",
-}  # fmt: skip
+}
 Case = dict[str, Any]
 Files = list[tuple[Path, dict[str, Any]]]
 
@@ -50,9 +56,14 @@ def cases_of(files: Files) -> list[Case]:
         for case in found["cases"]:
             key = (case["task"], case["workers"])
             if key in cases:
-                raise SystemExit(f"{path.name}: another file of the same machine also has {title_of(case)}; remove one of them")
+                raise SystemExit(
+                    f"{path.name}: another file of the same machine also has {title_of(case)}; "
+                    "remove one of them"
+                )
             cases[key] = case
-    return [cases[key] for key in sorted(cases, key=lambda key: (list(TASKS).index(key[0]), key[1]))]
+    return [
+        cases[key] for key in sorted(cases, key=lambda key: (list(TASKS).index(key[0]), key[1]))
+    ]
 
 
 def picture(what: str, machine: str) -> str:
@@ -66,7 +77,10 @@ def tables(machine: str, files: Files) -> list[Table]:
     versions = software(files[0][1]["machine"], "lightning", "accelerate")
     names = ", ".join(f"`benchmarks/results/{path.name}`" for path, _ in files)
     notes = "".join(f"; {found['note']}" for _, found in files if "note" in found)
-    title = f"**{machine}**: microseconds a step, and times as fast as `DDP, by hand` ({names}; {versions}{notes})"
+    title = (
+        f"**{machine}**: microseconds a step, and times as fast as `DDP, by hand` ({names}; "
+        f"{versions}{notes})"
+    )
     result = [(title, header, _rows(cases, _time))]
     scaling = _rows(cases, lambda row: f"{row['efficiency']:.2f}" if "efficiency" in row else "")
     result.append(("Samples a second on N GPUs, over N times those on one", header, scaling))
@@ -77,7 +91,10 @@ def tables(machine: str, files: Files) -> list[Table]:
 
 
 def _rows(cases: list[Case], cell: Callable[[dict[str, Any]], str]) -> list[list[str]]:
-    rows = [[title_of(case), *(cell(case["contenders"].get(name, {})) for name in CONTENDERS)] for case in cases]
+    rows = [
+        [title_of(case), *(cell(case["contenders"].get(name, {})) for name in CONTENDERS)]
+        for case in cases
+    ]
     return [row for row in rows if any(row[1:])]
 
 
@@ -97,14 +114,19 @@ def _failures(cases: list[Case]) -> list[list[str]]:
 
 
 def for_readme(folder: Path) -> list[list[Any]]:
-    """A row for each case: what a user gets by default and compiled, beside peers; None where nothing was measured."""
+    """A row for each case: what a user gets by default and compiled, beside peers; None where
+    nothing was measured."""
     rows: list[list[Any]] = []
     for machine, files in machines(folder).items():
         for case in cases_of(files):
             found = case["contenders"]
             # step="auto" records where it can, and is eager elsewhere.
-            default = "allhands-graph" if "ratio" in found.get("allhands-graph", {}) else "allhands-eager"
+            default = (
+                "allhands-graph" if "ratio" in found.get("allhands-graph", {}) else "allhands-eager"
+            )
             shown = ("ddp", "ddp-compile", default, "allhands-compile", "lightning", "accelerate")
             where = f"{case['workers']} x {machine.partition(' x ')[2]}"
-            rows.append([TASKS[case["task"]], where, *(found.get(name, {}).get("ratio") for name in shown)])
+            rows.append(
+                [TASKS[case["task"]], where, *(found.get(name, {}).get("ratio") for name in shown)]
+            )
     return rows

@@ -1,17 +1,20 @@
-"""A training step on one GPU and on several, beside PyTorch's DistributedDataParallel written by hand (= 1.0).
+"""A training step on one GPU and on several, beside PyTorch's DistributedDataParallel written by
+hand (= 1.0).
 
-    python benchmarks/gpu_workers.py                                    # all tasks, on 1, 2, 4, … GPUs of this machine
-    python benchmarks/gpu_workers.py --tasks gpt-124M --workers 1,2 --turns 1
+    python benchmarks/gpu_workers.py                                    # all tasks, on 1, 2, 4, …
+    GPUs of this machine python benchmarks/gpu_workers.py --tasks gpt-124M --workers 1,2 --turns 1
     python benchmarks/gpu_workers.py --device cpu --workers 2 --quick   # that it works, on a CPU
 
-`regression` is the linear regression of the runner tutorial, 10,000 x 10, batch 32 a GPU, Adam, reading the data included;
-`resnet-N` is ResNet-18 on synthetic images of 32 x 32, N a GPU, SGD with momentum, bf16 autocast, channels last; `gpt-124M` has
-GPT-2's sizes, 16 x 1024 synthetic tokens a GPU, fused AdamW, bf16 autocast. `contenders.py` has them, and who takes them on.
-For each number of workers, processes of one GPU each are started once, and the contenders take turns in them. A figure is the
-median of an epoch's seconds on the slowest rank over its steps, without the first epochs, median over turns; a ratio is to `ddp`
-in the same turn. Efficiency is a contender's samples a second on N GPUs over N times its own on one. With one worker `ddp` is the
-same loop without the wrapper. A contender that fails is left out from there on, and the file of results says why. No turn begins
-after `--seconds`.
+`regression` is the linear regression of the runner tutorial, 10,000 x 10, batch 32 a GPU, Adam,
+reading the data included; `resnet-N` is ResNet-18 on synthetic images of 32 x 32, N a GPU, SGD with
+momentum, bf16 autocast, channels last; `gpt-124M` has GPT-2's sizes, 16 x 1024 synthetic tokens a
+GPU, fused AdamW, bf16 autocast. `contenders.py` has them, and who takes them on. For each number of
+workers, processes of one GPU each are started once, and the contenders take turns in them. A figure
+is the median of an epoch's seconds on the slowest rank over its steps, without the first epochs,
+median over turns; a ratio is to `ddp` in the same turn. Efficiency is a contender's samples a
+second on N GPUs over N times its own on one. With one worker `ddp` is the same loop without the
+wrapper. A contender that fails is left out from there on, and the file of results says why. No turn
+begins after `--seconds`.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ def measure(turns: list[Turn], quick: bool, device: str, ends: float) -> None:
         if world.is_main:
             worker.send({"began": turn})
         everyone: list[Any] = [None] * world.world_size
-        dist.all_gather_object(everyone, one_turn(Task(turn[0], world.world_size, quick), turn[2], world))
+        dist.all_gather_object(
+            everyone, one_turn(Task(turn[0], world.world_size, quick), turn[2], world)
+        )
         found = slowest(everyone)
         if "failed" in found:
             failed.add((turn[0], turn[2]))
@@ -64,7 +69,8 @@ def measure(turns: list[Turn], quick: bool, device: str, ends: float) -> None:
 
 
 def one_turn(task: Task, contender: str, world: allhands.World) -> dict[str, Any]:
-    """Seconds of each counted epoch over its steps, memory, and what was said about steps; or why there are none."""
+    """Seconds of each counted epoch over its steps, memory, and what was said about steps; or why
+    there are none."""
     cuda = world.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(world.device)
@@ -83,7 +89,9 @@ def one_turn(task: Task, contender: str, world: allhands.World) -> dict[str, Any
         found["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
     torch.backends.cudnn.benchmark = benchmarks
     found["wall"] = time.perf_counter() - began
-    found["said"] = [line.strip() for line in said.getvalue().splitlines() if line.strip().startswith("step")]
+    found["said"] = [
+        line.strip() for line in said.getvalue().splitlines() if line.strip().startswith("step")
+    ]
     found["gib"] = torch.cuda.max_memory_allocated(world.device) / 2**30 if cuda else None
     gc.collect()  # of the model's cycles, before the next one is made
     if cuda:
@@ -97,7 +105,9 @@ def slowest(everyone: list[dict[str, Any]]) -> dict[str, Any]:
     joint = {"wall": max(found["wall"] for found in everyone), "said": everyone[0]["said"]}
     if failed is not None:
         return joint | {"failed": failed}
-    seconds = statistics.median(max(ranks) for ranks in zip(*(found["seconds"] for found in everyone), strict=True))
+    seconds = statistics.median(
+        max(ranks) for ranks in zip(*(found["seconds"] for found in everyone), strict=True)
+    )
     if everyone[0]["gib"] is not None:
         joint["gib"] = max(found["gib"] for found in everyone)
     return joint | {"microseconds": 1e6 * seconds}
@@ -122,15 +132,22 @@ class Results:
     def add(self, workers: int, turn: Turn, found: dict[str, Any]) -> None:
         task, number, contender = turn
         self.current = None
-        self.turns.setdefault((task, workers), {}).setdefault(contender, []).append({"turn": number, **found})
+        self.turns.setdefault((task, workers), {}).setdefault(contender, []).append(
+            {"turn": number, **found}
+        )
         shown = found["failed"] if "failed" in found else f"{found['microseconds']:10.1f} us a step"
         said = "".join(f"\n    {line}" for line in found.get("said", []))
-        print(f"{task:10s} x {workers} {contender:16s} {shown}  ({found.get('wall', 0):.1f} s){said}", flush=True)
+        print(
+            f"{task:10s} x {workers} {contender:16s} {shown}  ({found.get('wall', 0):.1f} s){said}",
+            flush=True,
+        )
         if self.args.name is not None:
             save_json(self.args.name, self.about | {"cases": self.cases()}, quiet=True)
 
     def has_failed(self, workers: int, task: str, contender: str) -> bool:
-        return any("failed" in found for found in self.turns.get((task, workers), {}).get(contender, []))
+        return any(
+            "failed" in found for found in self.turns.get((task, workers), {}).get(contender, [])
+        )
 
     def cases(self) -> list[dict[str, Any]]:
         cases = []
@@ -142,7 +159,15 @@ class Results:
                 alone = [found["microseconds"] for found in one if "microseconds" in found]
                 if workers > 1 and alone and "microseconds" in row:
                     row["efficiency"] = round(statistics.median(alone) / row["microseconds"], 4)
-            cases.append({"task": task, "workers": workers, "batch": sizes.batch, "steps": sizes.steps, "contenders": rows})
+            cases.append(
+                {
+                    "task": task,
+                    "workers": workers,
+                    "batch": sizes.batch,
+                    "steps": sizes.steps,
+                    "contenders": rows,
+                }
+            )
         return cases
 
     @staticmethod
@@ -168,7 +193,10 @@ class Results:
 
     def table(self) -> None:
         for case in self.cases():
-            print(f"\n{case['task']}, {case['workers']} worker{'s' if case['workers'] > 1 else ''}, {case['batch']} each")
+            print(
+                f"\n{case['task']}, {case['workers']} worker{'s' if case['workers'] > 1 else ''}, "
+                f"{case['batch']} each"
+            )
             for name, row in case["contenders"].items():
                 if "failed" in row:
                     print(f"  {name:16s} {row['failed']}")
@@ -179,7 +207,8 @@ class Results:
 
 
 def run(args: argparse.Namespace, results: Results, workers: int, ends: float) -> None:
-    """All turns on so many workers. Where workers have died, new ones go on with the turns of the others."""
+    """All turns on so many workers. Where workers have died, new ones go on with the turns of the
+    others."""
     left: list[Turn] = []
     for task in args.tasks.split(","):
         names = args.contenders.split(",") if args.contenders else default_contenders(task)
@@ -198,45 +227,73 @@ def run(args: argparse.Namespace, results: Results, workers: int, ends: float) -
         results.current = None
         try:
             spawn(
-                measure, (left, args.quick, args.device, ends), workers=workers, on_message=hear, env=env,
+                measure,
+                (left, args.quick, args.device, ends),
+                workers=workers,
+                on_message=hear,
+                env=env,
                 threads=1 if args.device == "cpu" else None,
-            )  # fmt: skip
+            )
             return
         except allhands.WorkerError as error:
             print(error, flush=True)
             if results.current is None:  # not while somebody trained: there is nothing to leave out
                 results.broken = True
                 return
-            results.add(workers, results.current, {"failed": str(error).splitlines()[0], "said": []})
-            left = [t for t in left if t not in done and not results.has_failed(workers, t[0], t[2])]
+            results.add(
+                workers, results.current, {"failed": str(error).splitlines()[0], "said": []}
+            )
+            left = [
+                t for t in left if t not in done and not results.has_failed(workers, t[0], t[2])
+            ]
 
 
 def main() -> None:
     gpus = torch.cuda.device_count()
     all_sizes = ",".join(str(2**k) for k in range(10) if 2**k <= max(1, gpus))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument(
-        "--contenders", help=f"of {','.join(CONTENDERS)}; {BASE} is always there. Compiled ones are left out but for gpt"
+        "--contenders",
+        help=f"of {','.join(CONTENDERS)}; {BASE} is always there. Compiled ones are left out but "
+        "for gpt",
     )
-    parser.add_argument("--workers", default=all_sizes, help="numbers of workers, one after another")
+    parser.add_argument(
+        "--workers", default=all_sizes, help="numbers of workers, one after another"
+    )
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--seconds", type=float, default=540.0, help="after which no turn begins")
-    parser.add_argument("--quick", action="store_true", help="small sizes and a few steps, to see that the script works")
-    parser.add_argument("--name", default="gpu_workers", help="of the file of results; none is written with --quick")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small sizes and a few steps, to see that the script works",
+    )
+    parser.add_argument(
+        "--name", default="gpu_workers", help="of the file of results; none is written with --quick"
+    )
     args = parser.parse_args()
     if args.quick:
         args.name = None
-    unknown = (set(args.tasks.split(",")) - set(TASKS)) | (set((args.contenders or BASE).split(",")) - set(CONTENDERS))
+    unknown = (set(args.tasks.split(",")) - set(TASKS)) | (
+        set((args.contenders or BASE).split(",")) - set(CONTENDERS)
+    )
     if unknown:
-        parser.error(f"there is no {', '.join(sorted(unknown))}; tasks: {', '.join(TASKS)}; contenders: {', '.join(CONTENDERS)}")
+        parser.error(
+            f"there is no {', '.join(sorted(unknown))}; tasks: {', '.join(TASKS)}; contenders: "
+            f"{', '.join(CONTENDERS)}"
+        )
     sizes = [int(count) for count in args.workers.split(",")]
     if args.device == "cuda" and max(sizes) > gpus:
         if not gpus:
-            parser.error("this machine shows no GPU; --device cpu --quick shows that the script works")
+            parser.error(
+                "this machine shows no GPU; --device cpu --quick shows that the script works"
+            )
         parser.error(
-            f"--workers {args.workers} needs {max(sizes)} GPUs, and this machine shows {gpus}; write --workers {all_sizes}"
+            f"--workers {args.workers} needs {max(sizes)} GPUs, and this machine shows {gpus}; "
+            f"write --workers {all_sizes}"
         )
     results, began = Results(args), time.time()
     for workers in sizes:

@@ -1,10 +1,14 @@
-"""A training step of Horovod's DistributedOptimizer on allhands beside torch's DistributedDataParallel, in the same processes.
+"""A training step of Horovod's DistributedOptimizer on allhands beside torch's
+DistributedDataParallel, in the same processes.
 
-    python benchmarks/horovod.py [--workers 2] [--device cpu|cuda] [--batch 16] [--width 16] [--out NAME]
+    python benchmarks/horovod.py [--workers 2] [--device cpu|cuda] [--batch 16] [--width 16] [--out
+    NAME]
 
-ResNet-18 on 32x32 images that were made once, SGD with momentum. The two take turns, a block of steps each, so that a change of
-the machine's speed touches both; the ratio is the median over the pairs of blocks. Milliseconds of rank 0's processor are written
-as well: on a machine that is busy otherwise they say more. Rank 0 is where the ranks' calls are matched. With --device cuda each
+ResNet-18 on 32x32 images that were made once, SGD with momentum. The two take turns, a block of
+steps each, so that a change of the machine's speed touches both; the ratio is the median over the
+pairs of blocks. Milliseconds of rank 0's processor are written
+as well: on a machine that is busy otherwise they say more. Rank 0 is where the ranks' calls are
+matched. With --device cuda each
 worker has a GPU of its own; --width 64 is the ResNet-18 that everybody means.
 """
 
@@ -25,7 +29,8 @@ from allhands import current_world
 from allhands.launch import spawn
 from allhands.models.resnet import ResNet18
 
-# Statistics of BatchNorm stay each rank's own, as they do with the other. PyTorch 2.13 renamed the argument.
+# Statistics of BatchNorm stay each rank's own, as they do with the other. PyTorch 2.13 renamed the
+# argument.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
@@ -41,7 +46,10 @@ def contender(name: str, width: int, batch: int, device: torch.device) -> Any:
     else:
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    images, labels = torch.randn(batch, 3, 32, 32, device=device), torch.randint(10, (batch,), device=device)
+    images, labels = (
+        torch.randn(batch, 3, 32, 32, device=device),
+        torch.randint(10, (batch,), device=device),
+    )
 
     def step() -> None:
         optimizer.zero_grad()
@@ -51,8 +59,11 @@ def contender(name: str, width: int, batch: int, device: torch.device) -> Any:
     return step
 
 
-def measure(width: int, batch: int, steps: int, blocks: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Milliseconds a step, and of them those of the processor, block by block, of both; in a worker."""
+def measure(
+    width: int, batch: int, steps: int, blocks: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Milliseconds a step, and of them those of the processor, block by block, of both; in a
+    worker."""
     hvd.init()
     world = current_world()
     assert world is not None
@@ -88,13 +99,31 @@ def main() -> None:
     if args.device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""
     elif torch.cuda.device_count() < args.workers:
-        raise SystemExit(f"--workers {args.workers} needs as many GPUs, and there are {torch.cuda.device_count()}")
-    wall, cpu = spawn(measure, (args.width, args.batch, args.steps, args.blocks), workers=args.workers, env=env)[0]
+        raise SystemExit(
+            f"--workers {args.workers} needs as many GPUs, and there are "
+            f"{torch.cuda.device_count()}"
+        )
+    wall, cpu = spawn(
+        measure, (args.width, args.batch, args.steps, args.blocks), workers=args.workers, env=env
+    )[0]
     found = summarize(wall, "ddp")
-    settings = {name: getattr(args, name) for name in ("workers", "device", "batch", "width", "steps", "blocks")}
-    save_json(args.out, {"machine": machine(), **settings, "unit": "ms a step", **found, "processor": summarize(cpu, "ddp")})
+    settings = {
+        name: getattr(args, name)
+        for name in ("workers", "device", "batch", "width", "steps", "blocks")
+    }
+    save_json(
+        args.out,
+        {
+            "machine": machine(),
+            **settings,
+            "unit": "ms a step",
+            **found,
+            "processor": summarize(cpu, "ddp"),
+        },
+    )
     print(
-        f"ddp {found['median']['ddp']:.2f} ms a step, horovod {found['median']['horovod']:.2f}: {found['ratio']['horovod']:.3f}"
+        f"ddp {found['median']['ddp']:.2f} ms a step, horovod {found['median']['horovod']:.2f}: "
+        f"{found['ratio']['horovod']:.3f}"
     )
 
 

@@ -1,12 +1,16 @@
-"""A CIFAR-100 step of TensorFlow with the distributed tape, beside one whose gradients are exchanged by hand.
+"""A CIFAR-100 step of TensorFlow with the distributed tape, beside one whose gradients are
+exchanged by hand.
 
     make tensorflow-env
-    .venv-tensorflow/bin/python benchmarks/horovod_tensorflow.py [--workers 2] [--model guide|wide] [--out NAME]
+    .venv-tensorflow/bin/python benchmarks/horovod_tensorflow.py [--workers 2] [--model guide|wide]
+    [--out NAME]
 
-The model and batch are those of examples/horovod_cifar100 (0.13 million weights, 128 images a worker); "wide" has 10.7 million in
-dense layers, so that the exchange weighs more. By hand: one Python function in the graph that joins all gradients in one array,
-sums it with torch.distributed over gloo, and cuts it again. The two, and a step without an exchange, take turns in the same
-processes; the ratio is the median over the pairs of blocks.
+The model and batch are those of examples/horovod_cifar100 (0.13 million weights, 128 images a
+worker); "wide" has 10.7 million in
+dense layers, so that the exchange weighs more. By hand: one Python function in the graph that joins
+all gradients in one array,
+sums it with torch.distributed over gloo, and cuts it again. The two, and a step without an
+exchange, take turns in the same processes; the ratio is the median over the pairs of blocks.
 """
 
 from __future__ import annotations
@@ -50,7 +54,14 @@ def wide_model() -> Any:
 
     layers = tf.keras.layers
     dense = [layers.Dense(2048, activation="relu"), layers.Dense(2048, activation="relu")]
-    return tf.keras.Sequential([layers.Input((32, 32, 3)), layers.Flatten(), *dense, layers.Dense(100, activation="softmax")])
+    return tf.keras.Sequential(
+        [
+            layers.Input((32, 32, 3)),
+            layers.Flatten(),
+            *dense,
+            layers.Dense(100, activation="softmax"),
+        ]
+    )
 
 
 def exchanged_by_hand(gradients: list[Any]) -> list[Any]:
@@ -64,7 +75,10 @@ def exchanged_by_hand(gradients: list[Any]) -> list[Any]:
         dist.all_reduce(flat)
         flat /= dist.get_world_size()
         ends = np.cumsum([array.size for array in arrays])[:-1]
-        return [part.reshape(array.shape) for part, array in zip(np.split(flat.numpy(), ends), arrays, strict=True)]
+        return [
+            part.reshape(array.shape)
+            for part, array in zip(np.split(flat.numpy(), ends), arrays, strict=True)
+        ]
 
     results = tf.numpy_function(exchange, gradients, [gradient.dtype for gradient in gradients])
     for result, gradient in zip(results, gradients, strict=True):
@@ -132,11 +146,18 @@ def main() -> None:
     parser.add_argument("--out", default="horovod_tensorflow")
     args = parser.parse_args()
     env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    samples = spawn(measure, (args.model, args.batch, args.steps, args.blocks), workers=args.workers, env=env)[0]
+    samples = spawn(
+        measure, (args.model, args.batch, args.steps, args.blocks), workers=args.workers, env=env
+    )[0]
     found = summarize(samples, "by hand")
     version = importlib.metadata.version("tensorflow-cpu")
-    settings = {name: getattr(args, name) for name in ("workers", "model", "batch", "steps", "blocks")}
-    save_json(args.out, {"machine": machine(), "tensorflow": version, **settings, "unit": "ms a step", **found})
+    settings = {
+        name: getattr(args, name) for name in ("workers", "model", "batch", "steps", "blocks")
+    }
+    save_json(
+        args.out,
+        {"machine": machine(), "tensorflow": version, **settings, "unit": "ms a step", **found},
+    )
     medians = ", ".join(f"{name} {found['median'][name]:.1f}" for name in CONTENDERS)
     print(f"ms a step: {medians}; horovod takes {found['ratio']['horovod']:.3f} of by hand")
 

@@ -1,13 +1,17 @@
-"""Push plus pull through parameter servers beside gloo's all_reduce (= 1.0), training through servers beside ddp, an idle server.
+"""Push plus pull through parameter servers beside gloo's all_reduce (= 1.0), training through
+servers beside ddp, an idle server.
 
     python benchmarks/kvstore.py [--megabytes 100] [--runs 9] [--skip-training] [--mxnet PYTHON]
 
-PYTHON is that of an environment with MXNet 1.9.1 (pip install mxnet==1.9.1 numpy==1.23.5), whose own store is then timed beside.
+PYTHON is that of an environment with MXNet 1.9.1 (pip install mxnet==1.9.1 numpy==1.23.5), whose
+own store is then timed beside.
 
-Two workers push and pull one key of so many bytes, without an optimizer, through one server: over shared memory and over TCP;
-"shared, buffer" is `pushpull` of the key's `KVStore.buffer` in place, as the all-reduce is in place. The same two workers
-all-reduce as many bytes with gloo; all take turns in one run. Then ResNet-18 on images of 32x32 with SGD and momentum, 16
-images a worker and step: through one server over shared memory, and with DistributedDataParallel on gloo. One thread a process.
+Two workers push and pull one key of so many bytes, without an optimizer, through one server: over
+shared memory and over TCP; "shared, buffer" is `pushpull` of the key's `KVStore.buffer` in place,
+as the all-reduce is in place. The same two workers all-reduce as many bytes with gloo; all take
+turns in one run. Then ResNet-18 on images of 32x32 with SGD and momentum, 16
+images a worker and step: through one server over shared memory, and with DistributedDataParallel on
+gloo. One thread a process.
 Last, the CPU time of a server that has nothing to do.
 """
 
@@ -46,7 +50,11 @@ def exchange(megabytes: int, runs: int, transports: list[str]) -> dict[str, list
         stores[name].init("key", torch.zeros(count))
     value, out = torch.full((count,), 1.0 + world.rank), torch.empty(count)
     buffer = stores["shared"].buffer("key")
-    samples: dict[str, list[float]] = {"gloo all_reduce": [], **{name: [] for name in transports}, "shared, buffer": []}
+    samples: dict[str, list[float]] = {
+        "gloo all_reduce": [],
+        **{name: [] for name in transports},
+        "shared, buffer": [],
+    }
     for run in range(runs + 2):
         for name, times in samples.items():
             summed = buffer.copy_(value) if name == "shared, buffer" else value.clone()
@@ -116,7 +124,12 @@ def idle(seconds: float) -> float:
     from allhands.kvstore.job import key
 
     store = kvstore.create("dist")
-    jobs = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+    jobs = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+    )
     pid = json.loads(jobs.get(key(0)))["pid"]
 
     def used() -> float:
@@ -137,15 +150,19 @@ def told(samples: dict[str, list[float]], base: str) -> dict[str, Any]:
     best = {name: min(times) for name, times in samples.items()}
     return {
         name: {
-            "median_s": round(middle[name], 4), "best_s": round(best[name], 4),
-            "times_as_fast": round(middle[base] / middle[name], 2), "times_as_fast_best": round(best[base] / best[name], 2),
+            "median_s": round(middle[name], 4),
+            "best_s": round(best[name], 4),
+            "times_as_fast": round(middle[base] / middle[name], 2),
+            "times_as_fast_best": round(best[base] / best[name], 2),
         }
         for name in samples
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2])
@@ -153,18 +170,33 @@ def main() -> None:
     parser.add_argument("--skip-training", action="store_true")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    results: dict[str, Any] = {"megabytes": options.megabytes, "workers": WORKERS, "runs": options.runs}
+    results: dict[str, Any] = {
+        "megabytes": options.megabytes,
+        "workers": WORKERS,
+        "runs": options.runs,
+    }
     for servers in options.servers:
         samples = spawn(
-            exchange, (options.megabytes, options.runs, ["shared", "tcp"]), workers=WORKERS, servers=servers, threads=1
-        )  # fmt: skip
+            exchange,
+            (options.megabytes, options.runs, ["shared", "tcp"]),
+            workers=WORKERS,
+            servers=servers,
+            threads=1,
+        )
         # A call is over when the slower worker has its result.
-        slower = {name: [max(both) for both in zip(*(one[name] for one in samples), strict=True)] for name in samples[0]}
+        slower = {
+            name: [max(both) for both in zip(*(one[name] for one in samples), strict=True)]
+            for name in samples[0]
+        }
         if options.mxnet:
             count = options.megabytes * 1_000_000 // 4
-            slower["MXNet dist_sync"] = mxnet_peer.pushpull(options.mxnet, count, options.runs, WORKERS, servers)
+            slower["MXNet dist_sync"] = mxnet_peer.pushpull(
+                options.mxnet, count, options.runs, WORKERS, servers
+            )
         results[f"pushpull, {servers} server(s)"] = told(slower, "gloo all_reduce")
-        print(f"pushpull, {servers} server(s)", results[f"pushpull, {servers} server(s)"], flush=True)
+        print(
+            f"pushpull, {servers} server(s)", results[f"pushpull, {servers} server(s)"], flush=True
+        )
     if not options.skip_training:
         steps = spawn(training, (8, 16), workers=WORKERS, servers=1, threads=1)[0]
         results["ResNet-18 step"] = told(steps, "ddp on gloo")

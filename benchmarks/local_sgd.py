@@ -1,16 +1,19 @@
-"""A small GPT on tiny Shakespeare with two workers: loss and bytes of local SGD beside ddp's, at equal samples.
+"""A small GPT on tiny Shakespeare with two workers: loss and bytes of local SGD beside ddp's, at
+equal samples.
 
-    python benchmarks/local_sgd.py [--epochs 2] [--rate 0.003] [--warm 0] [--beta2 0.999] [--clip C] [--seed 0]
+    python benchmarks/local_sgd.py [--epochs 2] [--rate 0.003] [--warm 0] [--beta2 0.999] [--clip C]
+    [--seed 0]
         [--muon RATE [--momentum M]] [--cases NAME …] [--out NAME]
 
-All train the same samples in the same order with AdamW, or with Muon at the rate `--muon` for the layers' matrices and AdamW for
-all else, and a cosine schedule, after `--warm` steps in which the rate rises, one
-thread a worker; the data set is looked for in
-ALLHANDS_DATA. Bytes are counted by the strategy, and by the kernel: every run has a network namespace of its own
-(``unshare -rn``), whose loopback carries nothing else, so that both workers' sockets are counted with all that torch and TCP
-add, evaluation included. Where there can be no namespace, the kernel's figure is missing. Times are not measured: a loopback is
-no slow link. Some begin with the weights and the optimizer's state that ddp has after its first epoch, as DiLoCo begins with a
-model that was trained before; their bytes are those of the epochs after it. What an earlier run of the same settings has left in
+All train the same samples in the same order with AdamW, or with Muon at the rate `--muon` for the
+layers' matrices and AdamW for all else, and a cosine schedule, after `--warm` steps in which the
+rate rises, one thread a worker; the data set is looked for in ALLHANDS_DATA. Bytes are counted by
+the strategy, and by the kernel: every run has a network namespace of its own (``unshare -rn``),
+whose loopback carries nothing else, so that both workers' sockets are counted with all that torch
+and TCP add, evaluation included. Where there can be no namespace, the kernel's figure is missing.
+Times are not measured: a loopback is no slow link. Some begin with the weights and the optimizer's
+state that ddp has after its first epoch, as DiLoCo begins with a model that was trained before;
+their bytes are those of the epochs after it. What an earlier run of the same settings has left in
 the file of results is kept, and only what is missing is run.
 """
 
@@ -45,14 +48,32 @@ RARELY: dict[str, dict[str, Any]] = {
     "average, H=32": {"every": 32},
     "nesterov, H=32": {"every": 32, "outer": DILOCO},
     "average, H=32, int8": {"every": 32, "compress": "int8"},
-    "nesterov, H=32, int8, 4 fragments": {"every": 32, "outer": DILOCO, "compress": "int8", "fragments": 4},
+    "nesterov, H=32, int8, 4 fragments": {
+        "every": 32,
+        "outer": DILOCO,
+        "compress": "int8",
+        "fragments": 4,
+    },
 }
 LATER = "after an epoch of ddp: "
-CASES: dict[str, dict[str, Any] | None] = {"ddp": None, **{LATER + name: case for name, case in RARELY.items()}, **RARELY}
+CASES: dict[str, dict[str, Any] | None] = {
+    "ddp": None,
+    **{LATER + name: case for name, case in RARELY.items()},
+    **RARELY,
+}
 # About 1/25 of ddp's bytes, most of them in the first half.
-CASES["average, H=4 and then H=32, int8"] = {"first": {"every": 4, "compress": "int8"}, **RARELY["average, H=32, int8"]}
-CASES["less nesterov, H=32"] = {"every": 32, "outer": {"name": "nesterov", "lr": 1.0, "momentum": 0.3}}
-CASES["half nesterov, H=32"] = {"every": 32, "outer": {"name": "nesterov", "lr": 1.0, "momentum": 0.5}}
+CASES["average, H=4 and then H=32, int8"] = {
+    "first": {"every": 4, "compress": "int8"},
+    **RARELY["average, H=32, int8"],
+}
+CASES["less nesterov, H=32"] = {
+    "every": 32,
+    "outer": {"name": "nesterov", "lr": 1.0, "momentum": 0.3},
+}
+CASES["half nesterov, H=32"] = {
+    "every": 32,
+    "outer": {"name": "nesterov", "lr": 1.0, "momentum": 0.5},
+}
 CASES["half nesterov, H=32, int8"] = CASES["half nesterov, H=32"] | {"compress": "int8"}
 
 
@@ -64,7 +85,8 @@ class NextToken(nn.Module):
 
 
 class Rate:
-    """Of the largest rate, what a step has: it rises evenly for `warm` steps and falls along half a cosine to 0."""
+    """Of the largest rate, what a step has: it rises evenly for `warm` steps and falls along half a
+    cosine to 0."""
 
     def __init__(self, warm: int, steps: int) -> None:
         self.warm, self.steps = warm, steps
@@ -93,34 +115,65 @@ def _carried() -> int:
 
 
 def train(
-    case: dict[str, Any] | None, epochs: int, seed: int, rate: float, warm: int, beta2: float, clip: float | None,
-    muon: float | None, momentum: float | None, logdir: str | None, start: str | None,
-) -> dict[str, Any]:  # fmt: skip
+    case: dict[str, Any] | None,
+    epochs: int,
+    seed: int,
+    rate: float,
+    warm: int,
+    beta2: float,
+    clip: float | None,
+    muon: float | None,
+    momentum: float | None,
+    logdir: str | None,
+    start: str | None,
+) -> dict[str, Any]:
     """One training, in a worker."""
     allhands.init(device="cpu")
     torch.manual_seed(seed)
     model = GPT(block_size=BLOCK, layers=2, heads=4, width=64)
-    parts = {split: catalogue.load("shakespeare", split=split, block=BLOCK) for split in ("train", "valid")}
+    parts = {
+        split: catalogue.load("shakespeare", split=split, block=BLOCK)
+        for split in ("train", "valid")
+    }
     if muon is None:
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, beta2), weight_decay=0.01)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            model.parameters(), lr=rate, betas=(0.9, beta2), weight_decay=0.01
+        )
     else:
         turned = {} if momentum is None else {"momentum": momentum}
-        optimizer = MuonAdamW(model, lr=rate, muon_lr=muon, betas=(0.9, beta2), weight_decay=0.01, **turned)
+        optimizer = MuonAdamW(
+            model, lr=rate, muon_lr=muon, betas=(0.9, beta2), weight_decay=0.01, **turned
+        )
     steps = epochs * math.ceil(len(parts["train"]) / (BATCH * WORKERS))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, Rate(warm, steps))
     legs: list[tuple[Any, int]] = [(case, epochs)]
     if case is not None and "first" in case:
-        legs = [(case["first"], epochs // 2), ({key: value for key, value in case.items() if key != "first"}, epochs)]
+        legs = [
+            (case["first"], epochs // 2),
+            ({key: value for key, value in case.items() if key != "first"}, epochs),
+        ]
     found = {"exchanged": 0, "means": 0, "wire": 0}
     for leg, (settings, until) in enumerate(legs):
         strategy = DDP() if settings is None else LocalSGD(**settings)
         wire = Wire()
         history = SupervisedRunner(device="cpu").train(
-            model=model, criterion=NextToken(), optimizer=optimizer, num_epochs=until, distributed=strategy, seed=seed,
-            verbose=False, logdir=logdir, resume="auto" if leg else start, clip_norm=clip,
-            loaders={name: DataLoader(part, BATCH, shuffle=name == "train") for name, part in parts.items()}, callbacks=[wire],
+            model=model,
+            criterion=NextToken(),
+            optimizer=optimizer,
+            num_epochs=until,
+            distributed=strategy,
+            seed=seed,
+            verbose=False,
+            logdir=logdir,
+            resume="auto" if leg else start,
+            clip_norm=clip,
+            loaders={
+                name: DataLoader(part, BATCH, shuffle=name == "train")
+                for name, part in parts.items()
+            },
+            callbacks=[wire],
             scheduler=(scheduler, "step"),
-        )  # fmt: skip
+        )
         found["wire"] += wire.carried / WORKERS
         if isinstance(strategy, LocalSGD):
             found["exchanged"] += strategy.sent
@@ -131,19 +184,29 @@ def train(
         found["exchanged"] = steps * 4 * numbers * 2 * (WORKERS - 1) // WORKERS
     allhands.finalize()
     return {
-        "parameters": numbers, "steps": steps, **found, "train": history["train"]["loss"], "valid": history["valid"]["loss"],
-    }  # fmt: skip
+        "parameters": numbers,
+        "steps": steps,
+        **found,
+        "train": history["train"]["loss"],
+        "valid": history["valid"]["loss"],
+    }
 
 
 def _apart(name: str, args: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """A training in a network namespace of its own; without the kernel's count where there can be none."""
+    """A training in a network namespace of its own; without the kernel's count where there can be
+    none."""
     options = {key: getattr(args, key) for key in OPTIONS if getattr(args, key) is not None}
     command = [sys.executable, __file__, "--case", name, "--folder", folder]
     command += [f"--{key}={value}" for key, value in options.items()]
     namespace = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
     able = shutil.which("unshare") is not None and shutil.which("ip") is not None
-    able = able and subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode == 0
-    done = subprocess.run([*(namespace if able else []), *command], stdout=subprocess.PIPE, text=True, check=True)
+    able = (
+        able
+        and subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode == 0
+    )
+    done = subprocess.run(
+        [*(namespace if able else []), *command], stdout=subprocess.PIPE, text=True, check=True
+    )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found if able else found | {"wire": None}
 
@@ -159,7 +222,11 @@ def main() -> None:
     parser.add_argument("--muon", type=float)
     parser.add_argument("--momentum", type=float)
     parser.add_argument(
-        "--cases", nargs="+", choices=list(CASES), default=list(CASES), help="those that begin with ddp need it too"
+        "--cases",
+        nargs="+",
+        choices=list(CASES),
+        default=list(CASES),
+        help="those that begin with ddp need it too",
     )
     parser.add_argument("--out", default="local_sgd")
     parser.add_argument("--case", help="train this one alone and print what came of it")
@@ -170,12 +237,25 @@ def main() -> None:
         logdir = args.folder if case is None or "first" in case else None
         start = f"{args.folder}/checkpoints/epoch-0001" if args.case.startswith(LATER) else None
         given = (case, *(getattr(args, key) for key in OPTIONS), logdir, start)
-        print(json.dumps(spawn(train, given, workers=WORKERS, threads=1, env={"OMP_NUM_THREADS": "1"})[0]))
+        print(
+            json.dumps(
+                spawn(train, given, workers=WORKERS, threads=1, env={"OMP_NUM_THREADS": "1"})[0]
+            )
+        )
         return
-    settings = {"workers": WORKERS, "batch": BATCH, "block": BLOCK, **{key: getattr(args, key) for key in OPTIONS}}
+    settings = {
+        "workers": WORKERS,
+        "batch": BATCH,
+        "block": BLOCK,
+        **{key: getattr(args, key) for key in OPTIONS},
+    }
     earlier = RESULTS / f"{args.out}.json"
     result = json.loads(earlier.read_text()) if earlier.exists() else {}
-    runs = result.get("runs", {}) if all(result.get(key) == value for key, value in settings.items()) else {}
+    runs = (
+        result.get("runs", {})
+        if all(result.get(key) == value for key, value in settings.items())
+        else {}
+    )
     with tempfile.TemporaryDirectory() as folder:
         for name in args.cases:
             if name == "ddp" or name not in runs:
@@ -194,7 +274,10 @@ def _tell(name: str, run: dict[str, Any], ddp: dict[str, Any]) -> None:
     )
     loss = run["valid"][-1] / ddp["valid"][-1] - 1
     said = "" if wire is None else f", on the wire 1/{wire:.1f}"
-    print(f"{name:56s} valid {run['valid'][-1]:.4f} ({loss:+.2%}), bytes 1/{sent:.1f}{said}", flush=True)
+    print(
+        f"{name:56s} valid {run['valid'][-1]:.4f} ({loss:+.2%}), bytes 1/{sent:.1f}{said}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

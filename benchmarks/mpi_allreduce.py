@@ -1,10 +1,12 @@
-"""How fast ranks of one host all-reduce float32 tensors: the mpi backend against gloo (= 1.0), in the same processes.
+"""How fast ranks of one host all-reduce float32 tensors: the mpi backend against gloo (= 1.0), in
+the same processes.
 
     python benchmarks/mpi_allreduce.py [--workers 2] [--rounds 15] [--launcher mpich | openmpi]
 
-Both groups are used in turn, round by round, so that a change of the machine's speed meets both; a round of a size lasts
-about 0.1 s a contender. The rate is bytes of the tensor by seconds; the figures are the best round of each contender and the
-median of the ratios round by round. gloo's group is made with its defaults by the same `torch.distributed`.
+Both groups are used in turn, round by round, so that a change of the machine's speed meets both; a
+round of a size lasts about 0.1 s a contender. The rate is bytes of the tensor by seconds; the
+figures are the best round of each contender and the median of the ratios round by round. gloo's
+group is made with its defaults by the same `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ ROUND_S = 0.1
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """Seconds of one all-reduce, for each size and contender, round by round. Runs in every rank; rank 0's count."""
+    """Seconds of one all-reduce, for each size and contender, round by round. Runs in every rank;
+    rank 0's count."""
     import torch
     import torch.distributed as dist
 
@@ -74,7 +77,9 @@ def summary(measured: dict[str, Any]) -> dict[str, Any]:
         ratios = [gloo / mpi for gloo, mpi in zip(seconds["gloo"], seconds["mpi"], strict=True)]
         sizes[size] = {
             "best ms": {name: round(1e3 * min(values), 4) for name, values in seconds.items()},
-            "best GB/s": {name: round(count / min(values) / 1e9, 3) for name, values in seconds.items()},
+            "best GB/s": {
+                name: round(count / min(values) / 1e9, 3) for name, values in seconds.items()
+            },
             "ratio of best": round(min(seconds["gloo"]) / min(seconds["mpi"]), 3),
             "median ratio": round(statistics.median(ratios), 3),
         }
@@ -83,7 +88,9 @@ def summary(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--launcher", choices=LAUNCHERS, help="default: each that is installed")
@@ -100,10 +107,17 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             into = str(Path(folder, "measured.json"))
             ranks = [sys.executable, __file__, "--rounds", str(options.rounds), "--into", into]
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}  # as allhands.init() chooses
-            subprocess.run([*command, "-n", str(options.workers), *ranks], check=True, env=environment)
+            environment = os.environ | {
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+            }  # as allhands.init() chooses
+            subprocess.run(
+                [*command, "-n", str(options.workers), *ranks], check=True, env=environment
+            )
             result = summary(json.loads(Path(into).read_text()))
-        save_json(f"mpi_allreduce_{name}_{options.workers}", {"baseline": "gloo", **result, **machine()})
+        save_json(
+            f"mpi_allreduce_{name}_{options.workers}", {"baseline": "gloo", **result, **machine()}
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""MXNet's own key-value store, timed for benchmarks/kvstore.py with the Python of an environment that has MXNet 1.9.1."""
+"""MXNet's own key-value store, timed for benchmarks/kvstore.py with the Python of an environment
+that has MXNet 1.9.1."""
 
 from __future__ import annotations
 
@@ -42,13 +43,22 @@ def pushpull(python: str, count: int, runs: int, workers: int, servers: int) -> 
         script = Path(folder) / "peer.py"
         script.write_text(SCRIPT)
         env = {
-            **os.environ, "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(_port()), "DMLC_NODE_HOST": "127.0.0.1",
-            "DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers),
-        }  # fmt: skip
+            **os.environ,
+            "DMLC_PS_ROOT_URI": "127.0.0.1",
+            "DMLC_PS_ROOT_PORT": str(_port()),
+            "DMLC_NODE_HOST": "127.0.0.1",
+            "DMLC_NUM_WORKER": str(workers),
+            "DMLC_NUM_SERVER": str(servers),
+        }
         command = [python, str(script), str(count), str(runs), folder]
         roles = ["scheduler", *["server"] * servers, *["worker"] * workers]
         started = [
-            subprocess.Popen(command, env={**env, "DMLC_ROLE": role}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            subprocess.Popen(
+                command,
+                env={**env, "DMLC_ROLE": role},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
             for role in roles
         ]
         try:

@@ -1,4 +1,5 @@
-"""What `tables.py` shows of results that are not `gpu_workers.py`'s: rows of figures, and how many times as fast as the first."""
+"""What `tables.py` shows of results that are not `gpu_workers.py`'s: rows of figures, and how many
+times as fast as the first."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ NAMES = {"torch": "torch", "lightning": "Lightning", "accelerate": "Accelerate",
 def software(machine: dict[str, Any], *packages: str) -> str:
     """Versions of torch and of `packages`, and the day."""
     versions = machine.get("versions", {})
-    found = [f"{NAMES[package]} {versions[package]}" for package in ("torch", *packages) if package in versions]
+    found = [
+        f"{NAMES[package]} {versions[package]}"
+        for package in ("torch", *packages)
+        if package in versions
+    ]
     return ", ".join([*found, f"Python {machine['python']}", machine["date"]])
 
 
@@ -43,10 +48,14 @@ def about(found: dict[str, Any], *packages: str) -> str:
     return f"{place(machine)}; {software(machine, *packages)}"
 
 
-def summary(found: dict[str, Any], title: str, names: dict[str, str], unit: str, digits: int = 0) -> list[Table]:
+def summary(
+    found: dict[str, Any], title: str, names: dict[str, str], unit: str, digits: int = 0
+) -> list[Table]:
     """A file of `report.summarize`: the medians, and one over their ratios to the baseline's."""
     kept = [name for name in names if name in found["median"]]
-    cells = [f"{found['median'][name]:,.{digits}f} ({1 / found['ratio'][name]:.2f})" for name in kept]
+    cells = [
+        f"{found['median'][name]:,.{digits}f} ({1 / found['ratio'][name]:.2f})" for name in kept
+    ]
     return [
         (
             f"{title}, {about(found, *(name for name in NAMES if name in kept))}",
@@ -58,11 +67,17 @@ def summary(found: dict[str, Any], title: str, names: dict[str, str], unit: str,
 
 def step_overhead(found: dict[str, Any]) -> list[Table]:
     names = {
-        "by hand": "DataLoader and loop, by hand", "raw ddp": "DDP, by hand", "allhands": "allhands", "allhands ddp": "allhands",
-        "lightning": "Lightning", "accelerate": "Accelerate",
-    }  # fmt: skip
+        "by hand": "DataLoader and loop, by hand",
+        "raw ddp": "DDP, by hand",
+        "allhands": "allhands",
+        "allhands ddp": "allhands",
+        "lightning": "Lightning",
+        "accelerate": "Accelerate",
+    }
     processes = "one process" if found["baseline"] == "by hand" else "two gloo workers"
-    return summary(found, f"Linear regression, batch 32, {processes}", names, "us of CPU time a step")
+    return summary(
+        found, f"Linear regression, batch 32, {processes}", names, "us of CPU time a step"
+    )
 
 
 def launch(found: dict[str, Any]) -> list[Table]:
@@ -76,18 +91,30 @@ def gpt_parallel(found: dict[str, Any]) -> list[Table]:
     for case, figures in found["cases"].items():
         speeds = [max(figures[name]["tokens_per_second"]) for name in ("by hand", "allhands")]
         memory = [figures[name].get("gib") for name in ("by hand", "allhands")]
-        rows.append([
-            case, f"{speeds[0]:,.0f}", f"{speeds[1]:,.0f} ({figures['speed']:.2f})",
-            *("" if gib is None else f"{gib:.2f}" for gib in memory),
-        ])  # fmt: skip
-    header = [f"{found['workers']} workers", "tokens a second, by hand", "allhands", "GiB, by hand", "allhands"]
+        rows.append(
+            [
+                case,
+                f"{speeds[0]:,.0f}",
+                f"{speeds[1]:,.0f} ({figures['speed']:.2f})",
+                *("" if gib is None else f"{gib:.2f}" for gib in memory),
+            ]
+        )
+    header = [
+        f"{found['workers']} workers",
+        "tokens a second, by hand",
+        "allhands",
+        "GiB, by hand",
+        "allhands",
+    ]
     turns = f"{found['rounds']} turn{'s' if found['rounds'] > 1 else ''}"
     return [(f"{turns} of {found['steps']} steps, {about(found)}", header, rows)]
 
 
 def kvstore(found: dict[str, Any]) -> list[Table]:
     cases = {
-        what: row for what, row in found.items() if isinstance(row, dict) and all("times_as_fast" in r for r in row.values())
+        what: row
+        for what, row in found.items()
+        if isinstance(row, dict) and all("times_as_fast" in r for r in row.values())
     }
     result: list[Table] = []
     for kind, title in (
@@ -114,22 +141,43 @@ def _seconds(row: dict[str, Any] | None) -> str:
 def mpi(found: dict[str, Any]) -> list[Table]:
     library = found["library"].split(",")[0].removesuffix(".").replace(" Version:", "")
     rows = [
-        [size, f"{row['best ms']['gloo']:.2f}", f"{row['best ms']['mpi']:.2f} ({row['median ratio']:.2f})"]
+        [
+            size,
+            f"{row['best ms']['gloo']:.2f}",
+            f"{row['best ms']['mpi']:.2f} ({row['median ratio']:.2f})",
+        ]
         for size, row in found["sizes"].items()
     ]
-    return [(f"All-reduce of {found['workers']} ranks, {library}, {about(found)}", ["best ms", "gloo", "mpi"], rows)]
+    return [
+        (
+            f"All-reduce of {found['workers']} ranks, {library}, {about(found)}",
+            ["best ms", "gloo", "mpi"],
+            rows,
+        )
+    ]
 
 
 def horovod(found: dict[str, Any]) -> list[Table]:
     where = "nccl" if found["device"] == "cuda" else "gloo"
-    title = f"ResNet-18 of width {found['width']}, batch {found['batch']}, {found['workers']} workers, {where}"
-    return summary(found, title, {"ddp": "DDP, by hand", "horovod": "allhands.horovod.torch"}, "ms a step", 1)
+    title = (
+        f"ResNet-18 of width {found['width']}, batch {found['batch']}, {found['workers']} "
+        f"workers, {where}"
+    )
+    return summary(
+        found, title, {"ddp": "DDP, by hand", "horovod": "allhands.horovod.torch"}, "ms a step", 1
+    )
 
 
 def horovod_tensorflow(found: dict[str, Any]) -> list[Table]:
-    model = {"guide": "the CIFAR-100 guide's model", "wide": "a model with 43 MB of gradients"}[found["model"]]
+    model = {"guide": "the CIFAR-100 guide's model", "wide": "a model with 43 MB of gradients"}[
+        found["model"]
+    ]
     title = f"TensorFlow {found['tensorflow']}, {model}, {found['workers']} workers, gloo"
-    names = {"by hand": "a fused exchange, by hand", "horovod": "allhands.horovod.tensorflow", "no exchange": "no exchange"}
+    names = {
+        "by hand": "a fused exchange, by hand",
+        "horovod": "allhands.horovod.tensorflow",
+        "no exchange": "no exchange",
+    }
     return summary(found, title, names, "ms a step", 1)
 
 
@@ -149,21 +197,40 @@ def by_contender(found: dict[str, Any], names: dict[str, str], ratio: Any) -> li
 
 
 def federated(found: dict[str, Any]) -> list[Table]:
-    names = {"loop": "loop, by hand", "graph": "`graph`", "stacked": "`stacked`", "stacked:compile=true": "`stacked`, `compile`"}
+    names = {
+        "loop": "loop, by hand",
+        "graph": "`graph`",
+        "stacked": "`stacked`",
+        "stacked:compile=true": "`stacked`, `compile`",
+    }
     rows = by_contender(found, names, lambda row: row["times_the_loop"])
-    return [(f"A round of 1,000 clients' cohorts, {about(found)}", ["ms a round", *names.values()], rows)]
+    return [
+        (
+            f"A round of 1,000 clients' cohorts, {about(found)}",
+            ["ms a round", *names.values()],
+            rows,
+        )
+    ]
 
 
 def federated_devices(found: dict[str, Any]) -> list[Table]:
-    rows = [[str(row["workers"]), f"{row['milliseconds']['median']:.1f}", f"{row['efficiency']:.2f}"] for row in found["rows"]]
-    title = f"A round of the CNN, cohort of {found['rows'][0]['cohort']}, `{found['rows'][0]['executor']}`, {about(found)}"
+    rows = [
+        [str(row["workers"]), f"{row['milliseconds']['median']:.1f}", f"{row['efficiency']:.2f}"]
+        for row in found["rows"]
+    ]
+    title = (
+        f"A round of the CNN, cohort of {found['rows'][0]['cohort']}, "
+        f"`{found['rows'][0]['executor']}`, {about(found)}"
+    )
     return [(title, ["GPUs", "ms a round", "efficiency"], rows)]
 
 
 def federated_peers(found: dict[str, Any]) -> list[Table]:
     names = {"ours": "allhands", "pfl": "pfl-research", "flwr": "Flower's simulation"}
     rows = by_contender(found, names, lambda row: 1 / row["times_ours"]["median"])
-    return [(f"A round of 100 clients' cohorts, {about(found)}", ["ms a round", *names.values()], rows)]
+    return [
+        (f"A round of 100 clients' cohorts, {about(found)}", ["ms a round", *names.values()], rows)
+    ]
 
 
 def federated_sites(found: dict[str, Any]) -> list[Table]:
@@ -176,25 +243,48 @@ def federated_sites(found: dict[str, Any]) -> list[Table]:
             f" that take {result['loading']:.0f} s to load their data" if result["loading"] else ""
         )
         ratio = 1 / result["ours_of_flowers"]["median"]
-        rows.append([what, f"{result['seconds']['flower']:.1f}", f"{result['seconds']['ours']:.1f} ({ratio:.2f})"])
-    title = f"A round across processes on one machine, {about(found['rounds'], 'flwr')}" if "rounds" in found else "Sites"
+        rows.append(
+            [
+                what,
+                f"{result['seconds']['flower']:.1f}",
+                f"{result['seconds']['ours']:.1f} ({ratio:.2f})",
+            ]
+        )
+    title = (
+        f"A round across processes on one machine, {about(found['rounds'], 'flwr')}"
+        if "rounds" in found
+        else "Sites"
+    )
     return [(title, ["seconds a round", "Flower, an app by hand", "allhands"], rows)]
 
 
 # By the beginning of a file's name; the longer names come first.
 MAKERS = {
-    "step_overhead": step_overhead, "launch": launch, "gpt_parallel": gpt_parallel, "kvstore": kvstore, "mpi_allreduce": mpi,
-    "horovod_tensorflow": horovod_tensorflow, "horovod": horovod, "federated_devices": federated_devices,
-    "federated_peers": federated_peers, "federated_sites": federated_sites, "federated": federated,
-}  # fmt: skip
+    "step_overhead": step_overhead,
+    "launch": launch,
+    "gpt_parallel": gpt_parallel,
+    "kvstore": kvstore,
+    "mpi_allreduce": mpi,
+    "horovod_tensorflow": horovod_tensorflow,
+    "horovod": horovod,
+    "federated_devices": federated_devices,
+    "federated_peers": federated_peers,
+    "federated_sites": federated_sites,
+    "federated": federated,
+}
 
 
 def for_readme(folder: Path) -> list[list[Any]]:
-    """Rows of what was measured on processors: what, where, and times as fast, None where there is nothing."""
+    """Rows of what was measured on processors: what, where, and times as fast, None where there is
+    nothing."""
     rows: list[list[Any]] = []
     asked = {
         "step_overhead_1": ("linear regression, batch 32, CPU time", "by hand", "allhands"),
-        "step_overhead_2": ("linear regression, batch 32, CPU time, 2 workers", "raw ddp", "allhands ddp"),
+        "step_overhead_2": (
+            "linear regression, batch 32, CPU time, 2 workers",
+            "raw ddp",
+            "allhands ddp",
+        ),
         "launch": ("start of 4 workers, beside torchrun", "torchrun", "allhands"),
     }
     for name, (title, base, ours) in asked.items():
@@ -204,5 +294,16 @@ def for_readme(folder: Path) -> list[list[Any]]:
         found = json.loads(path.read_text())
         ratios = {contender: 1 / ratio for contender, ratio in found["ratio"].items()}
         where = place(found.get("machine", found))
-        rows.append([title, where, ratios[base], None, ratios[ours], None, ratios.get("lightning"), ratios.get("accelerate")])
+        rows.append(
+            [
+                title,
+                where,
+                ratios[base],
+                None,
+                ratios[ours],
+                None,
+                ratios.get("lightning"),
+                ratios.get("accelerate"),
+            ]
+        )
     return rows

@@ -10,13 +10,19 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 COLOURS = {
-    "ddp": "#606570", "ddp-compile": "#a3a8b3", "allhands-eager": "#e8a5ae", "allhands-graph": "#d1495b",
-    "allhands-compile": "#8c1c2e", "lightning": "#6f94c3", "accelerate": "#b5cbe3",
-}  # fmt: skip
+    "ddp": "#606570",
+    "ddp-compile": "#a3a8b3",
+    "allhands-eager": "#e8a5ae",
+    "allhands-graph": "#d1495b",
+    "allhands-compile": "#8c1c2e",
+    "lightning": "#6f94c3",
+    "accelerate": "#b5cbe3",
+}
 
 
 def draw(folder: Path, images: Path) -> list[str]:
-    """Write two pictures for each machine, the second one where something was measured on several GPUs; returns their names."""
+    """Write two pictures for each machine, the second one where something was measured on several
+    GPUs; returns their names."""
     drawn = []
     for machine, files in gpu_results.machines(folder).items():
         cases = gpu_results.cases_of(files)
@@ -24,7 +30,9 @@ def draw(folder: Path, images: Path) -> list[str]:
             ("steps", "ratio", "times as fast as DDP by hand"),
             ("scaling", "efficiency", "samples a second on N GPUs, over N times those on one"),
         ):
-            kept = [case for case in cases if any(key in row for row in case["contenders"].values())]
+            kept = [
+                case for case in cases if any(key in row for row in case["contenders"].values())
+            ]
             if kept:
                 name = gpu_results.picture(what, machine)
                 bars(kept, key, f"{machine}: {title}", images / name)
@@ -33,11 +41,18 @@ def draw(folder: Path, images: Path) -> list[str]:
 
 
 def bars(cases: list[dict[str, Any]], key: str, title: str, path: Path) -> None:
-    """A field for each task (across) and number of GPUs (down), each of a scale of its own: tasks differ tenfold."""
+    """A field for each task (across) and number of GPUs (down), each of a scale of its own: tasks
+    differ tenfold."""
     tasks = [task for task in gpu_results.TASKS if any(case["task"] == task for case in cases)]
     sizes = sorted({case["workers"] for case in cases})
-    names = [name for name in gpu_results.CONTENDERS if any(key in case["contenders"].get(name, {}) for case in cases)]
-    figure = Figure(figsize=(max(6.0, 2.6 * len(tasks)), 0.8 + 2.2 * len(sizes)), layout="constrained")
+    names = [
+        name
+        for name in gpu_results.CONTENDERS
+        if any(key in case["contenders"].get(name, {}) for case in cases)
+    ]
+    figure = Figure(
+        figsize=(max(6.0, 2.6 * len(tasks)), 0.8 + 2.2 * len(sizes)), layout="constrained"
+    )
     figure.suptitle(title, fontsize=11)
     fields = figure.subplots(len(sizes), len(tasks), squeeze=False)
     for axes in fields.flat:

@@ -1,4 +1,5 @@
-"""What every benchmark writes down: ratios to a baseline of the same run, the machine, and the versions."""
+"""What every benchmark writes down: ratios to a baseline of the same run, the machine, and the
+versions."""
 
 from __future__ import annotations
 
@@ -16,12 +17,18 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def summarize(samples: dict[str, list[float]], baseline: str) -> dict[str, Any]:
-    """Medians, and the median of the ratios run by run, which a change of the machine's speed between runs does not touch."""
-    ratios = {name: [a / b for a, b in zip(values, samples[baseline], strict=True)] for name, values in samples.items()}
+    """Medians, and the median of the ratios run by run, which a change of the machine's speed
+    between runs does not touch."""
+    ratios = {
+        name: [a / b for a, b in zip(values, samples[baseline], strict=True)]
+        for name, values in samples.items()
+    }
     return {
         "ratio": {name: round(statistics.median(values), 4) for name, values in ratios.items()},
         "median": {name: round(statistics.median(values), 4) for name, values in samples.items()},
-        "samples": {name: [round(value, 4) for value in values] for name, values in samples.items()},
+        "samples": {
+            name: [round(value, 4) for value in values] for name, values in samples.items()
+        },
     }
 
 
@@ -33,16 +40,25 @@ def machine() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if "allhands" not in versions and "allhands" in sys.modules:  # run from its source, not installed
+    if (
+        "allhands" not in versions and "allhands" in sys.modules
+    ):  # run from its source, not installed
         versions["allhands"] = sys.modules["allhands"].__version__
     found = {} if "torch" not in sys.modules else {"gpus": _gpus()}
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+    model = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), ""
+    )
     return {
-        "date": datetime.date.today().isoformat(), "cpu": model or platform.processor(), "cores": len(os.sched_getaffinity(0)),
-        "load": [round(value, 2) for value in os.getloadavg()], "python": platform.python_version(), "system": platform.system(),
-        "versions": versions, **found,
-    }  # fmt: skip
+        "date": datetime.date.today().isoformat(),
+        "cpu": model or platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": [round(value, 2) for value in os.getloadavg()],
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "versions": versions,
+        **found,
+    }
 
 
 def _gpus() -> list[str]:

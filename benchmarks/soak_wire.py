@@ -1,15 +1,18 @@
-"""Attack a parameter server for a while, from outside and with the job's token, while an honest worker trains through it; then
-every port of a job under srun and of one under `allhands launch`, as `tests/wire/attacks.py` does for seconds.
+"""Attack a parameter server for a while, from outside and with the job's token, while an honest
+worker trains through it; then every port of a job under srun and of one under `allhands launch`, as
+`tests/wire/attacks.py` does for seconds.
 
     python benchmarks/soak_wire.py [SECONDS] [--seed N] [--attackers 4]
 
-The server is a process of its own, as `allhands launch -s 1` starts it. Strangers send random bytes, pickles, frames without a
-handshake, handshakes with another token, replayed and cut ones, or nothing; peers that know the token send damaged handshakes
-and, after a right one, truncated, huge and random frames. In the end, and with exit code 1 where it is not so:
+The server is a process of its own, as `allhands launch -s 1` starts it. Strangers send random
+bytes, pickles, frames without a handshake, handshakes with another token, replayed and cut ones, or
+nothing; peers that know the token send damaged handshakes and, after a right one, truncated, huge
+and random frames. In the end, and with exit code 1 where it is not so:
 
 * the server is up, and takes a new worker within a second;
-* its memory (resident now, not the peak) has grown by less than GROWTH since the first seconds, and it has few threads and
-  descriptors, but for connections whose other half never came, which it keeps for half a minute;
+* its memory (resident now, not the peak) has grown by less than GROWTH since the first seconds, and
+  it has few threads and descriptors, but for connections whose other half never came, which it
+  keeps for half a minute;
 * the honest worker's weights are, bit for bit, those of a hand-written loop;
 * no pickle was executed, and no handshake without the token was answered.
 
@@ -53,8 +56,13 @@ from tests.wire.attacks import attacked
 
 GROWTH = 32 << 20  # bytes
 WARM_UP = 5.0  # seconds after which growth counts: until then threads, buffers and imports settle
-BATCH, WIDTH = 8, 300  # a power of two, so that dividing by it and multiplying by its inverse round alike
-STORES = range(100, 116)  # those of the peers with the token; the honest worker's are 0, and 1 in the end
+BATCH, WIDTH = (
+    8,
+    300,
+)  # a power of two, so that dividing by it and multiplying by its inverse round alike
+STORES = range(
+    100, 116
+)  # those of the peers with the token; the honest worker's are 0, and 1 in the end
 PEER = {"rank": 0, "life": "bad", "host": "h", "pid": 1, "maps": False}
 
 
@@ -78,9 +86,19 @@ class Attacker:
         self.halves: list[float] = []  # when a connection was left without its other half
         self._silent: list[socket.socket] = []
         self.attacks: list[Callable[[], None]] = [
-            self.random_bytes, self.pickles, self.bare_frames, self.wrong_token, self.replayed, self.cut, self.silent,
-            self.damaged_introduction, self.truncated_frame, self.huge_frame, self.random_frames, self.damaged_message,
-        ]  # fmt: skip
+            self.random_bytes,
+            self.pickles,
+            self.bare_frames,
+            self.wrong_token,
+            self.replayed,
+            self.cut,
+            self.silent,
+            self.damaged_introduction,
+            self.truncated_frame,
+            self.huge_frame,
+            self.random_frames,
+            self.damaged_message,
+        ]
 
     def run(self, end: float) -> None:
         while time.monotonic() < end:
@@ -113,7 +131,8 @@ class Attacker:
             self.unanswered(link)
 
     def unanswered(self, link: socket.socket) -> None:
-        """Count it where the server takes this connection for one of its job: it proves that it knows the token, too."""
+        """Count it where the server takes this connection for one of its job: it proves that it
+        knows the token, too."""
         link.shutdown(socket.SHUT_WR)
         heard = b""
         while part := link.recv(4096):
@@ -125,21 +144,41 @@ class Attacker:
         self.say(self.noise(20_000))
 
     def pickles(self) -> None:
-        self.say(self.draw.choice([b"", GREETING, GREETING + bytes(64) + struct.pack("<I", len(self.bomb))]) + self.bomb)
+        self.say(
+            self.draw.choice(
+                [b"", GREETING, GREETING + bytes(64) + struct.pack("<I", len(self.bomb))]
+            )
+            + self.bomb
+        )
 
     def bare_frames(self) -> None:
-        self.say(pack(self.draw.choice(list(Kind)), 0, 0, 0, 1, self.draw.choice([0, 1 << 20, (1 << 64) - 1])) + self.noise(500))
+        self.say(
+            pack(
+                self.draw.choice(list(Kind)),
+                0,
+                0,
+                0,
+                1,
+                self.draw.choice([0, 1 << 20, (1 << 64) - 1]),
+            )
+            + self.noise(500)
+        )
 
     def wrong_token(self) -> None:
         with self.knock() as link:
             try:
-                introduce(link, self.draw.randbytes(64), PEER | {"session": "s", "side": "up", "store": 0, "rules": {}})
+                introduce(
+                    link,
+                    self.draw.randbytes(64),
+                    PEER | {"session": "s", "side": "up", "store": 0, "rules": {}},
+                )
             except (RefusedError, OSError, EOFError):
                 return
             self.accepted += 1
 
     def replayed(self) -> None:
-        """What a peer with the token once said, byte for byte, to a server that now asks for another answer."""
+        """What a peer with the token once said, byte for byte, to a server that now asks for
+        another answer."""
         said = self.introduction({"session": f"{self.draw.random()}", "side": "up"}, bytes(32))
         self.say(said)
 
@@ -150,7 +189,8 @@ class Attacker:
             self.unanswered(link)
 
     def silent(self) -> None:
-        """Up to four connections that say nothing, of the 64 that a server bears from one address without a proof."""
+        """Up to four connections that say nothing, of the 64 that a server bears from one address
+        without a proof."""
         self._silent.append(self.knock())
         if len(self._silent) > 4:
             self._silent.pop(0).close()
@@ -158,8 +198,15 @@ class Attacker:
     # ------------------------------------------------------------------ with the token
 
     def peer(self) -> dict[str, Any]:
-        rules = rules_of(mode_named("dist"), {"on_worker_loss": self.draw.choice(["stop", "continue"])})
-        return PEER | {"store": self.draw.choice(STORES), "rules": rules, "session": f"{self.draw.random()}", "side": "up"}
+        rules = rules_of(
+            mode_named("dist"), {"on_worker_loss": self.draw.choice(["stop", "continue"])}
+        )
+        return PEER | {
+            "store": self.draw.choice(STORES),
+            "rules": rules,
+            "session": f"{self.draw.random()}",
+            "side": "up",
+        }
 
     def challenge(self, link: socket.socket) -> bytes:
         head = bytearray(len(GREETING) + 32)
@@ -182,14 +229,18 @@ class Attacker:
                 del said[self.draw.choice(sorted(said))]
             case 3:
                 field = self.draw.choice(["rules", "session", "side", "rank", "life"])
-                said[field] = self.draw.choice([None, -1, 1 << 70, "x" * 2000, [], {"wait": "sync"}])
+                said[field] = self.draw.choice(
+                    [None, -1, 1 << 70, "x" * 2000, [], {"wait": "sync"}]
+                )
         with self.knock() as link:
             link.sendall(self.introduction(said, self.challenge(link)))
             link.settimeout(0.1)
             try:
                 while link.recv(4096):
                     pass
-            except TimeoutError:  # it was right as far as one connection goes, and is kept for a while until the other comes
+            # it was right as far as one connection goes, and is kept for a while until the other
+            # comes
+            except TimeoutError:
                 self.halves.append(time.monotonic())
 
     def as_worker(self, data: bytes) -> None:
@@ -210,14 +261,20 @@ class Attacker:
 
     def truncated_frame(self) -> None:
         declared = message({"op": "declare", "id": 1, "keys": [], "complete": False})
-        frames = [declared, pack(Kind.PUSH, 0, 0, 1, 1, 1000) + bytes(999), pack(Kind.STATE, nbytes=5000) + self.bomb]
+        frames = [
+            declared,
+            pack(Kind.PUSH, 0, 0, 1, 1, 1000) + bytes(999),
+            pack(Kind.STATE, nbytes=5000) + self.bomb,
+        ]
         frame = self.draw.choice(frames)
         self.as_worker(frame[: self.draw.randrange(len(frame))])
 
     def huge_frame(self) -> None:
         """A header that promises up to 2^64 bytes, and little after it."""
         kind = self.draw.choice(list(Kind))
-        self.as_worker(pack(kind, 0, 0, 0, 1, 1 << self.draw.randrange(20, 64)) + self.noise(100_000))
+        self.as_worker(
+            pack(kind, 0, 0, 0, 1, 1 << self.draw.randrange(20, 64)) + self.noise(100_000)
+        )
 
     def random_frames(self) -> None:
         frames = [
@@ -236,8 +293,24 @@ class Attacker:
         self.as_worker(b"".join(frames))
 
     def damaged_message(self) -> None:
-        ops = "declare create tables ready region block optimizer compression step commit barrier join state back bye none"
-        fields = ["keys", "chunks", "tables", "name", "groups", "push", "pull", "step", "weight", "begins", "nbytes", "scale"]
+        ops = (
+            "declare create tables ready region block optimizer compression step commit barrier "
+            "join state back bye none"
+        )
+        fields = [
+            "keys",
+            "chunks",
+            "tables",
+            "name",
+            "groups",
+            "push",
+            "pull",
+            "step",
+            "weight",
+            "begins",
+            "nbytes",
+            "scale",
+        ]
         values: list[Any] = [None, -1, 1 << 70, "x", [], [[]], {}, {"a": {}}, 1e308, True]
         said = {"op": self.draw.choice(ops.split()), "id": self.draw.randrange(9)}
         said |= {name: self.draw.choice(values) for name in self.draw.sample(fields, 6)}
@@ -246,7 +319,9 @@ class Attacker:
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, 2, generator=generator)
+    return torch.randn(BATCH, WIDTH, generator=generator), torch.randn(
+        BATCH, 2, generator=generator
+    )
 
 
 def net() -> torch.nn.Module:
@@ -291,9 +366,14 @@ def threads_and_files(pid: int) -> tuple[int, int]:
 def started(token: str, meeting: TCPStore) -> subprocess.Popen[bytes]:
     """A server, with the variables that the launcher gives it."""
     env = os.environ | {
-        "ALLHANDS_SERVER": "0", "ALLHANDS_NUM_SERVERS": "1", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(meeting.port), "ALLHANDS_KVSTORE_TOKEN": token, "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "ALLHANDS_SERVER": "0",
+        "ALLHANDS_NUM_SERVERS": "1",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(meeting.port),
+        "ALLHANDS_KVSTORE_TOKEN": token,
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.Popen([sys.executable, "-m", "allhands.kvstore.server"], env=env)
 
 
@@ -311,7 +391,9 @@ def soak(seconds: float, seed: int, attackers: int, folder: str) -> list[str]:
         bomb = str(Path(folder, "executed"))
         begin = time.monotonic()
         end = begin + seconds
-        mob = [Attacker(f"{seed}-{number}", where, token.encode(), bomb) for number in range(attackers)]
+        mob = [
+            Attacker(f"{seed}-{number}", where, token.encode(), bomb) for number in range(attackers)
+        ]
         threads = [threading.Thread(target=one.run, args=(end,), daemon=True) for one in mob]
         seen: list[tuple[float, int]] = []
 
@@ -345,13 +427,27 @@ def soak(seconds: float, seed: int, attackers: int, folder: str) -> list[str]:
             server.kill()
             server.wait()
     return judged(
-        mob, seen, last, (count, files), (ours, steps, longest), (new, out), os.path.exists(bomb), min(WARM_UP, seconds / 2)
+        mob,
+        seen,
+        last,
+        (count, files),
+        (ours, steps, longest),
+        (new, out),
+        os.path.exists(bomb),
+        min(WARM_UP, seconds / 2),
     )
 
 
-def judged(mob: list[Attacker], seen: list[tuple[float, int]], last: int, left: tuple[int, int],
-           trained: tuple[torch.nn.Module, int, float], new: tuple[float, torch.Tensor], executed: bool,
-           warm_up: float) -> list[str]:  # fmt: skip
+def judged(
+    mob: list[Attacker],
+    seen: list[tuple[float, int]],
+    last: int,
+    left: tuple[int, int],
+    trained: tuple[torch.nn.Module, int, float],
+    new: tuple[float, torch.Tensor],
+    executed: bool,
+    warm_up: float,
+) -> list[str]:
     """Print the figures; what is not as it should be."""
     counts = sum((one.counts for one in mob), Counter[str]())
     first = next(size for at, size in seen if at >= warm_up)
@@ -359,16 +455,31 @@ def judged(mob: list[Attacker], seen: list[tuple[float, int]], last: int, left: 
     (ours, steps, longest), (count, files) = trained, left
     halves = sum(at > time.monotonic() - 35.0 for one in mob for at in one.halves)
     theirs = by_hand(steps)
-    same = all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
-    accepted, refused = sum(one.accepted for one in mob), sum(one.refused_peers for one in mob)
-    print(f"{sum(counts.values())} attacks: " + ", ".join(f"{name} {number}" for name, number in sorted(counts.items())))
-    print(
-        f"memory of the server: {first / 1e6:.1f} MB after {warm_up:.0f} s, {peak / 1e6:.1f} at most, {last / 1e6:.1f} in the end"
+    same = all(
+        torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
     )
-    print(f"the server has {count} threads and {files} descriptors in the end, of which {halves} may be halves of connections")
-    print(f"the honest worker took {steps} steps, the longest in {longest:.2f} s; equal to the loop by hand: {same}")
-    print(f"a new worker was served in {new[0]:.2f} s; handshakes without the token that were answered: {accepted}; "
-          f"with it, and refused: {refused}; executed: {executed}")  # fmt: skip
+    accepted, refused = sum(one.accepted for one in mob), sum(one.refused_peers for one in mob)
+    print(
+        f"{sum(counts.values())} attacks: "
+        + ", ".join(f"{name} {number}" for name, number in sorted(counts.items()))
+    )
+    print(
+        f"memory of the server: {first / 1e6:.1f} MB after {warm_up:.0f} s, {peak / 1e6:.1f} at "
+        f"most, {last / 1e6:.1f} in the end"
+    )
+    print(
+        f"the server has {count} threads and {files} descriptors in the end, of which {halves} may "
+        "be halves of connections"
+    )
+    print(
+        f"the honest worker took {steps} steps, the longest in {longest:.2f} s; equal to the loop "
+        f"by hand: {same}"
+    )
+    print(
+        f"a new worker was served in {new[0]:.2f} s; handshakes without the token that were "
+        f"answered: {accepted}; "
+        f"with it, and refused: {refused}; executed: {executed}"
+    )
     checks = {
         "no step was taken": steps > 0,
         "the weights are not those of the loop by hand": same,
@@ -384,9 +495,13 @@ def judged(mob: list[Attacker], seen: list[tuple[float, int]], last: int, left: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="attack a parameter server while an honest worker trains through it")
+    parser = argparse.ArgumentParser(
+        description="attack a parameter server while an honest worker trains through it"
+    )
     parser.add_argument("seconds", nargs="?", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=None, help="of what is sent; without it another one each time")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="of what is sent; without it another one each time"
+    )
     parser.add_argument("--attackers", type=int, default=4, help="threads that attack")
     options = parser.parse_args()
     seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed

@@ -1,9 +1,12 @@
-"""Forward and backward passes of stacked clients' convolutions in both forms of the executor `stacked`, shape by shape.
+"""Forward and backward passes of stacked clients' convolutions in both forms of the executor
+`stacked`, shape by shape.
 
-    python benchmarks/stacked_convolutions.py [--clients 50] [--images 10] [--device cuda] [--name NAME]
+    python benchmarks/stacked_convolutions.py [--clients 50] [--images 10] [--device cuda] [--name
+    NAME]
 
-The layers of ResNet-18 for images of 32 x 32, and the second of pfl-research's CNN. `product` is the product of weights with
-patches, `grouped` is cuDNN's; `chosen` is the one that `UnfoldedConv2d` takes. On CUDA each is recorded in a graph and replayed.
+The layers of ResNet-18 for images of 32 x 32, and the second of pfl-research's CNN. `product` is
+the product of weights with patches, `grouped` is cuDNN's; `chosen` is the one that `UnfoldedConv2d`
+takes. On CUDA each is recorded in a graph and replayed.
 """
 
 from __future__ import annotations
@@ -21,10 +24,19 @@ from allhands.federated.executors.unfolded import UnfoldedConv2d, _Grouped, _Pro
 
 # Channels in and out, side of the image, kernel, stride, padding.
 SHAPES = [
-    (3, 64, 32, 3, 1, 1), (64, 64, 32, 3, 1, 1), (64, 128, 32, 3, 2, 1), (64, 128, 32, 1, 2, 0), (128, 128, 16, 3, 1, 1),
-    (128, 256, 16, 3, 2, 1), (128, 256, 16, 1, 2, 0), (256, 256, 8, 3, 1, 1), (256, 512, 8, 3, 2, 1), (256, 512, 8, 1, 2, 0),
-    (512, 512, 4, 3, 1, 1), (32, 64, 30, 3, 1, 0),
-]  # fmt: skip
+    (3, 64, 32, 3, 1, 1),
+    (64, 64, 32, 3, 1, 1),
+    (64, 128, 32, 3, 2, 1),
+    (64, 128, 32, 1, 2, 0),
+    (128, 128, 16, 3, 1, 1),
+    (128, 256, 16, 3, 2, 1),
+    (128, 256, 16, 1, 2, 0),
+    (256, 256, 8, 3, 1, 1),
+    (256, 512, 8, 3, 2, 1),
+    (256, 512, 8, 1, 2, 0),
+    (512, 512, 4, 3, 1, 1),
+    (32, 64, 30, 3, 1, 0),
+]
 
 
 def milliseconds(step: Callable[[], Any], device: torch.device, repeats: int = 10) -> float:
@@ -59,7 +71,9 @@ def measure(shape: tuple[int, ...], args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(args.device)
     layer = UnfoldedConv2d(inside, outside, kernel, stride, padding, bias=False).to(device)
     weights = torch.randn(args.clients, *layer.weight.shape, device=device, requires_grad=True)
-    images = torch.randn(args.clients, args.images, inside, side, side, device=device, requires_grad=True)
+    images = torch.randn(
+        args.clients, args.images, inside, side, side, device=device, requires_grad=True
+    )
     given = (stride, stride), (padding, padding), (1, 1)
     calls: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
         "product": lambda weight, image: _Product.apply(image, weight, *given)[0],
@@ -71,17 +85,26 @@ def measure(shape: tuple[int, ...], args: argparse.Namespace) -> dict[str, Any]:
         batched = vmap(call)
         probe = torch.randn_like(batched(weights, images))
         row[name] = milliseconds(
-            lambda batched=batched, probe=probe: torch.autograd.grad(batched(weights, images), (weights, images), probe), device
+            lambda batched=batched, probe=probe: torch.autograd.grad(
+                batched(weights, images), (weights, images), probe
+            ),
+            device,
         )
     return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--images", type=int, default=10, help="of a client's batch")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="two clients with two images, to see that the script works")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="two clients with two images, to see that the script works",
+    )
     parser.add_argument("--name", default="stacked_convolutions", help="of the file of results")
     args = parser.parse_args()
     args.clients, args.images = (2, 2) if args.quick else (args.clients, args.images)
@@ -89,10 +112,16 @@ def main() -> None:
     rows = []
     for shape in SHAPES:
         rows.append(measure(shape, args))
-        print("{:4d} to {:4d} channels, side {:2d}, kernel {}, stride {}, padding {}".format(*shape),
-              *(f"{name} {rows[-1][name]:7.3f} ms" for name in ("product", "grouped", "chosen")), flush=True)  # fmt: skip
+        print(
+            "{:4d} to {:4d} channels, side {:2d}, kernel {}, stride {}, padding {}".format(*shape),
+            *(f"{name} {rows[-1][name]:7.3f} ms" for name in ("product", "grouped", "chosen")),
+            flush=True,
+        )
     if not args.quick:
-        save_json(args.name, {"machine": machine(), "clients": args.clients, "images": args.images, "rows": rows})
+        save_json(
+            args.name,
+            {"machine": machine(), "clients": args.clients, "images": args.images, "rows": rows},
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""What a step costs beside PyTorch's own work: the linear regression of the runner tutorial, 10,000 x 10, batch 32, Adam.
+"""What a step costs beside PyTorch's own work: the linear regression of the runner tutorial, 10,000
+x 10, batch 32, Adam.
 
-    python benchmarks/step_overhead.py            # 1 process: hand-written loop (= 1.0), allhands, Lightning, Accelerate
-    python benchmarks/step_overhead.py --workers 2   # 2 gloo processes: raw DDP (= 1.0) and allhands
+    python benchmarks/step_overhead.py            # 1 process: hand-written loop (= 1.0), allhands,
+    Lightning, Accelerate python benchmarks/step_overhead.py --workers 2   # 2 gloo processes: raw
+    DDP (= 1.0) and allhands
 
-Every contender trains in a process of its own with one thread; the contenders take turns, so that a change of the
-machine's speed meets all of them. The figure is CPU time (user and system, loader processes included) of the training call,
-after a first training that warms up. Metrics, progress bar and logging are on for allhands; the hand-written loop has none
-of them.
+Every contender trains in a process of its own with one thread; the contenders take turns, so that a
+change of the machine's speed meets all of them. The figure is CPU time (user and system, loader
+processes included) of the training call, after a first training that warms up. Metrics, progress
+bar and logging are on for allhands; the hand-written loop has none of them.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ SAMPLES, FEATURES, BATCH = 10_000, 10, 32
 
 def cpu_seconds() -> float:
     """User and system time of this process and of its children that have ended."""
-    return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+    return sum(
+        u.ru_utime + u.ru_stime
+        for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
 
 
 def problem():
@@ -67,9 +72,15 @@ def with_allhands(epochs: int) -> None:
     model, criterion, optimizer, data, loader_class = problem()
     with tempfile.TemporaryDirectory() as logdir:
         SupervisedRunner(device="cpu").train(
-            model=model, criterion=criterion, optimizer=optimizer, metrics={"mae": mean_absolute_error},
-            loaders={"train": loader_class(data, batch_size=BATCH, shuffle=True)}, num_epochs=epochs, verbose=True, logdir=logdir,
-        )  # fmt: skip
+            model=model,
+            criterion=criterion,
+            optimizer=optimizer,
+            metrics={"mae": mean_absolute_error},
+            loaders={"train": loader_class(data, batch_size=BATCH, shuffle=True)},
+            num_epochs=epochs,
+            verbose=True,
+            logdir=logdir,
+        )
 
 
 def with_lightning(epochs: int) -> None:
@@ -90,7 +101,9 @@ def with_lightning(epochs: int) -> None:
             output = self.model(batch[0])
             loss = criterion(output, batch[1])
             self.log("loss", loss, on_epoch=True, on_step=False)
-            self.log("mae", mean_absolute_error(output.detach(), batch[1]), on_epoch=True, on_step=False)
+            self.log(
+                "mae", mean_absolute_error(output.detach(), batch[1]), on_epoch=True, on_step=False
+            )
             return loss
 
         def configure_optimizers(self):
@@ -98,7 +111,11 @@ def with_lightning(epochs: int) -> None:
 
     with tempfile.TemporaryDirectory() as logdir:
         lightning.Trainer(
-            accelerator="cpu", devices=1, max_epochs=epochs, default_root_dir=logdir, enable_model_summary=False
+            accelerator="cpu",
+            devices=1,
+            max_epochs=epochs,
+            default_root_dir=logdir,
+            enable_model_summary=False,
         ).fit(Module(), loader_class(data, batch_size=BATCH, shuffle=True))
 
 
@@ -107,7 +124,9 @@ def with_accelerate(epochs: int) -> None:
 
     accelerator = Accelerator(cpu=True)
     model, criterion, optimizer, data, loader_class = problem()
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader_class(data, batch_size=BATCH, shuffle=True))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, loader_class(data, batch_size=BATCH, shuffle=True)
+    )
     for _ in range(epochs):
         for inputs, targets in loader:
             optimizer.zero_grad()
@@ -136,19 +155,24 @@ def raw_ddp(epochs: int) -> None:
 
 
 CONTENDERS = {
-    "by hand": by_hand, "allhands": with_allhands, "lightning": with_lightning, "accelerate": with_accelerate,
-    "raw ddp": raw_ddp, "allhands ddp": with_allhands,
-}  # fmt: skip
+    "by hand": by_hand,
+    "allhands": with_allhands,
+    "lightning": with_lightning,
+    "accelerate": with_accelerate,
+    "raw ddp": raw_ddp,
+    "allhands ddp": with_allhands,
+}
 
 
 def contender(name: str, epochs: int) -> None:
-    """What runs in a process of its own: train once to warm up, train again and print the CPU time a step."""
+    """What runs in a process of its own: train once to warm up, train again and print the CPU time
+    a step."""
     warnings.filterwarnings("ignore")
     import torch
 
     torch.set_num_threads(1)
     workers = int(os.environ.get("WORLD_SIZE", "1"))
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what the contenders print is part of their work, not of the result
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - contenders print, too
     CONTENDERS[name](1)
     before = cpu_seconds()
     CONTENDERS[name](epochs)
@@ -158,7 +182,9 @@ def contender(name: str, epochs: int) -> None:
 
         dist.barrier()  # a rank that leaves early would break the others' last messages
         dist.destroy_process_group()
-    print(json.dumps({"us": (cpu_seconds() - before) / steps * 1e6}), file=sys.__stdout__, flush=True)
+    print(
+        json.dumps({"us": (cpu_seconds() - before) / steps * 1e6}), file=sys.__stdout__, flush=True
+    )
 
 
 def measure(name: str, epochs: int, workers: int) -> float:
@@ -167,7 +193,13 @@ def measure(name: str, epochs: int, workers: int) -> float:
     start = (
         [sys.executable]
         if workers == 1
-        else [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+        else [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={workers}",
+        ]
     )
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*start, *this], capture_output=True, text=True, env=environ, check=False)
@@ -178,7 +210,9 @@ def measure(name: str, epochs: int, workers: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--workers", type=int, default=1)
@@ -187,13 +221,25 @@ def main() -> None:
     if given.contender:
         contender(given.contender, given.epochs)
         return
-    names = ["by hand", "allhands", "lightning", "accelerate"] if given.workers == 1 else ["raw ddp", "allhands ddp"]
+    names = (
+        ["by hand", "allhands", "lightning", "accelerate"]
+        if given.workers == 1
+        else ["raw ddp", "allhands ddp"]
+    )
     times: dict[str, list[float]] = {name: [] for name in names}
     for run in range(given.runs):
         for name in names:
             times[name].append(measure(name, given.epochs, given.workers))
-            print(f"run {run + 1}/{given.runs}  {name:14s} {times[name][-1]:8.1f} us a step", flush=True)
-    result = {"unit": "us of CPU time a step", "baseline": names[0], **summarize(times, names[0]), "machine": machine()}
+            print(
+                f"run {run + 1}/{given.runs}  {name:14s} {times[name][-1]:8.1f} us a step",
+                flush=True,
+            )
+    result = {
+        "unit": "us of CPU time a step",
+        "baseline": names[0],
+        **summarize(times, names[0]),
+        "machine": machine(),
+    }
     save(f"step_overhead_{given.workers}", result)
 
 

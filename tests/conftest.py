@@ -1,4 +1,5 @@
-"""What every test shares: where real data lies, and a check that no test leaves a process behind."""
+"""What every test shares: where real data lies, and a check that no test leaves a process
+behind."""
 
 from __future__ import annotations
 
@@ -22,21 +23,30 @@ from tests.timeouts import (  # noqa: F401
     pytest_timeout_set_timer,
 )
 
-# Seconds for which the process that imports torch for workers waits for the next test that starts some. Tests about the start and
-# end of processes unset it (tests/launch).
+# Seconds for which the process that imports torch for workers waits for the next test that starts
+# some. Tests about the start and end of processes unset it (tests/launch).
 os.environ.setdefault("ALLHANDS_KEEPER_IDLE", "120")
-# Threads of torch that wait for one another sleep. Several processes of tests share the cores, and threads that spin instead keep
-# those from working that they wait for: a test took forty times as long.
+# Threads of torch that wait for one another sleep. Several processes of tests share the cores, and
+# threads that spin instead keep those from working that they wait for: a test took forty times as
+# long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # PyTorch's compiler keeps what it made for one set of instructions, and takes it for another one.
 if "ATEN_CPU_CAPABILITY" in os.environ:
-    own_cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
+    own_cache = (
+        Path(tempfile.gettempdir())
+        / f"torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
+    )
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(own_cache))
 
-# Folders of tests are in memory where there is enough of it: hundreds of checkpoints are saved, and each waits for the disk.
+# Folders of tests are in memory where there is enough of it: hundreds of checkpoints are saved, and
+# each waits for the disk.
 MEMORY = Path("/dev/shm")
-if MEMORY.is_dir() and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC and shutil.disk_usage(MEMORY).free > 2**31:
+if (
+    MEMORY.is_dir()
+    and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC
+    and shutil.disk_usage(MEMORY).free > 2**31
+):
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 # Its files are handed out as one, since they share worlds, but for those named below.
@@ -72,8 +82,8 @@ LONGEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the tests the signals of a terminal: under nohup, or in the background of a script, some are ignored, and every
-    process that a test starts would inherit that."""
+    """Give the tests the signals of a terminal: under nohup, or in the background of a script, some
+    are ignored, and every process that a test starts would inherit that."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGHUP, signal.SIGTERM):
@@ -96,20 +106,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return unit_of(nodeid)
 
         def _reschedule(self, node: Any) -> None:
-            """What xdist does, but for a process in the place of one that has ended, until it has collected its tests."""
+            """What xdist does, but for a process in the place of one that has ended, until it has
+            collected its tests."""
             if node in self.registered_collections:
                 super()._reschedule(node)
 
         def remove_node(self, node: Any) -> str | None:
-            """What xdist does, but that a test which has ended its process is not run again, to end the next one."""
+            """What xdist does, but that a test which has ended its process is not run again, to end
+            the next one."""
             work = self.assigned_work.pop(node)
-            ended_in = next((test for unit in work.values() for test, is_over in unit.items() if not is_over), None)
+            ended_in = next(
+                (test for unit in work.values() for test, is_over in unit.items() if not is_over),
+                None,
+            )
             if ended_in is None:
                 return None
             for unit in work.values():
                 if ended_in in unit:
                     unit[ended_in] = True
-            self.workqueue.update({name: unit for name, unit in work.items() if not all(unit.values())})
+            self.workqueue.update(
+                {name: unit for name, unit in work.items() if not all(unit.values())}
+            )
             for other in self.assigned_work:
                 self._reschedule(other)
             return ended_in
@@ -128,7 +145,11 @@ def unit_of(nodeid: str) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first, and skip GPU tests, with a reason, where no GPU can be used."""
     order = {unit: number for number, unit in enumerate(LONGEST)}
-    items.sort(key=lambda item: -1 if item.nodeid.startswith(APART) else order.get(unit_of(item.nodeid), len(order)))
+    items.sort(
+        key=lambda item: (
+            -1 if item.nodeid.startswith(APART) else order.get(unit_of(item.nodeid), len(order))
+        )
+    )
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
@@ -150,12 +171,16 @@ def shared_data() -> Path:
     for candidate in candidates:
         if candidate and (Path(candidate) / "write_official.py").is_file():
             return Path(candidate)
-    pytest.skip("no data folder with write_official.py: set ALLHANDS_DATA to one (looked at $ALLHANDS_DATA and ../shared/data)")
+    pytest.skip(
+        "no data folder with write_official.py: set ALLHANDS_DATA to one (looked at $ALLHANDS_DATA "
+        "and ../shared/data)"
+    )
 
 
 @pytest.fixture(scope="module")
 def preloaded() -> Iterator[None]:
-    """Workers that a training starts have one thread, and what it needs imported, as those of tests.worlds."""
+    """Workers that a training starts have one thread, and what it needs imported, as those of
+    tests.worlds."""
     from allhands.launch import job
     from tests.worlds import ONE_THREAD, PRELOAD
 
@@ -168,7 +193,8 @@ def preloaded() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_world_left() -> Iterator[None]:
-    """Fail the test that leaves its process in a world, rather than whichever test comes next in that process."""
+    """Fail the test that leaves its process in a world, rather than whichever test comes next in
+    that process."""
     yield
     group = sys.modules.get("allhands.world.group")
     world = group.current_world() if group is not None else None

@@ -1,4 +1,5 @@
-"""How far rounding alone moves a training: measured where the test runs, since kernels differ by processor and by compiler."""
+"""How far rounding alone moves a training: measured where the test runs, since kernels differ by
+processor and by compiler."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _RUNS = 3
 
 
 class Nudge(Callback):
-    """Moves each weight by one of its last bits up or down, or not at all, before the first step and after each."""
+    """Moves each weight by one of its last bits up or down, or not at all, before the first step
+    and after each."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -33,12 +35,16 @@ class Nudge(Callback):
             parameter.copy_(torch.nextafter(parameter, parameter + way))
 
 
-def rounding_limit(train: Callable[[Callback], Mapping[str, torch.Tensor]], expected: Mapping[str, torch.Tensor]) -> float:
+def rounding_limit(
+    train: Callable[[Callback], Mapping[str, torch.Tensor]], expected: Mapping[str, torch.Tensor]
+) -> float:
     """The relative difference from `expected` that another rounding of the same training may make.
 
     Args:
-        train: trains once more as for `expected`, with one more callback, and returns what `expected` holds: the weights, and
-            whatever else is compared.
+        train: trains once more as for `expected`, with one more callback, and returns what
+            `expected` holds: the weights, and whatever else is compared.
         expected: of the training to compare with.
     """
-    return FACTOR * max(relative_difference(dict(train(Nudge(seed))), dict(expected)) for seed in range(_RUNS))
+    return FACTOR * max(
+        relative_difference(dict(train(Nudge(seed))), dict(expected)) for seed in range(_RUNS)
+    )

@@ -1,8 +1,9 @@
-"""Runs the Python blocks of the documentation: those of a page in order, in one namespace and one folder, on small data.
+"""Runs the Python blocks of the documentation: those of a page in order, in one namespace and one
+folder, on small data.
 
-``python -m tests.page_blocks`` runs all pages in one process, whose workers stay warm, and prints a line of JSON for each block.
-Names that a page's fragments use and do not make come from `PRELUDES`. What is not run here stands in `ELSEWHERE`, with where it
-is or why it cannot be.
+``python -m tests.page_blocks`` runs all pages in one process, whose workers stay warm, and prints a
+line of JSON for each block. Names that a page's fragments use and do not make come from `PRELUDES`.
+What is not run here stands in `ELSEWHERE`, with where it is or why it cannot be.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"^( *)```(python|console)( title=\"[^\"]+\")?\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^( *)```(python|console)( title=\"[^\"]+\")?\n(.*?)^\1```", re.MULTILINE | re.DOTALL
+)
 
-#: (page, language) -> the test that runs all such blocks of the page, or why none can; or (page, language, words in one block).
+#: (page, language) -> the test that runs all such blocks of the page, or why none can; or (page,
+#: language, words in one block).
 ELSEWHERE: dict[tuple[str, ...], str] = {
     ("README.md", "python"): "tests/test_docs.py::test_the_first_example_runs_as_shown",
     ("docs/index.md", "python"): "tests/test_docs.py::test_the_first_examples_are_the_same",
@@ -40,15 +44,33 @@ ELSEWHERE: dict[tuple[str, ...], str] = {
     ("docs/slurm.md", "console"): "tests/cluster/test_docs.py",
     ("docs/slurm.md", "python", "allhands.init()"): "tests/cluster/test_docs.py",
     ("docs/slurm.md", "python", 'title="run.py"'): "tests/cluster/test_docs.py",
-    ("docs/slurm.md", "python", "slurm.setup()"): "needs a step of srun: tests/cluster/test_srun.py",
-    ("docs/doctor.md", "console"): "needs ssh hosts, and its report differs by machine: tests/doctor/test_examination.py",
-    ("docs/horovod.md", "python", "import tensorflow"): "TensorFlow is not among what the tests install",
-    ("docs/migrate_coala.md", "python", '"gpu": 1'): "needs CIFAR-10 and a GPU; tests/federated/coala runs the same calls",
+    (
+        "docs/slurm.md",
+        "python",
+        "slurm.setup()",
+    ): "needs a step of srun: tests/cluster/test_srun.py",
+    (
+        "docs/doctor.md",
+        "console",
+    ): "needs ssh hosts, and its report differs by machine: tests/doctor/test_examination.py",
+    (
+        "docs/horovod.md",
+        "python",
+        "import tensorflow",
+    ): "TensorFlow is not among what the tests install",
+    (
+        "docs/migrate_coala.md",
+        "python",
+        '"gpu": 1',
+    ): "needs CIFAR-10 and a GPU; tests/federated/coala runs the same calls",
     ("docs/step.md", "python"): "step='graph' needs a GPU: tests/runner/test_gpu.py",
-    ("docs/local_sgd.md", "console"): "kills a worker while it looks on: tests/examples/test_local_sgd.py",
+    (
+        "docs/local_sgd.md",
+        "console",
+    ): "kills a worker while it looks on: tests/examples/test_local_sgd.py",
     ("docs/verify.md", "console"): "shows part of a report: tests/cli/test_verify.py",
     ("docs/world.md", "console"): "three launchers: tests/world/test_world_processes.py",
-}  # fmt: skip
+}
 
 COMMON = """
 import torch
@@ -123,7 +145,11 @@ AFTERWARDS: dict[str, str] = {
 x = torch.randn(24, 4)
 for chosen, given, target in (
     (weighted, nn.Linear(4, 2), torch.rand(24, 3)),
-    (PerTarget(token_mean), nn.Sequential(nn.Linear(4, 10), nn.Unflatten(1, (2, 5))), torch.randint(0, 5, (24, 2))),
+    (
+        PerTarget(token_mean),
+        nn.Sequential(nn.Linear(4, 10), nn.Unflatten(1, (2, 5))),
+        torch.randint(0, 5, (24, 2)),
+    ),
 ):
     SupervisedRunner(device="cpu").train(
         model=given, criterion=chosen, optimizer=torch.optim.SGD(given.parameters(), lr=0.1),
@@ -141,7 +167,8 @@ assert len(load(".")["train"]) == 4
 """,
     "docs/start.md": """
 SupervisedRunner(device="cpu").train(
-    model=model, criterion=criterion, optimizer=optimizer, loaders=loaders, num_epochs=2, callbacks=[Averaged()],
+    model=model, criterion=criterion, optimizer=optimizer, loaders=loaders, num_epochs=2,
+    callbacks=[Averaged()],
 )
 class Net(nn.Linear):
     def forward(self, x, edges, graph): return super().forward(x)
@@ -173,7 +200,8 @@ def _filling() -> Any:
     from allhands.runner import workers
 
     class Filling(SupervisedRunner):
-        """A runner whose `train(..., option=…)` is given the rest. On at most two workers: a mesh of more is planned only."""
+        """A runner whose `train(..., option=…)` is given the rest. On at most two workers: a mesh
+        of more is planned only."""
 
         def train(self, *dots: Any, **given: Any) -> Any:
             assert dots in ((), (...,))
@@ -196,7 +224,10 @@ def __getattr__(name: str) -> Any:
 def blocks(page: Path) -> list[tuple[str, str, str]]:
     """The language, the code with its title, and the code alone of a page's blocks."""
     found = BLOCK.findall(page.read_text())
-    return [(kind, title + "\n" + textwrap.dedent(text), textwrap.dedent(text)) for _, kind, title, text in found]
+    return [
+        (kind, title + "\n" + textwrap.dedent(text), textwrap.dedent(text))
+        for _, kind, title, text in found
+    ]
 
 
 def elsewhere(page: Path, language: str, text: str) -> tuple[str, ...] | None:
@@ -216,8 +247,15 @@ def run_here(page: Path) -> bool:
 def run(page: Path) -> dict[str, Any]:
     """Run the blocks of a page that are run here; what went wrong, and how long it took."""
     name = str(page.relative_to(ROOT))
-    code = [(kind, text) for kind, titled, text in blocks(page) if elsewhere(page, kind, titled) is None]
-    parts = [("python", COMMON), ("python", PRELUDES.get(name, "")), *code, ("python", AFTERWARDS.get(name, ""))]
+    code = [
+        (kind, text) for kind, titled, text in blocks(page) if elsewhere(page, kind, titled) is None
+    ]
+    parts = [
+        ("python", COMMON),
+        ("python", PRELUDES.get(name, "")),
+        *code,
+        ("python", AFTERWARDS.get(name, "")),
+    ]
     began, said, namespace = time.perf_counter(), io.StringIO(), {"__name__": "__main__"}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         try:
@@ -248,7 +286,10 @@ def main() -> None:
     from allhands.runner import workers
 
     workers.cores = lambda: 2
-    wanted = [ROOT / name for name in sys.argv[1:]] or [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
+    wanted = [ROOT / name for name in sys.argv[1:]] or [
+        *ROOT.glob("*.md"),
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ]
     for page in wanted:
         if run_here(page):
             print(json.dumps(run(page)), flush=True)

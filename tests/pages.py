@@ -28,12 +28,16 @@ def plain(line: str) -> str:
 
 
 def run_page(name: str, folder: Path, environ: dict[str, str]) -> int:
-    """Write the files that a page shows, run its commands in order, and compare what they print; how many there were.
+    """Write the files that a page shows, run its commands in order, and compare what they print;
+    how many there were.
 
-    Every line that is shown must be printed, in any order, since processes share one screen. Three dots stand for more lines.
+    Every line that is shown must be printed, in any order, since processes share one screen. Three
+    dots stand for more lines.
     """
     text = (DOCS / name).read_text()
-    for title, body in re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```', text, re.MULTILINE | re.DOTALL):
+    for title, body in re.findall(
+        r'^```\w+ title="([^"]+)"\n(.*?)^```', text, re.MULTILINE | re.DOTALL
+    ):
         (folder / title).write_text(body)
         (folder / title).chmod(0o755)
     commands = 0
@@ -41,12 +45,25 @@ def run_page(name: str, folder: Path, environ: dict[str, str]) -> int:
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, _, shown = part.partition("\n")
             done = subprocess.run(
-                ["bash", "-c", command], cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, text=True, errors="replace", check=False,
-            )  # fmt: skip
+                ["bash", "-c", command],
+                cwd=folder,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                check=False,
+            )
             printed = [plain(line) for line in done.stdout.splitlines()]
-            missing = [line for line in shown.splitlines() if line.strip() not in ("", "...") and plain(line) not in printed]
+            missing = [
+                line
+                for line in shown.splitlines()
+                if line.strip() not in ("", "...") and plain(line) not in printed
+            ]
             assert not missing, f"{name}: `{command}` did not print {missing}, but:\n{done.stdout}"
-            assert "echo $?" in command or done.returncode == 0, f"{name}: `{command}`: {done.returncode}\n{done.stdout}"
+            assert "echo $?" in command or done.returncode == 0, (
+                f"{name}: `{command}`: {done.returncode}\n{done.stdout}"
+            )
             commands += 1
     return commands

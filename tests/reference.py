@@ -1,4 +1,5 @@
-"""The hand-written single-process loop that every strategy must reproduce. Plain PyTorch, nothing of the step's code."""
+"""The hand-written single-process loop that every strategy must reproduce. Plain PyTorch, nothing
+of the step's code."""
 
 from __future__ import annotations
 
@@ -53,11 +54,15 @@ def train_by_hand(
 def relative_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     """The largest difference of any parameter, relative to that parameter's largest value."""
     assert ours.keys() == theirs.keys()
-    return max(float((ours[k].double() - theirs[k].double()).abs().max() / theirs[k].double().abs().max()) for k in ours)
+    return max(
+        float((ours[k].double() - theirs[k].double()).abs().max() / theirs[k].double().abs().max())
+        for k in ours
+    )
 
 
 class Slope(nn.Module):
-    """One weight, 0 at first: with ``loss = mean(w * x)`` and SGD(lr=1), -w after one step is the gradient."""
+    """One weight, 0 at first: with ``loss = mean(w * x)`` and SGD(lr=1), -w after one step is the
+    gradient."""
 
     def __init__(self) -> None:
         super().__init__()

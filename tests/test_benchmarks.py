@@ -1,4 +1,5 @@
-"""The benchmarks: tables of the documentation are what the committed results make, and the script for GPUs works."""
+"""The benchmarks: tables of the documentation are what the committed results make, and the script
+for GPUs works."""
 
 from __future__ import annotations
 
@@ -52,7 +53,11 @@ def write(folder: Path, name: str, cases: list[dict]) -> None:
 
 
 def case(task: str, workers: int, **contenders: dict) -> dict:
-    return {"task": task, "workers": workers, "contenders": {name.replace("_", "-"): row for name, row in contenders.items()}}
+    return {
+        "task": task,
+        "workers": workers,
+        "contenders": {name.replace("_", "-"): row for name, row in contenders.items()},
+    }
 
 
 def test_the_tables_are_what_the_results_make(tmp_path):
@@ -73,17 +78,31 @@ def test_both_pages_have_tables(tables):
 
 
 def test_what_was_not_measured_is_not_shown(tables, tmp_path):
-    base, graph = {"microseconds": 1000.0, "ratio": 1.0}, {"microseconds": 50.0, "ratio": 20.0, "gib": 1.0}
+    base, graph = (
+        {"microseconds": 1000.0, "ratio": 1.0},
+        {"microseconds": 50.0, "ratio": 20.0, "gib": 1.0},
+    )
     eager, failed = {"microseconds": 500.0, "ratio": 2.0}, {"failed": "UserError: no"}
-    write(tmp_path, "gpu_workers", [
-        case("regression", 2, ddp={**base, "efficiency": 0.5}, allhands_graph=failed, allhands_eager=eager),
-        case("regression", 1, ddp=base, allhands_graph=graph),
-    ])  # fmt: skip
+    write(
+        tmp_path,
+        "gpu_workers",
+        [
+            case(
+                "regression",
+                2,
+                ddp={**base, "efficiency": 0.5},
+                allhands_graph=failed,
+                allhands_eager=eager,
+            ),
+            case("regression", 1, ddp=base, allhands_graph=graph),
+        ],
+    )
     assert tables.readme(tmp_path).splitlines() == [
         "| | where | by hand | allhands |",
         "| --- | --- | --- | --- |",
         "| linear regression, batch 32 | 1 x NVIDIA X | 1.00 | 20.00 |",
-        "| linear regression, batch 32 | 2 x NVIDIA X | 1.00 | 2.00 |",  # what step="auto" does where nothing is recorded
+        # what step="auto" does where nothing is recorded
+        "| linear regression, batch 32 | 2 x NVIDIA X | 1.00 | 2.00 |",
     ]
     page = tables.gpu(tmp_path)
     assert "| linear regression, batch 32, 1 GPU | 1,000 (1.00) | | 50 (20.00) |" in page
@@ -95,7 +114,10 @@ def test_what_was_not_measured_is_not_shown(tables, tmp_path):
 def test_a_case_in_two_files_of_one_machine_is_refused(tables, tmp_path):
     for name in ("gpu_workers", "gpu_workers_again"):
         write(tmp_path, name, [case("gpt-124M", 1, ddp={"microseconds": 1.0, "ratio": 1.0})])
-    with pytest.raises(SystemExit, match="gpu_workers_again.json: another file of the same machine also has GPT-124M"):
+    with pytest.raises(
+        SystemExit,
+        match="gpu_workers_again.json: another file of the same machine also has GPT-124M",
+    ):
         tables.readme(tmp_path)
 
 
@@ -108,8 +130,14 @@ def test_ratios_are_of_the_same_turn_and_efficiency_of_the_same_contender(script
     ):
         for contender, values in figures.items():
             for turn, value in enumerate(values):
-                results.add(workers, ("regression", turn, contender), {"microseconds": value, "said": [], "wall": 0.0})
-    results.add(2, ("regression", 0, "accelerate"), {"failed": "RuntimeError: out of memory", "said": []})
+                results.add(
+                    workers,
+                    ("regression", turn, contender),
+                    {"microseconds": value, "said": [], "wall": 0.0},
+                )
+    results.add(
+        2, ("regression", 0, "accelerate"), {"failed": "RuntimeError: out of memory", "said": []}
+    )
     one, two = (case["contenders"] for case in results.cases())
     assert one["lightning"]["ratio"] == (100 / 200 + 200 / 100) / 2
     assert "efficiency" not in one["ddp"]
@@ -127,20 +155,50 @@ def test_a_turn_takes_as_long_as_its_slowest_rank(scripts):
     ]
     found = scripts("gpu_workers").slowest(ranks)
     assert (found["microseconds"], found["gib"], found["wall"]) == (3e6, 2.0, 9.0)
-    assert scripts("gpu_workers").slowest([ranks[0], {**ranks[1], "failed": "why"}])["failed"] == "why"
+    assert (
+        scripts("gpu_workers").slowest([ranks[0], {**ranks[1], "failed": "why"}])["failed"] == "why"
+    )
 
 
 @pytest.mark.serial
 def test_contenders_take_turns_in_two_workers():
-    """Without GPUs a step cannot be recorded: that is said, and the others are measured all the same."""
+    """Without GPUs a step cannot be recorded: that is said, and the others are measured all the
+    same."""
     before = sorted(RESULTS.iterdir())
-    command = [sys.executable, "benchmarks/gpu_workers.py", "--device", "cpu", "--workers", "1,2", "--quick", "--turns", "1",
-               "--tasks", "regression,gpt-124M", "--contenders", "allhands-eager,allhands-graph"]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "benchmarks/gpu_workers.py",
+        "--device",
+        "cpu",
+        "--workers",
+        "1,2",
+        "--quick",
+        "--turns",
+        "1",
+        "--tasks",
+        "regression,gpt-124M",
+        "--contenders",
+        "allhands-eager,allhands-graph",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     for task in ("regression", "gpt-124M"):
-        shown = re.search(rf"^{task}, 2 workers, \d+ each\n((?:  .*\n)+)", done.stdout, re.MULTILINE)[1]
-        assert re.search(r"^  ddp +[\d.]+ us a step +1\.00 x +efficiency [\d.]+$", shown, re.MULTILINE), done.stdout
-        assert re.search(r"^  allhands-eager +[\d.]+ us a step +[\d.]+ x +efficiency", shown, re.MULTILINE), done.stdout
-        assert re.search(r"^  allhands-graph +UserError: step='graph'", shown, re.MULTILINE), done.stdout
+        shown = re.search(
+            rf"^{task}, 2 workers, \d+ each\n((?:  .*\n)+)", done.stdout, re.MULTILINE
+        )[1]
+        assert re.search(
+            r"^  ddp +[\d.]+ us a step +1\.00 x +efficiency [\d.]+$", shown, re.MULTILINE
+        ), done.stdout
+        assert re.search(
+            r"^  allhands-eager +[\d.]+ us a step +[\d.]+ x +efficiency", shown, re.MULTILINE
+        ), done.stdout
+        assert re.search(r"^  allhands-graph +UserError: step='graph'", shown, re.MULTILINE), (
+            done.stdout
+        )
     assert sorted(RESULTS.iterdir()) == before

@@ -1,4 +1,5 @@
-"""The documentation: code that runs or at least compiles, links that lead somewhere, claims that are kept."""
+"""The documentation: code that runs or at least compiles, links that lead somewhere, claims that
+are kept."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 
 def blocks(page: Path, language: str) -> list[str]:
     """The code of all fenced blocks of a language, without their indentation."""
-    return [textwrap.dedent(text) for _, kind, text in FENCE.findall(page.read_text()) if kind == language]
+    return [
+        textwrap.dedent(text)
+        for _, kind, text in FENCE.findall(page.read_text())
+        if kind == language
+    ]
 
 
 def named(page: Path) -> str:
@@ -34,7 +39,9 @@ def named(page: Path) -> str:
 def test_the_first_example_runs_as_shown(tmp_path):
     (code,) = blocks(ROOT / "README.md", "python")
     (tmp_path / "first.py").write_text(code)
-    done = subprocess.run([sys.executable, "first.py"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "first.py"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     accuracy = float(re.search(r"validation accuracy: (\S+)", done.stdout)[1])
     assert accuracy > 0.9, done.stdout
@@ -58,7 +65,12 @@ def blocks_run():
     if shared.is_dir():
         environ.setdefault("ALLHANDS_DATA", str(shared))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.page_blocks"], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=800
+        [sys.executable, "-m", "tests.page_blocks"],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=800,
     )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {line["page"]: line["error"] for line in lines}, done.stderr
@@ -75,7 +87,11 @@ def test_the_blocks_of_a_page_run(page, blocks_run):
 
 
 def test_every_block_runs_here_or_somewhere_that_is_named():
-    used = {page_blocks.elsewhere(page, kind, titled) for page in PAGES for kind, titled, _ in page_blocks.blocks(page)}
+    used = {
+        page_blocks.elsewhere(page, kind, titled)
+        for page in PAGES
+        for kind, titled, _ in page_blocks.blocks(page)
+    }
     assert used - {None} == page_blocks.ELSEWHERE.keys()
     for where in page_blocks.ELSEWHERE.values():
         for path in re.findall(r"tests/[\w/]+(?:\.py)?", where):
@@ -94,25 +110,33 @@ def test_links_lead_somewhere(page):
         linked = (page.parent / path).resolve() if path else page
         assert linked.exists(), f"{named(page)} links to {target}"
         if anchor and linked.suffix == ".md":
-            assert anchor in anchors(linked), f"{named(page)} links to {target}, which has no such heading"
+            assert anchor in anchors(linked), (
+                f"{named(page)} links to {target}, which has no such heading"
+            )
 
 
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as mkdocs and GitHub make them."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_files_that_are_named_exist(page):
     """Paths in backticks below a folder of this repository."""
-    for path in re.findall(r"`((?:src|tests|examples|benchmarks|docs)/[\w./-]+)`", page.read_text()):
+    for path in re.findall(
+        r"`((?:src|tests|examples|benchmarks|docs)/[\w./-]+)`", page.read_text()
+    ):
         assert (ROOT / path).exists(), f"{named(page)} names {path}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_make_targets_that_are_named_exist(page):
-    targets = set(re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
+    targets = set(
+        re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    )
     text = page.read_text()
     mentioned = set(re.findall(r"`make (\w+)", text)) | set(
         re.findall(r"^make (\w+)", "\n".join(blocks(page, "bash")), re.MULTILINE)

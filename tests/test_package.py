@@ -21,7 +21,12 @@ HEAVY = ("torch", "numpy", "pydantic", "rich", "yaml", "sklearn", "torchmetrics"
 
 
 def python(code: str, *options: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True, timeout=patience(seconds))
+    return subprocess.run(
+        [sys.executable, *options, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=patience(seconds),
+    )
 
 
 def test_importing_allhands_imports_nothing_heavy():
@@ -30,15 +35,24 @@ def test_importing_allhands_imports_nothing_heavy():
 
 
 def test_importing_allhands_is_fast():
-    """50 ms is the promise. Time of the processor is measured, the least of several tries, so that others may work as well."""
-    code = "import time; before = time.process_time(); import allhands; print(time.process_time() - before)"
+    """50 ms is the promise. Time of the processor is measured, the least of several tries, so that
+    others may work as well."""
+    code = (
+        "import time; before = time.process_time(); import allhands; print(time.process_time() "
+        "- before)"
+    )
     times = [1000 * float(python(code).stdout) for _ in range(5)]
     assert min(times) < 100, f"import allhands took {min(times):.0f} ms at best"
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["launch", "--help"], ["run", "--help"], ["nonsense"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["launch", "--help"], ["run", "--help"], ["nonsense"]]
+)
 def test_the_command_line_starts_without_torch(words):
-    code = f"import sys\nfrom allhands.cli.main import run\nrun({words!r})\nsys.exit('torch' in sys.modules)"
+    code = (
+        f"import sys\nfrom allhands.cli.main import run\nrun({words!r})\nsys.exit('torch' in "
+        "sys.modules)"
+    )
     done = python(code)
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).strip()
@@ -57,7 +71,8 @@ def test_unknown_names_are_attribute_errors():
 
 @pytest.mark.rare
 def test_every_module_can_be_imported_alone():
-    """Imports that work only in some order would fail in a worker. One process, which forgets allhands between modules.
+    """Imports that work only in some order would fail in a worker. One process, which forgets
+    allhands between modules.
 
     Those that need TensorFlow are imported in tests/horovod/tensorflow.
     """
@@ -72,7 +87,8 @@ def test_every_module_can_be_imported_alone():
     code = (
         "import importlib, sys\n"
         f"for name in {names!r}:\n"
-        "    for old in [m for m in sys.modules if m.partition('.')[0] == 'allhands']: del sys.modules[old]\n"
+        "    for old in [m for m in sys.modules if m.partition('.')[0] == 'allhands']: del "
+        "sys.modules[old]\n"
         "    importlib.import_module(name)\n"
     )
     done = python(code, seconds=150)
@@ -87,9 +103,19 @@ def test_version_is_the_one_of_the_project():
 def test_constraints_pin_every_direct_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["data"], *extras["report"], *extras["docs"], *extras["dev"]]
+    wanted = [
+        *project["dependencies"],
+        *extras["data"],
+        *extras["report"],
+        *extras["docs"],
+        *extras["dev"],
+    ]
     names = {re.split(r"[\[<>=,; ]", line)[0] for line in wanted} - {project["name"]}
-    pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    pinned = {
+        line.partition("==")[0]
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    }
 
     def plain(found: set[str]) -> set[str]:
         return {name.lower().replace("_", "-") for name in found}
@@ -98,31 +124,58 @@ def test_constraints_pin_every_direct_dependency():
 
 
 def test_third_party_imports_are_declared():
-    """Whatever src imports at its top is a dependency, or optional and imported where it is used; the modules for real sites and
-    for TensorFlow are imported only where their extra is installed."""
+    """Whatever src imports at its top is a dependency, or optional and imported where it is used;
+    the modules for real sites and for TensorFlow are imported only where their extra is
+    installed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     everywhere = project["dependencies"]
     modules = {"yaml": "pyyaml", "keras": "tensorflow"}  # Keras 3 comes with TensorFlow
     for path in (ROOT / "src").rglob("*.py"):
         extras = {"sites": "flower", "tensorflow": "tensorflow", "keras": "tensorflow"}
-        extra = project["optional-dependencies"][extras[path.parent.name]] if path.parent.name in extras else []
+        extra = (
+            project["optional-dependencies"][extras[path.parent.name]]
+            if path.parent.name in extras
+            else []
+        )
         declared = {re.split(r"[\[<>=,; ]", line)[0].lower() for line in everywhere + extra}
         for statement in ast.parse(path.read_text()).body:
-            imported = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
+            imported = (
+                [alias.name for alias in statement.names]
+                if isinstance(statement, ast.Import)
+                else []
+            )
             if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
                 imported = [statement.module]
-            for name in {name.partition(".")[0] for name in imported} - sys.stdlib_module_names - {"allhands"}:
+            for name in (
+                {name.partition(".")[0] for name in imported}
+                - sys.stdlib_module_names
+                - {"allhands"}
+            ):
                 assert modules.get(name, name) in declared, f"{path}:{statement.lineno}: {name}"
 
 
 def test_the_tests_mirror_the_source():
-    folders = {path.name for path in (ROOT / "src" / "allhands").iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    folders = {
+        path.name
+        for path in (ROOT / "src" / "allhands").iterdir()
+        if path.is_dir() and (path / "__init__.py").exists()
+    }
     missing = {name for name in folders if not any((ROOT / "tests" / name).rglob("test_*.py"))}
     assert not missing, f"no tests for {', '.join(sorted(missing))}"
 
 
 def test_modules_are_importable_by_name():
-    for name in ("world", "launch", "data", "models", "step", "strategies", "runner", "config", "errors"):
+    for name in (
+        "world",
+        "launch",
+        "data",
+        "models",
+        "step",
+        "strategies",
+        "runner",
+        "config",
+        "errors",
+    ):
         assert importlib.import_module(f"allhands.{name}") is getattr(allhands, name)
 
 

@@ -1,4 +1,5 @@
-"""A test that hangs fails alone, with its stacks shown and its processes ended, and the run goes on to its end."""
+"""A test that hangs fails alone, with its stacks shown and its processes ended, and the run goes on
+to its end."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ hangs_in_a_child()
 import subprocess, sys
 
 def start(**more):
-    child = subprocess.Popen([sys.executable, "child.py"], stdout=subprocess.PIPE, start_new_session=True, **more)
+    child = subprocess.Popen(
+        [sys.executable, "child.py"], stdout=subprocess.PIPE, start_new_session=True, **more)
     child.stdout.readline()
     return child
 
@@ -100,10 +102,26 @@ def hangs(tmp_path: Path) -> Path:
 def run(folder: Path, *words: str, mark: str) -> tuple[int, str]:
     root = str(Path(__file__).parents[1])
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rf", "--timeout", "4", *words, "."],
-        cwd=folder, env={**os.environ, "PYTHONPATH": root, MARKER: mark, "PYTEST_ADDOPTS": ""},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=380,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-rf",
+            "--timeout",
+            "4",
+            *words,
+            ".",
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": root, MARKER: mark, "PYTEST_ADDOPTS": ""},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=380,
+    )
     return done.returncode, done.stdout
 
 

@@ -1,4 +1,5 @@
-"""`import allhands` provides the mpi backend, whichever of torch and allhands is imported first, and nothing else."""
+"""`import allhands` provides the mpi backend, whichever of torch and allhands is imported first,
+and nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ assert sum(type(finder).__module__ == "allhands.torch_hook" for finder in sys.me
 import torch, inspect
 from torch.distributed import distributed_c10d
 assert not any(type(finder).__module__ == "allhands.torch_hook" for finder in sys.meta_path)
-assert type(distributed_c10d.__spec__.loader).__name__ == type(distributed_c10d.__loader__).__name__ == "SourceFileLoader"
+for loader in (distributed_c10d.__spec__.loader, distributed_c10d.__loader__):
+    assert type(loader).__name__ == "SourceFileLoader"
 assert "def init_process_group" in inspect.getsource(distributed_c10d)
 assert distributed_c10d._new_process_group_helper.__wrapped__
 assert "mpi4py.MPI" not in sys.modules

@@ -1,9 +1,12 @@
-"""A test that hangs fails alone: its stacks are shown, its processes are ended, and the run goes on.
+"""A test that hangs fails alone: its stacks are shown, its processes are ended, and the run goes
+on.
 
-The methods of pytest-timeout leave the processes of a test. One of them may hold the connection to xdist open, which then waits
-for ever. So the hooks here take their place; `tests/conftest.py` has them.
+The methods of pytest-timeout leave the processes of a test. One of them may hold the connection to
+xdist open, which then waits for ever. So the hooks here take their place; `tests/conftest.py` has
+them.
 
-Python processes that a test has started show their stacks too: PYTHONFAULTHANDLER makes them write these when they are aborted.
+Python processes that a test has started show their stacks too: PYTHONFAULTHANDLER makes them write
+these when they are aborted.
 """
 
 from __future__ import annotations
@@ -28,9 +31,11 @@ import psutil
 import pytest
 import pytest_timeout
 
-#: In the environment of every process that a test of this process has started, however it has detached itself.
+#: In the environment of every process that a test of this process has started, however it has
+#: detached itself.
 MARK = "ALLHANDS_TEST_PROCESS"
-#: Seconds after its timeout at which a test is ended that holds the interpreter's lock, so that nothing here can run.
+#: Seconds after its timeout at which a test is ended that holds the interpreter's lock, so that
+#: nothing here can run.
 LAST = 60.0
 # Seconds for processes that were aborted to write their stacks, and for what passes these on.
 _GRACE = 1.0
@@ -39,7 +44,9 @@ _REPORTS = Path(tempfile.gettempdir()) / f"allhands-hanging-{os.getuid()}"
 
 def begin(config: pytest.Config) -> None:
     """To be called by `pytest_configure`."""
-    os.environ[MARK] = _name_of(config.workerinput) if hasattr(config, "workerinput") else f"pid-{os.getpid()}"
+    os.environ[MARK] = (
+        _name_of(config.workerinput) if hasattr(config, "workerinput") else f"pid-{os.getpid()}"
+    )
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 
 
@@ -86,7 +93,8 @@ class _Watch:
             text += traceback.format_exc()
         self.text = text
         if hasattr(self.item.config, "workerinput"):
-            # What is shared among tests has ended with the processes; a new process begins afresh with the next test.
+            # What is shared among tests has ended with the processes; a new process begins afresh
+            # with the next test.
             with _report_file() as file:
                 file.write(text.encode("utf-8", "replace"))
             os._exit(1)
@@ -135,7 +143,8 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(report: Any) -> None:
-    """On xdist's controller: show in the report of a test that ended its process what that process has written."""
+    """On xdist's controller: show in the report of a test that ended its process what that process
+    has written."""
     path = _REPORTS / _name_of(report.node.workerinput)
     if path.is_file():
         report.longrepr = f"{report.longrepr}\n{path.read_text(encoding='utf-8', errors='replace')}"
@@ -182,7 +191,10 @@ def _end_processes(item: pytest.Item) -> str:
     pipes = _pipes_from(found)
     # Those without children first, since the others may have to pass on what they write.
     parents = {process.ppid() for process in found if process.is_running()}
-    for group in ([one for one in found if one.pid not in parents], [one for one in found if one.pid in parents]):
+    for group in (
+        [one for one in found if one.pid not in parents],
+        [one for one in found if one.pid in parents],
+    ):
         for process in group:
             with contextlib.suppress(psutil.Error, OSError):
                 resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
@@ -234,7 +246,9 @@ def _read(fd: int) -> str:
 def _kill(find: Any) -> None:
     """SIGKILL until nothing is left, for five seconds at most."""
     deadline = time.monotonic() + 5
-    while (processes := [one for one in find() if one.is_running()]) and time.monotonic() < deadline:
+    while (
+        processes := [one for one in find() if one.is_running()]
+    ) and time.monotonic() < deadline:
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -242,7 +256,8 @@ def _kill(find: Any) -> None:
 
 
 def patience(seconds: float) -> float:
-    """Seconds that something may take on this machine now, if it may take so many on one with nothing else to do.
+    """Seconds that something may take on this machine now, if it may take so many on one with
+    nothing else to do.
 
     A bound says that nothing waits for ever. On a machine whose cores are shared, all takes longer.
     """

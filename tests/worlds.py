@@ -9,17 +9,25 @@ from typing import Any
 import allhands
 from allhands.launch import spawn
 
-# What a training imports when it needs it, which takes most of a small one's time: the process that forks does it once for all.
+# What a training imports when it needs it, which takes most of a small one's time: the process that
+# forks does it once for all.
 PRELOAD = (
-    "torch._dynamo", "torch.distributed.checkpoint", "torch.utils.tensorboard", "torchmetrics", "rich.console", "rich.progress",
-    "allhands.kvstore", "allhands.runner",
-)  # fmt: skip
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
+    "torchmetrics",
+    "rich.console",
+    "rich.progress",
+    "allhands.kvstore",
+    "allhands.runner",
+)
 # So that one process forks the workers of worlds of any size.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def in_world(workers: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What ``function(*args)`` returns on each rank of a world of CPU workers, each with one thread."""
+    """What ``function(*args)`` returns on each rank of a world of CPU workers, each with one
+    thread."""
     return spawn(_call, (function, args), workers=workers, env=ONE_THREAD, preload=PRELOAD)
 
 

@@ -2,7 +2,8 @@
 
     python examples/digits/train.py                     # 8x8 digits, two workers; needs no download
     python examples/digits/train.py --workers 1         # the same training in one process
-    python examples/digits/train.py --data cifar10      # the folder that ALLHANDS_DATA names holds it
+    python examples/digits/train.py --data cifar10      # the folder that ALLHANDS_DATA names holds
+    it
 
 `run.yml` beside this file is the digits job for `allhands run`.
 """
@@ -38,14 +39,25 @@ def train(name: str, workers: int, epochs: int, limit: int | None, logdir: Path)
     steps = -(-samples // (batch_size * workers)) * epochs
 
     torch.manual_seed(0)
-    model = models.build("simple_cnn", in_channels=channels, num_classes=about.num_classes, image_size=image_size, width=32)
+    model = models.build(
+        "simple_cnn",
+        in_channels=channels,
+        num_classes=about.num_classes,
+        image_size=image_size,
+        width=32,
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=largest_lr)
     return SupervisedRunner().train(
         model=model,
         criterion=torch.nn.CrossEntropyLoss(),
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, largest_lr, total_steps=steps),
-        datasets={"batch_size": batch_size, "get_datasets_fn": load_datasets, "name": name, "limit": limit},
+        datasets={
+            "batch_size": batch_size,
+            "get_datasets_fn": load_datasets,
+            "name": name,
+            "limit": limit,
+        },
         metrics=["accuracy"],
         main_metric="accuracy",
         minimize_metric=False,
@@ -67,7 +79,15 @@ def draw(history: dict[str, Any], title: str, path: Path) -> None:
 
     text, faint = "#303236", "#d8dade"
     colours = {"train": "#8a93a3", "valid": "#d1495b"}
-    plt.rcParams.update({"font.size": 10, "text.color": text, "axes.labelcolor": text, "xtick.color": text, "ytick.color": text})
+    plt.rcParams.update(
+        {
+            "font.size": 10,
+            "text.color": text,
+            "axes.labelcolor": text,
+            "xtick.color": text,
+            "ytick.color": text,
+        }
+    )
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for axis, metric in zip(axes, ("loss", "accuracy"), strict=True):
         for loader, colour in colours.items():
@@ -94,8 +114,15 @@ def draw(history: dict[str, Any], title: str, path: Path) -> None:
     axes[1].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes[1].legend(frameon=False, loc="lower right")
     last = history["valid"]["accuracy"][-1]
-    axes[1].annotate(f"{last:.1%}", (history["epoch"][-1], last), xytext=(-4, -16), textcoords="offset points", ha="right",
-                     color=colours["valid"], fontweight="bold")  # fmt: skip
+    axes[1].annotate(
+        f"{last:.1%}",
+        (history["epoch"][-1], last),
+        xytext=(-4, -16),
+        textcoords="offset points",
+        ha="right",
+        color=colours["valid"],
+        fontweight="bold",
+    )
     figure.suptitle(title, x=0.01, ha="left", color=text)
     figure.savefig(path, dpi=140)
     plt.close(figure)
@@ -106,8 +133,12 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--data", choices=list(JOBS), default="digits")
     started_by_launcher = detect()
-    count = started_by_launcher.world_size if started_by_launcher else torch.cuda.device_count() or 2
-    options.add_argument("--workers", type=int, default=count, help="default: one a GPU, or two without GPUs")
+    count = (
+        started_by_launcher.world_size if started_by_launcher else torch.cuda.device_count() or 2
+    )
+    options.add_argument(
+        "--workers", type=int, default=count, help="default: one a GPU, or two without GPUs"
+    )
     options.add_argument("--epochs", type=int, help="default: 15 for digits, 10 for cifar10")
     options.add_argument("--limit", type=int, help="use only the first so many images of each part")
     options.add_argument("--logdir", type=Path, help="default: logs/ and the name of the data set")
@@ -124,7 +155,10 @@ def main() -> None:
     workers = f"{given.workers} worker{'s' if given.workers > 1 else ''}"
     draw(history, f"{given.data}: simple_cnn on {workers}, ddp", logdir / "curves.png")
 
-    print(f"\nvalidation accuracy {history['valid']['accuracy'][-1]:.1%} after {epochs} epochs on {workers}, {seconds:.1f} s")
+    print(
+        f"\nvalidation accuracy {history['valid']['accuracy'][-1]:.1%} after {epochs} epochs on "
+        f"{workers}, {seconds:.1f} s"
+    )
     print("Look at:")
     print(f"  {logdir / 'curves.png'}     the learning curves")
     print(f"  {logdir / 'metrics.csv'}    their numbers")

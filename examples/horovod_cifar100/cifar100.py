@@ -11,7 +11,8 @@ from allhands.data import catalogue
 
 
 def load_data() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """What `tf.keras.datasets.cifar100.load_data()` gives: uint8 images N x 32 x 32 x 3 and fine labels N x 1, train and test."""
+    """What `tf.keras.datasets.cifar100.load_data()` gives: uint8 images N x 32 x 32 x 3 and fine
+    labels N x 1, train and test."""
     if not os.environ.get("ALLHANDS_DATA"):
         return tf.keras.datasets.cifar100.load_data()
     return _part("train"), _part("test")

@@ -1,12 +1,16 @@
-"""The CIFAR-100 script of the AI4OS guide on distributed learning, which trains with Horovod, on TensorFlow 2.16 and newer.
+"""The CIFAR-100 script of the AI4OS guide on distributed learning, which trains with Horovod, on
+TensorFlow 2.16 and newer.
 
     allhands launch -n 2 train.py          # or: python train.py, alone
     allhands launch -n 2 train.py 200      # 200 steps over all workers instead of 10000
 
-Against the document: its two import lines; `opt.variables`, which Keras 3 does not let one call; each worker takes its own share of
-the images (the document's never shards them); the number of steps may be given. Nothing else of it is changed.
+Against the document: its two import lines; `opt.variables`, which Keras 3 does not let one call;
+each worker takes its own share of
+the images (the document's never shards them); the number of steps may be given. Nothing else of it
+is changed.
 
-The variable ALLHANDS_DATA names the folder that holds `cifar-100-binary` or `cifar-100-python`; without it Keras downloads CIFAR-100.
+The variable ALLHANDS_DATA names the folder that holds `cifar-100-binary` or `cifar-100-python`;
+without it Keras downloads CIFAR-100.
 """
 
 import sys

@@ -1,7 +1,8 @@
 """The table at the end: python compare.py DATA LOGDIR, after a run across the hospitals.
 
-Each hospital alone and all patients in one place are trained here, with the same model, optimizer and number of passes over the
-data. What the hospitals have reached together is what each measured itself, on its own test patients.
+Each hospital alone and all patients in one place are trained here, with the same model, optimizer
+and number of passes over the data. What the hospitals have reached together is what each measured
+itself, on its own test patients.
 """
 
 import contextlib
@@ -57,16 +58,30 @@ def main(data: Path, logdir: Path) -> None:
     alone = {name: trained(patients[name]["train"]) for name in NAMES}
     central = trained(ConcatDataset([patients[name]["train"] for name in NAMES]))
 
-    print("Accuracy on the hospital's own test patients, and on all others' of the model that was trained alone")
-    print(f"{'hospital':12} {'test':>5} {'alone':>7} {'(others)':>9} {'together':>9} {'in one place':>13}")
+    print(
+        "Accuracy on the hospital's own test patients, and on all others' of the model that was "
+        "trained alone"
+    )
+    print(
+        f"{'hospital':12} {'test':>5} {'alone':>7} {'(others)':>9} {'together':>9} "
+        f"{'in one place':>13}"
+    )
     sums, count = [0.0, 0.0, 0.0, 0.0], 0
     for name in NAMES:
         own = patients[name]["valid"]
         rest = [patients[other]["valid"] for other in NAMES if other != name]
         others = TensorDataset(*(torch.cat([part.tensors[k] for part in rest]) for k in (0, 1)))
-        row = [accuracy(alone[name], own), accuracy(alone[name], others), together[name], accuracy(central, own)]
+        row = [
+            accuracy(alone[name], own),
+            accuracy(alone[name], others),
+            together[name],
+            accuracy(central, own),
+        ]
         print(f"{name:12} {len(own):5} {row[0]:7.1%} {row[1]:9.1%} {row[2]:9.1%} {row[3]:13.1%}")
-        sums, count = [total + len(own) * value for total, value in zip(sums, row, strict=True)], count + len(own)
+        sums, count = (
+            [total + len(own) * value for total, value in zip(sums, row, strict=True)],
+            count + len(own),
+        )
     mean = [total / count for total in sums]
     print(f"{'all':12} {count:5} {mean[0]:7.1%} {mean[1]:9.1%} {mean[2]:9.1%} {mean[3]:13.1%}")
 

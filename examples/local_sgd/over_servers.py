@@ -1,10 +1,12 @@
 """Local SGD whose workers may be lost, and come back, while the others train on.
 
-    allhands launch -n 3 -s 1 --on-worker-failure restart --max-restarts 3 examples/local_sgd/over_servers.py
+    allhands launch -n 3 -s 1 --on-worker-failure restart --max-restarts 3
+    examples/local_sgd/over_servers.py
 
-The server holds the weights and takes the outer optimizer's steps, here DiLoCo's. A worker that is lost leaves the mean: a round
-closes on those who are left. One that was started again reads the server's weights and counts from the next round on. Kill
-one to see it; each says the number of its process.
+The server holds the weights and takes the outer optimizer's steps, here DiLoCo's. A worker that is
+lost leaves the mean: a round closes on those who are left. One that was started again reads the
+server's weights and counts from the next round on. Kill one to see it; each says the number of its
+process.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--every", type=int, default=32, help="H, a worker's own steps in a round")
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds that a round takes longer")
+    parser.add_argument(
+        "--pause", type=float, default=0.0, help="seconds that a round takes longer"
+    )
     options = parser.parse_args()
 
     store = kv.create("dist")

@@ -1,4 +1,5 @@
-"""One process, several cards: torch.nn.DataParallel splits each batch over the GPUs of this machine.
+"""One process, several cards: torch.nn.DataParallel splits each batch over the GPUs of this
+machine.
 
 Without GPUs it calls the model itself, so the script runs anywhere.
 """
@@ -23,7 +24,8 @@ for epoch in range(12):
     model.train()
     for images, targets in loader:
         optimizer.zero_grad()
-        # The outputs of all cards come back to the first one, so this is the loss of the whole batch.
+        # The outputs of all cards come back to the first one, so this is the loss of the whole
+        # batch.
         loss = F.nll_loss(model(images.to(device)), targets.to(device))
         loss.backward()
         optimizer.step()
@@ -34,5 +36,8 @@ images = test.tensors[0].to(device)
 with torch.no_grad():
     torch.testing.assert_close(model(images), bare(images), rtol=1e-4, atol=1e-4)
 reached = accuracy(model, test, device)
-print(f"{torch.cuda.device_count()} GPUs; accuracy {reached:.3f}; split and whole model give the same outputs")
+print(
+    f"{torch.cuda.device_count()} GPUs; accuracy {reached:.3f}; split and whole model give the "
+    "same outputs"
+)
 assert reached > 0.95, reached

@@ -1,6 +1,8 @@
-"""DistributedDataParallel by hand: mp.spawn starts the workers, DistributedSampler deals out the data.
+"""DistributedDataParallel by hand: mp.spawn starts the workers, DistributedSampler deals out the
+data.
 
-One worker a GPU over nccl; without GPUs two workers over gloo. `examples/digits` does the same with one argument.
+One worker a GPU over nccl; without GPUs two workers over gloo. `examples/digits` does the same with
+one argument.
 """
 
 from __future__ import annotations
@@ -27,9 +29,13 @@ def main_worker(rank: int, world_size: int, init_method: str, saved: str) -> Non
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("nccl" if on_gpu else "gloo", init_method=init_method, world_size=world_size, rank=rank)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", init_method=init_method, world_size=world_size, rank=rank
+    )
 
-    torch.manual_seed(rank)  # initial weights differ, until DistributedDataParallel sends those of rank 0 to all
+    torch.manual_seed(
+        rank
+    )  # initial weights differ, until DistributedDataParallel sends those of rank 0 to all
     bare = LeNet().to(device)
     model = DistributedDataParallel(bare, device_ids=[rank] if on_gpu else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -50,7 +56,10 @@ def main_worker(rank: int, world_size: int, init_method: str, saved: str) -> Non
             optimizer.step()
             total += loss.item()
         if rank == 0 and epoch % 5 == 4:
-            print(f"epoch {epoch + 1}: loss {total / len(loader):.4f}, accuracy {accuracy(bare, test, device):.3f}")
+            print(
+                f"epoch {epoch + 1}: loss {total / len(loader):.4f}, accuracy "
+                f"{accuracy(bare, test, device):.3f}"
+            )
 
     weights = torch.cat([p.detach().flatten() for p in bare.parameters()])
     of_rank_0 = weights.clone()
@@ -66,7 +75,8 @@ def main() -> None:
     """Start the workers, and look at what they saved."""
     world_size = torch.cuda.device_count() or 2
     with tempfile.TemporaryDirectory() as folder:
-        # The workers meet in a file of their own: no port has to be chosen, so none can be taken meanwhile.
+        # The workers meet in a file of their own: no port has to be chosen, so none can be taken
+        # meanwhile.
         saved = str(Path(folder) / "lenet.pt")
         mp.spawn(main_worker, nprocs=world_size, args=(world_size, f"file://{folder}/meet", saved))
         model = LeNet()

@@ -1,10 +1,11 @@
 """Data parallel training with nothing but send, recv and all_reduce.
 
-Rank 0 sends its initial weights to the others; in every step each rank computes the gradients of its share of the batch,
-and all of them apply the sum. After one epoch the weights are compared with those of one process over the whole batches.
+Rank 0 sends its initial weights to the others; in every step each rank computes the gradients of
+its share of the batch, and all of them apply the sum. After one epoch the weights are compared with
+those of one process over the whole batches.
 
-`python hand_synchronised.py` starts two processes. Under `allhands launch -n N`, torchrun or mpirun it joins the ones that
-these have started.
+`python hand_synchronised.py` starts two processes. Under `allhands launch -n N`, torchrun or mpirun
+it joins the ones that these have started.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def sync_gradients(model: nn.Module) -> None:
 
 
 def batches(length: int, epochs: int) -> Iterator[torch.Tensor]:
-    """Sample indices of every batch of the training, the same on all ranks; the last batch of an epoch is shorter."""
+    """Sample indices of every batch of the training, the same on all ranks; the last batch of an
+    epoch is shorter."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(epochs):
         yield from torch.randperm(length, generator=generator).split(BATCH)
@@ -55,8 +57,9 @@ def train(model: nn.Module, data: TensorDataset, epochs: int, rank: int, world_s
     for batch in batches(len(images), epochs):
         share = batch[rank::world_size].to(images.device)
         optimizer.zero_grad()
-        # A sum over the share, divided by the size of the whole batch: shares of different sizes then add up to the
-        # gradient of the mean over the batch. The mean over each share would not.
+        # A sum over the share, divided by the size of the whole batch: shares of different sizes
+        # then add up to the gradient of the mean over the batch. The mean over each share would
+        # not.
         loss = F.nll_loss(model(images[share]), targets[share], reduction="sum") / len(batch)
         loss.backward()
         if world_size > 1:
@@ -79,7 +82,11 @@ def main() -> float:
         train(alone, data, 1, rank=0, world_size=1)
         pairs = zip(model.parameters(), alone.parameters(), strict=True)
         difference = max((ours - its).abs().max().item() for ours, its in pairs)
-        print(f"after one epoch, largest difference to the weights of a single process: {difference:.1e}", flush=True)
+        print(
+            "after one epoch, largest difference to the weights of a single process: "
+            f"{difference:.1e}",
+            flush=True,
+        )
         # Sums in another order are rounded differently, which any further training makes larger.
         assert difference < 1e-4, difference
 

@@ -1,4 +1,5 @@
-"""What the scripts of this folder share: scikit-learn's real 8x8 digits, and a LeNet for images of that size."""
+"""What the scripts of this folder share: scikit-learn's real 8x8 digits, and a LeNet for images of
+that size."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from torch.utils.data import TensorDataset
 
 
 class LeNet(nn.Module):
-    """Two convolutions and three linear layers; gives log-probabilities, as `F.nll_loss` wants them."""
+    """Two convolutions and three linear layers; gives log-probabilities, as `F.nll_loss` wants
+    them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Two processes: one sends a tensor, the other receives it.
 
-`python send_recv.py` starts both. Under `allhands launch -n 2`, torchrun or mpirun it joins the processes that these
-have started.
+`python send_recv.py` starts both. Under `allhands launch -n 2`, torchrun or mpirun it joins the
+processes that these have started.
 """
 
 from __future__ import annotations

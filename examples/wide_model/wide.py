@@ -1,10 +1,12 @@
 """A model that one process cannot train within its memory, and four can.
 
-    allhands launch -n 1 examples/wide_model/wide.py     ends: the model, its gradients and AdamW need 805 MB
-    allhands launch -n 4 examples/wide_model/wide.py     trains: each worker holds a quarter of everything
+    allhands launch -n 1 examples/wide_model/wide.py     ends: the model, its gradients and AdamW
+    need 805 MB allhands launch -n 4 examples/wide_model/wide.py     trains: each worker holds a
+    quarter of everything
 
-Every worker may take 500 MB beyond what Python and PyTorch take themselves. The model is built on the meta device, without
-weights; they are drawn layer by layer, and each worker keeps its quarter. What was trained lies in the checkpoint.
+Every worker may take 500 MB beyond what Python and PyTorch take themselves. The model is built on
+the meta device, without weights; they are drawn layer by layer, and each worker keeps its quarter.
+What was trained lies in the checkpoint.
 """
 
 from __future__ import annotations
@@ -31,28 +33,36 @@ MB = 10**6
 
 
 def memory(key: str) -> int:
-    """A line of /proc/self/status in bytes: VmData, what the process has allocated, or VmRSS, VmHWM (its peak)."""
+    """A line of /proc/self/status in bytes: VmData, what the process has allocated, or VmRSS, VmHWM
+    (its peak)."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[key].split()[0]) * 1024
 
 
 world = allhands.init(device="cpu")
 torch.set_num_threads(1)
-from torch.distributed import checkpoint, fsdp  # noqa: E402, F401  so that what they take themselves does not count
+from torch.distributed import checkpoint, fsdp  # noqa: E402, F401  their own memory does not count
 
-# glibc's mallopt(M_MMAP_THRESHOLD): large blocks that were freed go back to the system, and are not kept for later.
+# glibc's mallopt(M_MMAP_THRESHOLD): large blocks that were freed go back to the system, and are not
+# kept for later.
 ctypes.CDLL(None).mallopt(-3, 100_000)
 before = memory("VmRSS")
 allowed = memory("VmData") + options.limit * MB
 resource.setrlimit(resource.RLIMIT_DATA, (allowed, resource.RLIM_INFINITY))
 
 with torch.device("meta"):
-    layers = [layer for _ in range(12) for layer in (nn.Linear(options.width, options.width), nn.ReLU())]
+    layers = [
+        layer for _ in range(12) for layer in (nn.Linear(options.width, options.width), nn.ReLU())
+    ]
     model = nn.Sequential(*layers, nn.Linear(options.width, 10))
 parameters = sum(p.numel() for p in model.parameters())
 if world.is_main:
-    print(f"{parameters:,} parameters: {16 * parameters / MB:.0f} MB with gradients and AdamW, {options.limit} MB for each of "
-          f"{world.world_size}", flush=True)  # fmt: skip
+    print(
+        f"{parameters:,} parameters: {16 * parameters / MB:.0f} MB with gradients and AdamW, "
+        f"{options.limit} MB for each of "
+        f"{world.world_size}",
+        flush=True,
+    )
 
 generator = torch.Generator().manual_seed(0)
 samples = 16 * options.steps
@@ -68,5 +78,7 @@ try:
         logdir=options.logdir,
     )
 except RuntimeError as error:
-    raise SystemExit(f"rank {world.rank} has no memory left: {str(error).splitlines()[0]}") from None
+    raise SystemExit(
+        f"rank {world.rank} has no memory left: {str(error).splitlines()[0]}"
+    ) from None
 print(f"rank {world.rank}: took {(memory('VmHWM') - before) / MB:.0f} MB at the most", flush=True)

@@ -1,7 +1,7 @@
 """allhands: train one PyTorch model with many workers, provably the same training.
 
-Importing this package imports neither torch nor any other heavy library; each public name brings what it needs when it
-is first used.
+Importing this package imports neither torch nor any other heavy library; each public name brings
+what it needs when it is first used.
 """
 
 from __future__ import annotations
@@ -45,9 +45,21 @@ _LAZY = {
     "Federated": "allhands.federated",
 }
 _PACKAGES = (
-    "comm", "config", "data", "errors", "federated", "horovod", "kvstore", "launch", "models", "runner",
-    "step", "strategies", "verify", "world",
-)  # fmt: skip
+    "comm",
+    "config",
+    "data",
+    "errors",
+    "federated",
+    "horovod",
+    "kvstore",
+    "launch",
+    "models",
+    "runner",
+    "step",
+    "strategies",
+    "verify",
+    "world",
+)
 _SUBMODULES = {"slurm": "allhands.world.slurm", "utils": "allhands.runner.utils"}
 
 __all__ = [
@@ -90,7 +102,18 @@ if TYPE_CHECKING:
     from allhands.federated.strategy import Federated
     from allhands.runner import Callback, EarlyStopping, SupervisedRunner, load_checkpoint, utils
     from allhands.step import ModelLoss, MuonAdamW, OverBatch, PerTarget
-    from allhands.strategies import DDP, DP, FSDP, KVStore, LocalSGD, Mesh, Pipeline, Single, Strategy, Tensor
+    from allhands.strategies import (
+        DDP,
+        DP,
+        FSDP,
+        KVStore,
+        LocalSGD,
+        Mesh,
+        Pipeline,
+        Single,
+        Strategy,
+        Tensor,
+    )
     from allhands.verify.compare import verify
     from allhands.world import World, current_world, finalize, init
 

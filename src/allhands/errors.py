@@ -1,7 +1,8 @@
 """The errors that allhands raises on purpose.
 
-Each message says what was given, what it must be, and what to write instead. Errors that the user can mend by changing
-what they wrote are `UserError`; the command line prints them without a traceback.
+Each message says what was given, what it must be, and what to write instead. Errors that the user
+can mend by changing what they wrote are `UserError`; the command line prints them without a
+traceback.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ class AllhandsError(Exception):
 
 
 class UserError(AllhandsError, ValueError):
-    """Something that was passed, set or stored cannot be honoured; the message names the replacement."""
+    """Something that was passed, set or stored cannot be honoured; the message names the
+    replacement."""
 
 
 class WorldError(AllhandsError, RuntimeError):
@@ -32,7 +34,8 @@ class HostError(AllhandsError, RuntimeError):
 
 
 class WorkerError(AllhandsError, RuntimeError):
-    """A worker failed. `exit_code` is what the launcher exits with, `rank` the first rank that failed."""
+    """A worker failed. `exit_code` is what the launcher exits with, `rank` the first rank that
+    failed."""
 
     def __init__(self, message: str, rank: int | None = None, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -61,7 +64,8 @@ def nearest(word: object, known: Iterable[str], cutoff: float = 0.6) -> str | No
 
 
 def did_you_mean(word: object, known: Iterable[str], otherwise: str = ".") -> str:
-    """``; did you mean 'x'?``, to follow a name that does not exist; `otherwise` where no name is like it."""
+    """``; did you mean 'x'?``, to follow a name that does not exist; `otherwise` where no name is
+    like it."""
     near = nearest(word, known)
     return otherwise if near is None else f"; did you mean {near!r}?"
 

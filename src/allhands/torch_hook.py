@@ -1,7 +1,9 @@
-"""What `import allhands` changes in torch: ``torch.distributed.init_process_group(backend="mpi")`` works on stock wheels.
+"""What `import allhands` changes in torch: ``torch.distributed.init_process_group(backend="mpi")``
+works on stock wheels.
 
-torch is not imported for it. When `torch.distributed` is there already it is changed at once, otherwise as soon as somebody
-imports it; mpi4py is imported when a group with this backend is made. A torch that was built with MPI is left alone.
+torch is not imported for it. When `torch.distributed` is there already it is changed at once,
+otherwise as soon as somebody imports it; mpi4py is imported when a group with this backend is made.
+A torch that was built with MPI is left alone.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ _MODULE = "torch.distributed.distributed_c10d"
 
 
 def install() -> None:
-    """Provide the backend now, or when `torch.distributed` is imported. Cheap, and safe to call again."""
+    """Provide the backend now, or when `torch.distributed` is imported. Cheap, and safe to call
+    again."""
     module = sys.modules.get(_MODULE)
     if module is not None:
         _provide(module)
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        # Neither class is one of importlib.abc's, whose import takes longer than all of `import allhands`.
+        # Neither class is one of importlib.abc's, whose import takes longer than all of `import
+        # allhands`.
         finder: Any = _Finder()
         sys.meta_path.insert(0, finder)
 
@@ -32,7 +36,9 @@ def install() -> None:
 class _Finder:
     """Watches for the one module, once."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != _MODULE:
             return None
         if self in sys.meta_path:
@@ -45,7 +51,8 @@ class _Finder:
 
 
 class _Loader:
-    """Loads a module as its own loader does, which it gives back to it, and then provides the backend."""
+    """Loads a module as its own loader does, which it gives back to it, and then provides the
+    backend."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -76,13 +83,17 @@ def _provide(module: ModuleType) -> None:
     if made is None or getattr(torch, "ProcessGroupMPI", None) is not None:
         return  # torch's own MPI, or done before
 
-    # torch makes an mpi group by ProcessGroupMPI.create(ranks), which is told neither the timeout nor a store: both are
-    # known around it. Any other backend passes through.
+    # torch makes an mpi group by ProcessGroupMPI.create(ranks), which is told neither the timeout
+    # nor a store: both are known around it. Any other backend passes through.
     @functools.wraps(made)
-    def helper(size: int, rank: int, ranks: Sequence[int], backend: str, *rest: Any, **options: Any) -> Any:
+    def helper(
+        size: int, rank: int, ranks: Sequence[int], backend: str, *rest: Any, **options: Any
+    ) -> Any:
         if "mpi" not in str(backend).lower().replace(":", ",").split(","):
             return made(size, rank, ranks, backend, *rest, **options)
-        return importlib.import_module("allhands.comm.mpi").new_group(made, size, rank, ranks, backend, *rest, **options)
+        return importlib.import_module("allhands.comm.mpi").new_group(
+            made, size, rank, ranks, backend, *rest, **options
+        )
 
     torch._new_process_group_helper = helper
     torch.ProcessGroupMPI = _MPI

@@ -13,12 +13,32 @@ from allhands.federated.sites.certificates import check_server
 from allhands.federated.sites.keys import read_allow_list, read_site_key
 
 
-def test_what_it_makes_is_what_server_and_sites_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_makes_is_what_server_and_sites_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "keys"
-    assert run(["federated", "certificates", "--out", str(out), "--host", "fl.example.org", "--site", "a", "--site", "b"]) == 0
+    assert (
+        run(
+            [
+                "federated",
+                "certificates",
+                "--out",
+                str(out),
+                "--host",
+                "fl.example.org",
+                "--site",
+                "a",
+                "--site",
+                "b",
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out.splitlines()
     check_server(out / "server.crt", out / "server.key", out / "authority.crt")
-    assert read_allow_list(out / "sites.txt") == {name: read_site_key(out / "sites" / f"{name}.key") for name in ("a", "b")}
+    assert read_allow_list(out / "sites.txt") == {
+        name: read_site_key(out / "sites" / f"{name}.key") for name in ("a", "b")
+    }
     files = {str(path) for path in out.rglob("*") if path.is_file()}
     assert set(said[::2]) == files  # each on a line, and below it what it is for
     for path, what in zip(said[::2], said[1::2], strict=True):
@@ -45,7 +65,11 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ],
 )
 def test_what_cannot_be_made_is_refused(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(["federated", "certificates", *words]) == 2

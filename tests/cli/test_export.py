@@ -19,20 +19,28 @@ def trained(tmp_path: Path) -> tuple[nn.Module, Path]:
     return model, tmp_path / "logs"
 
 
-@pytest.mark.parametrize("which", ["", "checkpoints", "checkpoints/last", "checkpoints/epoch-0002", "checkpoints/last/state.pt"])
+@pytest.mark.parametrize(
+    "which",
+    ["", "checkpoints", "checkpoints/last", "checkpoints/epoch-0002", "checkpoints/last/state.pt"],
+)
 def test_the_weights_load_without_allhands(
     trained: tuple[nn.Module, Path], which: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, logdir = trained
     output = logdir / "weights.safetensors"
     assert run(["export", str(logdir / which), "-o", str(output)]) == 0
-    assert "4 tensors with 164 numbers, from epoch-0002 (epoch 2, optimizer step 14)" in capsys.readouterr().out
+    assert (
+        "4 tensors with 164 numbers, from epoch-0002 (epoch 2, optimizer step 14)"
+        in capsys.readouterr().out
+    )
     weights = load_file(output)
     assert weights.keys() == model.state_dict().keys()
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
 
 
-def test_a_file_is_not_overwritten_unasked(trained: tuple[nn.Module, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_not_overwritten_unasked(
+    trained: tuple[nn.Module, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     _, logdir = trained
     output = logdir / "mine"
     output.write_text("precious")
@@ -53,9 +61,12 @@ def test_a_file_is_not_overwritten_unasked(trained: tuple[nn.Module, Path], caps
     ],
 )
 def test_what_cannot_be_done_is_said(
-    trained: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str],
+    trained: tuple[nn.Module, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
     message: str,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(trained[1].parent)
     assert run(["export", *arguments]) == 2
     assert message in capsys.readouterr().err
@@ -70,5 +81,8 @@ def test_a_damaged_checkpoint_is_refused_by_file_name(
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     assert run(["export", str(logdir / "checkpoints" / "last"), "-o", str(logdir / "w")]) == 2
-    assert "__0_0.distcp does not match its checksum: it is damaged; others there: epoch-0001" in capsys.readouterr().err
+    assert (
+        "__0_0.distcp does not match its checksum: it is damaged; others there: epoch-0001"
+        in capsys.readouterr().err
+    )
     assert not (logdir / "w").exists()

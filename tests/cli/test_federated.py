@@ -25,7 +25,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-SECURE = ["--certificate", "keys/server.crt", "--key", "keys/server.key", "--authority", "keys/authority.crt"]
+SECURE = [
+    "--certificate",
+    "keys/server.crt",
+    "--key",
+    "keys/server.key",
+    "--authority",
+    "keys/authority.crt",
+]
 SITE = ["--server", "127.0.0.1:9", "--data", "rows", "--name", "north"]
 SITE_KEYS = ["--key", "keys/sites/north.key", "--authority", "keys/authority.crt"]
 
@@ -33,17 +40,30 @@ SITE_KEYS = ["--key", "keys/sites/north.key", "--authority", "keys/authority.crt
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["server"], "--certificate, --key, --authority missing: `allhands federated certificates` makes them"),
+        (
+            ["server"],
+            "--certificate, --key, --authority missing: `allhands federated certificates` makes "
+            "them",
+        ),
         (["server", *SECURE[:4], "--sites", "keys/sites.txt"], "--authority missing"),
         (["server", *SECURE], "--sites missing: the file with each site's name and public key"),
         (["server", "--insecure", *SECURE], "--insecure has no use for a certificate"),
-        (["server", "--insecure", "--sites", "keys/sites.txt"], "write the sites' names into the run file"),
-        (["server", "--insecure", "strategy=ddp"], "sites train by rounds; write strategy: {name: federated, …}"),
+        (
+            ["server", "--insecure", "--sites", "keys/sites.txt"],
+            "write the sites' names into the run file",
+        ),
+        (
+            ["server", "--insecure", "strategy=ddp"],
+            "sites train by rounds; write strategy: {name: federated, …}",
+        ),
         (["server", "--insecure", "logdir=null"], "name a folder"),
         (["server", *SECURE, "--sites", "nowhere.txt"], "nowhere.txt"),
         (["server", *SECURE, "--sites", "keys/sites.txt", "--tokens", "none.txt"], "none.txt"),
         (["site", *SITE], "--key and --authority missing; for plain text"),
-        (["site", *SITE, "--insecure", *SITE_KEYS], "--insecure has no use for --key and --authority"),
+        (
+            ["site", *SITE, "--insecure", *SITE_KEYS],
+            "--insecure has no use for --key and --authority",
+        ),
         (["site", *SITE, "--insecure", "--data", "nowhere"], "--data nowhere is not a folder"),
         (["site", *SITE, "--insecure", "--name", "no/name"], "no/name"),
         (["site", *SITE, "--insecure", "--server", "127.0.0.1"], "write HOST:PORT"),
@@ -51,15 +71,29 @@ SITE_KEYS = ["--key", "keys/sites/north.key", "--authority", "keys/authority.crt
     ],
 )
 @pytest.mark.parametrize("plan", [[], ["--plan"]], ids=["run", "plan"])
-def test_mistakes(words: list[str], plan: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(
+    words: list[str], plan: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.run(["federated", words[0], "-C", "run.yml", *words[1:], *plan]) == 2
     assert text in capsys.readouterr().err
     assert not Path("logs").exists()
 
 
-@pytest.mark.parametrize("verb", [["server", *SECURE, "--sites", "keys/sites.txt"], ["site", *SITE, *SITE_KEYS]])
-def test_a_plan_finds_what_sites_cannot_train(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["federated", verb[0], "-C", "run.yml", *verb[1:], "strategy.algorithm=fedbuff", "--plan"]
+@pytest.mark.parametrize(
+    "verb", [["server", *SECURE, "--sites", "keys/sites.txt"], ["site", *SITE, *SITE_KEYS]]
+)
+def test_a_plan_finds_what_sites_cannot_train(
+    verb: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [
+        "federated",
+        verb[0],
+        "-C",
+        "run.yml",
+        *verb[1:],
+        "strategy.algorithm=fedbuff",
+        "--plan",
+    ]
     assert main.run(given) == 2
     assert "algorithm='fedbuff' goes by virtual time" in capsys.readouterr().err
     assert main.run([word for word in given if "fedbuff" not in word]) == 0
@@ -84,13 +118,26 @@ def test_the_app_is_written_once(capsys: pytest.CaptureFixture[str]) -> None:
 def options(**changes: object) -> server.ServerOptions:
     """A server with the trial's certificate."""
     keys = Path("keys").absolute()
-    given = {"config": [], "overrides": [], "host": "127.0.0.1", "port": 8000, "state": Path("state").absolute(),
-             "certificate": keys / "server.crt", "key": keys / "server.key", "authority": keys / "authority.crt",
-             "sites": keys / "sites.txt", "tokens": None, "data": None}  # fmt: skip
+    given = {
+        "config": [],
+        "overrides": [],
+        "host": "127.0.0.1",
+        "port": 8000,
+        "state": Path("state").absolute(),
+        "certificate": keys / "server.crt",
+        "key": keys / "server.key",
+        "authority": keys / "authority.crt",
+        "sites": keys / "sites.txt",
+        "tokens": None,
+        "data": None,
+    }
     return server.ServerOptions(**(given | changes))
 
 
-@pytest.mark.parametrize(("host", "own"), [("0.0.0.0", "127.0.0.1"), ("localhost", "127.0.0.1"), ("10.1.2.3", "localhost")])
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [("0.0.0.0", "127.0.0.1"), ("localhost", "127.0.0.1"), ("10.1.2.3", "localhost")],
+)
 def test_the_servers_own_processes_use_a_name_of_the_certificate(host: str, own: str) -> None:
     if host == "10.1.2.3":  # not of the certificate, and no loopback
         assert server.own_host(options(host=host)) in ("127.0.0.1", "localhost")
@@ -106,7 +153,10 @@ def test_a_port_that_is_taken_is_refused_by_name() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"--port {port} cannot be listened on"), server.Server(options(port=port), "", {}):
+        with (
+            pytest.raises(UserError, match=f"--port {port} cannot be listened on"),
+            server.Server(options(port=port), "", {}),
+        ):
             raise AssertionError("it listens on a port of another")
 
 

@@ -56,7 +56,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
     ("words", "command"),
     [
         (["train.py"], Command("script", "train.py")),
-        (["train.py", "-n", "9", "-h", "--grace", "x"], Command("script", "train.py", ("-n", "9", "-h", "--grace", "x"))),
+        (
+            ["train.py", "-n", "9", "-h", "--grace", "x"],
+            Command("script", "train.py", ("-n", "9", "-h", "--grace", "x")),
+        ),
         (["train.py", "--", "-x"], Command("script", "train.py", ("--", "-x"))),
         (["--", "train.py", "-n"], Command("script", "train.py", ("-n",))),
         (["with space.py", "a b", ""], Command("script", "with space.py", ("a b", ""))),
@@ -76,24 +79,52 @@ def test_everything_after_the_script_is_the_scripts(
 def test_a_whole_command_in_quotes(folder: Path, launched: list[Launched]) -> None:
     main.run(["launch", "-n", "2", "sh -c 'echo $RANK' 'a b'"])
     command = launched[0].command
-    assert (command.kind, Path(command.target).name, command.args) == ("program", "sh", ("-c", "echo $RANK", "a b"))
-
-
-def test_options_arrive(folder: Path, launched: list[Launched]) -> None:
-    words = "-n 2 --log-dir logs --grace 1.5 --heartbeat-timeout 9 --threads 3 --no-preload --no-prefix train.py"
-    main.run(["launch", *words.split()])
-    assert launched[0].options == Options(
-        workers=2, log_dir=Path("logs"), grace=1.5, heartbeat_timeout=9.0, threads=3, preload=False, prefix=False
+    assert (command.kind, Path(command.target).name, command.args) == (
+        "program",
+        "sh",
+        ("-c", "echo $RANK", "a b"),
     )
 
 
-def test_options_of_other_hosts_arrive(folder: Path, launched: list[Launched], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_arrive(folder: Path, launched: list[Launched]) -> None:
+    words = (
+        "-n 2 --log-dir logs --grace 1.5 --heartbeat-timeout 9 --threads 3 --no-preload "
+        "--no-prefix train.py"
+    )
+    main.run(["launch", *words.split()])
+    assert launched[0].options == Options(
+        workers=2,
+        log_dir=Path("logs"),
+        grace=1.5,
+        heartbeat_timeout=9.0,
+        threads=3,
+        preload=False,
+        prefix=False,
+    )
+
+
+def test_options_of_other_hosts_arrive(
+    folder: Path, launched: list[Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TOKEN", "a b\"c'")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     (folder / "hosts").write_text("# ours\nd1 slots=2\n\nme@d2:2222  # the other\n")
-    words = "-n 2 -s 1 -H hosts --sync-dst-dir /srv/job --exclude *.pt --env TOKEN --env X=1=2 --max-restarts 3 --min-workers 1"
+    words = (
+        "-n 2 -s 1 -H hosts --sync-dst-dir /srv/job --exclude *.pt --env TOKEN --env X=1=2 "
+        "--max-restarts 3 --min-workers 1"
+    )
     words += " --server-restarts 2 --on-worker-failure continue"
-    main.run(["launch", *words.split(), "--host-timeout", "9", "--rejoin-timeout", "4", "python /srv/job/absent.py 'a b'"])
+    main.run(
+        [
+            "launch",
+            *words.split(),
+            "--host-timeout",
+            "9",
+            "--rejoin-timeout",
+            "4",
+            "python /srv/job/absent.py 'a b'",
+        ]
+    )
     (job,) = launched
     assert job.command == Command("program", "python", ("/srv/job/absent.py", "a b"))
     assert job.options == Options(
@@ -107,11 +138,18 @@ def test_options_of_other_hosts_arrive(folder: Path, launched: list[Launched], m
         server_restarts=2,
         on_worker_failure="continue",
     )
-    assert [host.spec for host in job.hosts] == [HostSpec("d1", slots=2), HostSpec("d2", "me", 2222)]
+    assert [host.spec for host in job.hosts] == [
+        HostSpec("d1", slots=2),
+        HostSpec("d2", "me", 2222),
+    ]
     assert job.slots == [2, None]
     assert job.hosts[0]._copy == (str(folder), "/srv/job", ["*.pt"])
     variables = job.hosts[1]._env
-    assert (variables["TOKEN"], variables["X"], variables["NCCL_DEBUG"]) == ("a b\"c'", "1=2", "INFO")
+    assert (variables["TOKEN"], variables["X"], variables["NCCL_DEBUG"]) == (
+        "a b\"c'",
+        "1=2",
+        "INFO",
+    )
     assert not {"HOME", "PATH", "CUDA_VISIBLE_DEVICES", "ALLHANDS_LAUNCH"} & variables.keys()
 
 
@@ -119,16 +157,27 @@ def test_options_of_other_hosts_arrive(folder: Path, launched: list[Launched], m
     ("words", "message"),
     [
         ("--launcher ssh train.py", "needs the hosts"),
-        ("-H d1 --launcher local train.py", "--hosts is for --launcher ssh or --launcher mpi, and the launcher here is local"),
-        ("--sync-dst-dir /x train.py", "--sync-dst-dir is for --launcher ssh, and the launcher here is local"),
-        ("--python /usr/bin/python train.py", "--python is for --launcher ssh or --launcher slurm or --launcher mpi"),
+        (
+            "-H d1 --launcher local train.py",
+            "--hosts is for --launcher ssh or --launcher mpi, and the launcher here is local",
+        ),
+        (
+            "--sync-dst-dir /x train.py",
+            "--sync-dst-dir is for --launcher ssh, and the launcher here is local",
+        ),
+        (
+            "--python /usr/bin/python train.py",
+            "--python is for --launcher ssh or --launcher slurm or --launcher mpi",
+        ),
         ("-H d1 --env 1X=2 train.py", "is no name of a variable"),
         ("-H d1 --env ABSENT_HERE train.py", "it is not set here"),
         ("-H ./absent/hosts train.py", "there is no such file"),
         ("-n 1 --launcher sssh train.py", "sssh"),
     ],
 )
-def test_options_that_do_not_go_together(words: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_do_not_go_together(
+    words: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.run(["launch", *words.split()]) == 2
     assert message in capsys.readouterr().err
 
@@ -136,7 +185,11 @@ def test_options_that_do_not_go_together(words: str, message: str, folder: Path,
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["trian.py"], "there is no script 'trian.py' (looked in the working folder); did you mean 'train.py'?"),
+        (
+            ["trian.py"],
+            "there is no script 'trian.py' (looked in the working folder); did you mean "
+            "'train.py'?",
+        ),
         (["nowhere/x.py"], "there is no script 'nowhere/x.py': there is no folder 'nowhere'"),
         (["no-such-program"], "there is no script or program 'no-such-program'"),
         (["empty"], "'empty' is a folder without a __main__.py"),
@@ -145,7 +198,9 @@ def test_options_that_do_not_go_together(words: str, message: str, folder: Path,
         (["--threads", "0", "train.py"], "threads=0: it must be at least 1"),
     ],
 )
-def test_mistakes(words: list[str], text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(
+    words: list[str], text: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.run(["launch", *words]) == 2
     err = capsys.readouterr().err
     assert err.startswith("allhands: error: ")
@@ -169,7 +224,11 @@ def test_a_folder_is_named_in_the_error(folder: Path) -> None:
     ],
 )
 def test_one_worker_a_gpu_or_a_core(
-    visible: str | None, listed: str | None, expected: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    visible: str | None,
+    listed: str | None,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

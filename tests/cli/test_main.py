@@ -25,7 +25,12 @@ def test_help_is_quick_and_lists_all() -> None:
         done = subprocess.run(command("--help"), capture_output=True, text=True)
         after = os.times()
         # The processor's time, which does not depend on who else is at work.
-        took.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        took.append(
+            after.children_user
+            + after.children_system
+            - before.children_user
+            - before.children_system
+        )
         assert done.returncode == 0
     assert all(name in done.stdout for name in main.SUBCOMMANDS)
     assert min(took) < 0.3
@@ -69,17 +74,27 @@ def test_an_unknown_option_is_told_the_nearest(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(UserError("mistake"), 2), (WorldError("contradiction"), 2), (WorkerError("rank 1 failed", 1, 77), 77)],
+    [
+        (UserError("mistake"), 2),
+        (WorldError("contradiction"), 2),
+        (WorkerError("rank 1 failed", 1, 77), 77),
+    ],
 )
 def test_our_errors_come_without_a_traceback(
-    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    error: Exception,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "broken_command.py").write_text("def broken() -> None:\n    raise ERROR\n")
     monkeypatch.syspath_prepend(tmp_path)
     import broken_command  # type: ignore[import-not-found]
 
     broken_command.ERROR = error
-    monkeypatch.setitem(main.SUBCOMMANDS, "broken", main.Subcommand("broken_command", "broken", "Fail."))
+    monkeypatch.setitem(
+        main.SUBCOMMANDS, "broken", main.Subcommand("broken_command", "broken", "Fail.")
+    )
     assert main.run(["broken"]) == code
     assert capsys.readouterr().err == f"allhands: error: {error}\n"
     monkeypatch.delitem(sys.modules, "broken_command")

@@ -35,7 +35,9 @@ def optimizer_of(run):
 
 
 def scheduler_of(run):
-    return objects._scheduler(run, optimizer_of(run), objects._entry(run), lambda: run.config.workers or 1)
+    return objects._scheduler(
+        run, optimizer_of(run), objects._entry(run), lambda: run.config.workers or 1
+    )
 
 
 def test_initial_weights_are_a_function_of_the_seed():
@@ -64,7 +66,9 @@ def test_a_model_gets_the_sizes_of_its_data(data, model, shape, classes):
 def test_sizes_can_be_set():
     made = built(model_of, "model.num_classes=12", "model.width=4")
     assert made(torch.zeros(1, 1, 8, 8)).shape == (1, 12)
-    assert built(model_of, "data=cifar100", "data.labels=coarse")(torch.zeros(1, 3, 32, 32)).shape == (1, 20)
+    assert built(model_of, "data=cifar100", "data.labels=coarse")(
+        torch.zeros(1, 3, 32, 32)
+    ).shape == (1, 20)
 
 
 def test_a_model_option_that_does_not_exist():
@@ -87,16 +91,24 @@ def test_muon_for_the_matrices_of_a_model():
     made = built(of_gpt, "optimizer=muonadamw", "optimizer.lr=1e-2", "optimizer.muon_lr=0.05")
     groups = [(group["muon"], group["lr"], len(group["params"])) for group in made.param_groups]
     assert groups == [(False, 0.01, 12), (True, 0.05, 4)]
-    assert "MuonAdamW has no such option; did you mean 'muon_lr'?" in refused(of_gpt, "optimizer=muonadamw", "optimizer.muonlr=1")
+    assert "MuonAdamW has no such option; did you mean 'muon_lr'?" in refused(
+        of_gpt, "optimizer=muonadamw", "optimizer.muonlr=1"
+    )
     assert "no linear layer before the last one" in refused(optimizer_of, "optimizer=muonadamw")
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("optimizer.weight_deca=1", "optimizer.weight_deca = 1: AdamW has no such option; did you mean 'weight_decay'?"),
+        (
+            "optimizer.weight_deca=1",
+            "optimizer.weight_deca = 1: AdamW has no such option; did you mean 'weight_decay'?",
+        ),
         ("optimizer.amsgrad=1", "optimizer.amsgrad = 1: it must be true or false"),
-        ("optimizer.weight_decay=a", "optimizer.weight_decay = 'a': it must be a number; the default is 0.01"),
+        (
+            "optimizer.weight_decay=a",
+            "optimizer.weight_decay = 'a': it must be a number; the default is 0.01",
+        ),
         ("optimizer.betas=[0.9]", "it must be a list of 2 values, such as [0.9, 0.999]"),
         ("optimizer.betas=0.9", "it must be a list of 2 values"),
         ("optimizer.betas=[0.9, 1.5]", "optimizer: Invalid beta parameter at index 1"),
@@ -125,10 +137,19 @@ def test_strategy_settings():
     made = built(objects._strategy, "strategy.find_unused_parameters=true")
     assert made.find_unused_parameters is True
     assert "did you mean 'ddp'?" in refused(objects._strategy, "strategy=dddp")
-    assert "did you mean 'find_unused_parameters'?" in refused(objects._strategy, "strategy.find_unused=true")
+    assert "did you mean 'find_unused_parameters'?" in refused(
+        objects._strategy, "strategy.find_unused=true"
+    )
     assert "it must be true or false" in refused(objects._strategy, "strategy.static_graph=1")
-    made = built(objects._strategy, "strategy.compress={name: powersgd, rank: 2}", "strategy.bucket_cap_mb=measured")
-    assert (made.compress, made.bucket_cap_mb) == ({"name": "powersgd", "rank": 2, "start": 10}, "measured")
+    made = built(
+        objects._strategy,
+        "strategy.compress={name: powersgd, rank: 2}",
+        "strategy.bucket_cap_mb=measured",
+    )
+    assert (made.compress, made.bucket_cap_mb) == (
+        {"name": "powersgd", "rank": 2, "start": 10},
+        "measured",
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "kvstore", "local_sgd", "federated"])
@@ -139,7 +160,10 @@ def test_compress_is_one_word_for_all_strategies(strategy):
     assert chosen["keep"] == 0.05
     assert built(objects._strategy, name, "strategy.compress=int8")
     said = refused(objects._strategy, name, "strategy.compress=int9")
-    assert "compress='int9'): there is no codec 'int9'; did you mean 'int8'? Known are: fp16, bf16, int8" in said
+    assert (
+        "compress='int9'): there is no codec 'int9'; did you mean 'int8'? Known are: fp16, bf16, "
+        "int8" in said
+    )
     said = refused(objects._strategy, name, "strategy.compress={name: topk, kep: 0.05}")
     assert "the codec 'topk' has no option 'kep'; did you mean 'keep'? Its options: keep" in said
 
@@ -158,7 +182,14 @@ def test_compress_is_one_word_for_all_strategies(strategy):
     ],
 )
 def test_the_length_of_a_training_is_filled_in(override, steps):
-    fixed = ["data.batch_size=16", "workers=3", "num_epochs=2", "device=cpu", "scheduler=OneCycleLR", "scheduler.max_lr=0.1"]
+    fixed = [
+        "data.batch_size=16",
+        "workers=3",
+        "num_epochs=2",
+        "device=cpu",
+        "scheduler=OneCycleLR",
+        "scheduler.max_lr=0.1",
+    ]
     made, period = built(scheduler_of, *fixed, override)
     assert made.total_steps == steps
     assert period == ("epoch" if override == "scheduler.period=epoch" else "step")
@@ -170,14 +201,20 @@ def test_schedulers():
     assert type(made) is torch.optim.lr_scheduler.MultiStepLR
     assert period == "epoch"
     assert built(scheduler_of, "scheduler=CosineAnnealingLR", "num_epochs=7")[0].T_max == 7
-    assert "StepLR needs step_size; write scheduler.step_size: …" in refused(scheduler_of, "scheduler=StepLR")
+    assert "StepLR needs step_size; write scheduler.step_size: …" in refused(
+        scheduler_of, "scheduler=StepLR"
+    )
     assert "did you mean 'StepLR'" in refused(scheduler_of, "scheduler=StepRL")
-    assert "there is no such scheduler" in refused(scheduler_of, "scheduler=LambdaLR")  # needs a function
+    assert "there is no such scheduler" in refused(
+        scheduler_of, "scheduler=LambdaLR"
+    )  # needs a function
 
 
 def test_data_options():
     assert built(objects._data_options, "data.limit=5") == {"limit": 5}
-    assert "the data set 'digits' has no such option" in refused(objects._data_options, "data.labels=fine")
+    assert "the data set 'digits' has no such option" in refused(
+        objects._data_options, "data.labels=fine"
+    )
     assert "did you mean 'cifar10'" in refused(objects._entry, "data=cifar1")
     made = objects.load_datasets("digits", {"limit": 5})
     assert [len(made[split]) for split in ("train", "valid")] == [5, 5]
@@ -189,9 +226,15 @@ FEDERATED = ("strategy=federated", "strategy.clients=20", "strategy.per_round=5"
 
 def test_federated_with_options_that_have_options():
     made = built(
-        objects._strategy, *FEDERATED, "strategy.algorithm.name=fedprox", "strategy.algorithm.mu=0.5", "strategy.local_epochs=5",
-        "strategy.partition.name=dirichlet", "strategy.partition.alpha=0.5", "strategy.rounds=50",
-    )  # fmt: skip
+        objects._strategy,
+        *FEDERATED,
+        "strategy.algorithm.name=fedprox",
+        "strategy.algorithm.mu=0.5",
+        "strategy.local_epochs=5",
+        "strategy.partition.name=dirichlet",
+        "strategy.partition.alpha=0.5",
+        "strategy.rounds=50",
+    )
     assert (made.clients, made.per_round, made.rounds, made.local_epochs) == (20, 5, 50, 5)
     assert (made.algorithm.name, made.algorithm.mu) == ("fedprox", 0.5)
     assert made.partition == {"name": "dirichlet", "alpha": 0.5}
@@ -217,7 +260,9 @@ def test_federated_training_goes_by_rounds():
     said = refused(objects.train, *FEDERATED, "num_epochs=3")
     assert "command line, num_epochs=3" in said
     assert "strategy.rounds" in said
-    made, period = built(scheduler_of, *FEDERATED, "strategy.rounds=7", "scheduler=OneCycleLR", "scheduler.max_lr=1")
+    made, period = built(
+        scheduler_of, *FEDERATED, "strategy.rounds=7", "scheduler=OneCycleLR", "scheduler.max_lr=1"
+    )
     assert (period, made.total_steps) == ("epoch", 7)
 
 
@@ -234,9 +279,21 @@ def test_text_fills_in_the_sizes_of_the_gpt_and_the_length_of_the_training():
     assert made.embed.weight.shape == (65, 8)
     assert made.position.weight.shape == (16, 8)
     assert built(model_of, *TEXT, "model.width=8").position.weight.shape == (128, 8)
-    assert built(objects._data_options, *TEXT, "data.block=16", "data.limit=5") == {"limit": 5, "block": 16}
-    schedule = ("scheduler=OneCycleLR", "scheduler.max_lr=0.1", "num_epochs=2", "workers=2", "device=cpu", "data.block=64")
-    assert built(scheduler_of, *TEXT, *schedule)[0].total_steps == 2 * 246  # 15,685 samples, 64 in a step
+    assert built(objects._data_options, *TEXT, "data.block=16", "data.limit=5") == {
+        "limit": 5,
+        "block": 16,
+    }
+    schedule = (
+        "scheduler=OneCycleLR",
+        "scheduler.max_lr=0.1",
+        "num_epochs=2",
+        "workers=2",
+        "device=cpu",
+        "data.block=64",
+    )
+    assert (
+        built(scheduler_of, *TEXT, *schedule)[0].total_steps == 2 * 246
+    )  # 15,685 samples, 64 in a step
 
 
 @pytest.mark.parametrize(
@@ -250,4 +307,6 @@ def test_text_fills_in_the_sizes_of_the_gpt_and_the_length_of_the_training():
 )
 def test_what_has_no_meaning_for_text_is_refused(override, said):
     assert said in refused(objects._entry, *TEXT, override)
-    assert "the data set 'digits' has no such option" in refused(objects._data_options, "data.block=16")
+    assert "the data set 'digits' has no such option" in refused(
+        objects._data_options, "data.block=16"
+    )

@@ -31,7 +31,13 @@ def nothing(root):
 def run(tmp_path, monkeypatch):
     (tmp_path / "rows.py").write_text(TEXT)
     monkeypatch.chdir(tmp_path)
-    model = ["model.name=mlp", "model.in_features=6", "model.out_features=3", "logdir=null", "verbose=false"]
+    model = [
+        "model.name=mlp",
+        "model.in_features=6",
+        "model.out_features=3",
+        "logdir=null",
+        "verbose=false",
+    ]
 
     def made(*overrides):
         return read_run((), ["data.name=rows.py:load", *model, *overrides])
@@ -40,13 +46,17 @@ def run(tmp_path, monkeypatch):
 
 
 def test_a_function_s_data_are_trained_on(run):
-    given = run("data.options.samples=20", "num_epochs=2", "workers=1", "strategy=single", "device=cpu")
+    given = run(
+        "data.options.samples=20", "num_epochs=2", "workers=1", "strategy=single", "device=cpu"
+    )
     history = objects.train(given)
     assert len(history["valid"]["loss"]) == 2
 
 
 def test_the_function_gets_the_root_and_its_options(run, tmp_path):
-    options = objects._data_options(run("data.root=.", "data.options.samples=20", "data.options.classes=2"))
+    options = objects._data_options(
+        run("data.root=.", "data.options.samples=20", "data.options.classes=2")
+    )
     assert options == {"root": str(tmp_path), "samples": 20, "classes": 2}
     assert objects._data_options(run()) == {"root": None}
     made = objects.load_datasets("rows.py:load", options)
@@ -72,7 +82,10 @@ def test_the_file_with_its_data_section_is_written_and_read_back(run, tmp_path):
         (["data.name=rows.py:lod"], "rows.py has no function 'lod'; it has load, fixed, nothing"),
         (["data.name=no_such_module:load"], "there is no module 'no_such_module'"),
         (["data.name=:load"], "write package.module:function or file.py:function"),
-        (["data.options.sampels=3"], "the function takes no sampels; it takes root, samples, classes"),
+        (
+            ["data.options.sampels=3"],
+            "the function takes no sampels; it takes root, samples, classes",
+        ),
         (["data.options.root=/x"], "write data.root"),
         (["data.name=rows.py:fixed", "data.root=."], "the function takes no root"),
         (["data.limit=5"], "write data.options.limit for a function"),
@@ -84,18 +97,25 @@ def test_what_cannot_be_called_is_refused_by_name(run, overrides, message):
 
 
 def test_options_of_a_set_of_the_catalogue_are_refused():
-    with pytest.raises(UserError, match="they are for a function, and 'digits' is in the catalogue"):
+    with pytest.raises(
+        UserError, match="they are for a function, and 'digits' is in the catalogue"
+    ):
         objects._objects(read_run((), ["data.options.samples=3"]), lambda: 1)
 
 
 def test_a_schedule_by_steps_needs_its_length_written(run):
     with pytest.raises(UserError, match=r"write scheduler.total_steps"):
         objects._objects(run("scheduler.name=OneCycleLR", "scheduler.max_lr=0.1"), lambda: 1)
-    objects._objects(run("scheduler.name=OneCycleLR", "scheduler.max_lr=0.1", "scheduler.total_steps=30"), lambda: 1)
+    objects._objects(
+        run("scheduler.name=OneCycleLR", "scheduler.max_lr=0.1", "scheduler.total_steps=30"),
+        lambda: 1,
+    )
 
 
 def test_a_function_that_returns_no_data_is_named(run):
-    with pytest.raises(UserError, match=r"rows.py:nothing returned None; it must return data sets by name"):
+    with pytest.raises(
+        UserError, match=r"rows.py:nothing returned None; it must return data sets by name"
+    ):
         objects.load_datasets("rows.py:nothing", {"root": None})
 
 

@@ -15,7 +15,9 @@ from allhands.config import read_run
 
 def allhands_run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; from allhands.cli.main import main; main(['run', *sys.argv[1:]])"
-    return subprocess.run([sys.executable, "-c", code, *args], cwd=folder, text=True, capture_output=True)
+    return subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=folder, text=True, capture_output=True
+    )
 
 
 def rows(logdir: Path) -> list[dict[str, str]]:
@@ -25,7 +27,9 @@ def rows(logdir: Path) -> list[dict[str, str]]:
 
 @pytest.mark.serial
 def test_a_run_is_stored_and_can_be_repeated(tmp_path):
-    first = allhands_run(tmp_path, "num_epochs=2", "data.limit=200", "workers=2", "logdir=one", "optimizer.lr=1e-2")
+    first = allhands_run(
+        tmp_path, "num_epochs=2", "data.limit=200", "workers=2", "logdir=one", "optimizer.lr=1e-2"
+    )
     assert first.returncode == 0, first.stderr
     assert "ddp, 2 workers on" in first.stdout
     stored = read_run([tmp_path / "one" / "run.yml"]).config
@@ -34,8 +38,13 @@ def test_a_run_is_stored_and_can_be_repeated(tmp_path):
     again = allhands_run(tmp_path, "-C", "one/run.yml", "logdir=two")
     assert again.returncode == 0, again.stderr
     names = ("train_loss", "train_accuracy", "valid_loss", "valid_accuracy")
-    numbers = [[row[name] for name in names for row in rows(tmp_path / logdir)] for logdir in ("one", "two")]
-    assert numbers[0] == numbers[1]  # to the last digit: same seed, same initial weights, same order
+    numbers = [
+        [row[name] for name in names for row in rows(tmp_path / logdir)]
+        for logdir in ("one", "two")
+    ]
+    assert (
+        numbers[0] == numbers[1]
+    )  # to the last digit: same seed, same initial weights, same order
 
 
 def test_single_process_and_resume(tmp_path, monkeypatch):
@@ -60,17 +69,27 @@ def test_show_prints_the_whole_file_and_trains_nothing(tmp_path):
     done = allhands_run(tmp_path, "--show", "optimizer=sgd", "optimizer.momentum=0.9")
     assert done.returncode == 0, done.stderr
     (tmp_path / "shown.yml").write_text(done.stdout)
-    assert read_run([tmp_path / "shown.yml"]).config == read_run((), ["optimizer=sgd", "optimizer.momentum=0.9"]).config
+    assert (
+        read_run([tmp_path / "shown.yml"]).config
+        == read_run((), ["optimizer=sgd", "optimizer.momentum=0.9"]).config
+    )
     assert not (tmp_path / "logs").exists()
 
 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["num_epoch=3"], "command line, num_epoch=3: num_epoch = 3: there is no such key; did you mean 'num_epochs'?"),
+        (
+            ["num_epoch=3"],
+            "command line, num_epoch=3: num_epoch = 3: there is no such key; did you mean "
+            "'num_epochs'?",
+        ),
         (["-C", "absent.yml"], "the run file 'absent.yml' cannot be read"),
         (["run.yml"], "write key=value"),
-        (["optimizer=adamv"], "optimizer.name = 'adamv': there is no such optimizer; did you mean 'Adam"),
+        (
+            ["optimizer=adamv"],
+            "optimizer.name = 'adamv': there is no such optimizer; did you mean 'Adam",
+        ),
         (["workers=2", "strategy=single"], "workers=2"),
     ],
 )
@@ -84,5 +103,8 @@ def test_mistakes_end_with_one_message_and_code_2(args, said, tmp_path, monkeypa
 
 
 def test_a_mistake_in_a_file_is_told_before_torch_is_imported():
-    code = "import sys; from allhands.cli.main import run; run(['run', 'seed=x']); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from allhands.cli.main import run; run(['run', 'seed=x']); "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -1,7 +1,8 @@
-"""The fixtures of the tests that need hosts, Slurm or MPI. All tests here carry the marker `cluster`.
+"""The fixtures of the tests that need hosts, Slurm or MPI. All tests here carry the marker
+`cluster`.
 
-They skip, and say why, where a part is missing. After each test that used hosts, none of its processes may be left on them,
-and all harm is undone.
+They skip, and say why, where a part is missing. After each test that used hosts, none of its
+processes may be left on them, and all harm is undone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from tests.cluster.hosts import Hosts
 from tests.cluster.mpi import NAMES, Mpi, launcher, launchers
 from tests.cluster.slurm import Slurm
 
-GRACE = 10.0  # seconds in which the processes of a test have to be gone; a cut connection is noticed after some
+# seconds in which the processes of a test have to be gone; a cut connection is noticed after some
+GRACE = 10.0
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -64,7 +66,9 @@ def mpi_launchers() -> list[Mpi]:
 @pytest.fixture(autouse=True)
 def mended(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check that the test has left no process on a host, and undo what it did to them."""
-    used = [request.getfixturevalue(name) for name in ("hosts", "slurm") if name in request.fixturenames]
+    used = [
+        request.getfixturevalue(name) for name in ("hosts", "slurm") if name in request.fixturenames
+    ]
     yield
     left = [process for cluster in used for process in cluster.left(GRACE)]
     for cluster in used:

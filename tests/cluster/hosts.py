@@ -1,13 +1,16 @@
-"""Real hosts on one machine, from Linux namespaces: what a launcher meets on a cluster, without the cluster.
+"""Real hosts on one machine, from Linux namespaces: what a launcher meets on a cluster, without the
+cluster.
 
-Each host has its own network interface, name, process table, /tmp, /dev/shm, private disk, login shell and sshd with a host key
-of its own. /run, the home folder and the Python environment are the driver's, as on a cluster with a shared file system.
+Each host has its own network interface, name, process table, /tmp, /dev/shm, private disk, login
+shell and sshd with a host key of its own. /run, the home folder and the Python environment are the
+driver's, as on a cluster with a shared file system.
 
     with Hosts(("d1", "d2"), label="try") as hosts:
         hosts.ssh("d1", "hostname")
         hosts.poweroff("d2")
 
-From the shell: `python -m tests.cluster.hosts up`, `status`, `down`. README.md says what is needed and what each harm does.
+From the shell: `python -m tests.cluster.hosts up`, `status`, `down`. README.md says what is needed
+and what each harm does.
 """
 
 from __future__ import annotations
@@ -27,19 +30,26 @@ __all__ = ["DISK", "Hosts", "why_not"]
 
 
 class Hosts(Namespaces):
-    """Hosts that exist while the context is open. Several may be open at once, in one process or in many.
+    """Hosts that exist while the context is open. Several may be open at once, in one process or in
+    many.
 
     They die with the thread that opened them, however it ends.
 
     Args:
         names: The hosts' names.
         label: Names the folder under /run; unique among all that are open on this machine.
-        subnet: The first three numbers of their addresses, such as "10.77.0". Default: one that is free.
+        subnet: The first three numbers of their addresses, such as "10.77.0". Default: one that is
+            free.
         persist: Do not die with this process; for starting a cluster by hand.
     """
 
     def __init__(
-        self, names: Sequence[str] = ("d1", "d2"), *, label: str, subnet: str | None = None, persist: bool = False
+        self,
+        names: Sequence[str] = ("d1", "d2"),
+        *,
+        label: str,
+        subnet: str | None = None,
+        persist: bool = False,
     ) -> None:
         super().__init__(names, label=label, subnet=subnet, persist=persist)
         self._undo: dict[tuple[str, str], Callable[[], None]] = {}  # by host and harm
@@ -49,7 +59,9 @@ class Hosts(Namespaces):
     def _end(self, host: str) -> None:
         super()._end(host)
         self._hidden[host].clear()
-        for key in [key for key in self._undo if key[0] == host and key[1] not in {"shell", "host key"}]:
+        for key in [
+            key for key in self._undo if key[0] == host and key[1] not in {"shell", "host key"}
+        ]:
             del self._undo[key]  # what is mounted, and the wire, end with the host
 
     def cut(self, host: str) -> None:
@@ -60,13 +72,16 @@ class Hosts(Namespaces):
     def heal(self, host: str) -> None:
         """Undo cut."""
         call("ip", "link", "set", self._veth(host), "up")
-        call("ip", "neigh", "flush", "dev", self.bridge)  # or an address that did not answer is not asked again for a while
+        call(
+            "ip", "neigh", "flush", "dev", self.bridge
+        )  # or an address that did not answer is not asked again for a while
         for name in self._init:
             self.run(name, "ip", "neigh", "flush", "dev", "eth0")
         self._undo.pop((host, "link"), None)
 
     def kill(self, host: str) -> None:
-        """Crash a host: all its processes end at once. The kernel still closes their connections, so that peers notice."""
+        """Crash a host: all its processes end at once. The kernel still closes their connections,
+        so that peers notice."""
         self._end(host)
         call("ip", "link", "del", self._veth(host), check=False)  # the kernel would take its time
 
@@ -97,7 +112,9 @@ class Hosts(Namespaces):
 
     def change_host_key(self, host: str) -> None:
         """Give a host another key than the others know, as an impostor's."""
-        key, first, new = (self.folder / host / name for name in ("host_key", "first_key", "new_key"))
+        key, first, new = (
+            self.folder / host / name for name in ("host_key", "first_key", "new_key")
+        )
         call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", new)
         if not first.exists():
             key.rename(first)
@@ -135,7 +152,11 @@ class Hosts(Namespaces):
         def folders(names: set[str]) -> dict[Path, list[str]]:
             found: dict[Path, list[str]] = {}
             for name in sorted(names):
-                places = {Path(part).resolve() for part in self.path.split(":") if (Path(part) / name).exists()}
+                places = {
+                    Path(part).resolve()
+                    for part in self.path.split(":")
+                    if (Path(part) / name).exists()
+                }
                 if not places:
                     raise RuntimeError(f"there is no program {name} in {self.path}")
                 for place in places:
@@ -144,10 +165,18 @@ class Hosts(Namespaces):
 
         lines = [f"umount -l '{place}'" for place in folders(self._hidden[host])]
         for number, (place, names) in enumerate(folders(programs).items()):
-            # An overlay with a "whiteout", a character device 0/0, is the kernel's way to say that a name is not there.
+            # An overlay with a "whiteout", a character device 0/0, is the kernel's way to say that
+            # a name is not there.
             top = f"{self.folder / host}/without{number}"
-            lines += [f"mkdir -p '{top}'", f"mount -t tmpfs tmpfs '{top}'", *(f"mknod '{top}/{name}' c 0 0" for name in names)]
-            lines += [f"mount -t overlay overlay -o 'lowerdir={top}:{place}' '{place}'", f"umount -l '{top}'"]
+            lines += [
+                f"mkdir -p '{top}'",
+                f"mount -t tmpfs tmpfs '{top}'",
+                *(f"mknod '{top}/{name}' c 0 0" for name in names),
+            ]
+            lines += [
+                f"mount -t overlay overlay -o 'lowerdir={top}:{place}' '{place}'",
+                f"umount -l '{top}'",
+            ]
         self.run(host, "sh", "-ec", "\n".join(lines))
         self._hidden[host] = programs
         self._undo.pop((host, "programs"), None)
@@ -158,7 +187,9 @@ class Hosts(Namespaces):
         """Put an empty file system of this size, such as "4m", over a folder of a host."""
         if (host, f"disk {path}") in self._undo:
             raise RuntimeError(f"{path} on {host} is a small disk already")
-        self.run(host, "sh", "-ec", f"mkdir -p '{path}'; mount -t tmpfs -o size={size} tmpfs '{path}'")
+        self.run(
+            host, "sh", "-ec", f"mkdir -p '{path}'; mount -t tmpfs -o size={size} tmpfs '{path}'"
+        )
         self._undo[host, f"disk {path}"] = lambda: self.restore_disk(host, path)
 
     def restore_disk(self, host: str, path: str) -> None:
@@ -173,7 +204,8 @@ class Hosts(Namespaces):
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
     def mend(self) -> None:
-        """Undo all harm: hosts that are down come up again, processes that are left are killed. Disks keep what is on them."""
+        """Undo all harm: hosts that are down come up again, processes that are left are killed.
+        Disks keep what is on them."""
         for name in self.names:
             if not self.is_up(name):
                 if name in self._init:
@@ -216,7 +248,10 @@ def main() -> int:
         for state in sorted(ROOT.glob("*/state.json")):
             hosts = Hosts.load(state.parent.name)
             for name in hosts.names:
-                print(f"{hosts.label} {name} {hosts.address[name]} {'up' if hosts.is_up(name) else 'down'}")
+                print(
+                    f"{hosts.label} {name} {hosts.address[name]} "
+                    f"{'up' if hosts.is_up(name) else 'down'}"
+                )
     return 0
 
 

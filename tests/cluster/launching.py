@@ -56,7 +56,8 @@ WORKER_FAILURES = [
 
 
 class Launch:
-    """One job that runs in the background, and what it says. Use it as a context: it is killed at the end.
+    """One job that runs in the background, and what it says. Use it as a context: it is killed at
+    the end.
 
     Args:
         hosts: the cluster.
@@ -67,9 +68,17 @@ class Launch:
     """
 
     def __init__(
-        self, hosts: Hosts | Slurm, folder: Path, *words: str, extra: dict[str, str] | None = None, within: Sequence[str] = ()
+        self,
+        hosts: Hosts | Slurm,
+        folder: Path,
+        *words: str,
+        extra: dict[str, str] | None = None,
+        within: Sequence[str] = (),
     ) -> None:
-        self.out, self.err = folder / f"out-{time.monotonic_ns()}", folder / f"err-{time.monotonic_ns()}"
+        self.out, self.err = (
+            folder / f"out-{time.monotonic_ns()}",
+            folder / f"err-{time.monotonic_ns()}",
+        )
         self.started = time.monotonic()
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
@@ -81,7 +90,9 @@ class Launch:
                 stderr=err,
                 start_new_session=True,
                 # A test run in the background of a shell ignores SIGINT, and so would the launcher.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,  # noqa: PLW1509
+                preexec_fn=lambda: (  # noqa: PLW1509
+                    signal.signal(signal.SIGINT, signal.default_int_handler) and None
+                ),
             )
 
     def __enter__(self) -> Launch:
@@ -89,7 +100,9 @@ class Launch:
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # with whatever is between salloc and the launcher
+            os.killpg(
+                self.process.pid, signal.SIGKILL
+            )  # with whatever is between salloc and the launcher
         self.process.wait()
 
     @property
@@ -101,8 +114,12 @@ class Launch:
         """Wait until it has said something, `times` times."""
         deadline = time.monotonic() + patience(seconds)
         while self.said.count(text) < times:
-            assert self.process.poll() is None, f"it ended with {self.process.returncode} before it said {text!r}: {self.said}"
-            assert time.monotonic() < deadline, f"it did not say {text!r} within {seconds} s: {self.said}"
+            assert self.process.poll() is None, (
+                f"it ended with {self.process.returncode} before it said {text!r}: {self.said}"
+            )
+            assert time.monotonic() < deadline, (
+                f"it did not say {text!r} within {seconds} s: {self.said}"
+            )
             time.sleep(0.02)
 
     def end(self, seconds: float = 40.0) -> tuple[int, str]:
@@ -115,19 +132,26 @@ class Launch:
         return self.process.returncode, self.said
 
     def names_the_failure(self, cause: str, code: int) -> None:
-        """Check that STEPS runs, and ends within 30 s of the failure of rank 1, which is on d2, with this cause and code."""
+        """Check that STEPS runs, and ends within 30 s of the failure of rank 1, which is on d2,
+        with this cause and code."""
         self.until("running")
         began = time.monotonic()
         got, said = self.end()
         assert time.monotonic() - began < patience(30)
         assert got == code, said
         assert "rank 1 (d2, pid " in said
-        assert re.search(f"failed first: (no progress for [5-9] s: )?{re.escape(cause)}", said), said
+        assert re.search(f"failed first: (no progress for [5-9] s: )?{re.escape(cause)}", said), (
+            said
+        )
 
     def told(self) -> list[dict[str, Any]]:
-        """The lines of JSON that workers printed, with the `place` that the launcher put before each."""
+        """The lines of JSON that workers printed, with the `place` that the launcher put before
+        each."""
         found = re.findall(r"^\[([^]]+)\] (\{.*\})$", self.out.read_text(), re.MULTILINE)
-        return sorted(({**json.loads(text), "place": place} for place, text in found), key=lambda one: str(one["place"]))
+        return sorted(
+            ({**json.loads(text), "place": place} for place, text in found),
+            key=lambda one: str(one["place"]),
+        )
 
 
 def shared_folder(hosts: Hosts | Slurm, name: str) -> Path:

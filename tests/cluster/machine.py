@@ -1,4 +1,5 @@
-"""What the fixture asks of this machine: programs that run to their end, waits, and claims that several sessions respect."""
+"""What the fixture asks of this machine: programs that run to their end, waits, and claims that
+several sessions respect."""
 
 from __future__ import annotations
 
@@ -18,8 +19,29 @@ from tests.timeouts import patience
 
 ROOT = Path("/run/allhands-cluster")  # one folder a label
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-PROGRAMS = ("unshare", "nsenter", "setpriv", "ip", "ssh", "ssh-keygen", "sshd", "rsync", "mount", "iptables")
-UNSHARE = ("unshare", "--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child=KILL", "--mount-proc")
+PROGRAMS = (
+    "unshare",
+    "nsenter",
+    "setpriv",
+    "ip",
+    "ssh",
+    "ssh-keygen",
+    "sshd",
+    "rsync",
+    "mount",
+    "iptables",
+)
+UNSHARE = (
+    "unshare",
+    "--net",
+    "--uts",
+    "--ipc",
+    "--pid",
+    "--mount",
+    "--fork",
+    "--kill-child=KILL",
+    "--mount-proc",
+)
 
 
 def call(
@@ -30,10 +52,20 @@ def call(
     cwd: Path | None = None,
     timeout: float = 60.0,
 ) -> str:
-    """Run a program to its end; its combined output. With check, a failure is a RuntimeError with that output."""
+    """Run a program to its end; its combined output. With check, a failure is a RuntimeError with
+    that output."""
     words = [str(word) for word in argv]
     pipe, out = subprocess.PIPE, subprocess.STDOUT
-    result = subprocess.run(words, input=stdin, env=env, cwd=cwd, stdout=pipe, stderr=out, text=True, timeout=patience(timeout))
+    result = subprocess.run(
+        words,
+        input=stdin,
+        env=env,
+        cwd=cwd,
+        stdout=pipe,
+        stderr=out,
+        text=True,
+        timeout=patience(timeout),
+    )
     if check and result.returncode != 0:
         raise RuntimeError(f"{' '.join(words)} ended with {result.returncode}: {result.stdout}")
     return result.stdout
@@ -57,17 +89,27 @@ def why_not() -> str | None:
         return "hosts from namespaces need root"
     missing = [name for name in PROGRAMS if not shutil.which(name, path=SYSTEM_PATH)]
     if missing:
-        return f"programs are missing: {', '.join(missing)} (Debian: apt-get install openssh-server rsync iproute2 iptables)"
+        return (
+            f"programs are missing: {', '.join(missing)} (Debian: apt-get install "
+            "openssh-server rsync iproute2 iptables)"
+        )
     try:
         call(*UNSHARE, "mount", "-t", "sysfs", "sysfs", "/sys")
-        call("unshare", "--net", "sh", "-c", "ip link add ah0 type bridge && ip link add ah1 type veth peer name ah2")
+        call(
+            "unshare",
+            "--net",
+            "sh",
+            "-c",
+            "ip link add ah0 type bridge && ip link add ah1 type veth peer name ah2",
+        )
     except RuntimeError as error:
         return f"this machine refuses namespaces: {error}"
     return None
 
 
 def start_time(pid: int) -> str | None:
-    """When a process started, in the kernel's ticks: with the pid, a name that is never used twice. None when there is none."""
+    """When a process started, in the kernel's ticks: with the pid, a name that is never used twice.
+    None when there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

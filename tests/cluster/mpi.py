@@ -1,4 +1,5 @@
-"""The MPI launchers of this machine, and how each is called: Debian's Open MPI, and MPICH from PyPI beside this Python.
+"""The MPI launchers of this machine, and how each is called: Debian's Open MPI, and MPICH from PyPI
+beside this Python.
 
 for mpi in launchers():
     subprocess.run(mpi.argv(2, ["python", "script.py"]), env=mpi.environ(), check=True)
@@ -31,7 +32,8 @@ class Mpi:
     Attributes:
         name: "openmpi" or "mpich".
         program: Its mpirun or mpiexec.
-        library: The MPI library that belongs to it; mpi4py takes MPICH's by itself where both are installed.
+        library: The MPI library that belongs to it; mpi4py takes MPICH's by itself where both are
+            installed.
     """
 
     name: str
@@ -39,7 +41,8 @@ class Mpi:
     library: Path
 
     def argv(self, ranks: int, command: Sequence[str], hosts: Hosts | None = None) -> list[str]:
-        """The command that starts the ranks: on this machine, or spread evenly over all hosts, one block a host.
+        """The command that starts the ranks: on this machine, or spread evenly over all hosts, one
+        block a host.
 
         Args:
             ranks: How many in all; with hosts, a multiple of their number.
@@ -54,21 +57,32 @@ class Mpi:
             words += ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
             if hosts:
                 slots = ",".join(f"{name}:{each}" for name in hosts.names)
-                # The names of ranks' own hosts lead to 127.0.1.1, and the driver has other interfaces that no host can reach.
+                # The names of ranks' own hosts lead to 127.0.1.1, and the driver has other
+                # interfaces that no host can reach.
                 subnet = f"{hosts.driver_address.rpartition('.')[0]}.0/24"
                 words += ["--host", slots, "--mca", "plm_rsh_agent", f"{hosts.folder}/bin/ssh"]
-                words += ["--mca", "btl_tcp_if_include", subnet, "--mca", "oob_tcp_if_include", subnet]
+                words += [
+                    "--mca",
+                    "btl_tcp_if_include",
+                    subnet,
+                    "--mca",
+                    "oob_tcp_if_include",
+                    subnet,
+                ]
         elif hosts:
             words += ["-hosts", ",".join(hosts.names), "-ppn", str(each), "-iface", hosts.bridge]
             words += ["-launcher", "ssh", "-launcher-exec", f"{hosts.folder}/bin/ssh"]
         return [*words, *command]
 
-    def environ(self, hosts: Hosts | None = None, *, choose_library: bool = True, **extra: str) -> dict[str, str]:
+    def environ(
+        self, hosts: Hosts | None = None, *, choose_library: bool = True, **extra: str
+    ) -> dict[str, str]:
         """The environment in which the launcher runs; its ranks get it too.
 
         Args:
             hosts: Those of `argv`.
-            choose_library: Tell mpi4py which library belongs to the launcher. Without, it is to be found out.
+            choose_library: Tell mpi4py which library belongs to the launcher. Without, it is to be
+                found out.
             extra: More variables.
         """
         if hosts:
@@ -77,11 +91,17 @@ class Mpi:
             own = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
             own["PATH"] = f"{VENV}/bin:{own.get('PATH', SYSTEM_PATH)}"
         if self.name == "mpich":
-            own["MPIR_CVAR_CH4_NETMOD"] = "ofi"  # UCX takes two hosts from namespaces for one, and hangs
+            own["MPIR_CVAR_CH4_NETMOD"] = (
+                "ofi"  # UCX takes two hosts from namespaces for one, and hangs
+            )
         if choose_library:
             own["MPI4PY_LIBMPI"] = str(self.library)
-        if hosts and self.name == "openmpi":  # its ranks on other hosts get no other variables than those that are named
-            own["OMPI_MCA_mca_base_env_list"] = ";".join([*(["MPI4PY_LIBMPI"] if choose_library else []), *extra])
+        if (
+            hosts and self.name == "openmpi"
+        ):  # its ranks on other hosts get no other variables than those that are named
+            own["OMPI_MCA_mca_base_env_list"] = ";".join(
+                [*(["MPI4PY_LIBMPI"] if choose_library else []), *extra]
+            )
         return {**own, **extra}
 
 
@@ -96,8 +116,14 @@ def launcher(name: str) -> Mpi | str:
             return f"there is no MPICH in {VENV} (pip install mpich)"
         return Mpi(name, program, library)
     found = shutil.which("mpirun.openmpi", path=SYSTEM_PATH)
-    libraries = sorted(Path("/usr/lib").glob("*-linux-gnu/libmpi.so.*"), key=lambda path: len(path.name))
-    libraries = [path for path in libraries if re.fullmatch(r"libmpi\.so\.[0-9]+", path.name) and path.name != "libmpi.so.12"]
+    libraries = sorted(
+        Path("/usr/lib").glob("*-linux-gnu/libmpi.so.*"), key=lambda path: len(path.name)
+    )
+    libraries = [
+        path
+        for path in libraries
+        if re.fullmatch(r"libmpi\.so\.[0-9]+", path.name) and path.name != "libmpi.so.12"
+    ]
     if not found or not libraries:
         return "there is no Open MPI (Debian: apt-get install openmpi-bin)"
     return Mpi(name, Path(found), libraries[0])

@@ -1,4 +1,5 @@
-"""How hosts are made from Linux namespaces, and how one runs something on them. What tests use is hosts.py."""
+"""How hosts are made from Linux namespaces, and how one runs something on them. What tests use is
+hosts.py."""
 
 from __future__ import annotations
 
@@ -21,14 +22,16 @@ from tests.timeouts import patience
 DISK = "/srv/allhands"  # the private disk, at the same path on every host
 REPOSITORY = Path(__file__).parents[2]
 FOREIGN = re.compile(
-    r"(SLURM|SBATCH|SRUN|PMI|PMIX|OMPI|MPI|HYDRA)_|(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|SSH_AUTH_SOCK)$"
+    r"(SLURM|SBATCH|SRUN|PMI|PMIX|OMPI|MPI|HYDRA)_|"
+    r"(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|SSH_AUTH_SOCK)$"
 )
 
 # Variables of all tests (the Makefile, tests/conftest.py) that hold on the hosts too.
 OF_THE_TESTS = ("ALLHANDS_TEST_RUN", "OMP_WAIT_POLICY")
 
-# The first process of a host; it ends as its sshd, which also reaps orphans. A folder with code under /tmp stays visible.
-# /sys is mounted again, or /sys/class/net lists the driver's interfaces; that hides the cgroups, which slurmd wants to see.
+# The first process of a host; it ends as its sshd, which also reaps orphans. A folder with code
+# under /tmp stays visible. /sys is mounted again, or /sys/class/net lists the driver's interfaces;
+# that hides the cgroups, which slurmd wants to see.
 INIT = r"""
 set -e
 hostname "$HOST_NAME"
@@ -36,7 +39,10 @@ for file in hosts passwd shadow; do mount --bind "$HOST_FOLDER/$file" "/etc/$fil
 [ ! -f /root/.bashrc ] || mount --bind "$HOST_FOLDER/bashrc" /root/.bashrc
 n=0; for path in $HOST_KEEP; do n=$((n+1)); mount --rbind "$path" "$HOST_FOLDER/keep$n"; done
 mount -t tmpfs -o mode=1777 tmpfs /tmp
-n=0; for path in $HOST_KEEP; do n=$((n+1)); mkdir -p "$path"; mount --rbind "$HOST_FOLDER/keep$n" "$path"; done
+n=0
+for path in $HOST_KEEP; do
+  n=$((n+1)); mkdir -p "$path"; mount --rbind "$HOST_FOLDER/keep$n" "$path"
+done
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 mount -t tmpfs tmpfs /srv
 mkdir -p "$HOST_DISK"
@@ -73,11 +79,17 @@ SetEnv {environment}
 
 def users(shell: str | None) -> str:
     """The text of /etc/passwd with this login shell for root; None is bash."""
-    return re.sub(r"^(root:.*:)[^:]*$", rf"\g<1>{shell or '/bin/bash'}", Path("/etc/passwd").read_text(), flags=re.MULTILINE)
+    return re.sub(
+        r"^(root:.*:)[^:]*$",
+        rf"\g<1>{shell or '/bin/bash'}",
+        Path("/etc/passwd").read_text(),
+        flags=re.MULTILINE,
+    )
 
 
 def sweep() -> None:
-    """Clear what crashed sessions left. The caller holds the lock; clusters whose owner lives, or that have none, stay."""
+    """Clear what crashed sessions left. The caller holds the lock; clusters whose owner lives, or
+    that have none, stay."""
     for folder in ROOT.iterdir():
         state = folder / "state.json"
         if folder.is_dir() and not state.exists():
@@ -94,7 +106,8 @@ class Namespaces:
     Args:
         names: The hosts' names.
         label: Names the folder under /run; unique among all that are open on this machine.
-        subnet: The first three numbers of their addresses, such as "10.77.0". Default: one that is free.
+        subnet: The first three numbers of their addresses, such as "10.77.0". Default: one that is
+            free.
         persist: Do not die with this process; for starting a cluster by hand.
 
     Attributes:
@@ -107,11 +120,18 @@ class Namespaces:
     """
 
     def __init__(
-        self, names: Sequence[str] = ("d1", "d2"), *, label: str, subnet: str | None = None, persist: bool = False
+        self,
+        names: Sequence[str] = ("d1", "d2"),
+        *,
+        label: str,
+        subnet: str | None = None,
+        persist: bool = False,
     ) -> None:
         self.names, self.label, self.persist = list(names), label, persist
         self.folder = ROOT / label
-        self.daemons: dict[str, set[int]] = {name: set() for name in names}  # pids of the fixture's own daemons, such as slurmd
+        self.daemons: dict[str, set[int]] = {
+            name: set() for name in names
+        }  # pids of the fixture's own daemons, such as slurmd
         self._init: dict[str, int] = {}  # the first process of each host that is up
         self._born: dict[str, str] = {}  # and when that began
         self._unshare: dict[str, subprocess.Popen[bytes]] = {}
@@ -142,22 +162,34 @@ class Namespaces:
         self.remove()
 
     def _claim(self) -> None:
-        """Take the label, a number and a subnet; the bridge's existence is the claim to the last two."""
+        """Take the label, a number and a subnet; the bridge's existence is the claim to the last
+        two."""
         with claims():
             sweep()
             if self.folder.exists():
-                raise RuntimeError(f"a cluster with the label {self.label!r} is up already ({self.folder})")
-            taken = call("ip", "-o", "-4", "addr") + call("ip", "-4", "route") + call("ip", "-o", "link")
+                raise RuntimeError(
+                    f"a cluster with the label {self.label!r} is up already ({self.folder})"
+                )
+            taken = (
+                call("ip", "-o", "-4", "addr")
+                + call("ip", "-4", "route")
+                + call("ip", "-o", "link")
+            )
             for number in range(250):
                 subnet = self._subnet or f"10.213.{number}"
                 if f" {subnet}." not in taken and f" ah{number}:" not in taken:
                     break
             else:
-                raise RuntimeError(f"no free subnet: {self._subnet or '10.213.0 to 10.213.249'} is taken:\n{taken}")
+                raise RuntimeError(
+                    f"no free subnet: {self._subnet or '10.213.0 to 10.213.249'} is taken:\n{taken}"
+                )
             self._number_is(number, subnet)
             self.folder.mkdir(mode=0o755)
             self._save()
-            batch = f"link add {self.bridge} type bridge\naddr add {subnet}.1/24 dev {self.bridge}\nlink set {self.bridge} up\n"
+            batch = (
+                f"link add {self.bridge} type bridge\naddr add {subnet}.1/24 dev "
+                f"{self.bridge}\nlink set {self.bridge} up\n"
+            )
             call("ip", "-batch", "-", stdin=batch)
 
     def _save(self) -> None:
@@ -189,14 +221,22 @@ class Namespaces:
             for sub in ("disk", "cgroup", *(f"keep{place + 1}" for place in range(len(keep)))):
                 (folder / sub).mkdir(parents=True)
         keys = [folder / ("id" if folder is self.folder else "host_key") for folder in folders]
-        making = [subprocess.Popen(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(key)]) for key in keys]
+        making = [
+            subprocess.Popen(
+                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(key)]
+            )
+            for key in keys
+        ]
         if any(process.wait() for process in making):
             raise RuntimeError("ssh-keygen failed")
         for name in self.names:
             folder = self.folder / name
-            # Own name: Debian's trap. The ::ffff: lines are for c10d, which looks up the name of every peer.
+            # Own name: Debian's trap. The ::ffff: lines are for c10d, which looks up the name of
+            # every peer.
             others = [
-                f"{a} {n}\n::ffff:{a} {n}\n" for n, a in {**self.address, "driver": self.driver_address}.items() if n != name
+                f"{a} {n}\n::ffff:{a} {n}\n"
+                for n, a in {**self.address, "driver": self.driver_address}.items()
+                if n != name
             ]
             own = f"127.0.0.1 localhost\n127.0.1.1 {name}\n" + "".join(
                 f"{v6}{self.address[name]} {name}.lan\n" for v6 in ("", "::ffff:")
@@ -204,25 +244,40 @@ class Namespaces:
             (folder / "hosts").write_text(own + "".join(others))
             (folder / "bashrc").touch()  # the driver's costs time at every connection
             (folder / "passwd").write_text(users(None))
-            (folder / "shadow").write_text("root:*:19000:0:99999:7:::\n")  # not a locked account, which sshd refuses
+            (folder / "shadow").write_text(
+                "root:*:19000:0:99999:7:::\n"
+            )  # not a locked account, which sshd refuses
             (folder / "shadow").chmod(0o600)
             kept = [f"{key}={os.environ[key]}" for key in OF_THE_TESTS if key in os.environ]
             environment = " ".join(f'"{setting}"' for setting in (f"PATH={self.path}", *kept))
-            text = SSHD.format(address=self.address[name], folder=folder, root=self.folder, environment=environment)
+            text = SSHD.format(
+                address=self.address[name], folder=folder, root=self.folder, environment=environment
+            )
             (folder / "sshd_config").write_text(text)
         keys_of = {name: (self.folder / name / "host_key.pub").read_text() for name in self.names}
         self._known = {name: f"{name},{self.address[name]} {key}" for name, key in keys_of.items()}
         self.write_known_hosts(self.names)
-        each = "".join(f"Host {name}\n  HostName {self.address[name]}\n  HostKeyAlias {name}\n" for name in self.names)
-        # No BatchMode, timeouts or StrictHostKeyChecking: a launcher has to bring its own, as with a user's plain configuration.
+        each = "".join(
+            f"Host {name}\n  HostName {self.address[name]}\n  HostKeyAlias {name}\n"
+            for name in self.names
+        )
+        # No BatchMode, timeouts or StrictHostKeyChecking: a launcher has to bring its own, as with
+        # a user's plain configuration.
         (self.folder / "config").write_text(
             f"{each}Host *\n  User root\n  IdentityFile {self.folder}/id\n  IdentitiesOnly yes\n"
             f"  UserKnownHostsFile {self.folder}/known_hosts\n  GlobalKnownHostsFile /dev/null\n"
         )
         (self.folder / "bin").mkdir()
-        for tool in ("ssh", "scp", "sftp"):  # OpenSSH does not look at $HOME: only -F makes it read this configuration
+        for tool in (
+            "ssh",
+            "scp",
+            "sftp",
+        ):  # OpenSSH does not look at $HOME: only -F makes it read this configuration
             script = self.folder / "bin" / tool
-            script.write_text(f'#!/bin/sh\nexec {shutil.which(tool, path=SYSTEM_PATH)} -F {self.folder}/config "$@"\n')
+            script.write_text(
+                f"#!/bin/sh\nexec {shutil.which(tool, path=SYSTEM_PATH)} -F {self.folder}/config "
+                '"$@"\n'
+            )
             script.chmod(0o755)
 
     def write_known_hosts(self, names: Sequence[str]) -> None:
@@ -232,7 +287,11 @@ class Namespaces:
     def _keep(self) -> list[str]:
         """Folders with code that lie under /tmp, which each host has its own of."""
         return sorted(
-            {str(path) for path in (REPOSITORY, Path(sys.prefix), Path(sys.base_prefix)) if path.is_relative_to("/tmp")}
+            {
+                str(path)
+                for path in (REPOSITORY, Path(sys.prefix), Path(sys.base_prefix))
+                if path.is_relative_to("/tmp")
+            }
         )
 
     def _start(self, names: Sequence[str]) -> None:
@@ -242,13 +301,21 @@ class Namespaces:
             self._unshare[name] = self._namespaces(name)
         wires = ""
         for name in names:
-            children = Path(f"/proc/{self._unshare[name].pid}/task/{self._unshare[name].pid}/children")
+            children = Path(
+                f"/proc/{self._unshare[name].pid}/task/{self._unshare[name].pid}/children"
+            )
             self._until_up(name, children.read_text)
             self._init[name] = int(children.read_text())
             self._born[name] = start_time(self._init[name]) or ""
-            # The hardware address stays the same after a reboot, or others' tables would be wrong for seconds.
-            mac = "02:61:68" + "".join(f":{int(part):02x}" for part in self.address[name].split(".")[1:])
-            wires += f"link add {self._veth(name)} type veth peer name eth0 address {mac} netns {self._init[name]}\n"
+            # The hardware address stays the same after a reboot, or others' tables would be wrong
+            # for seconds.
+            mac = "02:61:68" + "".join(
+                f":{int(part):02x}" for part in self.address[name].split(".")[1:]
+            )
+            wires += (
+                f"link add {self._veth(name)} type veth peer name eth0 address {mac} netns "
+                f"{self._init[name]}\n"
+            )
             wires += f"link set {self._veth(name)} master {self.bridge} up\n"
         call("ip", "-batch", "-", stdin=wires)
         for name in names:
@@ -310,10 +377,15 @@ class Namespaces:
         """The same for a caller that holds the lock."""
         for name in list(self._init):
             self._end(name)
-        for process in (*self._unshare.values(), *self._helpers):  # the first are of a start that failed half-way
+        for process in (
+            *self._unshare.values(),
+            *self._helpers,
+        ):  # the first are of a start that failed half-way
             process.kill()
             process.wait()
-        if (listed := self.folder / "helpers").exists() and not self._helpers:  # another process has started them
+        if (
+            listed := self.folder / "helpers"
+        ).exists() and not self._helpers:  # another process has started them
             for pid, born in (line.split() for line in listed.read_text().splitlines()):
                 if start_time(int(pid)) == born:
                     os.kill(int(pid), signal.SIGKILL)
@@ -325,17 +397,26 @@ class Namespaces:
     def _end(self, host: str) -> None:
         """Kill a host's first process, and with it all others; back when they are gone."""
         pid = self._init.pop(host)
-        if start_time(pid) == self._born.pop(host):  # otherwise it has ended, and the number may be another's
+        if start_time(pid) == self._born.pop(
+            host
+        ):  # otherwise it has ended, and the number may be another's
             os.kill(pid, signal.SIGKILL)
         if process := self._unshare.pop(host, None):
             process.wait()
-        until(lambda: not os.path.exists(f"/proc/{pid}/ns/net"), 10, lambda: f"the host {host} does not end")
+        until(
+            lambda: not os.path.exists(f"/proc/{pid}/ns/net"),
+            10,
+            lambda: f"the host {host} does not end",
+        )
         self.daemons[host].clear()
 
     def helper(self, *argv: str, **options: Any) -> subprocess.Popen[Any]:
-        """Start a daemon of the cluster beside the driver, not on a host. It ends with the cluster."""
+        """Start a daemon of the cluster beside the driver, not on a host. It ends with the
+        cluster."""
         leash = [] if self.persist else ["setpriv", "--pdeathsig", "KILL"]
-        process = subprocess.Popen([*leash, *argv], stdin=subprocess.DEVNULL, start_new_session=True, **options)
+        process = subprocess.Popen(
+            [*leash, *argv], stdin=subprocess.DEVNULL, start_new_session=True, **options
+        )
         self._helpers.append(process)
         with (self.folder / "helpers").open("a") as listed:
             listed.write(f"{process.pid} {start_time(process.pid)}\n")
@@ -344,27 +425,49 @@ class Namespaces:
     # Use
 
     def environ(self, **extra: str) -> dict[str, str]:
-        """The environment of a driver process in which plain `ssh d1`, rsync and scp work, and `python` is this Python."""
+        """The environment of a driver process in which plain `ssh d1`, rsync and scp work, and
+        `python` is this Python."""
         own = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
-        return {**own, "PATH": f"{self.folder}/bin:{Path(sys.prefix) / 'bin'}:{os.environ.get('PATH', SYSTEM_PATH)}", **extra}
+        return {
+            **own,
+            "PATH": f"{self.folder}/bin:{sys.prefix}/bin:{os.environ.get('PATH', SYSTEM_PATH)}",
+            **extra,
+        }
 
     def enter(self, host: str, *argv: str) -> list[str]:
         """The command that runs another one on a host without ssh, as root, in the folder /."""
-        return ["nsenter", "-t", str(self._init[host]), "-n", "-u", "-i", "-p", "-m", "--wd=/", *argv]
+        return [
+            "nsenter",
+            "-t",
+            str(self._init[host]),
+            "-n",
+            "-u",
+            "-i",
+            "-p",
+            "-m",
+            "--wd=/",
+            *argv,
+        ]
 
     def popen(self, host: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a program on a host without ssh. It is killed when the returned process ends, and when the host does."""
+        """Start a program on a host without ssh. It is killed when the returned process ends, and
+        when the host does."""
         options.setdefault("env", self.environ(PATH=self.path))
-        return subprocess.Popen(self.enter(host, "setpriv", "--pdeathsig", "KILL", *argv), **options)
+        return subprocess.Popen(
+            self.enter(host, "setpriv", "--pdeathsig", "KILL", *argv), **options
+        )
 
     def run(self, host: str, *argv: str, check: bool = True) -> str:
-        """Run a program on a host without ssh; its combined output. With check, a failure is a RuntimeError."""
+        """Run a program on a host without ssh; its combined output. With check, a failure is a
+        RuntimeError."""
         return call(*self.enter(host, "env", f"PATH={self.path}", *argv), check=check)
 
     def ssh(self, host: str, command: str) -> subprocess.CompletedProcess[str]:
         """Run a shell's line on a host, by ssh, without a question."""
         argv = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", host, command]
-        return subprocess.run(argv, env=self.environ(), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        return subprocess.run(
+            argv, env=self.environ(), stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
 
     def hosts_file(self) -> Path:
         """A file with one host's name a line."""
@@ -377,9 +480,9 @@ class Namespaces:
         return host in self._init and os.path.exists(f"/proc/{self._init[host]}/ns/net")
 
     def processes(self, host: str) -> list[str]:
-        """What runs on a host: "pid command line", with the host's own pid. Without the first process, which is the sshd that
-        listens, daemons of the fixture, and the dead that nobody has asked after. An open ssh connection counts; a host that is
-        down runs nothing."""
+        """What runs on a host: "pid command line", with the host's own pid. Without the first
+        process, which is the sshd that listens, daemons of the fixture, and the dead that nobody
+        has asked after. An open ssh connection counts; a host that is down runs nothing."""
         if not self.is_up(host):
             return []
         skip = {self._init[host], *self.daemons[host]}
@@ -389,8 +492,18 @@ class Namespaces:
             try:
                 if int(folder.name) in skip or os.readlink(folder / "ns/pid") != namespace:
                     continue
-                said = dict(line.split(":\t", 1) for line in (folder / "status").read_text().splitlines() if ":\t" in line)
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                said = dict(
+                    line.split(":\t", 1)
+                    for line in (folder / "status").read_text().splitlines()
+                    if ":\t" in line
+                )
+                command = (
+                    (folder / "cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                    .strip()
+                )
             except OSError:
                 continue  # it has ended meanwhile
             if said["State"][0] not in "ZX":
@@ -398,9 +511,12 @@ class Namespaces:
         return found
 
     def left(self, seconds: float = 5.0) -> list[str]:
-        """What still runs on any host after so many seconds, as "host: pid command line"; back at once when nothing does."""
+        """What still runs on any host after so many seconds, as "host: pid command line"; back at
+        once when nothing does."""
         deadline = time.monotonic() + patience(seconds)
-        while found := [f"{name}: {process}" for name in self.names for process in self.processes(name)]:
+        while found := [
+            f"{name}: {process}" for name in self.names for process in self.processes(name)
+        ]:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.02)

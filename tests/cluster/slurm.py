@@ -1,10 +1,13 @@
-"""A real Slurm on hosts from namespaces: munge, slurmctld beside the driver, one slurmd a host, GPUs that are only device files.
+"""A real Slurm on hosts from namespaces: munge, slurmctld beside the driver, one slurmd a host,
+GPUs that are only device files.
 
     with Slurm(("d1", "d2"), label="try") as slurm:
         slurm.srun("-N2", "--ntasks-per-node=2", "hostname").stdout
 
-Partition `batch` is the default; its jobs give way to those of `urgent`: they get SIGCONT and SIGTERM (more than once),
-after some seconds SIGKILL, and are requeued. From the shell: `python -m tests.cluster.slurm up`, `down`.
+Partition `batch` is the default; its jobs give way to those of `urgent`: they get SIGCONT and
+SIGTERM (more than once),
+after some seconds SIGKILL, and are requeued. From the shell: `python -m tests.cluster.slurm up`,
+`down`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,17 @@ from tests.cluster.hosts import Hosts
 from tests.cluster.machine import SYSTEM_PATH, call, until
 from tests.timeouts import patience
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo", "squeue", "scancel")
+PROGRAMS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "srun",
+    "sbatch",
+    "scontrol",
+    "sinfo",
+    "squeue",
+    "scancel",
+)
 
 CONF = """ClusterName=allhands
 SlurmctldHost={controller}({driver_address})
@@ -67,7 +80,8 @@ PreemptMode=REQUEUE
 JobRequeue=1
 GresTypes=gpu
 {nodes}
-PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=5
+PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 \\
+  PreemptMode=REQUEUE GraceTime=5
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 
@@ -77,7 +91,10 @@ def why_not() -> str | None:
     """Why this machine cannot have such a Slurm, in words for a skipped test; None when it can."""
     missing = [name for name in PROGRAMS if not shutil.which(name, path=SYSTEM_PATH)]
     if missing:
-        return f"programs are missing: {', '.join(missing)} (Debian: apt-get install munge slurmctld slurmd slurm-client)"
+        return (
+            f"programs are missing: {', '.join(missing)} (Debian: apt-get install munge "
+            "slurmctld slurmd slurm-client)"
+        )
     return from_namespaces.why_not()
 
 
@@ -88,7 +105,8 @@ class Slurm:
         names: The nodes' names.
         label: As of `Hosts`.
         cpus: CPUs that each node claims to have.
-        gpus: GPUs that each node claims to have. They are twins of /dev/null, and no program can compute on them.
+        gpus: GPUs that each node claims to have. They are twins of /dev/null, and no program can
+            compute on them.
         persist: As of `Hosts`.
 
     Attributes:
@@ -98,7 +116,13 @@ class Slurm:
     """
 
     def __init__(
-        self, names: Sequence[str] = ("d1", "d2"), *, label: str, cpus: int = 4, gpus: int = 2, persist: bool = False
+        self,
+        names: Sequence[str] = ("d1", "d2"),
+        *,
+        label: str,
+        cpus: int = 4,
+        gpus: int = 2,
+        persist: bool = False,
     ) -> None:
         self.hosts = Hosts(names, label=label, persist=persist)
         self.cpus, self.gpus = cpus, gpus
@@ -111,7 +135,13 @@ class Slurm:
         try:
             self._write_files()
             munge = self.folder / "munge"
-            words = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+            words = {
+                "key-file": "key",
+                "socket": "socket",
+                "pid-file": "pid",
+                "log-file": "log",
+                "seed-file": "seed",
+            }
             files = [f"--{word}={munge / name}" for word, name in words.items()]
             self._helper("munged", "--foreground", "--force", "--num-threads=4", *files)
             until((munge / "socket").exists, 10, self._logs)
@@ -131,15 +161,27 @@ class Slurm:
 
     def _write_files(self) -> None:
         folder = self.folder
-        for name in ("controller", "spool", "munge", "dev", *(f"spool/{name}" for name in self.hosts.names)):
+        for name in (
+            "controller",
+            "spool",
+            "munge",
+            "dev",
+            *(f"spool/{name}" for name in self.hosts.names),
+        ):
             (folder / name).mkdir(mode=0o755)
         for number in range(self.gpus):
-            os.mknod(folder / "dev" / f"gpu{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # Slurm insists on device files
-        (folder / "gres.conf").write_text("".join(f"Name=gpu File={folder}/dev/gpu{number}\n" for number in range(self.gpus)))
+            os.mknod(
+                folder / "dev" / f"gpu{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3)
+            )  # Slurm insists on device files
+        (folder / "gres.conf").write_text(
+            "".join(f"Name=gpu File={folder}/dev/gpu{number}\n" for number in range(self.gpus))
+        )
         (folder / "cgroup.conf").write_text("ConstrainCores=no\n")
         (folder / "munge/key").write_bytes(os.urandom(128))
         (folder / "munge/key").chmod(0o600)
-        resources = f"CPUs={self.cpus} RealMemory=300000" + (f" Gres=gpu:{self.gpus}" if self.gpus else "")
+        resources = f"CPUs={self.cpus} RealMemory=300000" + (
+            f" Gres=gpu:{self.gpus}" if self.gpus else ""
+        )
         nodes = [
             f"NodeName={name} NodeAddr={address} NodeHostname={name} {resources} State=UNKNOWN"
             for name, address in self.hosts.address.items()
@@ -162,7 +204,12 @@ class Slurm:
         environ = {"PATH": SYSTEM_PATH, "SLURM_CONF": str(self.conf)}
         with (self.folder / "spool" / f"{host}.log").open("ab") as log:
             argv = ["slurmd", "-D", "-N", host, "-f", str(self.conf)]
-            options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
+            options = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": log,
+                "stderr": log,
+                "start_new_session": True,
+            }
             process = self.hosts.popen(host, argv, env=environ, **options)
         self._slurmd[host] = process
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -177,7 +224,10 @@ class Slurm:
         until(idle, 30, lambda: f"Slurm's nodes are not idle: {self._logs()}")
 
     def _logs(self) -> str:
-        return "".join(f"\n{path.name}: {path.read_text(errors='replace')[-2000:]}" for path in self.folder.glob("**/*.log"))
+        return "".join(
+            f"\n{path.name}: {path.read_text(errors='replace')[-2000:]}"
+            for path in self.folder.glob("**/*.log")
+        )
 
     # Use
 
@@ -199,10 +249,15 @@ class Slurm:
 
     def sbatch(self, *args: str) -> int:
         """Submit a job from the folder, where its output goes; its number."""
-        return int(call("sbatch", "--parsable", *args, env=self.environ(), cwd=self.folder).partition(";")[0])
+        return int(
+            call("sbatch", "--parsable", *args, env=self.environ(), cwd=self.folder).partition(";")[
+                0
+            ]
+        )
 
     def command(self, *argv: str, check: bool = True) -> str:
-        """The combined output of scontrol, squeue or any other program. With check, a failure is a RuntimeError."""
+        """The combined output of scontrol, squeue or any other program. With check, a failure is a
+        RuntimeError."""
         return call(*argv, check=check, env=self.environ())
 
     def start_now(self, job: int) -> None:
@@ -229,7 +284,11 @@ class Slurm:
             if self._slurmd[name].poll() is not None:
                 self._start_slurmd(name)
         if jobs:
-            until(lambda: not self.command("squeue", "-h", "-o", "%A"), 30, lambda: f"jobs do not end: {self._logs()}")
+            until(
+                lambda: not self.command("squeue", "-h", "-o", "%A"),
+                30,
+                lambda: f"jobs do not end: {self._logs()}",
+            )
         said = self.command("sinfo", "-h", "-N", "-o", "%N %T").splitlines()
         harmed = {line.split()[0] for line in said if line.split()[1].startswith(("down", "drain"))}
         for name in harmed:
@@ -250,7 +309,10 @@ def main() -> int:
         print(reason, file=sys.stderr)
         return 1
     slurm = Slurm(given.names.split(","), label=given.label, persist=True).__enter__()
-    print(f"export SLURM_CONF={slurm.conf} PATH={slurm.folder}/bin:$PATH  # then: srun -N {len(slurm.hosts.names)} hostname")
+    print(
+        f"export SLURM_CONF={slurm.conf} PATH={slurm.folder}/bin:$PATH  # then: srun -N "
+        f"{len(slurm.hosts.names)} hostname"
+    )
     return 0
 
 

@@ -22,7 +22,8 @@ def test_the_page_about_ssh(hosts: Hosts) -> None:
 def test_the_page_about_slurm() -> None:
     if reason := slurm.why_not():
         pytest.skip(reason)
-    # The tutorial asks for three GPUs a node; these are device files only, which torch does not see.
+    # The tutorial asks for three GPUs a node; these are device files only, which torch does not
+    # see.
     with slurm.Slurm(("d1", "d2"), label=f"docs-{os.getpid()}", gpus=3) as cluster:
         assert run_page("slurm.md", shared_folder(cluster, "docs"), cluster.environ()) >= 6
         assert cluster.left(5) == []

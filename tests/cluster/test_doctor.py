@@ -1,4 +1,5 @@
-"""`allhands doctor` on real hosts: what is broken is named, what is not broken is still checked, and nothing is left."""
+"""`allhands doctor` on real hosts: what is broken is named, what is not broken is still checked,
+and nothing is left."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tests.cluster.hosts import DISK, Hosts
 from tests.cluster.machine import call
 from tests.timeouts import patience
 
-# The folders that it makes for ssh's connections carry its process id: other tests make such folders at the same time.
+# The folders that it makes for ssh's connections carry its process id: other tests make such
+# folders at the same time.
 DOCTOR = """
 import os, tempfile
 make = tempfile.mkdtemp
@@ -31,7 +33,15 @@ main()
 def start(hosts: Hosts, *words: str) -> subprocess.Popen[str]:
     argv = [sys.executable, "-P", "-c", DOCTOR, "doctor", *words]
     pipe = subprocess.PIPE
-    return subprocess.Popen(argv, cwd="/", env=hosts.environ(), stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        argv,
+        cwd="/",
+        env=hosts.environ(),
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+    )
 
 
 def assert_nothing_left(hosts: Hosts, process: subprocess.Popen[str]) -> None:
@@ -39,11 +49,15 @@ def assert_nothing_left(hosts: Hosts, process: subprocess.Popen[str]) -> None:
     assert list(Path("/tmp").glob(f"allhands-ssh-{process.pid}-*")) == []
     for name in hosts.names:
         if hosts.is_up(name):
-            assert hosts.run(name, "sh", "-c", f"find / {DISK} -maxdepth 1 -name '.allhands-doctor*'") == ""
+            assert (
+                hosts.run(name, "sh", "-c", f"find / {DISK} -maxdepth 1 -name '.allhands-doctor*'")
+                == ""
+            )
 
 
 def doctor(hosts: Hosts, *words: str) -> dict[str, Any]:
-    """What it found. It must have ended within 30 s, with an exit code that fits, and must have left nothing."""
+    """What it found. It must have ended within 30 s, with an exit code that fits, and must have
+    left nothing."""
     began = time.monotonic()
     with start(hosts, "--json", *words) as process:
         try:
@@ -62,7 +76,9 @@ def doctor(hosts: Hosts, *words: str) -> dict[str, Any]:
 def findings(told: dict[str, Any], status: str) -> dict[tuple[str, str], str]:
     """What was found and what to do, by host and check."""
     return {
-        (one["host"], one["check"]): one["found"] + " -> " + one["advice"] for one in told["findings"] if one["status"] == status
+        (one["host"], one["check"]): one["found"] + " -> " + one["advice"]
+        for one in told["findings"]
+        if one["status"] == status
     }
 
 
@@ -82,37 +98,65 @@ def test_healthy_hosts(hosts: Hosts) -> None:
     assert good["", "sharing"]["values"]["groups"] == [["d1"], ["d2"]]
     assert "--sync-dst-dir DIR" in good["", "sharing"]["advice"]
     reduced = good["", "all-reduce"]["values"]
-    assert (reduced["ranks"], reduced["hosts"], reduced["backend"], reduced["correct"]) == (2, 2, "gloo", True)
+    assert (reduced["ranks"], reduced["hosts"], reduced["backend"], reduced["correct"]) == (
+        2,
+        2,
+        "gloo",
+        True,
+    )
     assert [one["bytes"] for one in reduced["sizes"]] == [4096, 1 << 20, 32 << 20]
     slowest = min(good["", "link"]["values"]["gb_per_s"].values())
-    assert reduced["expected_gb_per_s"] == pytest.approx(slowest, rel=0.01)  # two ranks: each sends the tensor once
+    assert reduced["expected_gb_per_s"] == pytest.approx(
+        slowest, rel=0.01
+    )  # two ranks: each sends the tensor once
     assert 0 < reduced["sizes"][-1]["gb_per_s"] < 100
 
 
 def test_a_host_is_off_and_the_other_is_still_examined(hosts: Hosts) -> None:
     hosts.cut("d2")
-    call("ip", "neigh", "flush", "dev", hosts.bridge)  # or ssh waits for its own timeout, and says so
+    call(
+        "ip", "neigh", "flush", "dev", hosts.bridge
+    )  # or ssh waits for its own timeout, and says so
     told = doctor(hosts, "-H", "d1,d2", "--dir", DISK)
     assert set(findings(told, "problem")) == {("d2", "ssh")}
-    assert re.search("no way to it in the network|does not answer", findings(told, "problem")["d2", "ssh"])
+    assert re.search(
+        "no way to it in the network|does not answer", findings(told, "problem")["d2", "ssh"]
+    )
     assert ("d1", "folder") in findings(told, "ok")
     assert "not tried: d2 could not be examined" in findings(told, "warning")["", "all-reduce"]
 
 
 def test_a_firewall_between_hosts_is_named_with_its_direction(hosts: Hosts) -> None:
-    hosts.run("d1", "iptables", "-A", "INPUT", "-s", hosts.address["d2"], "-p", "tcp", "--syn", "-j", "DROP")
+    hosts.run(
+        "d1",
+        "iptables",
+        "-A",
+        "INPUT",
+        "-s",
+        hosts.address["d2"],
+        "-p",
+        "tcp",
+        "--syn",
+        "-j",
+        "DROP",
+    )
     try:
         told = doctor(hosts, "-H", "d1,d2", "--dir", DISK)
     finally:
         hosts.run("d1", "iptables", "-F")
     (problem,) = [one for one in told["findings"] if one["status"] == "problem"]
     assert (problem["values"]["from"], problem["values"]["to"]) == ("d2", "d1")
-    assert problem["found"] == f"d2 cannot connect to d1 on port {problem['values']['port']} (timed out)"
+    assert (
+        problem["found"]
+        == f"d2 cannot connect to d1 on port {problem['values']['port']} (timed out)"
+    )
     assert "firewall on d1" in problem["advice"]
     assert "d2 cannot connect to d1" in findings(told, "warning")["", "all-reduce"]
 
 
-def test_no_rsync_a_talkative_shell_a_missing_folder_and_an_unknown_key(hosts: Hosts, tmp_path: Path) -> None:
+def test_no_rsync_a_talkative_shell_a_missing_folder_and_an_unknown_key(
+    hosts: Hosts, tmp_path: Path
+) -> None:
     hosts.hide_program("d2", "rsync")
     bashrc = hosts.folder / "d2" / "bashrc"
     bashrc.write_text("echo welcome to d2\n")
@@ -128,7 +172,10 @@ def test_no_rsync_a_talkative_shell_a_missing_folder_and_an_unknown_key(hosts: H
     hosts.forget_host_key("d1")
     told = doctor(hosts, "-H", "d1,d2", "--no-all-reduce", "--sync-dst-dir", f"{DISK}/new")
     assert set(findings(told, "problem")) == {("d1", "ssh"), ("d2", "rsync")}
-    assert "its host key is not known here. Run `ssh d1` once" in findings(told, "problem")["d1", "ssh"]
+    assert (
+        "its host key is not known here. Run `ssh d1` once"
+        in findings(told, "problem")["d1", "ssh"]
+    )
     assert f"{DISK}/new will be made in {DISK}" in findings(told, "ok")["d2", "folder"]
 
 

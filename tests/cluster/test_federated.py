@@ -36,9 +36,10 @@ def test_the_script_trains_on_both_nodes_and_every_task_ends(slurm: Any) -> None
     def start(options: str) -> list[str]:
         done = subprocess.run(
             ["srun", *options.split(), f"--chdir={folder}", sys.executable, str(script)],
-            capture_output=True, text=True,
+            capture_output=True,
+            text=True,
             env=slurm.environ() | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stderr
         return re.sub(r"\d+\.\d\d s", "N s", done.stdout).splitlines()
 

@@ -41,7 +41,9 @@ def test_hosts_are_hosts(hosts: Hosts) -> None:
 
 def test_disks_are_private(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("from the driver")
-    subprocess.run(["rsync", "-a", f"{tmp_path}/", f"d1:{DISK}/job/"], env=hosts.environ(), check=True)
+    subprocess.run(
+        ["rsync", "-a", f"{tmp_path}/", f"d1:{DISK}/job/"], env=hosts.environ(), check=True
+    )
     assert hosts.run("d1", "cat", f"{DISK}/job/file") == "from the driver"
     for place in (f"{DISK}/job", str(tmp_path)):
         assert "No such file" in hosts.run("d2", "ls", place, check=False)
@@ -55,10 +57,18 @@ def test_disks_are_private(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def test_processes_that_are_left_are_seen(hosts: Hosts) -> None:
-    with ended(hosts.popen("d1", ["sh", "-c", "echo $$; exec sleep 1000"], stdout=subprocess.PIPE, text=True)) as process:
+    with ended(
+        hosts.popen(
+            "d1", ["sh", "-c", "echo $$; exec sleep 1000"], stdout=subprocess.PIPE, text=True
+        )
+    ) as process:
         assert process.stdout
         pid = process.stdout.readline().strip()
-        until(lambda: hosts.processes("d1") == [f"{pid} sleep 1000"], 5, lambda: str(hosts.processes("d1")))
+        until(
+            lambda: hosts.processes("d1") == [f"{pid} sleep 1000"],
+            5,
+            lambda: str(hosts.processes("d1")),
+        )
         assert hosts.left(0) == [f"d1: {pid} sleep 1000"]
     assert hosts.left() == []
     assert hosts.ssh("d2", "nohup sleep 1000 >/dev/null 2>&1 &").returncode == 0
@@ -68,7 +78,12 @@ def test_processes_that_are_left_are_seen(hosts: Hosts) -> None:
 
 
 def test_a_network_is_cut_and_heals(hosts: Hosts) -> None:
-    loop = hosts.popen("d1", ["sh", "-c", "while :; do echo on; sleep 0.01; done"], stdout=subprocess.PIPE, text=True)
+    loop = hosts.popen(
+        "d1",
+        ["sh", "-c", "while :; do echo on; sleep 0.01; done"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     with ended(loop) as process:
         hosts.cut("d1")
         assert _reaches(hosts, "d1") != 0
@@ -88,8 +103,14 @@ def _reaches(hosts: Hosts, host: str) -> int:
 def test_a_host_goes_down_and_comes_back(hosts: Hosts, silent: bool) -> None:
     """A crash ends connections at once; after a power-off nobody hears anything."""
     hosts.run("d2", "sh", "-c", f"echo kept >{DISK}/file; echo lost >/dev/shm/file")
-    with ended(subprocess.Popen(["ssh", "d2", "sleep 1000"], env=hosts.environ(), stderr=subprocess.PIPE)) as client:
-        until(lambda: any("sleep" in process for process in hosts.processes("d2")), 5, lambda: "nothing runs on d2")
+    with ended(
+        subprocess.Popen(["ssh", "d2", "sleep 1000"], env=hosts.environ(), stderr=subprocess.PIPE)
+    ) as client:
+        until(
+            lambda: any("sleep" in process for process in hosts.processes("d2")),
+            5,
+            lambda: "nothing runs on d2",
+        )
         (hosts.poweroff if silent else hosts.kill)("d2")
         assert not hosts.is_up("d2")
         assert hosts.processes("d2") == []
@@ -153,7 +174,10 @@ def test_several_at_once_and_nothing_left(hosts: Hosts) -> None:
         with pytest.raises(RuntimeError, match="is up already"), Hosts(("d1",), label=second.label):
             pass
         subnet = second.address["d1"].rpartition(".")[0]
-        with pytest.raises(RuntimeError, match="no free subnet"), Hosts(("d1",), label="other", subnet=subnet):
+        with (
+            pytest.raises(RuntimeError, match="no free subnet"),
+            Hosts(("d1",), label="other", subnet=subnet),
+        ):
             pass
     assert not second.folder.exists()
     assert f" {second.bridge}:" not in subprocess.check_output(["ip", "-o", "link"], text=True)
@@ -166,13 +190,19 @@ def test_a_killed_session_leaves_no_process_and_the_next_one_clears_up(hosts: Ho
 hosts = Hosts(label={label!r}).__enter__()
 print(*hosts._init.values(), flush=True)
 input()"""
-    session = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    session = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     with ended(session):
         assert session.stdout
         first = [int(pid) for pid in session.stdout.readline().split()]
         assert len(first) == 2
         session.send_signal(signal.SIGKILL)
-    until(lambda: not any(Path(f"/proc/{pid}/ns/net").exists() for pid in first), 5, lambda: f"{first} live on")
+    until(
+        lambda: not any(Path(f"/proc/{pid}/ns/net").exists() for pid in first),
+        5,
+        lambda: f"{first} live on",
+    )
     folder = hosts.folder.with_name(label)
     assert folder.exists()
     with Hosts(("d1",), label=f"next-{os.getpid()}"):
@@ -180,7 +210,14 @@ input()"""
 
 
 def test_slurm_starts_tasks_on_both_nodes(slurm: Slurm) -> None:
-    result = slurm.srun("-N2", "--ntasks-per-node=2", "--gpus-per-task=1", "sh", "-c", "echo $(hostname) $CUDA_VISIBLE_DEVICES")
+    result = slurm.srun(
+        "-N2",
+        "--ntasks-per-node=2",
+        "--gpus-per-task=1",
+        "sh",
+        "-c",
+        "echo $(hostname) $CUDA_VISIBLE_DEVICES",
+    )
     assert sorted(result.stdout.splitlines()) == ["d1 0", "d1 1", "d2 0", "d2 1"]
     assert slurm.srun("-N2", "sh", "-c", 'exit "$SLURM_PROCID"').returncode == 1
     assert slurm.left() == []
@@ -188,7 +225,11 @@ def test_slurm_starts_tasks_on_both_nodes(slurm: Slurm) -> None:
 
 def test_slurm_jobs_are_seen_and_cancelled(slurm: Slurm) -> None:
     job = slurm.sbatch("-N2", "--wrap", "srun sleep 1000")
-    until(lambda: sum("sleep 1000" in process for process in slurm.left(0)) >= 3, 10, lambda: slurm.command("squeue"))
+    until(
+        lambda: sum("sleep 1000" in process for process in slurm.left(0)) >= 3,
+        10,
+        lambda: slurm.command("squeue"),
+    )
     assert f"JobId={job} " in slurm.command("scontrol", "show", "job", str(job))
     assert (slurm.folder / f"slurm-{job}.out").exists()
     slurm.mend()
@@ -207,7 +248,8 @@ def test_a_slurm_node_goes_down_and_comes_back(slurm: Slurm) -> None:
 HELLO = """import os, socket, sys
 from mpi4py import MPI
 world = MPI.COMM_WORLD
-said = f"{world.allreduce(world.rank)} {socket.gethostname()} {MPI.Get_library_version()[:4]} {os.environ['WORDS']}"
+library = MPI.Get_library_version()[:4]
+said = f"{world.allreduce(world.rank)} {socket.gethostname()} {library} {os.environ['WORDS']}"
 for line in world.gather(f"{world.rank} of {world.size}: {said}") or []:
     print(line)
 """
@@ -218,7 +260,9 @@ def test_mpi_ranks_find_each_other(mpi: Mpi, hosts: Hosts, far: bool) -> None:
     where = hosts if far else None
     argv = mpi.argv(4, ["python", "-c", HELLO], where)
     environ = mpi.environ(where, WORDS="two words")
-    result = subprocess.run(argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    result = subprocess.run(
+        argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     names = ["d1", "d1", "d2", "d2"] if far else [socket.gethostname()] * 4
     library = {"openmpi": "Open", "mpich": "MPIC"}[mpi.name]
     expected = [f"{rank} of 4: 6 {name} {library} two words" for rank, name in enumerate(names)]

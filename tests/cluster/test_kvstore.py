@@ -1,4 +1,5 @@
-"""The Gluon tutorial's command for real: ResNet-18 on CIFAR-10, two hosts, two workers and two parameter servers."""
+"""The Gluon tutorial's command for real: ResNet-18 on CIFAR-10, two hosts, two workers and two
+parameter servers."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def test_the_tutorial_on_two_hosts_with_two_servers(hosts: Hosts, cifar10: Path)
     shutil.copy(EXAMPLES / "kvstore_cifar10" / "hosts", folder)
     target = f"{DISK}/cifar10_dist"
     words = ["-n", "2", "-s", "2", "-H", "hosts", "--sync-dst-dir", target, "--launcher", "ssh"]
-    # 17 samples are 9 and 8, that is 3 batches for the first worker and 2 for the second: nobody may wait for ever.
+    # 17 samples are 9 and 8, that is 3 batches for the first worker and 2 for the second: nobody
+    # may wait for ever.
     short = "--samples 17 --test-samples 20 --batch-size 4 --epochs 2"
     command = f"python {target}/cifar10_dist.py {short}"
     with Launch(hosts, folder, *words, command, extra={"ALLHANDS_DATA": str(cifar10)}) as job:
@@ -47,6 +49,10 @@ def test_the_tutorial_on_two_hosts_with_two_servers(hosts: Hosts, cifar10: Path)
         assert f"{host} ({hosts.address[host]}, eth0) rank {number}, server {number}" in said
         assert f"[{host} {number}] Total number of workers: 2\n" in said
         assert f"[{host} {number}] This worker's rank: {number}\n" in said
-        accuracies = re.findall(rf"^\[{host} {number}\] Epoch (\d+): Test_acc (0\.\d\d0000|1\.000000)$", said, re.MULTILINE)
+        accuracies = re.findall(
+            rf"^\[{host} {number}\] Epoch (\d+): Test_acc (0\.\d\d0000|1\.000000)$",
+            said,
+            re.MULTILINE,
+        )
         assert [epoch for epoch, _ in accuracies] == ["0", "1"], said
     assert hosts.left(5) == []

@@ -1,4 +1,5 @@
-"""Worlds of MPI's launchers over real hosts: they form, and when one rank fails they end, with its name."""
+"""Worlds of MPI's launchers over real hosts: they form, and when one rank fails they end, with its
+name."""
 
 from __future__ import annotations
 
@@ -39,8 +40,11 @@ def test_a_rank_fails(mpi: Mpi, hosts: Hosts) -> None:
     causes = {
         "raise": "rank 1 on d2 raised ValueError: no such class: 11",
         "exit": r"rank 1 \(d2, pid \d+\) failed first: left with exit code 3",
-        "kill": "on node d2 exited on signal 9" if mpi.name == "openmpi" else r"RUNNING AT d2\n=   EXIT CODE: 9",
-        "stop": r"rank 1 \(d2, pid \d+\) failed first: has given no sign of life for \d+ s: stopped, hung",
+        "kill": "on node d2 exited on signal 9"
+        if mpi.name == "openmpi"
+        else r"RUNNING AT d2\n=   EXIT CODE: 9",
+        "stop": r"rank 1 \(d2, pid \d+\) failed first: has given no sign of life for \d+ s: "
+        r"stopped, hung",
     }
     for how, cause in causes.items():
         with launched(mpi, hosts, shared_folder(hosts, "mpi"), how) as job:
@@ -62,9 +66,13 @@ def test_a_link_goes_down(mpi: Mpi, hosts: Hosts) -> None:
         code, said = job.end()
         assert time.monotonic() - began < patience(30)
     assert code not in (0, None)
-    assert re.search(r"rank 1 \(d2, pid \d+\) failed first: has given no sign of life for \d+ s", said), said
+    assert re.search(
+        r"rank 1 \(d2, pid \d+\) failed first: has given no sign of life for \d+ s", said
+    ), said
     deadline = time.monotonic() + patience(5)
-    while [one for one in hosts.processes("d2") if "steps.py" in one] and time.monotonic() < deadline:
+    while [
+        one for one in hosts.processes("d2") if "steps.py" in one
+    ] and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [one for one in hosts.processes("d2") if "steps.py" in one] == []
     assert [one for one in hosts.processes("d1") if "steps.py" in one] == []

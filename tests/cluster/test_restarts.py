@@ -1,4 +1,5 @@
-"""A host that is lost: the world goes on with the others, grows again when the host is back, and misses no sample."""
+"""A host that is lost: the world goes on with the others, grows again when the host is back, and
+misses no sample."""
 
 from __future__ import annotations
 
@@ -33,8 +34,10 @@ x[:, 0] = torch.arange(120)
 data = torch.utils.data.TensorDataset(x, x[:, 1:].sum(1, keepdim=True))
 model = torch.nn.Linear(4, 1)
 history = Recording().train(
-    model=model, criterion=torch.nn.MSELoss(), optimizer=torch.optim.SGD(model.parameters(), 0.01), num_epochs=3,
-    datasets={"batch_size": 2, "train": data}, logdir="run", save_every=2, callbacks=[Slow()], distributed=True,
+    model=model, criterion=torch.nn.MSELoss(), num_epochs=3,
+    optimizer=torch.optim.SGD(model.parameters(), 0.01),
+    datasets={"batch_size": 2, "train": data}, logdir="run", save_every=2,
+    callbacks=[Slow()], distributed=True,
 )
 if os.environ["RANK"] == "0":
     print("END", len(history["epoch"]), flush=True)
@@ -42,7 +45,8 @@ if os.environ["RANK"] == "0":
 
 
 def seen(folder: Path, attempt: int) -> list[int]:
-    """The samples of one attempt in their global order, over all steps that all of its ranks have begun."""
+    """The samples of one attempt in their global order, over all steps that all of its ranks have
+    begun."""
     files = sorted(folder.glob(f"seen-{attempt}-*.jsonl"))
     steps = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     return [sample for step in zip(*steps, strict=False) for share in step for sample in share]
@@ -59,7 +63,10 @@ def test_a_host_is_lost_and_comes_back_and_the_sample_order_goes_on(hosts: Hosts
 
     folder = shared_folder(hosts, "elastic")
     (folder / "train.py").write_text(TRAIN)
-    words = "-n 4 -H hosts --max-restarts 2 --min-workers 2 --host-timeout 3 --rejoin-timeout 1 --grace 4 train.py 0.1"
+    words = (
+        "-n 4 -H hosts --max-restarts 2 --min-workers 2 --host-timeout 3 --rejoin-timeout 1 "
+        "--grace 4 train.py 0.1"
+    )
     with Launch(hosts, folder, *words.split()) as job:
         job.until("1/3")
         hosts.poweroff("d2")
@@ -76,7 +83,8 @@ def test_a_host_is_lost_and_comes_back_and_the_sample_order_goes_on(hosts: Hosts
     begun = 0
     for attempt in range(3):
         part = seen(folder, attempt)
-        # Each attempt goes on with the very sample that follows its checkpoint, and nothing is left out between two.
+        # Each attempt goes on with the very sample that follows its checkpoint, and nothing is left
+        # out between two.
         starts = [start for start in range(begun + 1) if whole[start : start + len(part)] == part]
         assert part, attempt
         assert starts, (attempt, part)
@@ -88,7 +96,9 @@ def test_a_host_is_lost_and_comes_back_and_the_sample_order_goes_on(hosts: Hosts
 def test_a_host_that_does_not_come_back_ends_a_job_that_needs_it(hosts: Hosts) -> None:
     folder = shared_folder(hosts, "needed")
     (folder / "wait.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(60)\n")
-    words = "-n 2 -H hosts --no-preload --max-restarts 1 --host-timeout 3 --rejoin-timeout 1 wait.py"
+    words = (
+        "-n 2 -H hosts --no-preload --max-restarts 1 --host-timeout 3 --rejoin-timeout 1 wait.py"
+    )
     with Launch(hosts, folder, *words.split()) as job:
         job.until("up", times=2)
         hosts.poweroff("d2")
@@ -115,15 +125,37 @@ print("end", flush=True)
 """
 
 
-def test_with_servers_one_worker_is_started_again_on_its_host_or_its_host_is_done_without(hosts: Hosts) -> None:
+def test_with_servers_one_worker_is_started_again_on_its_host_or_its_host_is_done_without(
+    hosts: Hosts,
+) -> None:
     folder = shared_folder(hosts, "alone")
     (folder / "alone.py").write_text(ALONE)
-    words = ["-n", "2", "-s", "1", "-H", "hosts", "--no-preload", "--host-timeout", "3", "--on-worker-failure"]
-    with Launch(hosts, folder, *words, "restart", "--max-restarts", "1", "alone.py", "again") as job:
+    words = [
+        "-n",
+        "2",
+        "-s",
+        "1",
+        "-H",
+        "hosts",
+        "--no-preload",
+        "--host-timeout",
+        "3",
+        "--on-worker-failure",
+    ]
+    with Launch(
+        hosts, folder, *words, "restart", "--max-restarts", "1", "alone.py", "again"
+    ) as job:
         code, said = job.end()
     assert code == 0, said
-    assert "rank 1 on host d2 was killed by SIGKILL (out of memory? see `dmesg`); started again (1 of 1)" in said
-    assert (said.count("[d1 0] up 0"), said.count("[d2 1] up"), said.count("[d2 1] up 1")) == (1, 2, 1)
+    assert (
+        "rank 1 on host d2 was killed by SIGKILL (out of memory? see `dmesg`); started again (1 of "
+        "1)" in said
+    )
+    assert (said.count("[d1 0] up 0"), said.count("[d2 1] up"), said.count("[d2 1] up 1")) == (
+        1,
+        2,
+        1,
+    )
     assert hosts.left(5) == []
     with Launch(hosts, folder, *words, "continue", "alone.py", "lost") as job:
         job.until("up", times=2)
@@ -132,7 +164,12 @@ def test_with_servers_one_worker_is_started_again_on_its_host_or_its_host_is_don
         (folder / "lost").touch()
         code, said = job.end()
     assert code == 0, said
-    assert re.search(r"allhands: rank 1 on host d2 failed: no word from host d2 .*; the others go on", said)
+    assert re.search(
+        r"allhands: rank 1 on host d2 failed: no word from host d2 .*; the others go on", said
+    )
     assert "[d1 0] end" in said
-    assert "allhands: 1 of 2 workers failed, and the others came to their end: rank 1 (d2): no word from host d2" in said
+    assert (
+        "allhands: 1 of 2 workers failed, and the others came to their end: rank 1 (d2): no word "
+        "from host d2" in said
+    )
     assert hosts.left(5) == []

@@ -1,4 +1,5 @@
-"""`allhands launch --launcher slurm`: keepers on the nodes of an allocation, jobs that are submitted, and what breaks."""
+"""`allhands launch --launcher slurm`: keepers on the nodes of an allocation, jobs that are
+submitted, and what breaks."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ import allhands
 world = allhands.init()
 total = torch.tensor([world.rank + 1.0])
 dist.all_reduce(total)
-print(json.dumps({"rank": world.rank, "local": world.local_rank, "sum": total.item(), "argv": sys.argv[1:]}))
+print(json.dumps({"rank": world.rank, "local": world.local_rank, "sum": total.item(),
+                  "argv": sys.argv[1:]}))
 """
 
 
@@ -37,18 +39,24 @@ def prepared(slurm: Slurm) -> Path:
 def test_inside_an_allocation_workers_are_the_tasks_that_were_asked_for(slurm: Slurm) -> None:
     folder = prepared(slurm)
     within = ("salloc", "--quiet", "--nodes=2", "--ntasks=3")
-    with Launch(slurm, folder, "--launcher", "slurm", "-s", "1", "probe.py", "a b", "$X", within=within) as job:
+    with Launch(
+        slurm, folder, "--launcher", "slurm", "-s", "1", "probe.py", "a b", "$X", within=within
+    ) as job:
         code, said = job.end()
     assert code == 0, said
     told = job.told()
     assert [one["place"] for one in told] == ["d1 0", "d1 1", "d2 2"], said
-    assert [(one["local"], one["sum"], one["argv"]) for one in told] == [(local, 6.0, ["a b", "$X"]) for local in (0, 1, 0)]
+    assert [(one["local"], one["sum"], one["argv"]) for one in told] == [
+        (local, 6.0, ["a b", "$X"]) for local in (0, 1, 0)
+    ]
     assert slurm.left(5) == []
 
 
 @pytest.mark.parametrize(("how", "cause", "code"), WORKER_FAILURES)
 def test_a_worker_fails(slurm: Slurm, how: str, cause: str, code: int) -> None:
-    with Launch(slurm, prepared(slurm), "-n", "2", "--launcher", "slurm", "steps.py", how, within=ALLOCATION) as job:
+    with Launch(
+        slurm, prepared(slurm), "-n", "2", "--launcher", "slurm", "steps.py", how, within=ALLOCATION
+    ) as job:
         job.names_the_failure(cause, code)
     assert slurm.left(5) == []
 
@@ -63,7 +71,9 @@ def test_a_node_is_cut_off(slurm: Slurm) -> None:
     assert "rank 1 (d2, pid " in said
     assert "no word from host d2" in said
     deadline = time.monotonic() + patience(8)
-    while [one for one in slurm.hosts.processes("d2") if "python" in one] and time.monotonic() < deadline:
+    while [
+        one for one in slurm.hosts.processes("d2") if "python" in one
+    ] and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [one for one in slurm.hosts.processes("d2") if "python" in one] == []
     slurm.hosts.heal("d2")
@@ -85,7 +95,9 @@ def test_a_submitted_job_passes_its_arguments_output_and_exit_code(slurm: Slurm)
         code, said = job.end()
     assert code == 2
     assert "nobody said how large: write -n WORKERS" in said
-    with Launch(slurm, folder, "--launcher", "slurm", "--sbatch", "--partition=absent -n 2", "probe.py") as job:
+    with Launch(
+        slurm, folder, "--launcher", "slurm", "--sbatch", "--partition=absent -n 2", "probe.py"
+    ) as job:
         code, said = job.end()
     assert code == 2
     assert "sbatch refuses" in said

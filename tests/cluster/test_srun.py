@@ -1,4 +1,5 @@
-"""Under a real Slurm: tasks of srun that join by themselves, workers a node, failures, signals and requeues."""
+"""Under a real Slurm: tasks of srun that join by themselves, workers a node, failures, signals and
+requeues."""
 
 from __future__ import annotations
 
@@ -35,17 +36,29 @@ class Scripts:
     def write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text)
 
-    def call(self, *words: str, env: dict[str, str] | None = None, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def call(
+        self, *words: str, env: dict[str, str] | None = None, timeout: float = 60
+    ) -> subprocess.CompletedProcess[str]:
         """stdout and stderr apart, any exit code."""
         return subprocess.run(
-            words, env=self._environ | (env or {}), cwd=self.folder, capture_output=True, text=True, timeout=patience(timeout)
+            words,
+            env=self._environ | (env or {}),
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=patience(timeout),
         )
 
-    def srun(self, options: str, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        return self.call("srun", *options.split(), f"--chdir={self.folder}", sys.executable, *words, env=env)
+    def srun(
+        self, options: str, *words: str, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return self.call(
+            "srun", *options.split(), f"--chdir={self.folder}", sys.executable, *words, env=env
+        )
 
     def alive(self, script: str) -> list[str]:
-        """Command lines of processes that run `script`, on all nodes: their process tables are parts of this machine's."""
+        """Command lines of processes that run `script`, on all nodes: their process tables are
+        parts of this machine's."""
         wanted = str(self.folder / script).encode()
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
@@ -88,7 +101,8 @@ dist.destroy_process_group()
 world = allhands.init(device="cpu")
 dist.all_reduce(total)
 print(json.dumps({"setup": told, "total": total.item(), "host": socket.gethostname(),
-                  "world": [world.rank, world.local_rank, world.node_rank, world.world_size, world.local_world_size],
+                  "world": [world.rank, world.local_rank, world.node_rank, world.world_size,
+                            world.local_world_size],
                   "environment": world.environment}))
 """
 
@@ -97,16 +111,23 @@ def test_tasks_join_by_themselves(scripts: Scripts) -> None:
     """Two a node, and an uneven step that runs at the same time on the same hosts."""
     scripts.write("joins.py", JOINS)
     with ThreadPoolExecutor(2) as pool:
-        even, uneven = pool.map(lambda options: scripts.srun(options, "joins.py"), ["-N2 --ntasks-per-node=2", "-N2 -n3"])
+        even, uneven = pool.map(
+            lambda options: scripts.srun(options, "joins.py"),
+            ["-N2 --ntasks-per-node=2", "-N2 -n3"],
+        )
     for done, expected in (
         (even, [[0, 0, 0, 4, 2], [1, 1, 0, 4, 2], [2, 0, 1, 4, 2], [3, 1, 1, 4, 2]]),
         (uneven, [[0, 0, 0, 3, 2], [1, 1, 0, 3, 2], [2, 0, 1, 3, 1]]),
     ):
         assert done.returncode == 0, done.stderr
-        told = sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda one: one["world"][0])
+        told = sorted(
+            (json.loads(line) for line in done.stdout.splitlines()), key=lambda one: one["world"][0]
+        )
         assert [one["world"] for one in told] == expected
         size = len(expected)
-        assert [one["setup"][:3] for one in told] == [[world[0], world[1], size] for world in expected]
+        assert [one["setup"][:3] for one in told] == [
+            [world[0], world[1], size] for world in expected
+        ]
         assert {one["total"] for one in told} == {float(size * size)}
         assert {one["environment"] for one in told} == {"slurm"}
         assert [one["host"] for one in told] == [f"d{world[2] + 1}" for world in expected]
@@ -138,7 +159,10 @@ time.sleep(100)
 FAILURES = {
     ("raise", "sleep"): "failed first: raised ValueError: planted fault",
     ("exit", "sleep"): "failed first: left with exit code 3",
-    ("kill", "collective"): "failed first: is gone without a word: killed, crashed, or its host is down",
+    (
+        "kill",
+        "collective",
+    ): "failed first: is gone without a word: killed, crashed, or its host is down",
     ("stop", "sleep"): "failed first: has given no sign of life for",
 }
 
@@ -155,10 +179,17 @@ def test_a_failing_task_is_named_and_ends_the_step(scripts: Scripts) -> None:
     with ThreadPoolExecutor(len(FAILURES)) as pool:
         found = list(pool.map(run, FAILURES))
     for (case, message), (done, seconds) in zip(FAILURES.items(), found, strict=True):
-        assert re.search(rf"allhands: rank 1 \(d2, pid \d+\) {message}", done.stderr), (case, done.stderr)
+        assert re.search(rf"allhands: rank 1 \(d2, pid \d+\) {message}", done.stderr), (
+            case,
+            done.stderr,
+        )
         assert done.returncode != 0, case
         assert seconds < patience(20), case
-    until(lambda: not scripts.alive("fails.py"), 5, lambda: f"left behind: {scripts.alive('fails.py')}")
+    until(
+        lambda: not scripts.alive("fails.py"),
+        5,
+        lambda: f"left behind: {scripts.alive('fails.py')}",
+    )
 
 
 TRAINS = """
@@ -177,7 +208,8 @@ class Fails(Callback):
 arguments = given(3)
 history = SupervisedRunner().train(**arguments, logdir="nodes", distributed=True, workers=2)
 torch.save(arguments["model"].state_dict(), f"task-{os.environ['SLURM_PROCID']}.pt")
-print("trained on", os.environ["SLURM_PROCID"], history["step"], os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+print("trained on", os.environ["SLURM_PROCID"], history["step"], devices, flush=True)
 SupervisedRunner().train(**given(3), distributed=True, workers=2, callbacks=[Fails()])
 """
 
@@ -193,7 +225,10 @@ def given(batch_size: int, dropout: float = 0.0) -> dict[str, Any]:
         "model": model,
         "criterion": nn.CrossEntropyLoss(),
         "optimizer": torch.optim.Adam(model.parameters(), lr=0.02),
-        "loaders": {"train": DataLoader(data, batch_size, shuffle=True), "valid": DataLoader(data, batch_size)},
+        "loaders": {
+            "train": DataLoader(data, batch_size, shuffle=True),
+            "valid": DataLoader(data, batch_size),
+        },
         "num_epochs": 2,
     }
 
@@ -201,13 +236,22 @@ def given(batch_size: int, dropout: float = 0.0) -> dict[str, Any]:
 def test_one_task_a_node_starts_the_workers_of_its_node(scripts: Scripts) -> None:
     scripts.write("trains.py", TRAINS)
     done = scripts.srun("-N2 --gres=gpu:2", "trains.py")
-    assert "allhands: srun started one task on each of 2 nodes: workers 2 on d1, 2 on d2" in done.stdout, done.stderr
+    assert (
+        "allhands: srun started one task on each of 2 nodes: workers 2 on d1, 2 on d2"
+        in done.stdout
+    ), done.stderr
     assert done.stdout.count("ddp, 4 workers on cpu") == 2
     assert done.stdout.count("1/2 ") == 1, "the first training's table is printed by one task"
     for task in range(2):
         assert f"trained on {task} [5, 10] 0,1" in done.stdout
-    assert sorted(path.name for path in (scripts.folder / "nodes").iterdir()) == ["checkpoints", "metrics.csv", "tensorboard"]
-    first, second = (torch.load(scripts.folder / f"task-{task}.pt", weights_only=True) for task in range(2))
+    assert sorted(path.name for path in (scripts.folder / "nodes").iterdir()) == [
+        "checkpoints",
+        "metrics.csv",
+        "tensorboard",
+    ]
+    first, second = (
+        torch.load(scripts.folder / f"task-{task}.pt", weights_only=True) for task in range(2)
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)
     alone = given(12)
     SupervisedRunner(device="cpu").train(**alone)
@@ -215,7 +259,14 @@ def test_one_task_a_node_starts_the_workers_of_its_node(scripts: Scripts) -> Non
     # The second training fails on the other node, and ends both.
     assert done.returncode != 0
     assert (
-        len(re.findall(r"WorkerError: rank 3 \(d2, pid \d+\) failed first: raised ValueError: planted fault", done.stderr)) == 2
+        len(
+            re.findall(
+                r"WorkerError: rank 3 \(d2, pid \d+\) failed first: raised ValueError: planted "
+                r"fault",
+                done.stderr,
+            )
+        )
+        == 2
     )
 
 
@@ -229,7 +280,8 @@ from tests.cluster.test_srun import given
 class Slow(Callback):
     def on_step_end(self, training):
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", 0))
-        if "SLURM_RESTART_COUNT" in os.environ and training.step == 12 + 5 * restarts and training.world.rank == 0:
+        again = "SLURM_RESTART_COUNT" in os.environ and training.step == 12 + 5 * restarts
+        if again and training.world.rank == 0:
             open(f"again-{restarts}", "w").close()
         if training.step == 7 and training.world.rank == 0:
             open("begun", "w").close()
@@ -248,7 +300,9 @@ srun {python} interrupted.py cut 0.25
 """
 
 
-def test_a_job_that_is_signalled_and_then_preempted_goes_on_to_the_same_end(scripts: Scripts) -> None:
+def test_a_job_that_is_signalled_and_then_preempted_goes_on_to_the_same_end(
+    scripts: Scripts,
+) -> None:
     scripts.write("interrupted.py", INTERRUPTED)
     scripts.write("job.sh", BATCH.format(python=sys.executable))
 
@@ -258,11 +312,16 @@ def test_a_job_that_is_signalled_and_then_preempted_goes_on_to_the_same_end(scri
 
     def said() -> str:
         path = scripts.folder / "job.out"
-        return (path.read_text() if path.exists() else "") + scripts.call("scontrol", "show", "job", job).stdout
+        return (path.read_text() if path.exists() else "") + scripts.call(
+            "scontrol", "show", "job", job
+        ).stdout
 
     def starts_again(restarts: int) -> None:
-        until(lambda: shown("JobState") == "PENDING" and shown("Restarts") == str(restarts), 40, said)
-        # A requeued job is held back for two minutes. Within the second in which it was ended, its nodes take it for the old one.
+        until(
+            lambda: shown("JobState") == "PENDING" and shown("Restarts") == str(restarts), 40, said
+        )
+        # A requeued job is held back for two minutes. Within the second in which it was ended, its
+        # nodes take it for the old one.
         time.sleep(1.5)
         scripts.call("scontrol", "update", f"jobid={job}", "StartTime=now")
 
@@ -274,7 +333,15 @@ def test_a_job_that_is_signalled_and_then_preempted_goes_on_to_the_same_end(scri
         starts_again(1)
         assert whole.result().returncode == 0, whole.result().stderr
     until((scripts.folder / "again-1").exists, 40, said)
-    urgent = scripts.call("sbatch", "--parsable", "--partition=urgent", "--exclusive", "-N2", "--output=/dev/null", "--wrap=true")
+    urgent = scripts.call(
+        "sbatch",
+        "--parsable",
+        "--partition=urgent",
+        "--exclusive",
+        "-N2",
+        "--output=/dev/null",
+        "--wrap=true",
+    )
     assert urgent.returncode == 0, urgent.stderr
     starts_again(2)
     until(lambda: shown("JobState") == "COMPLETED", 40, said)
@@ -283,7 +350,12 @@ def test_a_job_that_is_signalled_and_then_preempted_goes_on_to_the_same_end(scri
     assert out.count("stopped by SIGTERM after optimizer step") == 1, out
     assert out.count(f"asking Slurm to requeue job {job}\n") == 2, out
     for restarts in (1, 2):
-        assert f"job {job} was requeued (restart {restarts}): going on with its own newest checkpoint" in out, out
-    cut, whole_state = (torch.load(scripts.folder / f"{name}.pt", weights_only=True) for name in ("cut", "whole"))
+        assert (
+            f"job {job} was requeued (restart {restarts}): going on with its own newest checkpoint"
+            in out
+        ), out
+    cut, whole_state = (
+        torch.load(scripts.folder / f"{name}.pt", weights_only=True) for name in ("cut", "whole")
+    )
     differing = [name for name in whole_state if not torch.equal(cut[name], whole_state[name])]
     assert not differing, f"{differing}\n{out}"

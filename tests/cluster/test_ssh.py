@@ -1,4 +1,5 @@
-"""Jobs over ssh hosts: the tutorial's command, what arrives unchanged, what is copied, and which shells may be in between."""
+"""Jobs over ssh hosts: the tutorial's command, what arrives unchanged, what is copied, and which
+shells may be in between."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ import allhands
 world = allhands.init()
 total = torch.tensor([world.rank + 1.0])
 dist.all_reduce(total)
-names = ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GLOO_SOCKET_IFNAME", "ALLHANDS_NUM_SERVERS"]
+names = ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
+names += ["GLOO_SOCKET_IFNAME", "ALLHANDS_NUM_SERVERS"]
 print(json.dumps({
-    "rank": world.rank, "size": world.world_size, "sum": total.item(), "argv": sys.argv[1:], "cwd": os.getcwd(),
+    "rank": world.rank, "size": world.world_size, "sum": total.item(),
+    "argv": sys.argv[1:], "cwd": os.getcwd(),
     "files": sorted(os.listdir()), **{name: os.environ[name] for name in names},
 }))
 """
@@ -27,15 +30,33 @@ print(json.dumps({
 # Without torch, so that it starts at once.
 LIGHT = """
 import json, os, sys, time
-print(json.dumps({"argv": sys.argv[1:], "values": {n: v for n, v in os.environ.items() if n.startswith("TEST_")}}), flush=True)
+values = {n: v for n, v in os.environ.items() if n.startswith("TEST_")}
+print(json.dumps({"argv": sys.argv[1:], "values": values}), flush=True)
 time.sleep(float(os.environ.get("TEST_SLEEP", 0)))
 """
 
-ODD = ["a b", "it's", '"quoted"', "$HOME", "`id`", "back\\slash", "!!", "*", "~", "é🏖", "", "a;b|c>d", "-n", "new\nline", "%s #x"]
+ODD = [
+    "a b",
+    "it's",
+    '"quoted"',
+    "$HOME",
+    "`id`",
+    "back\\slash",
+    "!!",
+    "*",
+    "~",
+    "é🏖",
+    "",
+    "a;b|c>d",
+    "-n",
+    "new\nline",
+    "%s #x",
+]
 
 
 def test_the_tutorials_command(hosts: Hosts) -> None:
-    """Two workers and two servers on two hosts, with the folder copied; as one string and as a list of arguments."""
+    """Two workers and two servers on two hosts, with the folder copied; as one string and as a list
+    of arguments."""
     folder = shared_folder(hosts, "cifar10_dist")
     (folder / "train.py").write_text(PROBE)
     for name in (".git", "logs", "data"):
@@ -56,7 +77,8 @@ def test_the_tutorials_command(hosts: Hosts) -> None:
     assert first["ALLHANDS_NUM_SERVERS"] == "2"
     for number, host in enumerate(hosts.names):
         assert f"{host} ({hosts.address[host]}, eth0) rank {number}, server {number}" in said
-    # Its own name is 127.0.1.1 on each host, and yet gloo takes the interface that reaches the other one.
+    # Its own name is 127.0.1.1 on each host, and yet gloo takes the interface that reaches the
+    # other one.
     assert {one["GLOO_SOCKET_IFNAME"] for one in (first, second)} == {"eth0"}
     for host in hosts.names:
         assert f"allhands: rsync {folder}/ -> {host}:{target}" in said
@@ -81,7 +103,19 @@ def test_arguments_and_variables_arrive_unchanged_through_any_shell(hosts: Hosts
     folder = shared_folder(hosts, "shells")
     (folder / "light.py").write_text(LIGHT)
     secret = "s3cr3t 'a' \"b\" $c \\ !d `e`"
-    words = ["-n", "2", "-H", "hosts", "--no-preload", "--env", "TEST_SECRET", "--env", "TEST_ODD=x=1 'y'", "light.py", *ODD]
+    words = [
+        "-n",
+        "2",
+        "-H",
+        "hosts",
+        "--no-preload",
+        "--env",
+        "TEST_SECRET",
+        "--env",
+        "TEST_ODD=x=1 'y'",
+        "light.py",
+        *ODD,
+    ]
     tried = 0
     for shell in ("/bin/bash", "/bin/dash", "/usr/bin/fish", "/usr/bin/tcsh"):
         if not Path(shell).exists():
@@ -94,7 +128,9 @@ def test_arguments_and_variables_arrive_unchanged_through_any_shell(hosts: Hosts
         told = job.told()
         assert [one["place"] for one in told] == ["d1 0", "d2 1"], (shell, said)
         assert [one["argv"] for one in told] == [ODD, ODD], shell
-        assert [one["values"] for one in told] == [{"TEST_SECRET": secret, "TEST_ODD": "x=1 'y'"}] * 2, shell
+        assert [one["values"] for one in told] == [
+            {"TEST_SECRET": secret, "TEST_ODD": "x=1 'y'"}
+        ] * 2, shell
         tried += 1
     assert tried >= 2
 
@@ -115,7 +151,9 @@ def test_secrets_are_in_no_command_line_and_one_connection_a_host_is_made(hosts:
         "--env",
         "TEST_SLEEP",
     ]
-    with Launch(hosts, folder, *words, "light.py", extra={"TEST_SECRET": "hunter2", "TEST_SLEEP": "60"}) as job:
+    with Launch(
+        hosts, folder, *words, "light.py", extra={"TEST_SECRET": "hunter2", "TEST_SLEEP": "60"}
+    ) as job:
         job.until('"argv"', times=4)
         found = []
         for entry in Path("/proc").glob("[0-9]*/cmdline"):
@@ -141,7 +179,11 @@ def test_what_a_login_prints_is_no_trouble(hosts: Hosts) -> None:
     with Launch(hosts, folder, "-n", "3", "-H", "slots", "--no-preload", "light.py", "x") as job:
         code, said = job.end()
     assert code == 0, said
-    assert {one["place"] for one in job.told()} == {"d1 0", f"{hosts.address['d2']} 1", f"{hosts.address['d2']} 2"}
+    assert {one["place"] for one in job.told()} == {
+        "d1 0",
+        f"{hosts.address['d2']} 1",
+        f"{hosts.address['d2']} 2",
+    }
     assert "Welcome" not in job.out.read_text()
 
 
@@ -149,7 +191,9 @@ def test_without_n_each_host_gets_its_slots(hosts: Hosts) -> None:
     folder = shared_folder(hosts, "slots")
     (folder / "light.py").write_text(LIGHT)
     (folder / "slots").write_text("d1 slots=2\nd2 slots=1\n")
-    with Launch(hosts, folder, "-H", "slots", "--no-preload", "--log-dir", "out", "-s", "1", "light.py") as job:
+    with Launch(
+        hosts, folder, "-H", "slots", "--no-preload", "--log-dir", "out", "-s", "1", "light.py"
+    ) as job:
         code, said = job.end()
     assert code == 0, said
     assert [one["place"] for one in job.told()] == ["d1 0", "d1 1", "d2 2"]

@@ -1,4 +1,5 @@
-"""Everything that breaks: named with host, rank and cause, an exit code that is not 0, and nothing left on any host."""
+"""Everything that breaks: named with host, rank and cause, an exit code that is not 0, and nothing
+left on any host."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def test_a_worker_fails(hosts: Hosts, how: str, cause: str, code: int) -> None:
 
 
 def test_a_link_goes_down_in_the_middle_of_a_step_and_comes_back(hosts: Hosts) -> None:
-    with Launch(hosts, prepared(hosts), "-n", "2", "-H", "hosts", "--host-timeout", "5", "steps.py", "no") as job:
+    with Launch(
+        hosts, prepared(hosts), "-n", "2", "-H", "hosts", "--host-timeout", "5", "steps.py", "no"
+    ) as job:
         job.until("running")
         began = time.monotonic()
         hosts.cut("d2")
@@ -38,10 +41,15 @@ def test_a_link_goes_down_in_the_middle_of_a_step_and_comes_back(hosts: Hosts) -
         assert time.monotonic() - began < patience(30)
     assert code == 128 + 9, said
     assert "rank 1 (d2, pid " in said
-    assert "no word from host d2 (its network or the machine is down, or it was suspended) for" in said
-    # Cut off, the host has ended everything by itself; only sshd, which nobody told, still holds the dead connection.
+    assert (
+        "no word from host d2 (its network or the machine is down, or it was suspended) for" in said
+    )
+    # Cut off, the host has ended everything by itself; only sshd, which nobody told, still holds
+    # the dead connection.
     deadline = time.monotonic() + patience(5)
-    while [one for one in hosts.processes("d2") if "sshd" not in one] and time.monotonic() < deadline:
+    while [
+        one for one in hosts.processes("d2") if "sshd" not in one
+    ] and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [one for one in hosts.processes("d2") if "sshd" not in one] == []
     assert hosts.processes("d1") == []
@@ -49,7 +57,9 @@ def test_a_link_goes_down_in_the_middle_of_a_step_and_comes_back(hosts: Hosts) -
 
 
 def test_a_host_is_switched_off(hosts: Hosts) -> None:
-    with Launch(hosts, prepared(hosts), "-n", "2", "-H", "hosts", "--host-timeout", "4", "steps.py", "no") as job:
+    with Launch(
+        hosts, prepared(hosts), "-n", "2", "-H", "hosts", "--host-timeout", "4", "steps.py", "no"
+    ) as job:
         job.until("running")
         hosts.poweroff("d1")
         code, said = job.end()
@@ -59,7 +69,9 @@ def test_a_host_is_switched_off(hosts: Hosts) -> None:
     assert hosts.left(5) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
 def test_the_launcher_is_ended(hosts: Hosts, number: int, code: int) -> None:
     with Launch(hosts, prepared(hosts), "-n", "2", "-H", "hosts", "steps.py", "no") as job:
         job.until("running")
@@ -96,10 +108,14 @@ def test_a_host_cannot_be_reached(hosts: Hosts) -> None:
 def test_a_host_key_is_unknown_or_has_changed(hosts: Hosts) -> None:
     folder = prepared(hosts)
     hosts.forget_host_key("d2")
-    assert "host d2: its host key is not known here. Run `ssh d2` once" in refused(hosts, folder, "steps.py", "no")
+    assert "host d2: its host key is not known here. Run `ssh d2` once" in refused(
+        hosts, folder, "steps.py", "no"
+    )
     hosts.restore_host_key("d2")
     hosts.change_host_key("d2")
-    assert "host d2: its host key is not the one that is known for it" in refused(hosts, folder, "steps.py", "no")
+    assert "host d2: its host key is not the one that is known for it" in refused(
+        hosts, folder, "steps.py", "no"
+    )
 
 
 def test_a_host_has_another_python_or_none(hosts: Hosts) -> None:
@@ -110,7 +126,10 @@ def test_a_host_has_another_python_or_none(hosts: Hosts) -> None:
     # On d2 alone: one that lacks allhands, and one that has another version of it.
     python = folder / "python"
     own = f'exec {sys.executable} "$@"'
-    python.write_text(f'#!/bin/sh\nif [ "$(hostname)" = d2 ]; then exec {sys.base_prefix}/bin/python3 -I -S "$@"; fi\n{own}\n')
+    python.write_text(
+        f'#!/bin/sh\nif [ "$(hostname)" = d2 ]; then exec {sys.base_prefix}/bin/python3 -I -S '
+        f'"$@"; fi\n{own}\n'
+    )
     python.chmod(0o755)
     said = refused(hosts, folder, "--python", str(python), "steps.py", "no")
     assert "host d2: " in said
@@ -119,7 +138,9 @@ def test_a_host_has_another_python_or_none(hosts: Hosts) -> None:
     found = folder / "elsewhere" / "allhands-9.9.dist-info"
     found.mkdir(parents=True)
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: allhands\nVersion: 9.9\n")
-    python.write_text(f'#!/bin/sh\nif [ "$(hostname)" = d2 ]; then export PYTHONPATH={found.parent}; fi\n{own}\n')
+    python.write_text(
+        f'#!/bin/sh\nif [ "$(hostname)" = d2 ]; then export PYTHONPATH={found.parent}; fi\n{own}\n'
+    )
     said = refused(hosts, folder, "--python", str(python), "--no-preload", "steps.py", "no")
     assert "host d2: it has allhands 9.9, but d1 has allhands " in said
 
@@ -130,7 +151,8 @@ def test_a_host_has_no_rsync_or_a_full_disk(hosts: Hosts) -> None:
     hosts.hide_program("d2", "rsync")
     # 127, or 12 when rsync noticed the broken connection first.
     assert re.search(
-        rf"host d2: rsync to {DISK}/job failed \(exit code \d+\): rsync is not installed there", refused(hosts, folder, *words)
+        rf"host d2: rsync to {DISK}/job failed \(exit code \d+\): rsync is not installed there",
+        refused(hosts, folder, *words),
     )
     hosts.unhide("d2", "rsync")
     hosts.small_disk("d2", DISK, "1m")
@@ -147,4 +169,7 @@ def test_a_command_or_a_folder_does_not_exist(hosts: Hosts, tmp_path: Path) -> N
     assert "raised FileNotFoundError: [Errno 2] No such file or directory" in said
     (tmp_path / "hosts").write_text("d1\nd2\n")
     said = refused(hosts, tmp_path, "steps.py", "no")
-    assert f"the folder {tmp_path} cannot be used there (No such file or directory); --sync-dst-dir DIR copies" in said
+    assert (
+        f"the folder {tmp_path} cannot be used there (No such file or directory); --sync-dst-dir "
+        "DIR copies" in said
+    )

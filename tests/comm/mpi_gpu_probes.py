@@ -1,4 +1,5 @@
-"""What the GPU test of the mpi backend runs in each rank: tensors of CUDA, staged through pinned memory.
+"""What the GPU test of the mpi backend runs in each rank: tensors of CUDA, staged through pinned
+memory.
 
 mpiexec -n 2 python -m tests.comm.mpi_gpu_probes FOLDER
 """
@@ -30,7 +31,8 @@ def main(folder: str) -> None:
     def mine(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.full((count,), rank + 1.0, device=device).to(dtype)
 
-    # What was queued on the stream before the call is in what travels; what is queued after it sees the result.
+    # What was queued on the stream before the call is in what travels; what is queued after it sees
+    # the result.
     big = torch.randn(2048, 2048, device=device)
     for _ in range(10):
         late = (big @ big).mean() * 0 + mine(1_000_003)
@@ -69,11 +71,15 @@ def main(folder: str) -> None:
     assert came.tolist() == [before + 1.0] * 4
 
     tensor = mine(3)
-    future = dist.all_reduce(tensor, async_op=True).get_future().then(lambda done: done.value()[0] + 1)
+    future = (
+        dist.all_reduce(tensor, async_op=True).get_future().then(lambda done: done.value()[0] + 1)
+    )
     assert future.wait().tolist() == [total + 1] * 3
 
     # Gradients overlap with the backward pass, on uneven data.
-    wrapped = nn.parallel.DistributedDataParallel(mpi_training.make_model().to(device), device_ids=[0], bucket_cap_mb=1e-4)
+    wrapped = nn.parallel.DistributedDataParallel(
+        mpi_training.make_model().to(device), device_ids=[0], bucket_cap_mb=1e-4
+    )
     mpi_training.train(wrapped, mpi_training.sgd(wrapped))
     weights = {name: value.cpu() for name, value in wrapped.module.state_dict().items()}
     difference = relative_difference(weights, mpi_training.by_hand(13, mpi_training.STEPS))

@@ -1,4 +1,5 @@
-"""Probes of the mpi backend: messages between two ranks, groups, futures, refusals, waits and time-outs; part of mpi_probes."""
+"""Probes of the mpi backend: messages between two ranks, groups, futures, refusals, waits and
+time-outs; part of mpi_probes."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def sends_and_receives() -> None:
     else:
         dist.send(data(rank), 0, tag=5)
     out, gaps = data(rank, 10)[::2], torch.zeros(10)
-    requests = dist.batch_isend_irecv([dist.P2POp(dist.irecv, gaps[::2], before), dist.P2POp(dist.isend, out, after)])
+    requests = dist.batch_isend_irecv(
+        [dist.P2POp(dist.irecv, gaps[::2], before), dist.P2POp(dist.isend, out, after)]
+    )
     for request in requests:
         request.wait()
     equal(gaps[::2], data(before, 10)[::2])
@@ -63,7 +66,10 @@ def groups_in_opposite_orders() -> None:
         return
     first, second = data(rank), data(rank) * 2
     order = [(first, one), (second, two)]
-    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in (order if rank == 0 else order[::-1])]
+    works = [
+        dist.all_reduce(tensor, group=group, async_op=True)
+        for tensor, group in (order if rank == 0 else order[::-1])
+    ]
     for work in works:
         work.wait()
     equal(first, data(0) + data(1))
@@ -145,14 +151,29 @@ def many_threads_and_barrier() -> None:
 def refusals() -> None:
     rank, size = mpi_probes.RANK, mpi_probes.SIZE
     group = dist.group.WORLD
-    refused(lambda: dist.all_reduce(data(rank), dist._make_nccl_premul_sum(2.0)), "PREMUL_SUM", "factor")
-    refused(lambda: dist.all_gather([torch.empty(5)] * (size - 1), data(rank)), str(size), str(size - 1))
+    refused(
+        lambda: dist.all_reduce(data(rank), dist._make_nccl_premul_sum(2.0)), "PREMUL_SUM", "factor"
+    )
+    refused(
+        lambda: dist.all_gather([torch.empty(5)] * (size - 1), data(rank)), str(size), str(size - 1)
+    )
     refused(lambda: dist.all_gather([torch.empty(4)] * size, data(rank)), "5 elements", "[4]")
-    refused(lambda: group.allgather([[torch.empty(5, dtype=torch.int32)] * size], [data(rank)]), "float32", "int32")
-    refused(lambda: dist.all_gather_into_tensor(torch.empty(5 * size + 1), data(rank)), str(5 * size))
-    refused(lambda: dist.reduce_scatter_tensor(torch.empty(5), data(rank, 5 * size + 1)), str(5 * size))
+    refused(
+        lambda: group.allgather([[torch.empty(5, dtype=torch.int32)] * size], [data(rank)]),
+        "float32",
+        "int32",
+    )
+    refused(
+        lambda: dist.all_gather_into_tensor(torch.empty(5 * size + 1), data(rank)), str(5 * size)
+    )
+    refused(
+        lambda: dist.reduce_scatter_tensor(torch.empty(5), data(rank, 5 * size + 1)), str(5 * size)
+    )
     refused(lambda: dist.all_to_all_single(torch.empty(size + 1), data(rank, size + 1)), "evenly")
-    refused(lambda: dist.all_to_all_single(torch.empty(5), data(rank), [5] * size, [1] * size), "output_split_sizes")
+    refused(
+        lambda: dist.all_to_all_single(torch.empty(5), data(rank), [5] * size, [1] * size),
+        "output_split_sizes",
+    )
     refused(lambda: dist.send(data(rank), (rank + 1) % size, tag=-3), "tag=-3")
     refused(lambda: group.broadcast([torch.empty(3, device="meta")]), "meta")
     options = dist.BroadcastOptions()
@@ -184,7 +205,14 @@ def the_timeout_names_collective_group_and_seconds() -> None:
     if rank != 0:
         return
     work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
-    refused(work.wait, "all_reduce number 0", "float32 of shape [3]", "on rank 0", "of ranks 0, 1", "timeout of 1 s")
+    refused(
+        work.wait,
+        "all_reduce number 0",
+        "float32 of shape [3]",
+        "on rank 0",
+        "of ranks 0, 1",
+        "timeout of 1 s",
+    )
     future = work.get_future()
     try:
         future.wait()

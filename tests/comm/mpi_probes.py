@@ -1,8 +1,10 @@
-"""What the tests of the mpi backend run in every rank of one mpiexec: many probes, and what came of each as JSON in a file.
+"""What the tests of the mpi backend run in every rank of one mpiexec: many probes, and what came of
+each as JSON in a file.
 
     mpiexec -n 3 python -m tests.comm.mpi_probes FOLDER
 
-A probe raises when something is wrong. All ranks run all probes in the same order. No probe needs more than a few ms.
+A probe raises when something is wrong. All ranks run all probes in the same order. No probe needs
+more than a few ms.
 """
 
 from __future__ import annotations
@@ -25,8 +27,20 @@ from allhands.comm.mpi import buffers
 
 RANK = SIZE = 0
 PROBES: dict[str, Callable[[], Any]] = {}
-INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
-OPERATIONS = tuple(getattr(ReduceOp, name) for name in ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"])
+INTEGERS = (
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
+OPERATIONS = tuple(
+    getattr(ReduceOp, name)
+    for name in ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
+)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -79,7 +93,13 @@ def reduced(op: Any, dtype: torch.dtype) -> torch.Tensor:
         return (stacked.amin(0) if op == ReduceOp.MIN else stacked.amax(0)).to(dtype)
     total = stacked[0]
     for other in stacked[1:]:
-        total = total & other if op == ReduceOp.BAND else total | other if op == ReduceOp.BOR else total ^ other
+        total = (
+            total & other
+            if op == ReduceOp.BAND
+            else total | other
+            if op == ReduceOp.BOR
+            else total ^ other
+        )
     return total.to(dtype)
 
 
@@ -110,7 +130,9 @@ def all_reduce_of_every_dtype_and_operation() -> int:
                 expected = reduced(op, dtype)
                 rounds = op == ReduceOp.AVG and dtype.is_floating_point
                 if rounds:
-                    torch.testing.assert_close(tensor, expected, rtol=1e-2 if dtype.itemsize == 2 else 1e-6, atol=0)
+                    torch.testing.assert_close(
+                        tensor, expected, rtol=1e-2 if dtype.itemsize == 2 else 1e-6, atol=0
+                    )
                 else:
                     equal(tensor, expected)
                 cases += 1
@@ -167,7 +189,10 @@ def complex_and_bool() -> None:
         equal(tensor, sum(make(rank).to(dtype) for rank in range(SIZE)))  # type: ignore[arg-type]
         parts = [torch.empty(5, dtype=dtype) for _ in range(SIZE)]
         dist.group.WORLD.allgather([parts], [make(RANK).to(dtype).conj()]).wait()
-        equal(torch.stack(parts), torch.stack([make(rank).to(dtype).conj().resolve_conj() for rank in range(SIZE)]))
+        equal(
+            torch.stack(parts),
+            torch.stack([make(rank).to(dtype).conj().resolve_conj() for rank in range(SIZE)]),
+        )
     group = dist.group.WORLD
     options = dist.AllreduceOptions()
     options.reduceOp = ReduceOp.MAX
@@ -264,7 +289,9 @@ def gathers() -> None:
         if root == RANK:
             equal(torch.stack(parts), torch.stack(everybody()))
         came = torch.empty(5)
-        dist.scatter(came, [data(rank + 10) for rank in range(SIZE)] if root == RANK else None, src=root)
+        dist.scatter(
+            came, [data(rank + 10) for rank in range(SIZE)] if root == RANK else None, src=root
+        )
         equal(came, data(RANK + 10))
 
 
@@ -272,7 +299,11 @@ def gathers() -> None:
 def reduce_scatters() -> None:
     for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN):
         stacked = torch.stack([data(rank, 5 * SIZE) for rank in range(SIZE)])
-        expected = {ReduceOp.SUM: stacked.sum(0), ReduceOp.AVG: stacked.mean(0), ReduceOp.MIN: stacked.amin(0)}[op]
+        expected = {
+            ReduceOp.SUM: stacked.sum(0),
+            ReduceOp.AVG: stacked.mean(0),
+            ReduceOp.MIN: stacked.amin(0),
+        }[op]
         part = torch.empty(5)
         dist.reduce_scatter_tensor(part, data(RANK, 5 * SIZE), op)
         torch.testing.assert_close(part, expected[RANK * 5 : (RANK + 1) * 5])
@@ -289,13 +320,18 @@ def all_to_alls() -> None:
     parts = [torch.empty(3) for _ in range(SIZE)]
     dist.all_to_all(parts, [torch.full((3,), RANK * 10.0 + rank) for rank in range(SIZE)])
     equal(torch.stack(parts)[:, 0], torch.tensor([rank * 10.0 + RANK for rank in range(SIZE)]))
-    parts = [torch.empty(rank, 2) for rank in range(SIZE)]  # rank r sends r rows to everybody, rank 0 none
+    parts = [
+        torch.empty(rank, 2) for rank in range(SIZE)
+    ]  # rank r sends r rows to everybody, rank 0 none
     dist.all_to_all(parts, [torch.full((RANK, 2), float(RANK)) for _ in range(SIZE)])
     for rank, part in enumerate(parts):
         equal(part, torch.full((rank, 2), float(rank)))
     out = torch.empty(SIZE * 2)
     dist.all_to_all_single(out, torch.arange(SIZE * 2.0) + 100 * RANK)
-    equal(out, torch.cat([torch.arange(RANK * 2.0, RANK * 2 + 2) + 100 * rank for rank in range(SIZE)]))
+    equal(
+        out,
+        torch.cat([torch.arange(RANK * 2.0, RANK * 2 + 2) + 100 * rank for rank in range(SIZE)]),
+    )
     sends = [(RANK + rank) % SIZE for rank in range(SIZE)]  # the same both ways
     rows = torch.arange(sum(sends) * 2.0).view(-1, 2) + 100 * RANK
     out = torch.empty(sum(sends), 2)
@@ -316,8 +352,16 @@ def coalesced() -> None:
     group = dist.group.WORLD
     outs, parts = [torch.empty(SIZE * 3), torch.empty(SIZE * 2)], [torch.empty(1), torch.empty(2)]
     for names, outputs, inputs in (
-        (("all_gather_single_coalesced", "allgather_into_tensor_coalesced"), outs, [data(RANK, 3), data(RANK, 2)]),
-        (("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"), parts, [data(RANK, SIZE), data(RANK, 2 * SIZE)]),
+        (
+            ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+            outs,
+            [data(RANK, 3), data(RANK, 2)],
+        ),
+        (
+            ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+            parts,
+            [data(RANK, SIZE), data(RANK, 2 * SIZE)],
+        ),
     ):
         for name in names:
             getattr(group, name)(outputs, inputs).wait()
@@ -336,7 +380,9 @@ def functional_collectives() -> None:
     equal(functional.all_gather_tensor(data(RANK), 0, group) + 0, torch.cat(everybody()))
     found = functional.reduce_scatter_tensor(data(RANK, 2 * SIZE), "sum", 0, group) + 0
     equal(found, torch.stack(everybody(2 * SIZE)).sum(0)[2 * RANK : 2 * RANK + 2])
-    found = functional.all_to_all_single(torch.arange(SIZE * 1.0) + 10 * RANK, None, None, group) + 0
+    found = (
+        functional.all_to_all_single(torch.arange(SIZE * 1.0) + 10 * RANK, None, None, group) + 0
+    )
     equal(found, torch.tensor([10.0 * rank + RANK for rank in range(SIZE)]))
     equal(functional.broadcast(data(RANK), 1, group) + 0, data(1))
 
@@ -380,7 +426,8 @@ def main(folder: str) -> None:
             results[name] = {"ok": False, "told": traceback.format_exc()}
         results[name]["seconds"] = round(time.monotonic() - begun, 2)
         path.write_text(json.dumps(results))
-    # Rank 1 joins in after all, so that the thread of rank 0's failed operation is not stuck at the end.
+    # Rank 1 joins in after all, so that the thread of rank 0's failed operation is not stuck at the
+    # end.
     if RANK == 0:
         dist.send(torch.ones(1), 1)
     if RANK == 1:

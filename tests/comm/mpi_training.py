@@ -1,4 +1,5 @@
-"""Trainings over the mpi backend against the hand-written loop, on data that no number of ranks divides; part of mpi_probes."""
+"""Trainings over the mpi backend against the hand-written loop, on data that no number of ranks
+divides; part of mpi_probes."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def make_model() -> nn.Module:
 
 def make_data() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
-    return torch.randn(SAMPLES, 6, generator=generator), torch.randint(0, 4, (SAMPLES,), generator=generator)
+    return torch.randn(SAMPLES, 6, generator=generator), torch.randint(
+        0, 4, (SAMPLES,), generator=generator
+    )
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -35,7 +38,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def by_hand(size: int, steps: int) -> dict[str, torch.Tensor]:
     model = make_model()
-    train_by_hand(model, nn.CrossEntropyLoss(), sgd(model), make_data(), global_batches(SAMPLES, size, 7), steps)
+    train_by_hand(
+        model,
+        nn.CrossEntropyLoss(),
+        sgd(model),
+        make_data(),
+        global_batches(SAMPLES, size, 7),
+        steps,
+    )
     return model.state_dict()
 
 
@@ -59,9 +69,14 @@ def the_runner_trains_with_ddp_in_an_mpi_world() -> float:
     assert (world.backend, world.world_size) == ("mpi", dist.get_world_size())
     model = make_model()
     SupervisedRunner(device="cpu").train(
-        model=model, criterion=nn.CrossEntropyLoss(), optimizer=sgd(model), distributed=DDP(), num_epochs=2, seed=7,
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=sgd(model),
+        distributed=DDP(),
+        num_epochs=2,
+        seed=7,
         loaders={"train": DataLoader(TensorDataset(*make_data()), BATCH, shuffle=True)},
-    )  # fmt: skip
+    )
     steps = 2 * -(-SAMPLES // (BATCH * world.world_size))
     difference = relative_difference(model.state_dict(), by_hand(BATCH * world.world_size, steps))
     assert difference < 1e-6, difference
@@ -80,9 +95,12 @@ def ddp_with_hooks_equals_the_loop() -> None:
         train(wrapped, sgd(wrapped))
         difference = relative_difference(wrapped.module.state_dict(), by_hand(13, STEPS))
         assert difference < 1e-6, (hook, difference)
-    # A lossy hook whose callbacks wait for collectives of their own: it ends, and all ranks have the same weights.
+    # A lossy hook whose callbacks wait for collectives of their own: it ends, and all ranks have
+    # the same weights.
     wrapped = nn.parallel.DistributedDataParallel(make_model(), bucket_cap_mb=1e-4)
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5)
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
+    )
     wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     train(wrapped, sgd(wrapped))
     same_everywhere(wrapped.module)
@@ -103,7 +121,11 @@ def fsdp2_equals_the_loop() -> None:
 
 @mpi_probes.probe
 def tensor_parallel_equals_one_process() -> None:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     torch.manual_seed(4)

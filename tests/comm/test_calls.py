@@ -1,4 +1,5 @@
-"""Ranks that disagree about what to call are told so in seconds; a rank that is only slow is left alone."""
+"""Ranks that disagree about what to call are told so in seconds; a rank that is only slow is left
+alone."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ from tests.worlds import in_world
 
 QUICK = {"every": 0.1, "quiet": 0.3, "late": 1.0}
 GIVES_UP = timedelta(seconds=2.5)
-FIX = "Every rank must make the same calls in the same order: call it on all ranks, without `if rank == 0`"
+FIX = (
+    "Every rank must make the same calls in the same order: call it on all ranks, without `if "
+    "rank == 0`"
+)
 
 
 def here() -> World:
@@ -50,7 +54,10 @@ def watched(body: Callable[[int], Any]) -> dict[str, Any]:
     try:
         with calls.watch(here(), hear, **QUICK):
             body(here().rank)
-    except (RuntimeError, LookupError) as raised:  # a collective that gave up, or what the body raises on purpose
+    except (
+        RuntimeError,
+        LookupError,
+    ) as raised:  # a collective that gave up, or what the body raises on purpose
         error = type(raised).__name__
     finally:
         seconds = time.monotonic() - started
@@ -65,7 +72,8 @@ def step(number: int) -> None:
 
 
 def blocked(group: Any) -> None:
-    """A collective for which the other ranks never come; gloo gives up after the group's timeout."""
+    """A collective for which the other ranks never come; gloo gives up after the group's
+    timeout."""
     dist.all_reduce(torch.ones(2), group=group)
 
 
@@ -98,7 +106,8 @@ def fails_alone(rank: int, group: Any) -> None:
 
 
 def returns_at_once(rank: int, group: Any) -> None:
-    """Rank 0's call does not block it, and it computes for a while: the others' waiting finds it."""
+    """Rank 0's call does not block it, and it computes for a while: the others' waiting finds
+    it."""
     calls.note("announce" if rank == 0 else "evaluate")
     if rank == 0:
         time.sleep(1.5)
@@ -129,7 +138,9 @@ def everything() -> dict[str, Any]:
         other = dist.new_group([0, 1, 2], timeout=GIVES_UP)
         own = dist.new_group([0, 1, 2], timeout=GIVES_UP)
         group = own if scenario is saves_alone and rank == 0 else other
-        found[scenario.__name__] = watched(lambda rank, scenario=scenario, group=group: scenario(rank, group))
+        found[scenario.__name__] = watched(
+            lambda rank, scenario=scenario, group=group: scenario(rank, group)
+        )
     found["at the end"] = watched(lambda rank: [step(number) for number in range(600)] and None)
     return found
 
@@ -150,7 +161,8 @@ def test_a_call_of_one_rank_alone_is_named_on_every_rank(ranks: list[dict[str, A
     for found in ranks:
         told = found["saves_alone"]
         assert told["said"] == [
-            f"the ranks do not make the same calls: rank 0 is in 'save checkpoint at step 12' ({wait}; in Saver.on_step_end) "
+            "the ranks do not make the same calls: rank 0 is in 'save checkpoint at step 12' "
+            f"({wait}; in Saver.on_step_end) "
             f"while ranks 1, 2 are in 'step 13' ({wait}), after 'step 12' on all ranks. {FIX}"
         ]
         assert told["at"][0] < 2, "well before the collective itself gives up"
@@ -158,17 +170,29 @@ def test_a_call_of_one_rank_alone_is_named_on_every_rank(ranks: list[dict[str, A
 
 
 @pytest.mark.serial
-def test_a_rank_that_has_left_is_named_where_others_wait_for_it(ranks: list[dict[str, Any]]) -> None:
+def test_a_rank_that_has_left_is_named_where_others_wait_for_it(
+    ranks: list[dict[str, Any]],
+) -> None:
     for rank in (0, 1):
-        for scenario, why in (("leaves_early", ""), ("fails_alone", " with LookupError: no such class")):
+        for scenario, why in (
+            ("leaves_early", ""),
+            ("fails_alone", " with LookupError: no such class"),
+        ):
             (message,) = ranks[rank][scenario]["said"]
-            assert message.startswith(f"rank 2 has left after 'step 1'{why}, while rank {rank} is in 'step 2' ({__file__}:")
-            assert message.endswith("for which all 3 ranks are needed: let all ranks leave at the same place")
+            assert message.startswith(
+                f"rank 2 has left after 'step 1'{why}, while rank {rank} is in 'step 2' "
+                f"({__file__}:"
+            )
+            assert message.endswith(
+                "for which all 3 ranks are needed: let all ranks leave at the same place"
+            )
     assert [ranks[2][scenario]["said"] for scenario in ("leaves_early", "fails_alone")] == [[], []]
 
 
 @pytest.mark.serial
-def test_a_different_call_that_does_not_block_is_found_by_those_that_wait(ranks: list[dict[str, Any]]) -> None:
+def test_a_different_call_that_does_not_block_is_found_by_those_that_wait(
+    ranks: list[dict[str, Any]],
+) -> None:
     for rank in (1, 2):
         (message,) = ranks[rank]["returns_at_once"]["said"]
         assert message.startswith("the ranks do not make the same calls: rank 0 is in 'announce' (")
@@ -176,12 +200,15 @@ def test_a_different_call_that_does_not_block_is_found_by_those_that_wait(ranks:
 
 
 @pytest.mark.serial
-def test_a_slow_rank_is_no_error_and_is_named_once_with_its_line(ranks: list[dict[str, Any]]) -> None:
+def test_a_slow_rank_is_no_error_and_is_named_once_with_its_line(
+    ranks: list[dict[str, Any]],
+) -> None:
     assert [(found["late"]["said"], found["late"]["error"]) for found in ranks] == [([], None)] * 3
     printed = [found["late"]["printed"] for found in ranks]
     assert printed[1] == ""
     assert re.fullmatch(
-        rf"allhands: rank [02] has waited [12] s in 'step 2' for rank 1: rank 1 is at {re.escape(__file__)}:"
+        r"allhands: rank [02] has waited [12] s in 'step 2' for rank 1: rank 1 is at "
+        rf"{re.escape(__file__)}:"
         rf"{line_of('time.sleep(2)')} in comes_late; waiting on\n",
         "".join(printed),
     )
@@ -196,13 +223,16 @@ def test_later_trainings_do_not_see_what_earlier_ones_left(ranks: list[dict[str,
 
 
 @pytest.mark.serial
-def test_rank_0_which_may_host_the_store_leaves_after_the_others(ranks: list[dict[str, Any]]) -> None:
+def test_rank_0_which_may_host_the_store_leaves_after_the_others(
+    ranks: list[dict[str, Any]],
+) -> None:
     assert 1 <= ranks[0]["ends_late"]["seconds"] < 4
     assert ranks[2]["ends_late"]["seconds"] < 1
 
 
 def with_the_fault() -> None:
-    """As a training does it: nothing but a callback on rank 0 differs, and no collective gives up before ten minutes."""
+    """As a training does it: nothing but a callback on rank 0 differs, and no collective gives up
+    before ten minutes."""
     world = allhands.init(device="cpu")
     with calls.watch(world, worker.fail):
         step(1)
@@ -216,14 +246,20 @@ def with_the_fault() -> None:
 @pytest.mark.serial
 def test_the_job_ends_within_seconds_and_the_message_is_its_error() -> None:
     started = time.monotonic()
-    with pytest.raises(WorkerError, match=r"raised allhands.errors.WorldError: the ranks do not make the same calls") as raised:
+    with pytest.raises(
+        WorkerError,
+        match=r"raised allhands.errors.WorldError: the ranks do not make the same calls",
+    ) as raised:
         spawn(with_the_fault, workers=2)
     assert time.monotonic() - started < patience(45), "five seconds for it, the rest for the start"
     text = str(raised.value)
     assert "rank 0 is in 'gather state' (" in text
     assert "while rank 1 is in 'step 2' (" in text
     assert FIX in text
-    assert f'File "{__file__}", line {line_of("dist.barrier() if world.rank == 0 else dist.recv(torch.ones(1), 0)")}' in text
+    assert (
+        f'File "{__file__}", line '
+        f"{line_of('dist.barrier() if world.rank == 0 else dist.recv(torch.ones(1), 0)')}" in text
+    )
     assert "worker.py" not in text
     assert raised.value.exit_code == 1
 

@@ -25,7 +25,8 @@ def whole(bound: float, bad: float | None = None) -> torch.Tensor:
 
 
 def clipped(bound: float, bad: float | None = None) -> list[torch.Tensor]:
-    """The same, of which this rank has a part of 15 or 16 numbers; the first number is on both ranks."""
+    """The same, of which this rank has a part of 15 or 16 numbers; the first number is on both
+    ranks."""
     world: Any = current_world()
     gradient = torch.randn(31, generator=torch.Generator().manual_seed(0))
     if bad is not None:
@@ -65,7 +66,9 @@ def test_a_factor_and_rows_are_those_of_pytorch(bound: float) -> None:
 
 @pytest.mark.parametrize("bound", [0, -1.0, math.nan, True, "1"])
 def test_what_is_no_bound_is_refused(bound: Any) -> None:
-    with pytest.raises(UserError, match=r"clip_norm=.*; it must be a positive number, or None for no clipping"):
+    with pytest.raises(
+        UserError, match=r"clip_norm=.*; it must be a positive number, or None for no clipping"
+    ):
         check_clip_norm(bound)
     check_clip_norm(None)
     check_clip_norm(2)

@@ -75,7 +75,10 @@ def text_on_rank_0() -> str:
 @pytest.mark.serial
 def test_what_is_no_text_is_not_taken_for_text() -> None:
     told, _ = in_world(2, text_on_rank_0)
-    assert told.startswith("rank 0 exchanges text with the others, and rank 1 sent something else: it is in another call.")
+    assert told.startswith(
+        "rank 0 exchanges text with the others, and rank 1 sent something else: it is in another "
+        "call."
+    )
 
 
 def test_a_world_of_one_is_left_alone() -> None:

@@ -1,4 +1,5 @@
-"""The mpi backend under mpiexec of MPICH and mpirun of Open MPI: one start of each runs all probes (`mpi_probes`)."""
+"""The mpi backend under mpiexec of MPICH and mpirun of Open MPI: one start of each runs all probes
+(`mpi_probes`)."""
 
 from __future__ import annotations
 
@@ -36,19 +37,33 @@ def launcher(name: str) -> list[str]:
     command = LAUNCHERS[name]
     if shutil.which(command[0]) is None:
         pytest.skip(
-            {"mpich": "no mpiexec beside python: pip install mpich", "openmpi": "no mpirun.openmpi: apt install openmpi-bin"}[
-                name
-            ]
+            {
+                "mpich": "no mpiexec beside python: pip install mpich",
+                "openmpi": "no mpirun.openmpi: apt install openmpi-bin",
+            }[name]
         )
     return command
 
 
-def start(name: str, ranks: int, *arguments: str, timeout: float = 60, **variables: str) -> tuple[int, str, float]:
-    """Exit code, output and seconds of `ranks` Pythons with these arguments; none is left when this returns."""
+def start(
+    name: str, ranks: int, *arguments: str, timeout: float = 60, **variables: str
+) -> tuple[int, str, float]:
+    """Exit code, output and seconds of `ranks` Pythons with these arguments; none is left when this
+    returns."""
     environ = clean_environ() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables}
-    command = [*launcher(name), "-n", str(ranks), sys.executable, "-W", "ignore::FutureWarning", *arguments]
+    command = [
+        *launcher(name),
+        "-n",
+        str(ranks),
+        sys.executable,
+        "-W",
+        "ignore::FutureWarning",
+        *arguments,
+    ]
     begun = time.monotonic()
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         try:
             output, _ = process.communicate(timeout=patience(timeout))
         except subprocess.TimeoutExpired:
@@ -59,11 +74,15 @@ def start(name: str, ranks: int, *arguments: str, timeout: float = 60, **variabl
 
 
 @pytest.fixture(scope="module", params=LAUNCHERS)
-def probed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def probed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     """What came of all probes on each rank."""
     folder = tmp_path_factory.mktemp("probes")
     ranks = RANKS[request.param]
-    code, output, _ = start(request.param, ranks, "-m", "tests.comm.mpi_probes", str(folder), timeout=120)
+    code, output, _ = start(
+        request.param, ranks, "-m", "tests.comm.mpi_probes", str(folder), timeout=120
+    )
     assert code == 0, output[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
@@ -84,7 +103,8 @@ import allhands, torch, torch.distributed as dist
 
 how, mode = sys.argv[1:]
 if how == "gloo that met through MPI":
-    os.environ.update({"MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"})  # as if each rank were on a host of its own
+    # As if each rank were on a host of its own.
+    os.environ.update({"MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"})
 allhands.init(how.split()[0])
 total = torch.ones(1)
 dist.all_reduce(total)
@@ -103,17 +123,26 @@ print("went on", total)
 """
 
 
-# Each launcher and kind of world with each failure where it is ours to see; the rest is what mpirun does with any program.
+# Each launcher and kind of world with each failure where it is ours to see; the rest is what mpirun
+# does with any program.
 FAILURES = [
-    ("mpich", "mpi", "raises"), ("openmpi", "mpi", "raises"), ("mpich", "mpi", "exits"), ("mpich", "gloo", "raises"),
-    ("openmpi", "gloo", "raises"), ("mpich", "gloo", "exits"), ("mpich", "gloo", "is killed"),
+    ("mpich", "mpi", "raises"),
+    ("openmpi", "mpi", "raises"),
+    ("mpich", "mpi", "exits"),
+    ("mpich", "gloo", "raises"),
+    ("openmpi", "gloo", "raises"),
+    ("mpich", "gloo", "exits"),
+    ("mpich", "gloo", "is killed"),
     ("mpich", "gloo that met through MPI", "raises"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], tuple[int, str, float]]:
-    """Exit code, output and seconds of a job for each failure; some run at a time, since they mostly wait."""
+def ended(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[tuple[str, str, str], tuple[int, str, float]]:
+    """Exit code, output and seconds of a job for each failure; some run at a time, since they
+    mostly wait."""
     script = tmp_path_factory.mktemp("ends") / "ends.py"
     script.write_text(ENDS)
     with ThreadPoolExecutor(3) as pool:
@@ -126,7 +155,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str]
 
 
 @pytest.mark.parametrize(("name", "how", "mode"), FAILURES)
-def test_a_rank_that_fails_ends_the_job(name: str, how: str, mode: str, request: pytest.FixtureRequest) -> None:
+def test_a_rank_that_fails_ends_the_job(
+    name: str, how: str, mode: str, request: pytest.FixtureRequest
+) -> None:
     launcher(name)
     code, output, seconds = request.getfixturevalue("ended")[name, how, mode]
     assert code != 0, output
@@ -155,14 +186,22 @@ def test_other_launchers_are_refused_before_mpi_starts(tmp_path: Path) -> None:
     launcher("mpich")
     (tmp_path / "other.py").write_text(
         "import allhands, torch.distributed as dist\n"
-        "for make in (lambda: allhands.init('mpi', timeout=20), lambda: dist.init_process_group('mpi')):\n"
+        "for make in (lambda: allhands.init('mpi', timeout=20), lambda: "
+        "dist.init_process_group('mpi')):\n"
         "    try:\n"
         "        make()\n"
         "    except allhands.WorldError as error:\n"
         "        print(error)\n"
     )
-    environ = clean_environ() | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
-    done = subprocess.run([sys.executable, str(tmp_path / "other.py")], env=environ, capture_output=True, text=True)
+    environ = clean_environ() | {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29999",
+    }
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "other.py")], env=environ, capture_output=True, text=True
+    )
     lines = done.stdout.strip().splitlines()
     assert len(lines) == 2, done.stdout + done.stderr
     for line in lines:
@@ -172,14 +211,24 @@ def test_other_launchers_are_refused_before_mpi_starts(tmp_path: Path) -> None:
 
 
 def test_a_library_of_another_mpi_is_named(tmp_path: Path) -> None:
-    """To a process that Open MPI started, MPICH's library gives a world of one; here the launcher is pretended."""
+    """To a process that Open MPI started, MPICH's library gives a world of one; here the launcher
+    is pretended."""
     launcher("mpich")
     library = Path(sys.prefix, "lib", "libmpi.so.12")
     if not library.exists():
         pytest.skip("no MPICH from a wheel in this environment: pip install mpich")
-    variables = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "MPI4PY_LIBMPI": str(library)}
+    variables = {
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "MPI4PY_LIBMPI": str(library),
+    }
     code = "import allhands, torch.distributed as dist; dist.init_process_group('mpi')"
-    done = subprocess.run([sys.executable, "-c", code], env=clean_environ() | variables, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=clean_environ() | variables,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode != 0
     assert "openmpi says rank 0 of 2, but MPI says rank 0 of 1" in done.stderr, done.stderr
     assert "MPICH" in done.stderr
@@ -202,9 +251,12 @@ def test_a_world_of_one_needs_no_launcher() -> None:
         "dist.init_process_group('mpi')\n"
         "t = torch.ones(2); dist.all_reduce(t); dist.all_gather([t], t.clone()); dist.barrier()\n"
         "print(t.tolist(), dist.get_world_size(), dist.get_backend(), dist.is_mpi_available())\n"
-        "dist.destroy_process_group(); dist.init_process_group('mpi'); dist.all_reduce(t); print('again', t.tolist())\n"
+        "dist.destroy_process_group(); dist.init_process_group('mpi'); dist.all_reduce(t); "
+        "print('again', t.tolist())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=clean_environ(), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean_environ(), capture_output=True, text=True
+    )
     assert done.stdout == "[1.0, 1.0] 1 mpi True\nagain [1.0, 1.0]\n", done.stdout + done.stderr
     assert done.returncode == 0
 
@@ -215,8 +267,17 @@ def test_cuda_tensors_are_staged(tmp_path: Path) -> None:
     launcher("mpich")
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
     code, output, _ = start(
-        "mpich", 2, "-m", "tests.comm.mpi_gpu_probes", str(tmp_path), CUDA_VISIBLE_DEVICES=devices, ALLHANDS_MPI_CUDA="0"
+        "mpich",
+        2,
+        "-m",
+        "tests.comm.mpi_gpu_probes",
+        str(tmp_path),
+        CUDA_VISIBLE_DEVICES=devices,
+        ALLHANDS_MPI_CUDA="0",
     )
     assert code == 0, output[-4000:]
     for rank in range(2):
-        assert json.loads((tmp_path / f"{rank}.json").read_text()) == {"ok": True, "device": "cuda:0"}
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == {
+            "ok": True,
+            "device": "cuda:0",
+        }

@@ -63,7 +63,9 @@ def test_values_are_read_by_the_rules_of_yaml_1_2(text, value):
 
 
 def test_the_same_rules_hold_in_files(write):
-    run = read_run([write("optimizer: {name: sgd, lr: 1e-3, weight_decay: 1e-4}\nlogdir: 2024-01-01\n")]).config
+    run = read_run(
+        [write("optimizer: {name: sgd, lr: 1e-3, weight_decay: 1e-4}\nlogdir: 2024-01-01\n")]
+    ).config
     assert run.optimizer.lr == 1e-3
     assert run.optimizer.options == {"weight_decay": 1e-4}
     assert run.logdir == "2024-01-01"
@@ -76,13 +78,25 @@ def test_an_empty_file_is_the_digits_job(write):
 
 
 def test_a_name_alone_is_short_for_a_section(write):
-    run = read_run([write("strategy: single\noptimizer: sgd\nscheduler: StepLR\ndata: mnist\n")]).config
-    assert (run.strategy.name, run.optimizer.name, run.scheduler.name, run.data.name) == ("single", "sgd", "StepLR", "mnist")
+    run = read_run(
+        [write("strategy: single\noptimizer: sgd\nscheduler: StepLR\ndata: mnist\n")]
+    ).config
+    assert (run.strategy.name, run.optimizer.name, run.scheduler.name, run.data.name) == (
+        "single",
+        "sgd",
+        "StepLR",
+        "mnist",
+    )
 
 
 def test_the_resolved_file_gives_the_same_run(write):
     first = read_run(
-        [write("optimizer: {name: sgd, lr: 1e-3, momentum: 0.9}\nscheduler: {name: MultiStepLR, milestones: [3, 6]}\n")],
+        [
+            write(
+                "optimizer: {name: sgd, lr: 1e-3, momentum: 0.9}\nscheduler: {name: MultiStepLR, "
+                "milestones: [3, 6]}\n"
+            )
+        ],
         ["early_stopping.patience=3", "logdir=null", "main_metric=accuracy"],
     )
     again = read_run([write(first.to_yaml(), "resolved.yml")])
@@ -94,7 +108,10 @@ def test_the_resolved_file_gives_the_same_run(write):
 
 
 def test_later_files_and_overrides_change_single_keys(write):
-    base = write("optimizer: {name: sgd, lr: 0.1, momentum: 0.9}\nmetrics: [accuracy]\nworkers: 2\n", "base.yml")
+    base = write(
+        "optimizer: {name: sgd, lr: 0.1, momentum: 0.9}\nmetrics: [accuracy]\nworkers: 2\n",
+        "base.yml",
+    )
     late = write("optimizer: {lr: 0.2}\nmetrics: []\n", "late.yml")
     run = read_run([base, late], ["optimizer.nesterov=true", "workers=null"]).config
     assert (run.optimizer.name, run.optimizer.lr) == ("sgd", 0.2)
@@ -109,7 +126,9 @@ def test_an_override_of_a_plain_name_keeps_the_name(write):
 
 
 def test_a_plain_name_replaces_the_section(write):
-    run = read_run([write("optimizer: {name: adamw, betas: [0.8, 0.9]}\n")], ["optimizer=sgd"]).config
+    run = read_run(
+        [write("optimizer: {name: adamw, betas: [0.8, 0.9]}\n")], ["optimizer=sgd"]
+    ).config
     assert (run.optimizer.name, run.optimizer.options) == ("sgd", {})
 
 
@@ -118,13 +137,17 @@ def test_a_plain_name_replaces_the_section(write):
 
 def test_an_unknown_key_is_refused_with_the_nearest(write):
     text = message([write("num_epochs: 3\nprecisoin: bf16\n")])
-    assert "run.yml, line 2: precisoin = 'bf16': there is no such key; did you mean 'precision'?" in text
+    assert (
+        "run.yml, line 2: precisoin = 'bf16': there is no such key; did you mean 'precision'?"
+        in text
+    )
     assert "num_epochs" in text  # the list
 
 
 def test_an_unknown_key_of_a_section(write):
-    assert "line 1: data.batch_sise = 3: there is no such key; did you mean 'batch_size'?" in message(
-        [write("data: {name: digits, batch_sise: 3}\n")]
+    assert (
+        "line 1: data.batch_sise = 3: there is no such key; did you mean 'batch_size'?"
+        in message([write("data: {name: digits, batch_sise: 3}\n")])
     )
 
 
@@ -158,7 +181,11 @@ def test_all_mistakes_are_named_at_once(write):
 
 
 def test_the_last_writer_is_blamed(write):
-    assert message([write("workers: 2\n"), write("workers: 0\n", "late.yml")]).split(": ")[0].endswith("late.yml, line 1")
+    assert (
+        message([write("workers: 2\n"), write("workers: 0\n", "late.yml")])
+        .split(": ")[0]
+        .endswith("late.yml, line 1")
+    )
 
 
 @pytest.mark.parametrize("text", ["optimizer", "=3", "--lr=3", "a..b=1", "run.yml"])
@@ -197,7 +224,11 @@ def test_a_file_that_holds_a_list(write):
 
 
 def test_anchors_and_merge_keys_work(write):
-    run = read_run([write("optimizer: &o {name: sgd, lr: 0.1}\nearly_stopping: {patience: 2}\n")]).config
+    run = read_run(
+        [write("optimizer: &o {name: sgd, lr: 0.1}\nearly_stopping: {patience: 2}\n")]
+    ).config
     assert run.optimizer.lr == 0.1
-    text = "data: &d {name: digits, batch_size: 8}\nmodel: {name: mlp, sizes: &s [1, 2], again: *s}\n"
+    text = (
+        "data: &d {name: digits, batch_size: 8}\nmodel: {name: mlp, sizes: &s [1, 2], again: *s}\n"
+    )
     assert read_run([write(text)]).config.model.options == {"sizes": [1, 2], "again": [1, 2]}

@@ -1,4 +1,5 @@
-"""The keys of a run file are frozen here, so that changing one is a decision and not an accident."""
+"""The keys of a run file are frozen here, so that changing one is a decision and not an
+accident."""
 
 from __future__ import annotations
 
@@ -11,9 +12,12 @@ from pydantic import BaseModel
 from allhands.config import RunConfig, schema
 
 KEYS = {
-    "RunConfig": "data model criterion optimizer scheduler metrics strategy mesh workers device num_epochs steps_per_epoch "
-    "seed accumulate clip_norm precision step activation_checkpointing logdir resume valid_loader main_metric minimize_metric "
-    "load_best_on_end early_stopping verbose check overfit log_every save_every save_minutes profile",
+    "RunConfig": "data model criterion optimizer scheduler metrics strategy mesh workers device "
+    "num_epochs steps_per_epoch "
+    "seed accumulate clip_norm precision step activation_checkpointing logdir resume valid_loader "
+    "main_metric minimize_metric "
+    "load_best_on_end early_stopping verbose check overfit log_every save_every save_minutes "
+    "profile",
     "Data": "name root batch_size num_workers drop_last limit normalize labels block options",
     "Model": "name",
     "Criterion": "name",
@@ -24,7 +28,8 @@ KEYS = {
     "EarlyStopping": "patience metric min_delta",
 }
 
-# What train() calls otherwise, or what a run file has no key for because the objects are named in it.
+# What train() calls otherwise, or what a run file has no key for because the objects are named in
+# it.
 ELSEWHERE = {
     "self": None,
     "loaders": "data",
@@ -38,7 +43,9 @@ def test_keys_are_the_published_ones():
     sections = {
         name: kind
         for name, kind in vars(schema).items()
-        if isinstance(kind, type) and issubclass(kind, BaseModel) and kind.__module__ == schema.__name__
+        if isinstance(kind, type)
+        and issubclass(kind, BaseModel)
+        and kind.__module__ == schema.__name__
     }
     found = {name: " ".join(sections[name].model_fields) for name in KEYS}
     assert found == KEYS
@@ -50,18 +57,25 @@ def test_every_argument_of_train_has_a_key():
 
     for name in inspect.signature(SupervisedRunner.train).parameters:
         key = ELSEWHERE.get(name, name)
-        assert key is None or key in RunConfig.model_fields, f"train() takes {name}, which a run file cannot set"
+        assert key is None or key in RunConfig.model_fields, (
+            f"train() takes {name}, which a run file cannot set"
+        )
 
 
 def test_defaults_of_train_are_defaults_of_a_run_file():
     from allhands import SupervisedRunner
 
     parameters = inspect.signature(SupervisedRunner.train).parameters
-    # A run says where it writes and shows its progress; the object form does neither unless asked. "best" of None is the
-    # loss downwards, as in train().
+    # A run says where it writes and shows its progress; the object form does neither unless asked.
+    # "best" of None is the loss downwards, as in train().
     differ = {"logdir", "verbose", "num_epochs", "metrics", "minimize_metric"}
     for name, field in RunConfig.model_fields.items():
-        if name in parameters and name not in differ and not isinstance(field.default, BaseModel) and field.default is not None:
+        if (
+            name in parameters
+            and name not in differ
+            and not isinstance(field.default, BaseModel)
+            and field.default is not None
+        ):
             assert field.default == parameters[name].default, name
 
 

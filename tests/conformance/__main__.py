@@ -1,4 +1,5 @@
-"""`python -m tests.conformance [column or row …]`: run the table, or a part, and renew its cells in docs/what-works.md."""
+"""`python -m tests.conformance [column or row …]`: run the table, or a part, and renew its cells in
+docs/what-works.md."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ def main(names: list[str]) -> int:
     """Returns 1 when a cell is neither equal nor refused."""
     unknown = [name for name in names if name not in COLUMNS and name not in BY_NAME]
     if unknown:
-        print(f"no column or row {unknown[0]!r}; columns: {', '.join(COLUMNS)}; rows: {', '.join(BY_NAME)}")
+        print(
+            f"no column or row {unknown[0]!r}; columns: {', '.join(COLUMNS)}; rows: "
+            f"{', '.join(BY_NAME)}"
+        )
         return 2
     columns = [name for name in names if name in COLUMNS] or list(COLUMNS)
     rows = [name for name in names if name in BY_NAME] or list(BY_NAME)
@@ -29,12 +33,20 @@ def main(names: list[str]) -> int:
         print(f"== {name}: {time.perf_counter() - started:.0f} s", flush=True)
         for row in rows:
             outcome = table[name][row]
-            print(f"  {outcome.kind:8s} {row}: {outcome.detail[: 1000 if outcome.kind == 'wrong' else 200]}", flush=True)
-    wrong = any(outcome.kind == "wrong" for outcomes in table.values() for outcome in outcomes.values())
+            print(
+                f"  {outcome.kind:8s} {row}: "
+                f"{outcome.detail[: 1000 if outcome.kind == 'wrong' else 200]}",
+                flush=True,
+            )
+    wrong = any(
+        outcome.kind == "wrong" for outcomes in table.values() for outcome in outcomes.values()
+    )
     if not names or not wrong:
         before = read_outcomes() if names else {}
         whole = {name: before.get(name, {}) | table.get(name, {}) for name in COLUMNS}
-        PAGE.write_text(write({name: {row: whole[name][row] for row in BY_NAME} for name in COLUMNS}))
+        PAGE.write_text(
+            write({name: {row: whole[name][row] for row in BY_NAME} for name in COLUMNS})
+        )
         print(f"written to {PAGE}")
     return int(wrong)
 

@@ -32,8 +32,9 @@ class Outcome:
     """What came of a cell.
 
     Attributes:
-        kind: "equal" to the loop by hand; "refused" by a `UserError` before the first step; "declared": another result, of a
-            strategy that says of itself that it is not exact with such an optimizer; else "wrong".
+        kind: "equal" to the loop by hand; "refused" by a `UserError` before the first step;
+            "declared": another result, of a strategy that says of itself that it is not exact with
+            such an optimizer; else "wrong".
         detail: the largest difference, or the message.
         whole: the ranks have left the cell in step, so that the next one may use their world.
     """
@@ -57,9 +58,14 @@ def run_column(column: Column, rows: Sequence[str], folder: Path) -> dict[str, O
         broken = ""
         try:
             spawn(
-                _cells, (column.name, left, str(folder)), workers=column.workers, servers=column.servers, env=ONE_THREAD,
-                preload=PRELOAD, on_message=on_message,
-            )  # fmt: skip
+                _cells,
+                (column.name, left, str(folder)),
+                workers=column.workers,
+                servers=column.servers,
+                env=ONE_THREAD,
+                preload=PRELOAD,
+                on_message=on_message,
+            )
         except (WorkerError, UserError) as error:
             broken = str(error)
         done = [row for row in left if len(told[row]) == column.workers]
@@ -72,13 +78,21 @@ def run_column(column: Column, rows: Sequence[str], folder: Path) -> dict[str, O
 
 
 def _of_all_ranks(outcomes: dict[int, Outcome]) -> Outcome:
-    # A rank that has lost the others says nothing of the cause, as where a launcher reports who failed first.
-    heard = {rank: outcome for rank, outcome in outcomes.items() if not any(text in outcome.detail for text in _LOST)}
+    # A rank that has lost the others says nothing of the cause, as where a launcher reports who
+    # failed first.
+    heard = {
+        rank: outcome
+        for rank, outcome in outcomes.items()
+        if not any(text in outcome.detail for text in _LOST)
+    }
     kinds = {outcome.kind for outcome in heard.values()}
     if len(kinds) == 1:
         return max(heard.values(), key=lambda outcome: outcome.detail)
     if kinds == {"equal", "refused"}:
-        return Outcome("wrong", f"refused on some ranks only: {sorted((rank, o.detail) for rank, o in heard.items())}")
+        return Outcome(
+            "wrong",
+            f"refused on some ranks only: {sorted((rank, o.detail) for rank, o in heard.items())}",
+        )
     return next(outcome for outcome in (heard or outcomes).values() if outcome.kind == "wrong")
 
 
@@ -88,7 +102,9 @@ def _cells(name: str, rows: Sequence[str], folder: str) -> None:
     try:
         for number, row in enumerate(rows):
             faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.__stderr__)
-            outcome = _cell(column, row, Path(folder) / f"{name}-{number}".replace(" ", "_").replace("'", ""))
+            outcome = _cell(
+                column, row, Path(folder) / f"{name}-{number}".replace(" ", "_").replace("'", "")
+            )
             faulthandler.cancel_dump_traceback_later()
             worker.send({"row": row, "kind": outcome.kind, "detail": outcome.detail})
             if not outcome.whole:
@@ -105,16 +121,24 @@ def _cell(column: Column, name: str, folder: Path) -> Outcome:
     try:
         with quiet():
             given = arguments(row, column, folder, steps)
-            apart = row.cell(row, given) if row.cell is not None else train_and_compare(row, column, given)
+            apart = (
+                row.cell(row, given)
+                if row.cell is not None
+                else train_and_compare(row, column, given)
+            )
     except UserError as error:
         whole = not steps.begun  # collectives of a step may be under way
         if steps.taken > steps.before_change:
             return Outcome("wrong", f"refused only after {steps.taken} steps: {error}", whole)
         return Outcome("refused", str(error), whole)
     except Exception as error:
-        return Outcome("wrong", f"{type(error).__name__}: {error}\n{traceback.format_exc()[-1500:]}", False)
+        return Outcome(
+            "wrong", f"{type(error).__name__}: {error}\n{traceback.format_exc()[-1500:]}", False
+        )
     if apart <= row.tolerance:
         return Outcome("equal", f"{apart:.1e}")
     strategy = column.strategy(row)
-    promised = not isinstance(strategy, Strategy) or strategy.exact_for(given["optimizer"], given.get("clip_norm"))
+    promised = not isinstance(strategy, Strategy) or strategy.exact_for(
+        given["optimizer"], given.get("clip_norm")
+    )
     return Outcome("wrong" if promised else "declared", f"{apart:.1e}")

@@ -8,7 +8,8 @@ from allhands import DDP, LocalSGD, Mesh, Pipeline, Tensor
 from allhands.strategies import STRATEGIES, KVStore
 from tests.conformance.table import Column, Row
 
-# Trains other weights by design, or in rounds of clients; their own tests compare them with what they promise.
+# Trains other weights by design, or in rounds of clients; their own tests compare them with what
+# they promise.
 OTHER = {"federated": "clients train for themselves between rounds"}
 
 
@@ -30,8 +31,22 @@ def _mesh(**degrees: Any) -> Any:
 
 _CHOSEN = [
     Column("single", lambda row: False, workers=1, shares=1, covers="single"),
-    Column("single, accumulate 2", lambda row: False, workers=1, shares=1, accumulate=2, covers="single"),
-    Column("single, accumulate 3", lambda row: False, workers=1, shares=1, accumulate=3, covers="single"),
+    Column(
+        "single, accumulate 2",
+        lambda row: False,
+        workers=1,
+        shares=1,
+        accumulate=2,
+        covers="single",
+    ),
+    Column(
+        "single, accumulate 3",
+        lambda row: False,
+        workers=1,
+        shares=1,
+        accumulate=3,
+        covers="single",
+    ),
     Column("ddp x 2", lambda row: "ddp", covers="ddp"),
     Column("ddp x 2, accumulate 2", lambda row: "ddp", accumulate=2, covers="ddp"),
     Column("ddp x 3", lambda row: "ddp", workers=3, shares=3, covers="ddp"),
@@ -40,13 +55,18 @@ _CHOSEN = [
     Column("kvstore x 2, worker's update", lambda row: KVStore(update="worker"), covers="kvstore"),
     Column("kvstore x 2, 1 server", lambda row: KVStore(servers=1), servers=1, covers="kvstore"),
     Column(
-        "kvstore x 2, 2 servers, worker's update", lambda row: KVStore(servers=2, update="worker"), servers=2, covers="kvstore"
+        "kvstore x 2, 2 servers, worker's update",
+        lambda row: KVStore(servers=2, update="worker"),
+        servers=2,
+        covers="kvstore",
     ),
     Column("local_sgd(every=1) x 2", lambda row: LocalSGD(every=1), covers="local_sgd"),
     Column("fsdp x 2", lambda row: "fsdp", covers="fsdp"),
     Column("fsdp x 2, accumulate 2", lambda row: "fsdp", accumulate=2, covers="fsdp"),
     Column("tensor x 2", _tensor, shares=1, covers="tensor"),
-    Column("pipeline x 2", lambda row: Pipeline(microbatches=2), shares=1, pieces=2, covers="pipeline"),
+    Column(
+        "pipeline x 2", lambda row: Pipeline(microbatches=2), shares=1, pieces=2, covers="pipeline"
+    ),
     Column("dp 2 x shard 2", _mesh(dp={"replicate": 2, "shard": 2}), workers=4, shares=4),
     Column("dp 2 x tp 2", _mesh(dp=2, tp=2), workers=4),
     Column("pp 2 x dp 2", _mesh(pp=2, dp=2), workers=4, pieces=2),

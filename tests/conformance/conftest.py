@@ -8,8 +8,15 @@ MARKS = {"equal": "=", "refused": "-", "declared": "~", "wrong": "WRONG"}
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
-    found = [value for report in reports for name, value in report.user_properties if name == "conformance"]
+    reports = [
+        report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])
+    ]
+    found = [
+        value
+        for report in reports
+        for name, value in report.user_properties
+        if name == "conformance"
+    ]
     if not found:
         return
     table = dict(found)
@@ -19,4 +26,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for number, column in enumerate(table):
         terminalreporter.line(" " * width + "  " + "|  " * number + column)
     for row in rows:
-        terminalreporter.line(f"{row:{width}s}  " + "  ".join(MARKS[kinds[row]] for kinds in table.values()))
+        terminalreporter.line(
+            f"{row:{width}s}  " + "  ".join(MARKS[kinds[row]] for kinds in table.values())
+        )

@@ -49,7 +49,9 @@ def batch_sum(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def triplet(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     apart, same = torch.cdist(output, output), target[:, None] == target[None]
-    return F.softplus((apart * same).max(1).values - (apart + 1e3 * same).min(1).values + 0.5).mean()
+    return F.softplus(
+        (apart * same).max(1).values - (apart + 1e3 * same).min(1).values + 0.5
+    ).mean()
 
 
 def dice(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

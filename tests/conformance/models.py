@@ -1,4 +1,5 @@
-"""The models of the rows: small, smooth, and each with one habit that has made a strategy compute something else."""
+"""The models of the rows: small, smooth, and each with one habit that has made a strategy compute
+something else."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ PLAN = {"0": "colwise", "2": "rowwise"}
 def mlp(*middle: nn.Module, seed: int = 0) -> nn.Sequential:
     """6 features to 3 outputs; `middle` stands between the second and the third layer."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), *middle, nn.Tanh(), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), *middle, nn.Tanh(), nn.Linear(8, 3)
+    )
 
 
 def frozen() -> nn.Module:
@@ -56,7 +59,8 @@ def tied() -> nn.Module:
 
 
 class Experts(nn.Module):
-    """Each sample goes to one of two experts, by the sign of its first feature; blocks may be skipped whole."""
+    """Each sample goes to one of two experts, by the sign of its first feature; blocks may be
+    skipped whole."""
 
     def __init__(self, residual: bool) -> None:
         super().__init__()
@@ -130,7 +134,8 @@ class Block(nn.Module):
 
 
 class Depth(nn.Module):
-    """Samples pass through as many blocks as they need; a block that no sample needs is not called."""
+    """Samples pass through as many blocks as they need; a block that no sample needs is not
+    called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +252,9 @@ def group_norm() -> nn.Module:
 
 def channels_last() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 3))
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 3)
+    )
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
@@ -259,7 +266,9 @@ class Recurrent(nn.Module):
         self.gru, self.last = nn.GRU(2, 8, batch_first=True), nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        packed: PackedSequence = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        packed: PackedSequence = pack_padded_sequence(
+            x, lengths, batch_first=True, enforce_sorted=False
+        )
         out, _ = pad_packed_sequence(self.gru(packed)[0], batch_first=True)
         return self.last(out[torch.arange(len(out)), lengths - 1])
 
@@ -272,7 +281,9 @@ def recurrent() -> nn.Module:
 def transformer() -> nn.Module:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    return nn.Sequential(nn.Unflatten(1, (3, 2)), nn.Linear(2, 8), layer, nn.Flatten(), nn.Linear(24, 3))
+    return nn.Sequential(
+        nn.Unflatten(1, (3, 2)), nn.Linear(2, 8), layer, nn.Flatten(), nn.Linear(24, 3)
+    )
 
 
 @dataclass
@@ -308,7 +319,10 @@ class Scalars(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.temperature, self.empty = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.zeros(0, 8))
+        self.temperature, self.empty = (
+            nn.Parameter(torch.tensor(0.7)),
+            nn.Parameter(torch.zeros(0, 8)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.temperature + self.empty.sum()
@@ -323,7 +337,8 @@ def double() -> nn.Module:
 
 
 class Language(nn.Module):
-    """Six tokens in, logits of the next ones out; computes its own loss where it is given labels."""
+    """Six tokens in, logits of the next ones out; computes its own loss where it is given
+    labels."""
 
     def __init__(self, own_loss: bool = False) -> None:
         super().__init__()

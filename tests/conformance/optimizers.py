@@ -10,7 +10,8 @@ from torch import nn
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Slow weights that follow the fast ones of another optimizer every k steps (Zhang et al., 2019)."""
+    """Slow weights that follow the fast ones of another optimizer every k steps (Zhang et al.,
+    2019)."""
 
     elementwise = True
 
@@ -89,7 +90,9 @@ class ScheduleFree(torch.optim.Optimizer):
                     continue
                 z = self.state[parameter].setdefault("z", parameter.clone())
                 parameter.lerp_(z, weight)
-                parameter.add_(parameter.grad, alpha=group["lr"] * (group["beta"] * (1 - weight) - 1))
+                parameter.add_(
+                    parameter.grad, alpha=group["lr"] * (group["beta"] * (1 - weight) - 1)
+                )
                 z.sub_(parameter.grad, alpha=group["lr"])
 
 
@@ -97,5 +100,9 @@ def three_groups(model: nn.Module) -> torch.optim.Optimizer:
     """Adam with a rate for each third of the model."""
     layers = [layer for layer in model if any(True for _ in layer.parameters())]  # type: ignore[attr-defined]
     return torch.optim.AdamW(
-        [{"params": layer.parameters(), "lr": 0.01 * (number + 1)} for number, layer in enumerate(layers)], weight_decay=0.05
+        [
+            {"params": layer.parameters(), "lr": 0.01 * (number + 1)}
+            for number, layer in enumerate(layers)
+        ],
+        weight_decay=0.05,
     )

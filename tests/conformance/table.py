@@ -1,4 +1,5 @@
-"""What makes a row and a column of the conformance table, and the loop by hand that each cell must equal."""
+"""What makes a row and a column of the conformance table, and the loop by hand that each cell must
+equal."""
 
 from __future__ import annotations
 
@@ -66,9 +67,10 @@ class Row:
         loss: in the loop by hand, in place of the criterion.
         epochs: how many.
         plan: of `Tensor`; None leaves the strategy to find one.
-        parts: how the loop by hand takes a global batch: "whole"; in "calls", one forward pass for each that a
-            worker makes, over the samples of all workers, since the model counts its calls; in "shares", a forward
-            pass for each worker's, since the model computes with the statistics of a share (BatchNorm).
+        parts: how the loop by hand takes a global batch: "whole"; in "calls", one forward pass for
+            each that a worker makes, over the samples of all workers, since the model counts its
+            calls; in "shares", a forward pass for each worker's, since the model computes with the
+            statistics of a share (BatchNorm).
         compared: which entries of the model's state are compared; None takes all.
         tolerance: largest relative difference.
         counted: what a batch counts in the reported loss.
@@ -143,7 +145,8 @@ class Steps(Callback):
 
 
 def by_hand(row: Row, column: Column) -> tuple[dict[str, torch.Tensor], float]:
-    """Train as a plain PyTorch loop in one process; returns the model's state and the mean loss of the last epoch."""
+    """Train as a plain PyTorch loop in one process; returns the model's state and the mean loss of
+    the last epoch."""
     model = row.model()
     optimizer, criterion, runner = row.optimizer(model), row.loss or row.criterion(), row.runner()
     schedule = row.scheduler(optimizer) if row.scheduler is not None else None
@@ -157,7 +160,9 @@ def by_hand(row: Row, column: Column) -> tuple[dict[str, torch.Tensor], float]:
             samples = [data[i] for i in range(first, min(first + GLOBAL_BATCH, len(data)))]
             seen: list[tuple[float, float]] = []
 
-            def compute(samples: list[Any] = samples, seen: list[tuple[float, float]] = seen) -> torch.Tensor:
+            def compute(
+                samples: list[Any] = samples, seen: list[tuple[float, float]] = seen
+            ) -> torch.Tensor:
                 optimizer.zero_grad()
                 whole = torch.zeros(())
                 for part in parts_of(samples, column, row.parts):
@@ -177,7 +182,10 @@ def by_hand(row: Row, column: Column) -> tuple[dict[str, torch.Tensor], float]:
                 if clip is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), clip)
                 optimizer.step()
-            total, count = total + sum(loss * weight for loss, weight in seen), count + sum(weight for _, weight in seen)
+            total, count = (
+                total + sum(loss * weight for loss, weight in seen),
+                count + sum(weight for _, weight in seen),
+            )
         if schedule is not None:
             schedule.step()
     _mode(optimizer, "eval")
@@ -203,7 +211,10 @@ def parts_of(samples: list[Any], column: Column, parts: str) -> list[list[Any]]:
         by_rank.append([piece for batch in batches for piece in _pieces(batch, column.pieces)])
     if parts == "shares":
         return [part for rank in by_rank for part in rank if part]
-    calls = [[rank[call] for rank in by_rank if call < len(rank)] for call in range(max(map(len, by_rank)))]
+    calls = [
+        [rank[call] for rank in by_rank if call < len(rank)]
+        for call in range(max(map(len, by_rank)))
+    ]
     return [list(itertools.chain.from_iterable(call)) for call in calls]
 
 
@@ -212,8 +223,13 @@ def _pieces(batch: list[Any], count: int) -> list[list[Any]]:
     return [batch[first:stop] for first, stop in bounds if stop > first]
 
 
-def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], compared: Callable[[str], bool] | None = None) -> float:
-    """The largest difference of any entry, relative to its largest value; infinite where a name or shape differs."""
+def difference(
+    ours: Mapping[str, Any],
+    theirs: Mapping[str, Any],
+    compared: Callable[[str], bool] | None = None,
+) -> float:
+    """The largest difference of any entry, relative to its largest value; infinite where a name or
+    shape differs."""
     if ours.keys() != theirs.keys():
         raise AssertionError(f"names differ: {sorted(ours.keys() ^ theirs.keys())}")
     worst = 0.0
@@ -222,7 +238,10 @@ def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], compared: Cal
             continue
         mine = ours[name]
         if mine.shape != right.shape or mine.dtype != right.dtype:
-            raise AssertionError(f"{name}: {mine.dtype} {list(mine.shape)}, right is {right.dtype} {list(right.shape)}")
+            raise AssertionError(
+                f"{name}: {mine.dtype} {list(mine.shape)}, right is {right.dtype} "
+                f"{list(right.shape)}"
+            )
         wide = torch.complex128 if right.is_complex() else torch.float64
         if right.numel():
             size = float(right.to(wide).abs().max())
@@ -257,7 +276,8 @@ def arguments(row: Row, column: Column, folder: Path, steps: Steps) -> dict[str,
 
 
 def train_and_compare(row: Row, column: Column, given: dict[str, Any]) -> float:
-    """Train in this world; the largest difference from the loop by hand, of weights, buffers and the reported loss."""
+    """Train in this world; the largest difference from the loop by hand, of weights, buffers and
+    the reported loss."""
     history = row.runner(device="cpu").train(**given)
     right, loss = by_hand(row, column)
     apart = difference(given["model"].state_dict(), right, row.compared)

@@ -1,4 +1,5 @@
-"""Every training under every strategy: equal to a plain loop in one process, or refused by name before the first step."""
+"""Every training under every strategy: equal to a plain loop in one process, or refused by name
+before the first step."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ def test_every_cell_is_equal_or_refused(name: str, tmp_path: Any, record_propert
     wrong = {row: outcome.detail for row, outcome in outcomes.items() if outcome.kind == "wrong"}
     assert not wrong, "\n".join(f"{row}: {detail}" for row, detail in wrong.items())
     shown = page.read()[name]
-    assert kinds == shown, f"docs/what-works.md says otherwise; renew it with `make conformance`: {changed(kinds, shown)}"
+    assert kinds == shown, (
+        "docs/what-works.md says otherwise; renew it with `make conformance`: "
+        f"{changed(kinds, shown)}"
+    )
 
 
 @pytest.mark.gpu

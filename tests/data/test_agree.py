@@ -34,5 +34,7 @@ def test_tensors_drawn_without_a_seed_become_rank_0s() -> None:
 
 @pytest.mark.serial
 def test_other_sizes_are_refused_with_both() -> None:
-    with pytest.raises(UserError, match=r"rank 0 a TensorDataset of 5 samples.*rank 1 a TensorDataset of 6 samples"):
+    with pytest.raises(
+        UserError, match=r"rank 0 a TensorDataset of 5 samples.*rank 1 a TensorDataset of 6 samples"
+    ):
         in_world(2, other_sizes)

@@ -74,12 +74,17 @@ class Batches(BatchSampler):
 def train(loader: Any, **options: Any) -> Any:
     model = nn.Linear(1, 1)
     return SupervisedRunner(device="cpu").train(
-        model=model, criterion=lambda output, _: output.mean(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        loaders={"train": loader}, **{"num_epochs": 3} | options,
-    )  # fmt: skip
+        model=model,
+        criterion=lambda output, _: output.mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loaders={"train": loader},
+        **{"num_epochs": 3} | options,
+    )
 
 
-@pytest.mark.parametrize("around", [lambda d: d, lambda d: Subset(d, range(6)), lambda d: ConcatDataset([d, Plain()])])
+@pytest.mark.parametrize(
+    "around", [lambda d: d, lambda d: Subset(d, range(6)), lambda d: ConcatDataset([d, Plain()])]
+)
 def test_a_data_set_and_those_inside_another(around):
     told = Rows()
     train(DataLoader(around(told), 4))
@@ -98,7 +103,10 @@ def test_a_collate_function(make, data):
 
 def test_a_sampler_and_the_one_inside_a_batch_sampler():
     data = Plain()
-    for make in (lambda s: {"sampler": s, "batch_size": 4}, lambda s: {"batch_sampler": Batches(s, 4, False)}):
+    for make in (
+        lambda s: {"sampler": s, "batch_size": 4},
+        lambda s: {"batch_sampler": Batches(s, 4, False)},
+    ):
         told = Sampler(data)
         train(DataLoader(data, **make(told)))
         assert told.epochs == [0, 1, 2]
@@ -117,9 +125,12 @@ def test_the_samples_of_loader_processes_know_their_epoch():
             return model(batch[0]), batch[1]
 
     Keeps(device="cpu").train(
-        model=model, criterion=criterion, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        loaders={"train": DataLoader(told, 8, num_workers=1)}, num_epochs=3,
-    )  # fmt: skip
+        model=model,
+        criterion=criterion,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loaders={"train": DataLoader(told, 8, num_workers=1)},
+        num_epochs=3,
+    )
     assert seen == [0.0, 1.0, 2.0]
 
 
@@ -129,9 +140,13 @@ class Loader(DataLoader):  # type: ignore[type-arg]
 
 
 def test_where_it_would_not_arrive_it_is_refused():
-    with pytest.raises(UserError, match=r"persistent_workers=True.*set_epoch of Rows would never reach them"):
+    with pytest.raises(
+        UserError, match=r"persistent_workers=True.*set_epoch of Rows would never reach them"
+    ):
         train(DataLoader(Rows(), 4, num_workers=1, persistent_workers=True))
-    with pytest.raises(UserError, match=r"is a Loader with its own set_epoch, which would never be called"):
+    with pytest.raises(
+        UserError, match=r"is a Loader with its own set_epoch, which would never be called"
+    ):
         train(Loader(Plain(), 4))
     rounds = Federated(clients=1, partition=[list(range(8))], rounds=1)
     with pytest.raises(UserError, match="set_epoch of Rows is never called in federated training"):

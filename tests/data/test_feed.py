@@ -1,4 +1,5 @@
-"""What each rank reads, checked over faked worlds: a feed needs a rank and a size, and no other process."""
+"""What each rank reads, checked over faked worlds: a feed needs a rank and a size, and no other
+process."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from allhands import UserError, World
-from allhands.data import Feed, build_feeds, global_order, sources_from_datasets, sources_from_loaders
+from allhands.data import (
+    Feed,
+    build_feeds,
+    global_order,
+    sources_from_datasets,
+    sources_from_loaders,
+)
 from tests.worlds import in_world
 
 
@@ -48,7 +55,9 @@ class Noise(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         import random
 
-        return torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()], dtype=torch.float64)
+        return torch.tensor(
+            [torch.rand(()).item(), np.random.rand(), random.random()], dtype=torch.float64
+        )
 
 
 class Stream(IterableDataset[int]):
@@ -75,16 +84,26 @@ def world_of(rank: int, size: int) -> World:
     return World(rank, rank, 0, size, size, torch.device("cpu"), "gloo", "explicit")
 
 
-def loader_feeds(loader: Any, size: int, name: str = "train", seed: int = 1, accumulate: int = 1) -> list[Feed]:
-    """The feeds of all ranks. Comparing the data between ranks is left out, as when one process has sent them."""
+def loader_feeds(
+    loader: Any, size: int, name: str = "train", seed: int = 1, accumulate: int = 1
+) -> list[Feed]:
+    """The feeds of all ranks. Comparing the data between ranks is left out, as when one process has
+    sent them."""
     return [
-        build_feeds(sources_from_loaders({name: loader}), world_of(rank, size), seed, accumulate, same_everywhere=True)[name]
+        build_feeds(
+            sources_from_loaders({name: loader}),
+            world_of(rank, size),
+            seed,
+            accumulate,
+            same_everywhere=True,
+        )[name]
         for rank in range(size)
     ]
 
 
 def read(feeds: list[Feed], epoch: int = 0, skip: int = 0) -> list[list[int]]:
-    """For each step, the samples of all ranks in the order of the ranks; checks the counts on the way."""
+    """For each step, the samples of all ranks in the order of the ranks; checks the counts on the
+    way."""
     steps = []
     for ranks in zip(*(feed.epoch(epoch, skip) for feed in feeds), strict=True):
         rows: list[int] = []
@@ -130,15 +149,22 @@ def test_an_unshuffled_loader_stays_unshuffled(kind: str) -> None:
 @pytest.mark.parametrize("length", [8, 9, 10])
 @pytest.mark.parametrize("batch", [2, 5])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_drop_last_drops_only_a_short_global_batch(length: int, batch: int, drop_last: bool) -> None:
+def test_drop_last_drops_only_a_short_global_batch(
+    length: int, batch: int, drop_last: bool
+) -> None:
     seen = flat(read(loader_feeds(DataLoader(Numbers(length), batch, drop_last=drop_last), 2)))
     kept = length - length % (2 * batch) if drop_last else length
     assert seen == list(range(kept))
 
 
 def test_more_ranks_than_samples_leaves_some_idle() -> None:
-    steps = list(zip(*(feed.epoch(0) for feed in loader_feeds(DataLoader(Numbers(5), 1), 4)), strict=True))
-    assert [[len(batches) for batches, _, _, _ in ranks] for ranks in steps] == [[1, 1, 1, 1], [1, 0, 0, 0]]
+    steps = list(
+        zip(*(feed.epoch(0) for feed in loader_feeds(DataLoader(Numbers(5), 1), 4)), strict=True)
+    )
+    assert [[len(batches) for batches, _, _, _ in ranks] for ranks in steps] == [
+        [1, 1, 1, 1],
+        [1, 0, 0, 0],
+    ]
     assert [ranks[0][3] for ranks in steps] == [False, True]
 
 
@@ -152,11 +178,21 @@ def test_gathered_batches_are_copies() -> None:
 
 def test_gathering_in_several_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("allhands.data.feed.GATHER_BYTES", 50)
-    assert flat(read(loader_feeds(DataLoader(SETS["memory"], 2, shuffle=True), 2))) == global_order(23, 1, 0).tolist()
+    assert (
+        flat(read(loader_feeds(DataLoader(SETS["memory"], 2, shuffle=True), 2)))
+        == global_order(23, 1, 0).tolist()
+    )
 
 
 def test_a_collate_function_is_used() -> None:
-    feeds = loader_feeds(DataLoader(TensorDataset(torch.arange(6)), 2, collate_fn=lambda rows: default_collate(rows)[0] + 100), 2)
+    feeds = loader_feeds(
+        DataLoader(
+            TensorDataset(torch.arange(6)),
+            2,
+            collate_fn=lambda rows: default_collate(rows)[0] + 100,
+        ),
+        2,
+    )
     assert flat(read(feeds)) == [100, 101, 102, 103, 104, 105]
 
 
@@ -182,7 +218,10 @@ def two_samplers() -> list[list[int]]:
         "batches": DataLoader(Numbers(11), batch_sampler=batches),
     }
     feeds = build_feeds(sources_from_loaders(loaders), world, seed=1)
-    return [[int(v) for batches, _, _, _ in feed.epoch(0) for batch in batches for v in batch] for feed in feeds.values()]
+    return [
+        [int(v) for batches, _, _, _ in feed.epoch(0) for batch in batches for v in batch]
+        for feed in feeds.values()
+    ]
 
 
 @pytest.mark.serial
@@ -202,13 +241,23 @@ def test_batch_samplers_keep_their_batches_whole() -> None:
             return 4
 
     loader = DataLoader(Numbers(7), batch_sampler=Odd(SequentialSampler(range(7)), 1, False))
-    steps = [list(ranks) for ranks in zip(*(feed.epoch(0) for feed in loader_feeds(loader, 1)), strict=True)]
-    assert [[batch.tolist() for batch in ranks[0][0]] for ranks in steps] == [[[0]], [[1, 2, 3]], [[4, 5]], [[6]]]
+    steps = [
+        list(ranks)
+        for ranks in zip(*(feed.epoch(0) for feed in loader_feeds(loader, 1)), strict=True)
+    ]
+    assert [[batch.tolist() for batch in ranks[0][0]] for ranks in steps] == [
+        [[0]],
+        [[1, 2, 3]],
+        [[4, 5]],
+        [[6]],
+    ]
     assert [ranks[0][2] for ranks in steps] == [1, 3, 2, 1]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_loader_processes_draw_differently_over_epochs_ranks_and_workers_and_repeat(persistent: bool) -> None:
+def test_loader_processes_draw_differently_over_epochs_ranks_and_workers_and_repeat(
+    persistent: bool,
+) -> None:
     def draws() -> torch.Tensor:
         loader = DataLoader(Noise(), 2, num_workers=2, persistent_workers=persistent)
         rows = [
@@ -228,7 +277,9 @@ def test_loader_processes_draw_differently_over_epochs_ranks_and_workers_and_rep
 
 def test_a_worker_init_function_is_called_even_for_tensors() -> None:
     calls = []
-    loader = DataLoader(TensorDataset(torch.arange(4)), 2, num_workers=0, worker_init_fn=calls.append)
+    loader = DataLoader(
+        TensorDataset(torch.arange(4)), 2, num_workers=0, worker_init_fn=calls.append
+    )
     (feed,) = loader_feeds(loader, 1)
     assert feed.kind != "in memory"
 
@@ -236,7 +287,13 @@ def test_a_worker_init_function_is_called_even_for_tensors() -> None:
 def test_datasets_form() -> None:
     data = TensorDataset(torch.arange(9))
     sources = sources_from_datasets(
-        {"batch_size": 4, "num_workers": 0, "train": data, "valid": {"dataset": data, "batch_size": 3}}, 1
+        {
+            "batch_size": 4,
+            "num_workers": 0,
+            "train": data,
+            "valid": {"dataset": data, "batch_size": 3},
+        },
+        1,
     )
     assert (sources["train"].batch_size, sources["train"].shuffle) == (4, True)
     assert (sources["valid"].batch_size, sources["valid"].shuffle) == (3, False)
@@ -259,7 +316,10 @@ BAD_DATASETS = [
     ({"train": Numbers(3), "per_gpu_scaling": True}, "per worker already"),
     ({"get_datasets_fn": lambda length: {}, "lenght": 3}, "lenght"),
     ({"get_datasets_fn": lambda: None}, "must return a dict"),
-    ({"train": {"dataset": Numbers(3), "sampler": SequentialSampler(range(3)), "shuffle": True}}, "exclude each other"),
+    (
+        {"train": {"dataset": Numbers(3), "sampler": SequentialSampler(range(3)), "shuffle": True}},
+        "exclude each other",
+    ),
     ([Numbers(3)], "must be a dict"),
 ]
 
@@ -280,7 +340,10 @@ def bad_loaders() -> list[tuple[Any, str]]:
         (Numbers(3), "pass a torch.utils.data.DataLoader"),
         (Own(Numbers(3)), "its own __iter__"),
         (DataLoader(Numbers(3), batch_size=None), "batch_size=None"),
-        (DataLoader(Numbers(4), sampler=DistributedSampler(Numbers(4), 2, 0)), "DistributedSampler"),
+        (
+            DataLoader(Numbers(4), sampler=DistributedSampler(Numbers(4), 2, 0)),
+            "DistributedSampler",
+        ),
         (DataLoader(Stream(4), 2, num_workers=2), "every sample would come several times"),
         (DataLoader(Numbers(0), 2), "is empty"),
         (DataLoader(Numbers(4), 2, sampler=["a", "b"]), "integer indices"),  # type: ignore[arg-type]
@@ -300,14 +363,18 @@ def stream_rows(kind: str) -> list[list[int]]:
     world = allhands.current_world()
     assert world is not None
     stream = {"plain": Stream(21), "shuffled": ShuffledStream(), "by rank": RankStream()}[kind]
-    (feed,) = build_feeds(sources_from_loaders({"train": DataLoader(stream, 3)}), world, seed=1).values()
+    (feed,) = build_feeds(
+        sources_from_loaders({"train": DataLoader(stream, 3)}), world, seed=1
+    ).values()
     return [[int(v) for batch in batches for v in batch] for batches, _, _, _ in feed.epoch(0)]
 
 
 @pytest.mark.serial
 def test_streams_are_dealt_out_once() -> None:
     ranks = in_world(2, stream_rows, "plain")
-    assert [row for step in zip(*ranks, strict=True) for part in step for row in part] == list(range(21))
+    assert [row for step in zip(*ranks, strict=True) for part in step for row in part] == list(
+        range(21)
+    )
 
 
 @pytest.mark.serial
@@ -318,7 +385,9 @@ def test_a_stream_that_shuffles_shuffles_alike_on_every_rank() -> None:
 
 @pytest.mark.serial
 def test_a_stream_that_shards_itself_is_refused() -> None:
-    with pytest.raises(UserError, match=r"read different streams.*DataLoader\(allhands.SplitByRank\(dataset\)"):
+    with pytest.raises(
+        UserError, match=r"read different streams.*DataLoader\(allhands.SplitByRank\(dataset\)"
+    ):
         in_world(2, stream_rows, "by rank")
 
 
@@ -340,7 +409,8 @@ def test_an_epoch_goes_on_after_any_sample_at_any_world_size(kind: str, size: in
 def test_a_resumed_epoch_cuts_the_same_batches_at_the_same_places_in_memory(
     monkeypatch: pytest.MonkeyPatch, gathered: int, accumulate: int
 ) -> None:
-    """The last bit of a matrix product depends on how its operands lie in memory; bit-for-bit resume depends on this."""
+    """The last bit of a matrix product depends on how its operands lie in memory; bit-for-bit
+    resume depends on this."""
     monkeypatch.setattr("allhands.data.feed.GATHER_BYTES", gathered)
     data = TensorDataset(torch.arange(53 * 5, dtype=torch.float32).view(53, 5))
     sources = sources_from_loaders({"train": DataLoader(data, 3, shuffle=True)})
@@ -360,7 +430,9 @@ def test_a_resumed_epoch_cuts_the_same_batches_at_the_same_places_in_memory(
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("count", [2, 10])
 @pytest.mark.parametrize("data", [Numbers(40), Stream(40)], ids=["map", "stream"])
-def test_loader_processes_end_with_the_epoch_or_with_the_feed(data: Any, count: int, persistent: bool) -> None:
+def test_loader_processes_end_with_the_epoch_or_with_the_feed(
+    data: Any, count: int, persistent: bool
+) -> None:
     loader = DataLoader(data, batch_size=4, num_workers=1, persistent_workers=persistent)
     (feed,) = loader_feeds(loader, 1)
     steps = feed.epoch(0)
@@ -376,20 +448,27 @@ def test_loader_processes_end_with_the_epoch_or_with_the_feed(data: Any, count: 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("data", [*SETS.values(), Stream(23)], ids=[*SETS, "stream"])
-def test_level_shares_give_every_rank_as_many_micro_batches(data: Any, size: int, accumulate: int) -> None:
-    """The samples are those of one process; a rank that is short of them gets a real sample that counts as none."""
+def test_level_shares_give_every_rank_as_many_micro_batches(
+    data: Any, size: int, accumulate: int
+) -> None:
+    """The samples are those of one process; a rank that is short of them gets a real sample that
+    counts as none."""
     for batch in (2, 3):
         ranks = []
         for rank in range(size):
             sources = sources_from_loaders({"train": DataLoader(data, batch)})
             # Each rank stands for two of the world, as where a model's layers are cut over two.
-            feeds = build_feeds(sources, world_of(0, 1), 1, accumulate, True, place=(rank, size), level=True)
+            feeds = build_feeds(
+                sources, world_of(0, 1), 1, accumulate, True, place=(rank, size), level=True
+            )
             ranks.append(list(feeds["train"].epoch(0)))
         found: list[int] = []
         for step in zip(*ranks, strict=True):
             assert len({len(batches) for batches, _, _, _ in step}) == 1
             assert not any(idle for _, _, _, idle in step)
-            assert {total for _, _, total, _ in step} == {sum(sum(counts) for _, counts, _, _ in step)}
+            assert {total for _, _, total, _ in step} == {
+                sum(sum(counts) for _, counts, _, _ in step)
+            }
             for batches, counts, _, _ in step:
                 for rows, count in zip(batches, counts, strict=True):
                     values = rows[0] if isinstance(rows, (tuple, list)) else rows
@@ -402,7 +481,9 @@ def test_level_shares_of_batches_that_a_sampler_has_made() -> None:
     made = [[0, 1], [2, 3, 4], [5]]
     for rank in range(4):
         sources = sources_from_loaders({"train": DataLoader(Numbers(6), batch_sampler=made)})
-        (feed,) = build_feeds(sources, world_of(0, 1), 1, same_everywhere=True, place=(rank, 4), level=True).values()
+        (feed,) = build_feeds(
+            sources, world_of(0, 1), 1, same_everywhere=True, place=(rank, 4), level=True
+        ).values()
         ((batches, counts, total, idle),) = feed.epoch(0)
         assert [list(counts), total, idle] == [[len(made[rank]) if rank < 3 else 0], 6, False]
         assert [int(value) for value in batches[0]] == (made[rank] if rank < 3 else [0])

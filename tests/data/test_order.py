@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from allhands.data import Dealer, derive_seed, global_order, preserved_generators, seed_everything, share_of
+from allhands.data import (
+    Dealer,
+    derive_seed,
+    global_order,
+    preserved_generators,
+    seed_everything,
+    share_of,
+)
 
 
 def test_order_is_a_function_of_seed_and_epoch_only() -> None:
@@ -29,7 +36,9 @@ def test_drawing_an_order_leaves_the_global_generator_alone() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 2, 7, 12, 13])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_shares_cover_everything_once_and_differ_by_at_most_one(length: int, world_size: int) -> None:
+def test_shares_cover_everything_once_and_differ_by_at_most_one(
+    length: int, world_size: int
+) -> None:
     shares = [share_of(length, rank, world_size) for rank in range(world_size)]
     assert [position for a, b in shares for position in range(a, b)] == list(range(length))
     sizes = [b - a for a, b in shares]
@@ -77,13 +86,21 @@ def test_one_process_sees_the_batches_of_a_dataloader(items: int, accumulate: in
         (1, True, [(1,), (0,)]),
     ],
 )
-def test_several_workers_cut_a_short_share_alike_but_leave_no_single_sample(items: int, level: bool, expected: list[Any]) -> None:
+def test_several_workers_cut_a_short_share_alike_but_leave_no_single_sample(
+    items: int, level: bool, expected: list[Any]
+) -> None:
     dealer = Dealer(items, batch_size=4, world_size=2, accumulate=2, level=level)
     assert [share.sizes for rank in range(2) for share in dealer.shares(rank)] == expected
 
 
 def test_derived_seeds_do_not_collide() -> None:
-    seeds = {derive_seed(s, p, e, r) for s in range(5) for p in ("train", "loader") for e in range(20) for r in range(8)}
+    seeds = {
+        derive_seed(s, p, e, r)
+        for s in range(5)
+        for p in ("train", "loader")
+        for e in range(20)
+        for r in range(8)
+    }
     assert len(seeds) == 5 * 2 * 20 * 8
     assert derive_seed(1, "a", 2) == derive_seed(1, "a", 2)
 

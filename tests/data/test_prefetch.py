@@ -1,4 +1,5 @@
-"""Batches are sent ahead by one step, and nothing else changes: their order, where an epoch goes on, errors, what they hold."""
+"""Batches are sent ahead by one step, and nothing else changes: their order, where an epoch goes
+on, errors, what they hold."""
 
 from __future__ import annotations
 
@@ -51,9 +52,20 @@ def test_each_step_is_sent_when_the_one_before_it_is_handed_out() -> None:
         found.append((batches, counts, total, idle))
     assert found == [([f"sent {number}"], [1], 1, False) for number in range(3)]
     assert transfer.log == [
-        "read 0", "send 0", "read 1", "send 1", "receive 0", "train sent 0",
-        "read 2", "send 2", "receive 1", "train sent 1", "closed", "receive 2", "train sent 2",
-    ]  # fmt: skip
+        "read 0",
+        "send 0",
+        "read 1",
+        "send 1",
+        "receive 0",
+        "train sent 0",
+        "read 2",
+        "send 2",
+        "receive 1",
+        "train sent 1",
+        "closed",
+        "receive 2",
+        "train sent 2",
+    ]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -114,7 +126,12 @@ class Rows(Dataset[Any]):
         if index == self.bad:
             raise ValueError(f"no sample {index}")
         x = torch.full((3,), float(index))
-        return {"x": x, "pair": Pair(x + 1, [x + 2, f"name {index}"]), "number": index, "draw": torch.rand(2)}
+        return {
+            "x": x,
+            "pair": Pair(x + 1, [x + 2, f"name {index}"]),
+            "number": index,
+            "draw": torch.rand(2),
+        }
 
 
 class Flow(IterableDataset[Any]):
@@ -143,7 +160,9 @@ class Standing:
 
 def feed_of(data: Any, device: str, workers: int = 0, batch: int = 2, accumulate: int = 2) -> Any:
     world = World(0, 0, 0, 1, 1, torch.device(device), "none", "alone")
-    loader = DataLoader(data, batch, shuffle=not isinstance(data, IterableDataset), num_workers=workers)
+    loader = DataLoader(
+        data, batch, shuffle=not isinstance(data, IterableDataset), num_workers=workers
+    )
     return build_feeds(sources_from_loaders({"train": loader}), world, 1, accumulate)["train"]
 
 
@@ -165,7 +184,9 @@ def same(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("data", [Rows(), Flow()], ids=["map", "stream"])
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
-def test_the_feed_of_a_gpu_gives_what_that_of_a_processor_gives(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_feed_of_a_gpu_gives_what_that_of_a_processor_gives(
+    data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prefetch, "SideStream", Standing)
     monkeypatch.setattr(Standing, "sent", 0)
     for epoch, skip in ((0, 0), (1, 0), (1, 8), (1, 23)):
@@ -177,7 +198,9 @@ def test_the_feed_of_a_gpu_gives_what_that_of_a_processor_gives(data: Any, monke
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
-def test_a_sample_that_cannot_be_read_fails_the_step_that_it_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_that_cannot_be_read_fails_the_step_that_it_is_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(prefetch, "SideStream", Standing)
     counts = {}
     for device in ("cpu", "cuda"):
@@ -189,7 +212,9 @@ def test_a_sample_that_cannot_be_read_fails_the_step_that_it_is_in(monkeypatch: 
     assert counts["cpu"] == counts["cuda"] > 0
 
 
-@pytest.mark.parametrize(("given", "pinned"), [({}, True), ({"pin_memory": False}, False), ({"pin_memory": True}, True)])
+@pytest.mark.parametrize(
+    ("given", "pinned"), [({}, True), ({"pin_memory": False}, False), ({"pin_memory": True}, True)]
+)
 def test_loaders_pin_unless_told_otherwise(given: dict[str, Any], pinned: bool) -> None:
     gpu = World(0, 0, 0, 1, 1, torch.device("cuda"), "none", "alone")
     cpu = World(0, 0, 0, 1, 1, torch.device("cpu"), "none", "alone")
@@ -198,12 +223,16 @@ def test_loaders_pin_unless_told_otherwise(given: dict[str, Any], pinned: bool) 
             sources = sources_from_datasets({"batch_size": 2, "train": data, **given}, 1)
             feed: Any = build_feeds(sources, world, 1)["train"]
             assert feed.loader.pin_memory is (pinned and (world is gpu or "pin_memory" in given))
-    loader: Any = DataLoader(Rows(), 2)  # its pin_memory=False is what everybody has who said nothing
+    loader: Any = DataLoader(
+        Rows(), 2
+    )  # its pin_memory=False is what everybody has who said nothing
     feed = build_feeds(sources_from_loaders({"train": loader}), gpu, 1)["train"]
     assert feed.loader.pin_memory is True
     loader = DataLoader(Rows(), 2, collate_fn=list)
     feed = build_feeds(sources_from_loaders({"train": loader}), gpu, 1)["train"]
-    assert feed.loader.pin_memory is False, "what a collate function makes is not taken apart in a thread"
+    assert feed.loader.pin_memory is False, (
+        "what a collate function makes is not taken apart in a thread"
+    )
 
 
 # ------------------------------------------------------------------ on a GPU
@@ -212,16 +241,26 @@ def test_loaders_pin_unless_told_otherwise(given: dict[str, Any], pinned: bool) 
 def on_device(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.is_cuda
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    parts = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return all(map(on_device, parts))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", ["map", "stream", "memory"])
-def test_batches_lie_on_the_gpu_and_hold_the_same(kind: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_lie_on_the_gpu_and_hold_the_same(
+    kind: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(InMemoryFeed, "_fits_on_device", lambda feed: False)
-    memory = TensorDataset(torch.randn(23, 5), torch.arange(23), torch.rand(23, 2, 2, dtype=torch.float64) > 0.5)
+    memory = TensorDataset(
+        torch.randn(23, 5), torch.arange(23), torch.rand(23, 2, 2, dtype=torch.float64) > 0.5
+    )
     data = {"map": Rows(), "stream": Flow(), "memory": memory}[kind]
     for epoch, skip in ((0, 0), (1, 8)):
         found = list(feed_of(data, "cuda:0", workers).epoch(epoch, skip))
@@ -247,7 +286,8 @@ def test_strides_are_those_of_a_plain_copy() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_that_lags_behind_sees_each_batch_whole() -> None:
-    """The loop runs far ahead of the GPU and lets go of batches that are yet to be used: their memory must wait."""
+    """The loop runs far ahead of the GPU and lets go of batches that are yet to be used: their
+    memory must wait."""
     data = torch.arange(400 * 256, dtype=torch.float32).view(400, 256)
 
     def read() -> Iterator[StepBatch]:

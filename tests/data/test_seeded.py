@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, default_collate, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    default_collate,
+    get_worker_info,
+)
 
 from allhands.data import build_feeds, preserved_generators, sources_from_loaders
 from allhands.data.seeded import SeededDataset, seed_sample
@@ -38,10 +45,14 @@ class NoisyBatches(Noisy):
         return [self[index] for index in indices]
 
 
-def rows(world: World, epoch: int = 0, skip: int = 0, data: Any = None, batch: int = 3, **options: Any) -> torch.Tensor:
+def rows(
+    world: World, epoch: int = 0, skip: int = 0, data: Any = None, batch: int = 3, **options: Any
+) -> torch.Tensor:
     """What a rank reads in an epoch, in order; columns: index, torch, numpy, random."""
     loader = DataLoader(data if data is not None else Noisy(), batch, shuffle=True, **options)
-    feed = build_feeds(sources_from_loaders({"train": loader}), world, seed=7, same_everywhere=True)["train"]
+    feed = build_feeds(
+        sources_from_loaders({"train": loader}), world, seed=7, same_everywhere=True
+    )["train"]
     with preserved_generators():
         found = [batch for batches, _, _, _ in feed.epoch(epoch, skip) for batch in batches]
     return torch.cat(found)
@@ -62,8 +73,12 @@ def test_draws_are_all_different_and_repeat() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("loader_processes", [0, 2])
-def test_draws_do_not_depend_on_workers_or_loader_processes(size: int, loader_processes: int) -> None:
-    assert torch.equal(all_ranks(size, num_workers=loader_processes, batch=6 // size), all_ranks(1, batch=6))
+def test_draws_do_not_depend_on_workers_or_loader_processes(
+    size: int, loader_processes: int
+) -> None:
+    assert torch.equal(
+        all_ranks(size, num_workers=loader_processes, batch=6 // size), all_ranks(1, batch=6)
+    )
 
 
 @pytest.mark.parametrize("loader_processes", [0, 2])
@@ -95,7 +110,9 @@ def test_dropouts_generator_is_left_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(4)
     torch.manual_seed(5)
-    loader = DataLoader(Noisy(), 3, shuffle=True, collate_fn=lambda samples: torch.stack(samples) * torch.rand(()))
+    loader = DataLoader(
+        Noisy(), 3, shuffle=True, collate_fn=lambda samples: torch.stack(samples) * torch.rand(())
+    )
     feed = build_feeds(sources_from_loaders({"train": loader}), world_of(0, 1), seed=7)["train"]
     next(iter(feed.epoch(0)))
     assert torch.equal(torch.rand(4), expected)
@@ -120,17 +137,23 @@ def test_a_collate_function_that_draws_draws_the_same_wherever_it_runs() -> None
 
 
 class NoisyStream(IterableDataset[Any]):
-    """21 numbers in a random order, each with a draw of each generator; numpy's normal draws come in pairs."""
+    """21 numbers in a random order, each with a draw of each generator; numpy's normal draws come
+    in pairs."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return map(self.sample, torch.randperm(21).tolist())
 
     @staticmethod
     def sample(index: int) -> torch.Tensor:
-        return torch.tensor([index, float(torch.rand(())), np.random.randn(), random.gauss(0, 1)], dtype=torch.float64)
+        return torch.tensor(
+            [index, float(torch.rand(())), np.random.randn(), random.gauss(0, 1)],
+            dtype=torch.float64,
+        )
 
 
-def stream(skip: int = 0, draws_between: int = 0, epoch: int = 0, size: int = 3, **options: Any) -> torch.Tensor:
+def stream(
+    skip: int = 0, draws_between: int = 0, epoch: int = 0, size: int = 3, **options: Any
+) -> torch.Tensor:
     """What is read of a stream while the training draws `draws_between` times a step."""
     loader = DataLoader(NoisyStream(), size, **options)
     feed = build_feeds(sources_from_loaders({"train": loader}), world_of(0, 1), seed=7)["train"]
@@ -145,7 +168,9 @@ def stream(skip: int = 0, draws_between: int = 0, epoch: int = 0, size: int = 3,
 
 @pytest.mark.parametrize("collate", [None, mixing])
 @pytest.mark.parametrize("loader_processes", [0, 1])
-def test_a_stream_draws_the_same_wherever_it_is_read_and_after_an_interruption(loader_processes: int, collate: Any) -> None:
+def test_a_stream_draws_the_same_wherever_it_is_read_and_after_an_interruption(
+    loader_processes: int, collate: Any
+) -> None:
     whole = stream(collate_fn=collate)
     if collate is None:
         assert sorted(whole[:, 0].tolist()) == list(range(21))
@@ -166,7 +191,9 @@ def test_a_stream_leaves_the_trainings_generators_alone() -> None:
     def draws() -> list[float]:
         return [float(torch.rand(())), np.random.randn(), random.gauss(0, 1)]
 
-    feed = build_feeds(sources_from_loaders({"train": DataLoader(NoisyStream(), 3)}), world_of(0, 1), seed=7)["train"]
+    feed = build_feeds(
+        sources_from_loaders({"train": DataLoader(NoisyStream(), 3)}), world_of(0, 1), seed=7
+    )["train"]
     with preserved_generators():
         seed_sample(1, 0)
         expected = [draws() for _ in range(7)]

@@ -1,4 +1,5 @@
-"""Loader processes that cannot send a batch: the reader gets an error, and does not wait for ever."""
+"""Loader processes that cannot send a batch: the reader gets an error, and does not wait for
+ever."""
 
 from __future__ import annotations
 
@@ -42,14 +43,21 @@ def with_member(member: Any) -> Any:
 @pytest.mark.parametrize(
     ("member", "said"),
     [
-        (threading.Lock, "batch['more'][1] is a lock: TypeError: cannot pickle '_thread.lock' object"),
+        (
+            threading.Lock,
+            "batch['more'][1] is a lock: TypeError: cannot pickle '_thread.lock' object",
+        ),
         (lambda: Path(os.devnull).open(), "batch['more'][1] is a TextIOWrapper"),  # noqa: SIM115
         (lambda: lambda: 1, "batch['more'][1] is a function"),
         (lambda: (torch.ones(1), threading.Lock()), "batch['more'][1][1] is a lock"),
     ],
 )
-def test_a_batch_that_cannot_be_pickled_is_named_with_its_member(data: Any, member: Any, said: str) -> None:
-    with pytest.raises(UserError, match="a loader process of loader 'train' cannot send its batch") as caught:
+def test_a_batch_that_cannot_be_pickled_is_named_with_its_member(
+    data: Any, member: Any, said: str
+) -> None:
+    with pytest.raises(
+        UserError, match="a loader process of loader 'train' cannot send its batch"
+    ) as caught:
         read(data, collate_fn=with_member(member))
     assert said in str(caught.value)
     assert ("write num_workers=0" in str(caught.value)) == (data is ROWS)
@@ -60,7 +68,9 @@ def test_a_batch_that_can_be_pickled_arrives() -> None:
     assert [batches[0]["more"] for batches, *_ in steps] == [[1, "text"]] * 4
 
 
-def test_a_long_path_of_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_path_of_temporary_files_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -99,15 +109,24 @@ def full(_: Any) -> Any:
 
 
 def test_a_loader_process_that_dies_is_named() -> None:
-    with pytest.raises(RuntimeError, match=r"loader 'train': DataLoader worker .* exited unexpectedly"):
+    with pytest.raises(
+        RuntimeError, match=r"loader 'train': DataLoader worker .* exited unexpectedly"
+    ):
         read(collate_fn=lambda samples: os._exit(3))
 
 
 @pytest.mark.serial
 def test_a_distributed_training_ends_too(preloaded: None) -> None:
-    model, loader = nn.Linear(1, 1), DataLoader(ROWS, 2, num_workers=1, collate_fn=with_member(threading.Lock))
+    model, loader = (
+        nn.Linear(1, 1),
+        DataLoader(ROWS, 2, num_workers=1, collate_fn=with_member(threading.Lock)),
+    )
     with pytest.raises(UserError, match="cannot send its batch: batch.'more'..1. is a lock"):
         SupervisedRunner().train(
-            model=model, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            loaders={"train": loader}, distributed=True, workers=2,
-        )  # fmt: skip
+            model=model,
+            criterion=nn.MSELoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loaders={"train": loader},
+            distributed=True,
+            workers=2,
+        )

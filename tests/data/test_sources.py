@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from allhands import UserError
 from allhands.data import Feed, build_feeds, sources_from_loaders
@@ -22,7 +28,10 @@ def feed_of(loader: DataLoader[Any]) -> Feed:
 
 
 def read(feed: Feed, epoch: int, skip: int = 0) -> list[list[int]]:
-    return [[int(i) for batch in batches for i in batch[0]] for batches, _, _, _ in feed.epoch(epoch, skip)]
+    return [
+        [int(i) for batch in batches for i in batch[0]]
+        for batches, _, _, _ in feed.epoch(epoch, skip)
+    ]
 
 
 class Remembers:
@@ -51,7 +60,9 @@ def with_generator() -> DataLoader[Any]:
 
 def weighted() -> DataLoader[Any]:
     weights = torch.arange(1.0, SAMPLES + 1)
-    sampler = WeightedRandomSampler(weights.tolist(), SAMPLES, generator=torch.Generator().manual_seed(3))
+    sampler = WeightedRandomSampler(
+        weights.tolist(), SAMPLES, generator=torch.Generator().manual_seed(3)
+    )
     return DataLoader(DATA, 4, sampler=sampler)
 
 
@@ -124,6 +135,8 @@ def test_between_epochs_only_the_generator_is_kept(make: Any) -> None:
 
 def test_batches_that_end_elsewhere_are_refused() -> None:
     with pytest.raises(
-        UserError, match="cannot go on after 2 samples: its batch sampler now makes batches that end after 1, 3, 6"
+        UserError,
+        match="cannot go on after 2 samples: its batch sampler now makes batches that end after 1, "
+        "3, 6",
     ):
         read(feed_of(uneven()), 0, skip=2)

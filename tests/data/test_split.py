@@ -1,4 +1,5 @@
-"""Streams that are split by rank: each sample is trained on once, also where the ranks' parts have other lengths."""
+"""Streams that are split by rank: each sample is trained on once, also where the ranks' parts have
+other lengths."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ class Parts(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        own = self.parts[int(os.environ["RANK"])] if ranks > 1 else [x for part in self.parts for x in part]
+        own = (
+            self.parts[int(os.environ["RANK"])]
+            if ranks > 1
+            else [x for part in self.parts for x in part]
+        )
         return ((torch.tensor(x), torch.tensor(x)) for x in own)
 
 
@@ -51,9 +56,15 @@ class Stop(Callback):
 
 def train(data: Any, model: Any = None, **options: Any) -> tuple[float, Any]:
     model = model or Slope()
-    given: dict[str, Any] = {"loaders": {"train": DataLoader(data, 2), "valid": DataLoader(data, 2)}, "distributed": DDP()}
+    given: dict[str, Any] = {
+        "loaders": {"train": DataLoader(data, 2), "valid": DataLoader(data, 2)},
+        "distributed": DDP(),
+    }
     history = SupervisedRunner(device="cpu").train(
-        model=model, criterion=mean_output, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), **given | options
+        model=model,
+        criterion=mean_output,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        **given | options,
     )
     return -float(model.w.detach()), history
 
@@ -84,9 +95,13 @@ def on_two_workers() -> dict[str, Any]:
         found["resumed"] = train(split, logdir=folder, callbacks=[Stop(0)], resume="auto")
         all_gather_text("done", world)
     found["evaluated"] = SupervisedRunner(device="cpu").evaluate(
-        model=Slope(), criterion=lambda output, target: target.mean(), loaders={"valid": DataLoader(split, 2)}
+        model=Slope(),
+        criterion=lambda output, target: target.mean(),
+        loaders={"valid": DataLoader(split, 2)},
     )["valid"]["loss"]
-    found["predicted"] = refused(lambda: SupervisedRunner(device="cpu").predict(model=Slope(), loader=DataLoader(split, 2)))
+    found["predicted"] = refused(
+        lambda: SupervisedRunner(device="cpu").predict(model=Slope(), loader=DataLoader(split, 2))
+    )
     found["empty"] = refused(lambda: train(SplitByRank(Parts([1.0], [])), distributed=FSDP()))
     found["plain"] = refused(lambda: train(UNEVEN))
     return found
@@ -109,7 +124,9 @@ def test_each_rank_trains_on_its_own_part(preloaded: None) -> None:
 
 
 def test_one_process_reads_all_of_it() -> None:
-    assert train(SplitByRank(UNEVEN), distributed=False)[0] == pytest.approx(1.5 + 3.5 + 5.5 + 8.5 + 20)
+    assert train(SplitByRank(UNEVEN), distributed=False)[0] == pytest.approx(
+        1.5 + 3.5 + 5.5 + 8.5 + 20
+    )
 
 
 def feeds_of(data: Any, **options: Any) -> Any:
@@ -126,7 +143,9 @@ def test_it_goes_on_within_an_epoch_on_as_many_workers_only() -> None:
 
 
 @pytest.mark.parametrize("marks", [(5, 5), (5, 6)])
-def test_ranks_that_begin_with_equal_samples_are_told(marks: tuple[int, int], capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_begin_with_equal_samples_are_told(
+    marks: tuple[int, int], capfd: pytest.CaptureFixture[str]
+) -> None:
     feeds_of(SplitByRank(UNEVEN))._compare([[2, 1, mark] for mark in marks])
     assert ("then leave SplitByRank out" in capfd.readouterr().err) == (marks[0] == marks[1])
 
@@ -142,11 +161,12 @@ def test_a_data_set_with_indices_needs_no_split() -> None:
     assert sources_from_datasets({"train": SplitByRank(UNEVEN)}, 1)["train"].shuffle is False
 
 
-# ---------------------------------------------------------------------- streams of other libraries, imitated
+# ------------------------------------------------------------- streams of other libraries, imitated
 
 
 class Pipeline(IterableDataset[Any]):
-    """As a WebDataset is made: a list of stages, of which the first gives and the others pass on."""
+    """As a WebDataset is made: a list of stages, of which the first gives and the others pass
+    on."""
 
     def __init__(self, *stages: Any) -> None:
         self.pipeline = list(stages)

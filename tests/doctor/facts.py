@@ -13,18 +13,29 @@ SMI = {
     "1, GPU-f6c28388, NVIDIA H200, 580.159.04, 143771, 143156, Default, Disabled\n",
     "apps": "",
     "topology": "\t\x1b[4mGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
-    "GPU0\t X \tNV18\t0-31\t0\t\tN/A\nGPU1\tNV18\t X \t0-31\t0\t\tN/A\n\nLegend:\n\n  X    = Self\n  NV#  = Connection ...\n",
-    "peers": " \t\x1b[4mGPU0\tGPU1\t\x1b[0m\n GPU0\tX\tOK\t\n GPU1\tOK\tX\t\n\nLegend:\n\n  X    = Self\n  OK   = Status Ok\n",
-    "overview": "| NVIDIA-SMI 580.159.04             Driver Version: 580.159.04     CUDA Version: 13.0     |\n",
+    "GPU0\t X \tNV18\t0-31\t0\t\tN/A\nGPU1\tNV18\t X \t0-31\t0\t\tN/A\n\nLegend:\n\n  X    = "
+    "Self\n  NV#  = Connection ...\n",
+    "peers": " \t\x1b[4mGPU0\tGPU1\t\x1b[0m\n GPU0\tX\tOK\t\n GPU1\tOK\tX\t\n\nLegend:\n\n  X    = "
+    "Self\n  OK   = Status Ok\n",
+    "overview": "| NVIDIA-SMI 580.159.04             Driver Version: 580.159.04     CUDA Version: "
+    "13.0     |\n",
 }
 
 FACTS: dict[str, Any] = {
     "hostname": "d1",
     "executable": "/opt/venv/bin/python",
-    "versions": {"Python": "3.11.7", "torch": "2.13.0", "allhands": "0.1.0", "numpy": "2.4.6", "CUDA": "12.8"},
+    "versions": {
+        "Python": "3.11.7",
+        "torch": "2.13.0",
+        "allhands": "0.1.0",
+        "numpy": "2.4.6",
+        "CUDA": "12.8",
+    },
     "rsync": "3.2.7",
     "own_name": {"addresses": ["10.0.0.1"], "error": None},
-    "interfaces": [{"name": "eth0", "addresses": ["10.0.0.1"], "speed": 10000, "virtual": False, "mtu": 1500}],
+    "interfaces": [
+        {"name": "eth0", "addresses": ["10.0.0.1"], "speed": 10000, "virtual": False, "mtu": 1500}
+    ],
     "variables": {},
     "nvidia_smi": SMI,
     "infiniband": [],

@@ -35,13 +35,20 @@ def contact() -> Iterator[Contact]:
 
 def test_the_text_that_is_sent_is_read_by_the_oldest_python_that_may_answer() -> None:
     compile(Path(agent.__file__).read_text(), "agent", "exec")
-    assert "import allhands" not in Path(agent.__file__).read_text().split("def ")[0]  # a host may lack it
+    assert (
+        "import allhands" not in Path(agent.__file__).read_text().split("def ")[0]
+    )  # a host may lack it
 
 
 def test_a_host_without_allhands_and_torch_answers_too() -> None:
-    questions = b'{"op": "facts"}\n{"op": "listen", "token": "x"}\n{"op": "connect", "token": "x", "targets": []}\n'
+    questions = (
+        b'{"op": "facts"}\n{"op": "listen", "token": "x"}\n{"op": "connect", "token": "x", '
+        b'"targets": []}\n'
+    )
     program = Path(agent.__file__).read_text()
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", program], input=questions, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program], input=questions, capture_output=True
+    )
     facts, listening, connected = [json.loads(line)["answer"] for line in done.stdout.splitlines()]
     assert facts["versions"] == {
         "Python": platform.python_version(),
@@ -68,7 +75,11 @@ def test_facts(contact: Contact) -> None:
 
 
 def test_an_answer_that_fails_is_told_and_the_next_one_comes(contact: Contact) -> None:
-    with pytest.raises(HostError, match=r"host here: the examination failed there \(asked for flood\): ConnectionRefusedError"):
+    with pytest.raises(
+        HostError,
+        match=r"host here: the examination failed there \(asked for flood\): "
+        r"ConnectionRefusedError",
+    ):
         contact.ask("flood", address="127.0.0.1", port=1, token=TOKEN, seconds=0.1)
     assert abs(contact.ask("clock") - time.time()) < 5
 
@@ -91,9 +102,15 @@ def test_listening_and_flooding(contact: Contact) -> None:
         assert stranger.recv(1) == b""
 
 
-def test_connecting_tells_what_happened_under_each_name(contact: Contact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connecting_tells_what_happened_under_each_name(
+    contact: Contact, monkeypatch: pytest.MonkeyPatch
+) -> None:
     port = contact.ask("listen", token=TOKEN)["port"]
-    (answer,) = contact.ask("connect", token=TOKEN, targets=[{"names": ["127.0.0.1", "no-such-host.invalid"], "port": port}])
+    (answer,) = contact.ask(
+        "connect",
+        token=TOKEN,
+        targets=[{"names": ["127.0.0.1", "no-such-host.invalid"], "port": port}],
+    )
     assert answer["reached"] is None
     assert answer["tried"][0]["error"] == "that is this host itself"
     assert "the name is not known" in answer["tried"][1]["error"]
@@ -102,16 +119,26 @@ def test_connecting_tells_what_happened_under_each_name(contact: Contact, monkey
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(5)
         monkeypatch.setattr(agent, "CONNECT_S", 0.2)
-        monkeypatch.setattr(agent, "resolve", lambda name: {"addresses": ["0.0.0.0"], "error": None})
+        monkeypatch.setattr(
+            agent, "resolve", lambda name: {"addresses": ["0.0.0.0"], "error": None}
+        )
         assert agent.knock("other", silent.getsockname()[1], TOKEN)["error"] == "timed out"
         good = agent.knock("other", port, TOKEN)
     assert (good["error"], good["address"], good["own"]) == (None, "0.0.0.0", "127.0.0.1")
-    assert agent.knock("other", port, "another token")["error"] in ("something else answers there", "timed out")
+    assert agent.knock("other", port, "another token")["error"] in (
+        "something else answers there",
+        "timed out",
+    )
 
 
 def test_a_folder_and_its_mark(contact: Contact, tmp_path: Path) -> None:
     told = contact.ask("folder", path=str(tmp_path), will_be_made=False, mark=".m1")
-    assert (told["exists"], told["is_folder"], told["error"], told["used"]) == (True, True, None, str(tmp_path))
+    assert (told["exists"], told["is_folder"], told["error"], told["used"]) == (
+        True,
+        True,
+        None,
+        str(tmp_path),
+    )
     assert told["free"] > 0
     assert (tmp_path / ".m1").stat().st_size == 4096
     assert contact.ask("look", path=str(tmp_path), marks=[".m0", ".m1"]) == [".m1"]
@@ -147,7 +174,10 @@ def test_a_python_that_cannot_be_used() -> None:
 
 
 def test_names_that_nobody_answers_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert agent.threads({"a": lambda: 1, "b": lambda: time.sleep(0.5)}, 0.1, "late") == {"a": 1, "b": "late"}
+    assert agent.threads({"a": lambda: 1, "b": lambda: time.sleep(0.5)}, 0.1, "late") == {
+        "a": 1,
+        "b": "late",
+    }
     monkeypatch.setattr(agent, "RESOLVE_S", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(0.5) or [])
     assert agent.resolve("slow")["error"] == "no answer within 0 s"

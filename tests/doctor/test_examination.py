@@ -1,4 +1,5 @@
-"""The whole examination of this machine, its table and its JSON. With hosts: tests/cluster/test_doctor.py."""
+"""The whole examination of this machine, its table and its JSON. With hosts:
+tests/cluster/test_doctor.py."""
 
 from __future__ import annotations
 
@@ -38,14 +39,20 @@ def test_this_machine(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     assert set(told) == {"format", "ok", "problems", "warnings", "seconds", "hosts", "findings"}
     assert (told["format"], told["hosts"]) == (1, ["this machine"])
     found = {one["check"]: one for one in told["findings"]}
-    assert all(set(one) == {"host", "check", "status", "found", "advice", "values"} for one in told["findings"])
+    assert all(
+        set(one) == {"host", "check", "status", "found", "advice", "values"}
+        for one in told["findings"]
+    )
     assert set(found) <= set(CHECKS)
     assert found["folder"]["values"]["path"] == str(tmp_path)
     assert list(tmp_path.iterdir()) == []
     reduced = found["all-reduce"]["values"]
     assert (reduced["ranks"], reduced["hosts"], reduced["correct"]) == (2, 1, True)
     assert [one["bytes"] for one in reduced["sizes"]] == [4096, 1 << 20, 32 << 20]
-    assert all(one["gb_per_s"] == pytest.approx(one["bytes"] / one["seconds"] / 1e9, rel=0.1) for one in reduced["sizes"])
+    assert all(
+        one["gb_per_s"] == pytest.approx(one["bytes"] / one["seconds"] / 1e9, rel=0.1)
+        for one in reduced["sizes"]
+    )
 
 
 class Failing(Contact):
@@ -53,7 +60,9 @@ class Failing(Contact):
 
     fails_at = ""
 
-    def __init__(self, name: str, ssh: SshHost | None, python: str, env: Mapping[str, str | None]) -> None:
+    def __init__(
+        self, name: str, ssh: SshHost | None, python: str, env: Mapping[str, str | None]
+    ) -> None:
         super().__init__(name, None, python, env)
         self.made = ssh
 
@@ -68,17 +77,24 @@ class Failing(Contact):
 
 
 @pytest.mark.parametrize("op", ["facts", "clock", "resolve", "listen", "connect", "folder", "look"])
-def test_a_host_that_goes_away_meanwhile(op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_goes_away_meanwhile(
+    op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(examination, "Contact", Failing)
     monkeypatch.setattr(Failing, "fails_at", op)
     mark = secrets.token_hex(6)  # other tests connect at the same time
-    monkeypatch.setattr("allhands.launch.ssh.secrets", SimpleNamespace(token_hex=lambda n: mark + secrets.token_hex(n - 6)))
+    monkeypatch.setattr(
+        "allhands.launch.ssh.secrets",
+        SimpleNamespace(token_hex=lambda n: mark + secrets.token_hex(n - 6)),
+    )
     request = Request(read_hosts("d1,d2,d3"), folder=str(tmp_path))
     report = examine(request)
     gone = [one for one in report.problems if one.host == "d2"]
     assert [(one.check, one.found) for one in gone] == [("ssh", "it went away")]
     for host in ("d1", "d3"):
-        assert {"ssh", "python", "network", "folder"} <= {one.check for one in report.findings if one.host == host}
+        assert {"ssh", "python", "network", "folder"} <= {
+            one.check for one in report.findings if one.host == host
+        }
     (reduced,) = [one for one in report.findings if one.check == "all-reduce"]
     assert reduced.found == "not tried: d2 could not be examined"
     assert not list(Path("/tmp").glob(f"allhands-ssh-{mark}*"))
@@ -92,26 +108,38 @@ def test_an_all_reduce_that_fails_says_why() -> None:
     assert "eth77" in why
 
 
-def test_inside_slurm_without_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_inside_slurm_without_srun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     monkeypatch.setenv("PATH", str(tmp_path))
     words = ["doctor", "--json", "--no-all-reduce", "--dir", str(tmp_path)]
     assert run(words) == 1
-    (slurm,) = [one for one in json.loads(capfd.readouterr().out)["findings"] if one["check"] == "slurm"]
+    (slurm,) = [
+        one for one in json.loads(capfd.readouterr().out)["findings"] if one["check"] == "slurm"
+    ]
     assert slurm["status"] == "problem"
     assert slurm["found"] == "inside job 17 of Slurm on n[1-2], but there is no srun in PATH"
     (tmp_path / "srun").touch(0o755)
     run(words)
-    (slurm,) = [one for one in json.loads(capfd.readouterr().out)["findings"] if one["check"] == "slurm"]
+    (slurm,) = [
+        one for one in json.loads(capfd.readouterr().out)["findings"] if one["check"] == "slurm"
+    ]
     assert slurm["status"] == "ok"
     assert "allhands doctor -H NODES" in slurm["advice"]
 
 
-def test_gpus_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_gpus_that_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
     run(["doctor", "--json", "--gpus", "--dir", str(tmp_path)])
-    (one,) = [one for one in json.loads(capfd.readouterr().out)["findings"] if one["check"] == "all-reduce"]
+    (one,) = [
+        one
+        for one in json.loads(capfd.readouterr().out)["findings"]
+        if one["check"] == "all-reduce"
+    ]
     assert one["found"] == "not tried: --gpus, but this machine has no GPU that can be used"
 
 
@@ -120,7 +148,10 @@ def test_gpus_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         (["--sync-dst-dir", "/x"], "--sync-dst-dir is about other hosts; write -H HOSTS as well"),
         (["--python", "/x"], "--python is about other hosts"),
-        (["-H", "d1", "--dir", "/x", "--sync-dst-dir", "/y"], "write the one that `allhands launch` will use"),
+        (
+            ["-H", "d1", "--dir", "/x", "--sync-dst-dir", "/y"],
+            "write the one that `allhands launch` will use",
+        ),
         (["--gpus", "--no-all-reduce"], "--gpus is about the all-reduce"),
         (["-H", "d1,d1"], "d1 is named twice"),
         (["-H", "d1", "--python", "/it's"], "shells read differently"),
@@ -145,7 +176,9 @@ REPORT = Report(
 )
 
 
-def test_the_table_ends_with_what_to_do(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_ends_with_what_to_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     show(REPORT)
     lines = capsys.readouterr().out.splitlines()

@@ -14,7 +14,8 @@ def test_two_healthy_gpus() -> None:
     (one,) = gpus("d1", facts())
     assert one.status == "ok"
     assert one.found == (
-        "2 x NVIDIA H200; driver 580.159.04 (CUDA up to 13.0); free memory 143156, 143156 of 143771 MiB; joined by NV18 (NVLink)"
+        "2 x NVIDIA H200; driver 580.159.04 (CUDA up to 13.0); free memory 143156, 143156 of "
+        "143771 MiB; joined by NV18 (NVLink)"
     )
     assert one.values["count"] == 2
     assert one.values["links"] == ["0-1 NV18"]
@@ -39,23 +40,57 @@ def with_mode(mode: str) -> str:
 @pytest.mark.parametrize(
     ("changes", "status", "found", "advice"),
     [
-        ({"nvidia_smi__gpus": "Failed to initialize NVML: version mismatch\n"}, "problem", "version mismatch", "boot"),
-        ({"versions__CUDA": None}, "problem", "torch is built without CUDA, beside 2 GPUs", "pytorch.org"),
-        ({"versions__CUDA": "14.1"}, "problem", "CUDA 14.1, but the driver 580.159.04 knows CUDA up to 13.0", "CUDA 13.x"),
+        (
+            {"nvidia_smi__gpus": "Failed to initialize NVML: version mismatch\n"},
+            "problem",
+            "version mismatch",
+            "boot",
+        ),
+        (
+            {"versions__CUDA": None},
+            "problem",
+            "torch is built without CUDA, beside 2 GPUs",
+            "pytorch.org",
+        ),
+        (
+            {"versions__CUDA": "14.1"},
+            "problem",
+            "CUDA 14.1, but the driver 580.159.04 knows CUDA up to 13.0",
+            "CUDA 13.x",
+        ),
         ({"variables__CUDA_VISIBLE_DEVICES": ""}, "warning", "hides every GPU (2)", "unset it"),
-        ({"nvidia_smi__apps": USED}, "warning", "GPU 0: 615 of 143771 MiB are taken by pid 4211 (python3, 1200 MiB)", "wait"),
+        (
+            {"nvidia_smi__apps": USED},
+            "warning",
+            "GPU 0: 615 of 143771 MiB are taken by pid 4211 (python3, 1200 MiB)",
+            "wait",
+        ),
         (
             {"nvidia_smi__gpus": SMI["gpus"].replace("143156", "100000", 1)},
-            "warning", "GPU 0: 43771 of 143771 MiB are taken by a process that is not seen from here", "CUDA_VISIBLE_DEVICES",
+            "warning",
+            "GPU 0: 43771 of 143771 MiB are taken by a process that is not seen from here",
+            "CUDA_VISIBLE_DEVICES",
         ),
-        ({"nvidia_smi__gpus": with_mode("Prohibited")}, "problem", "GPU 0 is in compute mode Prohibited", "-c DEFAULT"),
+        (
+            {"nvidia_smi__gpus": with_mode("Prohibited")},
+            "problem",
+            "GPU 0 is in compute mode Prohibited",
+            "-c DEFAULT",
+        ),
         (
             {"nvidia_smi__gpus": with_mode("Exclusive_Process"), "nvidia_smi__apps": USED},
-            "problem", "compute mode Exclusive_Process and taken by pid 4211", "wait",
+            "problem",
+            "compute mode Exclusive_Process and taken by pid 4211",
+            "wait",
         ),
-        ({"nvidia_smi__peers": SMI["peers"].replace("\tOK", "\tCNS")}, "warning", "0-1 (CNS)", "host's memory"),
+        (
+            {"nvidia_smi__peers": SMI["peers"].replace("\tOK", "\tCNS")},
+            "warning",
+            "0-1 (CNS)",
+            "host's memory",
+        ),
     ],
-)  # fmt: skip
+)
 def test_trouble(changes: dict[str, Any], status: str, found: str, advice: str) -> None:
     *_, one = gpus("d1", facts(**changes))
     assert (one.check, one.status) == ("gpus", status)

@@ -16,11 +16,21 @@ SECOND = {"name": "ib0", "addresses": ["10.1.0.1"], "speed": 200000, "virtual": 
     ("told", "found", "advice"),
     [
         ({"addresses": ["10.0.0.1"], "error": None}, "its own name d1 is 10.0.0.1", ""),
-        ({"addresses": ["127.0.1.1"], "error": None}, "no other host can reach (Debian's default)", "GLOO_SOCKET_IFNAME=eth0"),
-        ({"addresses": [], "error": "Name or service not known"}, "is not known there", "/etc/hosts"),
+        (
+            {"addresses": ["127.0.1.1"], "error": None},
+            "no other host can reach (Debian's default)",
+            "GLOO_SOCKET_IFNAME=eth0",
+        ),
+        (
+            {"addresses": [], "error": "Name or service not known"},
+            "is not known there",
+            "/etc/hosts",
+        ),
     ],
 )
-def test_own_name_is_a_note_because_allhands_does_not_use_it(told: dict[str, Any], found: str, advice: str) -> None:
+def test_own_name_is_a_note_because_allhands_does_not_use_it(
+    told: dict[str, Any], found: str, advice: str
+) -> None:
     one = network.own_name("d1", facts(own_name=told))
     assert one.status == "ok"
     assert found in one.found
@@ -40,16 +50,31 @@ def test_names_of_the_others() -> None:
         ({}, "eth0", "ok", "reaches the others by eth0, 10.0.0.1 (10 Gbit/s, MTU 1500)"),
         ({}, None, "ok", "eth0 10.0.0.1 (10 Gbit/s, MTU 1500)"),
         ({"interfaces": []}, None, "ok", "no interface but the loopback"),
-        ({"interfaces": [facts()["interfaces"][0], SECOND]}, "eth0", "ok", "it also has ib0 10.1.0.1 (200 Gbit/s, MTU 2044)"),
+        (
+            {"interfaces": [facts()["interfaces"][0], SECOND]},
+            "eth0",
+            "ok",
+            "it also has ib0 10.1.0.1 (200 Gbit/s, MTU 2044)",
+        ),
         ({"interfaces": [{**SECOND, "speed": 100}]}, "ib0", "warning", "0.1 Gbit/s"),
         ({"interfaces": [{**SECOND, "speed": None}]}, "ib0", "ok", "speed unknown"),
-        ({"variables__GLOO_SOCKET_IFNAME": "eth7"}, "eth0", "problem", "GLOO_SOCKET_IFNAME=eth7, but there is no such interface"),
         (
-            {"variables__GLOO_SOCKET_IFNAME": "ib0", "interfaces": [facts()["interfaces"][0], SECOND]},
-            "eth0", "ok", "GLOO_SOCKET_IFNAME=ib0 is set and used",
+            {"variables__GLOO_SOCKET_IFNAME": "eth7"},
+            "eth0",
+            "problem",
+            "GLOO_SOCKET_IFNAME=eth7, but there is no such interface",
+        ),
+        (
+            {
+                "variables__GLOO_SOCKET_IFNAME": "ib0",
+                "interfaces": [facts()["interfaces"][0], SECOND],
+            },
+            "eth0",
+            "ok",
+            "GLOO_SOCKET_IFNAME=ib0 is set and used",
         ),
     ],
-)  # fmt: skip
+)
 def test_interface(changes: dict[str, Any], chosen: str | None, status: str, found: str) -> None:
     one = network.interface("d1", facts(**changes), chosen, "10.0.0.1" if chosen else None)
     assert one.status == status
@@ -66,16 +91,29 @@ def test_packets_of_another_size() -> None:
 
 
 def reached(address: str) -> dict[str, Any]:
-    one = {"name": address, "address": address, "own": "10.0.0.9", "interface": "eth0", "error": None}
+    one = {
+        "name": address,
+        "address": address,
+        "own": "10.0.0.9",
+        "interface": "eth0",
+        "error": None,
+    }
     return {"reached": one, "tried": [one]}
 
 
 def refused(*errors: tuple[str, str, str]) -> dict[str, Any]:
-    return {"reached": None, "tried": [{"name": name, "address": address, "error": error} for name, address, error in errors]}
+    return {
+        "reached": None,
+        "tried": [
+            {"name": name, "address": address, "error": error} for name, address, error in errors
+        ],
+    }
 
 
 def test_all_ports_open() -> None:
-    (one,) = network.ports({("d1", "d2"): reached("10.0.0.2"), ("d2", "d1"): reached("10.0.0.1")}, {"d1": 1, "d2": 2})
+    (one,) = network.ports(
+        {("d1", "d2"): reached("10.0.0.2"), ("d2", "d1"): reached("10.0.0.1")}, {"d1": 1, "d2": 2}
+    )
     assert one.status == "ok"
     assert "2 directions" in one.found
     assert network.ports({}, {}) == []
@@ -84,18 +122,36 @@ def test_all_ports_open() -> None:
 @pytest.mark.parametrize(
     ("tried", "why", "advice"),
     [
-        ([("d1", "10.0.0.1", "timed out")], "timed out", "a firewall on d1, on d2 or between them drops it"),
+        (
+            [("d1", "10.0.0.1", "timed out")],
+            "timed out",
+            "a firewall on d1, on d2 or between them drops it",
+        ),
         ([("d1", "10.0.0.1", "Connection refused")], "Connection refused", "refuses it"),
         ([("d1", "10.0.0.1", "No route to host")], "No route to host", "the route is wrong"),
-        ([("d1", "10.0.0.1", "something else answers there")], "something else answers there", "that d2 knows"),
         (
-            [("d1", "127.0.0.1", "that is this host itself"), ("10.0.0.1", "10.0.0.1", "timed out")],
-            "timed out", "Tried: d1: that is this host itself; 10.0.0.1: timed out",
+            [("d1", "10.0.0.1", "something else answers there")],
+            "something else answers there",
+            "that d2 knows",
         ),
-        ([("d1", "", "the name is not known (x)")], "d1: the name is not known (x)", "that d2 knows"),
+        (
+            [
+                ("d1", "127.0.0.1", "that is this host itself"),
+                ("10.0.0.1", "10.0.0.1", "timed out"),
+            ],
+            "timed out",
+            "Tried: d1: that is this host itself; 10.0.0.1: timed out",
+        ),
+        (
+            [("d1", "", "the name is not known (x)")],
+            "d1: the name is not known (x)",
+            "that d2 knows",
+        ),
     ],
-)  # fmt: skip
-def test_a_blocked_direction_is_named(tried: list[tuple[str, str, str]], why: str, advice: str) -> None:
+)
+def test_a_blocked_direction_is_named(
+    tried: list[tuple[str, str, str]], why: str, advice: str
+) -> None:
     told = {("d1", "d2"): reached("10.0.0.2"), ("d2", "d1"): refused(*tried)}
     (one,) = network.ports(told, {"d1": 40001, "d2": 40002})
     assert one.status == "problem"
@@ -105,8 +161,13 @@ def test_a_blocked_direction_is_named(tried: list[tuple[str, str, str]], why: st
 
 @pytest.mark.parametrize(("speed", "status"), [(None, "ok"), (10000, "ok"), (25000, "warning")])
 def test_a_socket_against_the_link(speed: int | None, status: str) -> None:
-    told = {("d1", "d2"): {"bytes": 6e8, "seconds": 0.5}, ("d2", "d1"): {"bytes": 4e8, "seconds": 0.5}}
-    one = network.link(told, speed)  # 0.8 GB/s in the slower direction; the links carry 1.25 and 3.125 GB/s
+    told = {
+        ("d1", "d2"): {"bytes": 6e8, "seconds": 0.5},
+        ("d2", "d1"): {"bytes": 4e8, "seconds": 0.5},
+    }
+    one = network.link(
+        told, speed
+    )  # 0.8 GB/s in the slower direction; the links carry 1.25 and 3.125 GB/s
     assert one.status == status
     assert "0.8 GB/s both ways at the same time (d2 -> d1, the slowest)" in one.found
     assert one.values["gb_per_s"] == {"d1 -> d2": 1.2, "d2 -> d1": 0.8}
@@ -122,7 +183,10 @@ def test_what_a_link_should_give() -> None:
 
 
 def reduced(seconds: float) -> dict[str, Any]:
-    return {"backend": "gloo", "sizes": [{"bytes": 4096, "seconds": 0.001}, {"bytes": 100_000_000, "seconds": seconds}]}
+    return {
+        "backend": "gloo",
+        "sizes": [{"bytes": 4096, "seconds": 0.001}, {"bytes": 100_000_000, "seconds": seconds}],
+    }
 
 
 @pytest.mark.parametrize(
@@ -134,11 +198,17 @@ def reduced(seconds: float) -> dict[str, Any]:
         (0.25, 4, 0.83333, "warning"),
     ],
 )
-def test_an_all_reduce_against_the_link(seconds: float, ranks: int, expected: float, status: str) -> None:
+def test_an_all_reduce_against_the_link(
+    seconds: float, ranks: int, expected: float, status: str
+) -> None:
     one = network.all_reduce(reduced(seconds), ranks, 2, 1.25e9)
     assert one.status == status
     assert one.values["expected_gb_per_s"] == expected
-    assert one.values["sizes"][1] == {"bytes": 100_000_000, "seconds": seconds, "gb_per_s": round(0.1 / seconds, 5)}
+    assert one.values["sizes"][1] == {
+        "bytes": 100_000_000,
+        "seconds": seconds,
+        "gb_per_s": round(0.1 / seconds, 5),
+    }
     assert f"{0.1 / seconds:.3g} GB/s of" in one.found
 
 

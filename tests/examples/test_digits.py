@@ -36,8 +36,20 @@ def test_the_run_file_reaches_97_percent(tmp_path):
 
 
 def test_one_worker_trains_the_same(tmp_path):
-    # One worker with batches of 32 takes other steps; two workers and one of twice the batch are compared in tests/runner.
-    text = run_example(tmp_path, "digits/train.py", "--epochs", "2", "--limit", "256", "--workers", "1", "--logdir", "one")
+    # One worker with batches of 32 takes other steps; two workers and one of twice the batch are
+    # compared in tests/runner.
+    text = run_example(
+        tmp_path,
+        "digits/train.py",
+        "--epochs",
+        "2",
+        "--limit",
+        "256",
+        "--workers",
+        "1",
+        "--logdir",
+        "one",
+    )
     assert epochs_in(text) == ["1/2", "2/2"]
     assert re.search(r"validation accuracy \d+\.\d% after 2 epochs on 1 worker,", text)
 
@@ -48,12 +60,26 @@ def test_cifar10_through_the_same_code(tmp_path, shared_data, monkeypatch):
     folder = tmp_path / "data" / "cifar-10-batches-bin"
     folder.mkdir(parents=True)
     # With a limit only the first training file is read, but all of them have to be there.
-    (folder / "data_batch_1.bin").write_bytes(official.records(*official.load(shared_data, "cifar10", "train", parts=[1])))
+    (folder / "data_batch_1.bin").write_bytes(
+        official.records(*official.load(shared_data, "cifar10", "train", parts=[1]))
+    )
     for number in range(2, 6):
         (folder / f"data_batch_{number}.bin").symlink_to(folder / "data_batch_1.bin")
-    (folder / "test_batch.bin").write_bytes(official.records(*official.load(shared_data, "cifar10", "test")))
+    (folder / "test_batch.bin").write_bytes(
+        official.records(*official.load(shared_data, "cifar10", "test"))
+    )
     env = {"ALLHANDS_DATA": str(tmp_path / "data")}
-    text = run_example(tmp_path, "digits/train.py", "--data", "cifar10", "--epochs", "1", "--limit", "1024", env=env)
+    text = run_example(
+        tmp_path,
+        "digits/train.py",
+        "--data",
+        "cifar10",
+        "--epochs",
+        "1",
+        "--limit",
+        "1024",
+        env=env,
+    )
     assert "1,024 samples" in text
     assert (tmp_path / "logs" / "cifar10" / "curves.png").exists()
 

@@ -13,7 +13,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
 def rows(logdir) -> list[dict[str, str]]:
     with (logdir / "metrics.csv").open(newline="") as file:
-        return [{key: value for key, value in row.items() if key != "seconds"} for row in csv.DictReader(file)]
+        return [
+            {key: value for key, value in row.items() if key != "seconds"}
+            for row in csv.DictReader(file)
+        ]
 
 
 def test_clients_learn_to_read_digits_and_one_worker_gives_the_numbers_of_two(tmp_path):
@@ -22,9 +25,20 @@ def test_clients_learn_to_read_digits_and_one_worker_gives_the_numbers_of_two(tm
     assert "fedprox, 2 workers on cpu; 10 of 100 clients a round, 50 rounds" in text
     two = rows(tmp_path / "logs" / "federated_digits")
     assert float(two[-1]["valid_accuracy"]) >= 0.85, text
-    run_in(tmp_path, program("allhands"), "run", "-C", path, "device=cpu", "workers=1", "strategy.rounds=10", "logdir=one")
+    run_in(
+        tmp_path,
+        program("allhands"),
+        "run",
+        "-C",
+        path,
+        "device=cpu",
+        "workers=1",
+        "strategy.rounds=10",
+        "logdir=one",
+    )
     one = rows(tmp_path / "one")
-    # Workers have a thread each where one has all cores, so that sums within an operation differ by rounding.
+    # Workers have a thread each where one has all cores, so that sums within an operation differ by
+    # rounding.
     for alone, shared in zip(one, two[:10], strict=True):
         for name, value in alone.items():
             assert (float(value) if value else None) == (

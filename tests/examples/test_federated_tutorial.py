@@ -1,4 +1,5 @@
-"""COALA's tutorial as its readers know it; tests/cluster/test_federated.py runs the script for Slurm."""
+"""COALA's tutorial as its readers know it; tests/cluster/test_federated.py runs the script for
+Slurm."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tests.examples.running import EXAMPLES, run_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 SCRIPT = EXAMPLES / "federated_tutorial" / "multiprocess.py"
-# Every process of the script finds these images registered, so that it need not read and test CIFAR-10's 60,000.
+# Every process of the script finds these images registered, so that it need not read and test
+# CIFAR-10's 60,000.
 REGISTERS = """
 import sys
 if "resource_tracker" not in " ".join(sys.orig_argv):
@@ -60,17 +62,34 @@ def free_port() -> int:
 def start(folder: Path, processes: int, cohort: int) -> list[str]:
     port = free_port()
     script = folder / "script.py"
-    script.write_text(SCRIPT.read_text().replace(":8123", f":{port}"))  # the tutorial's is fixed, and tests run side by side
-    said = run_in(folder, sys.executable, str(script), "--gpus", str(processes), "--clients_per_round", str(cohort), *OPTIONS,
-                  env={"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"})  # fmt: skip
-    assert f"cifar10: 4 clients, {cohort} a round, 2 rounds, {processes} processes on cpu" in said, said
+    script.write_text(
+        SCRIPT.read_text().replace(":8123", f":{port}")
+    )  # the tutorial's is fixed, and tests run side by side
+    said = run_in(
+        folder,
+        sys.executable,
+        str(script),
+        "--gpus",
+        str(processes),
+        "--clients_per_round",
+        str(cohort),
+        *OPTIONS,
+        env={"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
+    )
+    assert (
+        f"cifar10: 4 clients, {cohort} a round, 2 rounds, {processes} processes on cpu" in said
+    ), said
     return rounds(said)
 
 
-def alone(cohort: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def alone(
+    cohort: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
     api.unregister()
     exec(REGISTERS, {})
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--gpus", "0", "--clients_per_round", str(cohort), *OPTIONS])
+    monkeypatch.setattr(
+        sys, "argv", [str(SCRIPT), "--gpus", "0", "--clients_per_round", str(cohort), *OPTIONS]
+    )
     capsys.readouterr()
     runpy.run_path(str(SCRIPT), run_name="__main__")
     return rounds(capsys.readouterr().out)

@@ -1,4 +1,5 @@
-"""The GPT's run file: the same numbers under strategies that cut the model, and a checkpoint that goes on under another."""
+"""The GPT's run file: the same numbers under strategies that cut the model, and a checkpoint that
+goes on under another."""
 
 from __future__ import annotations
 
@@ -11,26 +12,52 @@ from tests.examples.running import EXAMPLES, program, run_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
-SMALL = ("data.limit=72", "model.layers=2", "model.width=32", "scheduler=null", "device=cpu", "verbose=false")
+SMALL = (
+    "data.limit=72",
+    "model.layers=2",
+    "model.width=32",
+    "scheduler=null",
+    "device=cpu",
+    "verbose=false",
+)
 
 
 def losses(logdir: Path) -> list[tuple[float, float]]:
     with (logdir / "metrics.csv").open(newline="") as file:
-        return [(float(row["train_loss"]), float(row["valid_loss"])) for row in csv.DictReader(file)]
+        return [
+            (float(row["train_loss"]), float(row["valid_loss"])) for row in csv.DictReader(file)
+        ]
 
 
-def test_shards_and_then_stages_train_what_one_process_does(tmp_path: Path, shared_data: Path) -> None:
+def test_shards_and_then_stages_train_what_one_process_does(
+    tmp_path: Path, shared_data: Path
+) -> None:
     def run(*changes: str) -> None:
-        command = (program("allhands"), "run", "-C", str(EXAMPLES / "gpt" / "run.yml"), *SMALL, *changes)
+        command = (
+            program("allhands"),
+            "run",
+            "-C",
+            str(EXAMPLES / "gpt" / "run.yml"),
+            *SMALL,
+            *changes,
+        )
         run_in(tmp_path, *command, env={"ALLHANDS_DATA": str(shared_data), "OMP_NUM_THREADS": "1"})
 
     run("strategy=single", "workers=1", "data.batch_size=32", "num_epochs=2", "logdir=alone")
     run("strategy=fsdp", "workers=2", "data.batch_size=16", "num_epochs=1", "logdir=pieces")
-    run("strategy=pipeline", "workers=2", "strategy.microbatches=3", "data.batch_size=32", "num_epochs=2", "logdir=pieces",
-        "resume=auto")  # fmt: skip
+    run(
+        "strategy=pipeline",
+        "workers=2",
+        "strategy.microbatches=3",
+        "data.batch_size=32",
+        "num_epochs=2",
+        "logdir=pieces",
+        "resume=auto",
+    )
     alone, pieces = losses(tmp_path / "alone"), losses(tmp_path / "pieces")
     assert len(alone) == len(pieces) == 2
     assert alone[1][0] < alone[0][0]
     for whole, cut in zip(alone, pieces, strict=True):
-        # Adam divides gradients that are rounding by themselves, so that some weights differ from the first step on.
+        # Adam divides gradients that are rounding by themselves, so that some weights differ from
+        # the first step on.
         assert cut == pytest.approx(whole, rel=1e-4)

@@ -1,4 +1,5 @@
-"""The Gluon tutorial's script without servers; tests/cluster/test_kvstore.py runs it on two hosts with two of them."""
+"""The Gluon tutorial's script without servers; tests/cluster/test_kvstore.py runs it on two hosts
+with two of them."""
 
 from __future__ import annotations
 
@@ -24,9 +25,20 @@ def test_two_workers_print_their_accuracy_after_each_epoch(tmp_path: Path) -> No
         (folder / f"data_batch_{number}.bin").symlink_to("data_batch_1.bin")
     script = str(EXAMPLES / "kvstore_cifar10" / "cifar10_dist.py")
     options = ["--samples", "9", "--test-samples", "10", "--batch-size", "4", "--epochs", "2"]
-    said = run_in(tmp_path, program("allhands"), "launch", "-n", "2", script, *options, env={"ALLHANDS_DATA": str(tmp_path)})
+    said = run_in(
+        tmp_path,
+        program("allhands"),
+        "launch",
+        "-n",
+        "2",
+        script,
+        *options,
+        env={"ALLHANDS_DATA": str(tmp_path)},
+    )
     for rank in range(2):
         assert f"[{rank}] Total number of workers: 2\n" in said
         assert f"[{rank}] This worker's rank: {rank}\n" in said
-        accuracies = re.findall(rf"^\[{rank}\] Epoch (\d+): Test_acc (0\.\d00000|1\.000000)$", said, re.MULTILINE)
+        accuracies = re.findall(
+            rf"^\[{rank}\] Epoch (\d+): Test_acc (0\.\d00000|1\.000000)$", said, re.MULTILINE
+        )
         assert [epoch for epoch, _ in accuracies] == ["0", "1"], said

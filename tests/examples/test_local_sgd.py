@@ -1,4 +1,5 @@
-"""Local SGD over a server: a worker that is killed leaves the mean, and comes back with the server's weights."""
+"""Local SGD over a server: a worker that is killed leaves the mean, and comes back with the
+server's weights."""
 
 from __future__ import annotations
 
@@ -16,10 +17,31 @@ pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
 
 def test_a_worker_is_lost_and_comes_back(tmp_path: Path) -> None:
-    command = [program("allhands"), "launch", "-n", "3", "-s", "1", "--on-worker-failure", "restart", "--max-restarts", "1"]
-    command += [str(EXAMPLES / "local_sgd" / "over_servers.py"), "--rounds", "100000", "--every", "8", "--pause", "0.05"]
+    command = [
+        program("allhands"),
+        "launch",
+        "-n",
+        "3",
+        "-s",
+        "1",
+        "--on-worker-failure",
+        "restart",
+        "--max-restarts",
+        "1",
+    ]
+    command += [
+        str(EXAMPLES / "local_sgd" / "over_servers.py"),
+        "--rounds",
+        "100000",
+        "--every",
+        "8",
+        "--pause",
+        "0.05",
+    ]
     said: list[str] = []
-    with subprocess.Popen(command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
+    with subprocess.Popen(
+        command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as job:
         lines = job.stdout
         assert lines is not None
 

@@ -1,4 +1,5 @@
-"""The tutorial's scripts, as they are: each trains 8 epochs, and its body runs once in the process that was started."""
+"""The tutorial's scripts, as they are: each trains 8 epochs, and its body runs once in the process
+that was started."""
 
 from __future__ import annotations
 
@@ -10,15 +11,22 @@ from tests.examples.running import EXAMPLES, epochs_in, program, run_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
-SCRIPTS = {"plain": "logdir", "stage1": "logs/example_1", "stage2": "logs/example_2", "stage3": "logs/example_3"}
+SCRIPTS = {
+    "plain": "logdir",
+    "stage1": "logs/example_1",
+    "stage2": "logs/example_2",
+    "stage3": "logs/example_3",
+}
 EIGHT = [f"{epoch}/8" for epoch in range(1, 9)]
 
-# Counts how often the script is executed, in any process, without a line in it: sitecustomize is imported by every
-# Python process before its script, and an audit hook sees each script's code object being run.
+# Counts how often the script is executed, in any process, without a line in it: sitecustomize is
+# imported by every Python process before its script, and an audit hook sees each script's code
+# object being run.
 COUNTER = """
 import sys
+SCRIPTS = ("plain.py", "stage1.py", "stage2.py", "stage3.py")
 def hook(event, args):
-    if event == "exec" and getattr(args[0], "co_filename", "").endswith(("plain.py", "stage1.py", "stage2.py", "stage3.py")):
+    if event == "exec" and getattr(args[0], "co_filename", "").endswith(SCRIPTS):
         if args[0].co_name == "<module>":
             with open({path!r}, "a") as file:
                 file.write("run\\n")
@@ -58,4 +66,6 @@ def test_stage1_under_allhands_launch(tmp_path):
 def test_scripts_have_no_guard():
     for name in SCRIPTS:
         tree = ast.parse((EXAMPLES / "runner_tutorial" / f"{name}.py").read_text())
-        assert not any(isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(tree)), name
+        assert not any(
+            isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(tree)
+        ), name

@@ -10,11 +10,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
 
 def test_ddp_with_mp_spawn(tmp_path):
-    assert "workers, equal weights; accuracy of the saved model 0.9" in run_example(tmp_path, "torch_notes/ddp_spawn.py")
+    assert "workers, equal weights; accuracy of the saved model 0.9" in run_example(
+        tmp_path, "torch_notes/ddp_spawn.py"
+    )
 
 
 def test_data_parallel(tmp_path):
-    assert "split and whole model give the same outputs" in run_example(tmp_path, "torch_notes/data_parallel.py")
+    assert "split and whole model give the same outputs" in run_example(
+        tmp_path, "torch_notes/data_parallel.py"
+    )
 
 
 def check_send_recv(text: str) -> None:
@@ -29,7 +33,9 @@ def test_send_recv(tmp_path):
 def test_send_recv_under_launchers(tmp_path):
     script = str(EXAMPLES / "torch_notes" / "send_recv.py")
     check_send_recv(run_in(tmp_path, program("allhands"), "launch", "-n", "2", script))
-    check_send_recv(run_in(tmp_path, program("torchrun"), "--nproc-per-node", "2", "--standalone", script))
+    check_send_recv(
+        run_in(tmp_path, program("torchrun"), "--nproc-per-node", "2", "--standalone", script)
+    )
 
 
 @pytest.mark.rare

@@ -9,7 +9,11 @@ from tests.faults.probes import Found, run_in_world
 _KEPT: dict[int, Found] = {}
 
 
-@pytest.fixture(scope="session", params=[1, 2, 3], ids=lambda workers: f"{workers} worker{'s' if workers > 1 else ''}")
+@pytest.fixture(
+    scope="session",
+    params=[1, 2, 3],
+    ids=lambda workers: f"{workers} worker{'s' if workers > 1 else ''}",
+)
 def found(request: pytest.FixtureRequest) -> Found:
     """What every probe gave, by rank. One start a size, whatever the order of the tests."""
     workers = request.param

@@ -1,9 +1,11 @@
-"""Many small trainings in one world: starting workers costs seconds, a tiny training costs milliseconds.
+"""Many small trainings in one world: starting workers costs seconds, a tiny training costs
+milliseconds.
 
-A function marked with `probe` is run on every rank of a world of 1, of 2 and of 3 workers, together with all other probes of
-the modules that were collected. The fixture ``found`` (in conftest.py) gives what each one returned, by rank; a probe that
-raises, or ends its world, fails only the tests that ask for it. A probe must do the same collectives on all ranks, so one in
-which a single rank fails needs a start of its own.
+A function marked with `probe` is run on every rank of a world of 1, of 2 and of 3 workers, together
+with all other probes of the modules that were collected. The fixture ``found`` (in conftest.py)
+gives what each one returned, by rank; a probe that raises, or ends its world, fails only the tests
+that ask for it. A probe must do the same collectives on all ranks, so one in which a single rank
+fails needs a start of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ LIMIT = 60  # seconds for a probe; after them its world ends, and shows where it
 
 
 def probe(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Have `function` run in the shared worlds; it returns plain data (None, numbers, strings, tensors, lists, dicts)."""
+    """Have `function` run in the shared worlds; it returns plain data (None, numbers, strings,
+    tensors, lists, dicts)."""
     PROBES[_name(function)] = function
     return function
 
@@ -63,13 +66,18 @@ class Found:
     def __call__(self, function: Callable[..., Any], *case: str) -> list[Any]:
         """What `function` returned, by rank."""
         name = _name(function, *case)
-        errors = [f"rank {rank}: {found[name]['error']}" for rank, found in enumerate(self._ranks) if "error" in found[name]]
+        errors = [
+            f"rank {rank}: {found[name]['error']}"
+            for rank, found in enumerate(self._ranks)
+            if "error" in found[name]
+        ]
         assert not errors, "\n".join(errors)
         return [found[name]["value"] for found in self._ranks]
 
 
 def run_in_world(workers: int) -> Found:
-    """Every probe's result or error, by rank. Where one ends its world, those after it run in another."""
+    """Every probe's result or error, by rank. Where one ends its world, those after it run in
+    another."""
     ranks: list[dict[str, Any]] = [{} for _ in range(workers)]
     left = list(PROBES)
     while left:
@@ -111,7 +119,10 @@ def _run_all(probes: dict[str, Callable[[], Any]], folder: str) -> None:
 def _read(path: Path) -> dict[str, Any]:
     """What a rank has written; the last entry may be cut short where it was killed."""
     results = {}
-    with contextlib.suppress(FileNotFoundError, EOFError, pickle.UnpicklingError), path.open("rb") as file:
+    with (
+        contextlib.suppress(FileNotFoundError, EOFError, pickle.UnpicklingError),
+        path.open("rb") as file,
+    ):
         while True:
             name, result = pickle.load(file)
             results[name] = result
@@ -130,15 +141,27 @@ def a_share(samples: int) -> int:
     return -(-samples // size())
 
 
-def train(model: nn.Module, tensors: tuple[torch.Tensor, ...], batch: int, criterion: Any = mean_output, lr: float = 1.0,
-          epochs: int = 1, **options: Any) -> Any:  # fmt: skip
+def train(
+    model: nn.Module,
+    tensors: tuple[torch.Tensor, ...],
+    batch: int,
+    criterion: Any = mean_output,
+    lr: float = 1.0,
+    epochs: int = 1,
+    **options: Any,
+) -> Any:
     """Train with SGD on tensors in their order; returns the history."""
     strategy = options.pop("strategy", None) or DDP()
     optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=lr)
     return options.pop("runner", SupervisedRunner(device="cpu")).train(
-        model=model, criterion=criterion, optimizer=optimizer, num_epochs=epochs, distributed=strategy,
-        loaders={"train": DataLoader(TensorDataset(*tensors), batch)}, **options,
-    )  # fmt: skip
+        model=model,
+        criterion=criterion,
+        optimizer=optimizer,
+        num_epochs=epochs,
+        distributed=strategy,
+        loaders={"train": DataLoader(TensorDataset(*tensors), batch)},
+        **options,
+    )
 
 
 def slope_after(samples: int, batch: int, **options: Any) -> float:
@@ -149,7 +172,8 @@ def slope_after(samples: int, batch: int, **options: Any) -> float:
 
 
 def sum_of_means(samples: int, global_batch: int) -> float:
-    """What `slope_after` must give: every global batch's mean, the last one's over as many samples as it has."""
+    """What `slope_after` must give: every global batch's mean, the last one's over as many samples
+    as it has."""
     x = torch.arange(1.0, samples + 1, dtype=torch.float64)
     return float(sum(part.mean() for part in x.split(global_batch)))
 

@@ -1,7 +1,10 @@
-"""Windows of accumulated micro-batches: the short last one, their number, epochs, ranks that have fewer.
+"""Windows of accumulated micro-batches: the short last one, their number, epochs, ranks that have
+fewer.
 
-Kinds of fault: Lightning-AI/pytorch-lightning#19987 (the short window divided by the full one, or dropped),
-huggingface/accelerate#1624 (windows and epochs), pytorch/pytorch#44425 (uneven ranks while accumulating).
+Kinds of fault: Lightning-AI/pytorch-lightning#19987 (the short window divided by the full one, or
+dropped),
+huggingface/accelerate#1624 (windows and epochs), pytorch/pytorch#44425 (uneven ranks while
+accumulating).
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ SIZES = (1, 2, 4, 5, 7, 9, 10, 12, 13)
 @probe
 def windows() -> dict[str, float]:
     """-w for data sets of several sizes in batches of 1, two and three of which make a step."""
-    return {f"{n}/{window}": slope_after(n, 1, accumulate=window) for n in SIZES for window in (2, 3)}
+    return {
+        f"{n}/{window}": slope_after(n, 1, accumulate=window) for n in SIZES for window in (2, 3)
+    }
 
 
 @pytest.mark.parametrize("window", [2, 3])
@@ -34,7 +39,9 @@ def test_a_short_last_window_is_the_mean_of_what_it_holds(found: Found, window: 
         assert sum_of_means(10, 4) == 18.5
     for values in found(windows):
         for n in SIZES:
-            assert values[f"{n}/{window}"] == pytest.approx(sum_of_means(n, window * found.workers)), n
+            assert values[f"{n}/{window}"] == pytest.approx(
+                sum_of_means(n, window * found.workers)
+            ), n
 
 
 @probe
@@ -74,9 +81,15 @@ def adam() -> dict[str, Any]:
     for accumulate in (1, 2, 4):
         model = network()
         train(
-            model, noisy(), 24 // (size() * accumulate), nn.CrossEntropyLoss(), epochs=3, accumulate=accumulate, clip_norm=0.5,
+            model,
+            noisy(),
+            24 // (size() * accumulate),
+            nn.CrossEntropyLoss(),
+            epochs=3,
+            accumulate=accumulate,
+            clip_norm=0.5,
             optimizer=torch.optim.AdamW(model.parameters(), lr=0.02),
-        )  # fmt: skip
+        )
         results[str(accumulate)] = model.state_dict()
     return results
 

@@ -1,6 +1,7 @@
 """Clipping of a share, clipping of scaled gradients, steps that only some ranks skip.
 
-Kinds of fault: Lightning-AI/pytorch-lightning#9330 (clipped before unscaled), pytorch/pytorch#72548 (the norm of a share).
+Kinds of fault: Lightning-AI/pytorch-lightning#9330 (clipped before unscaled), pytorch/pytorch#72548
+(the norm of a share).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.serial
 
 @probe
 def clipped() -> list[float]:
-    """30 and -10 and 10: the mean is 10; every sample alone would be clipped before it is averaged."""
+    """30 and -10 and 10: the mean is 10; every sample alone would be clipped before it is
+    averaged."""
     found = []
     for bound in (4.0, 1.0, 100.0):
         for accumulate in (1, a_share(3)):
@@ -59,7 +61,14 @@ def fp16_run(target: torch.Tensor, **options: Any) -> dict[str, Any]:
     model, seen = nn.Linear(1, 1, bias=False), Scales()
     nn.init.zeros_(model.weight)
     history = train(
-        model, (torch.ones(6, 1), target), a_share(6), weighted, epochs=6, precision="fp16", callbacks=[seen], **options
+        model,
+        (torch.ones(6, 1), target),
+        a_share(6),
+        weighted,
+        epochs=6,
+        precision="fp16",
+        callbacks=[seen],
+        **options,
     )
     return {"scales": seen.scales, "weights": seen.weights, "losses": history["train"]["loss"]}
 
@@ -72,7 +81,10 @@ def scaled_and_clipped() -> dict[str, Any]:
 def test_gradients_are_unscaled_before_they_are_clipped(found: Found) -> None:
     """The gradient is 10, the bound 1: each step that is taken is 1 long, whatever the scale."""
     for result in found(scaled_and_clipped):
-        taken = [scale >= before for before, scale in zip([65536.0, *result["scales"]], result["scales"], strict=False)]
+        taken = [
+            scale >= before
+            for before, scale in zip([65536.0, *result["scales"]], result["scales"], strict=False)
+        ]
         assert sum(taken) >= 2
         expected, weight = [], 0.0
         for step in taken:
@@ -83,7 +95,8 @@ def test_gradients_are_unscaled_before_they_are_clipped(found: Found) -> None:
 
 @probe
 def overflow_on_one_rank() -> dict[str, Any]:
-    """Only the last sample's gradient is too large for fp16 with the first scale; its rank is the last one."""
+    """Only the last sample's gradient is too large for fp16 with the first scale; its rank is the
+    last one."""
     return fp16_run(torch.tensor([0.125] * 5 + [12.0]))
 
 
@@ -105,11 +118,16 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_is_no_error(found: Found)
 
 
 TARGETS = {
-    "none": [0.125] * 5 + [4.0],  # 65536 * 4 / 6 is the largest gradient; times the workers, it would be too large
+    "none": [0.125] * 5
+    + [4.0],  # 65536 * 4 / 6 is the largest gradient; times the workers, it would be too large
     "last": [0.125] * 5 + [12.0],
     "first": [-40.0] + [0.5] * 5,
 }
-STRATEGIES = {"ddp": DDP, "unused": lambda: DDP(find_unused_parameters=True), "kvstore": lambda: KVStore(update="worker")}
+STRATEGIES = {
+    "ddp": DDP,
+    "unused": lambda: DDP(find_unused_parameters=True),
+    "kvstore": lambda: KVStore(update="worker"),
+}
 
 
 def scales_by_hand(target: torch.Tensor) -> list[float]:
@@ -141,7 +159,9 @@ def test_the_loss_scale_is_that_of_one_process(found: Found, targets: str, strat
     assert (expected[0] < 65536) == (targets != "none")
     for result in found(scales, f"{targets} {strategy}"):
         assert result["scales"] == expected
-        taken = sum(scale >= before for before, scale in zip([65536.0, *expected], expected, strict=False))
+        taken = sum(
+            scale >= before for before, scale in zip([65536.0, *expected], expected, strict=False)
+        )
         mean = sum(TARGETS[targets]) / 6
         assert result["weights"][-1] == pytest.approx(-taken * mean, rel=2e-3)
 

@@ -1,4 +1,5 @@
-"""Ranks that must decide together: early stopping, best epoch, plateau, resume, and calls that one rank makes alone."""
+"""Ranks that must decide together: early stopping, best epoch, plateau, resume, and calls that one
+rank makes alone."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def logged_on_one_rank() -> str:
 
 
 def different_logdirs(folder: str) -> Any:
-    """Rank 0 has a checkpoint; the others look in folders of their own, and go on from rank 0's all the same."""
+    """Rank 0 has a checkpoint; the others look in folders of their own, and go on from rank 0's all
+    the same."""
     world = allhands.current_world()
     assert world is not None
     own = Path(folder) / f"rank-{world.rank}"
@@ -86,11 +88,14 @@ class Weights(Callback):
         self.on_step_end(training)
 
     def on_step_end(self, training: Any) -> None:
-        self.seen.append(torch.cat([p.detach().flatten().clone() for p in training.model.parameters()]))
+        self.seen.append(
+            torch.cat([p.detach().flatten().clone() for p in training.model.parameters()])
+        )
 
 
 def nan_on_the_last_rank(samples: int, accumulate: int, precision: str) -> Any:
-    """The sample that the last rank takes last in the second step is not a number; what is said, and the steps taken."""
+    """The sample that the last rank takes last in the second step is not a number; what is said,
+    and the steps taken."""
     world = allhands.current_world()
     assert world is not None
     x, y = classification(samples).tensors
@@ -100,9 +105,14 @@ def nan_on_the_last_rank(samples: int, accumulate: int, precision: str) -> Any:
     model, weights = classifier(), Weights()
     try:
         train(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), num_epochs=1, callbacks=[weights],
-            accumulate=accumulate, precision=precision, loaders={"train": DataLoader(TensorDataset(x, y), 4)},
-        )  # fmt: skip
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            num_epochs=1,
+            callbacks=[weights],
+            accumulate=accumulate,
+            precision=precision,
+            loaders={"train": DataLoader(TensorDataset(x, y), 4)},
+        )
     except UserError as error:
         now = torch.cat([p.detach().flatten() for p in model.parameters()])
         return str(error).split(".")[0], len(weights.seen) - 1, torch.equal(now, weights.seen[-1])
@@ -117,18 +127,25 @@ def everything(folder: str) -> dict[str, Any]:
     assert world is not None
     train(num_epochs=2, logdir=folder)
     return {
-        "early stopping": early_stopping(), "plateau": plateau(), "logged": logged_on_one_rank(),
-        "nan": [nan_on_the_last_rank(*case) for case in NAN_CASES], "resumed": different_logdirs(folder),
+        "early stopping": early_stopping(),
+        "plateau": plateau(),
+        "logged": logged_on_one_rank(),
+        "nan": [nan_on_the_last_rank(*case) for case in NAN_CASES],
+        "resumed": different_logdirs(folder),
         "best": os.readlink(Path(folder) / "checkpoints" / "best"),
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     return in_world(request.param, everything, str(tmp_path_factory.mktemp("logs")))
 
 
-def test_all_ranks_stop_early_at_the_same_epoch_for_the_same_numbers(ranks: list[dict[str, Any]]) -> None:
+def test_all_ranks_stop_early_at_the_same_epoch_for_the_same_numbers(
+    ranks: list[dict[str, Any]],
+) -> None:
     epochs, losses = ranks[0]["early stopping"]
     assert epochs == [1, 2, 3, 4]
     assert all(found["early stopping"] == (epochs, losses) for found in ranks)
@@ -156,7 +173,9 @@ def test_what_one_rank_alone_logs_is_told_on_all_ranks(ranks: list[dict[str, Any
             assert "training.log('norm', …) was called on rank 0 only, of" in found["logged"]
 
 
-def test_a_loss_that_is_not_finite_ends_all_ranks_at_the_same_step_with_unchanged_weights(ranks: list[dict[str, Any]]) -> None:
+def test_a_loss_that_is_not_finite_ends_all_ranks_at_the_same_step_with_unchanged_weights(
+    ranks: list[dict[str, Any]],
+) -> None:
     last = f" on rank {len(ranks) - 1}" if len(ranks) > 1 else ""
     for rank, found in enumerate(ranks):
         for said, steps, unchanged in found["nan"][:4]:
@@ -168,7 +187,7 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_at_the_same_step_with_unchange
         assert (steps, unchanged) == (1, True)
 
 
-# ---------------------------------------------------------------------- calls that one rank makes alone
+# ------------------------------------------------------------------ calls that one rank makes alone
 
 
 class SavesAlone(Callback):
@@ -191,17 +210,28 @@ def alone(callback: Callback, logdir: str) -> None:
     train(num_epochs=20, logdir=logdir, callbacks=[callback])
 
 
-@pytest.mark.parametrize(("callback", "workers"), [(SavesAlone(), 2), (SavesAlone(), 3), (LeavesAlone(), 2)])
-def test_a_call_of_one_rank_alone_is_named_within_seconds(tmp_path: Path, callback: Callback, workers: int) -> None:
+@pytest.mark.parametrize(
+    ("callback", "workers"), [(SavesAlone(), 2), (SavesAlone(), 3), (LeavesAlone(), 2)]
+)
+def test_a_call_of_one_rank_alone_is_named_within_seconds(
+    tmp_path: Path, callback: Callback, workers: int
+) -> None:
     rank = 1 if isinstance(callback, LeavesAlone) else 0
     others = [other for other in range(workers) if other != rank]
     started = time.monotonic()
     with pytest.raises(WorkerError, match="the ranks do not make the same calls") as error:
         spawn(alone, (callback, str(tmp_path)), workers=workers)
-    assert time.monotonic() - started < patience(60)  # a hang would last for the group's ten minutes
-    assert re.search(rf"rank {rank} (is|was) in 'saving a checkpoint after optimizer step 2'", str(error.value))
+    assert time.monotonic() - started < patience(
+        60
+    )  # a hang would last for the group's ten minutes
+    assert re.search(
+        rf"rank {rank} (is|was) in 'saving a checkpoint after optimizer step 2'", str(error.value)
+    )
     named = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
-    assert re.search(rf"{named} (is|are|was|were) in '(optimizer step 3|agreeing whether to go on)'", str(error.value))
+    assert re.search(
+        rf"{named} (is|are|was|were) in '(optimizer step 3|agreeing whether to go on)'",
+        str(error.value),
+    )
 
 
 def wait_alone(logdir: str) -> Any:

@@ -1,4 +1,5 @@
-"""Checkpoints that every rank loads onto the first card. Kind of fault: NVIDIA/apex#222, Lightning-AI/pytorch-lightning#19219."""
+"""Checkpoints that every rank loads onto the first card. Kind of fault: NVIDIA/apex#222,
+Lightning-AI/pytorch-lightning#19219."""
 
 from __future__ import annotations
 
@@ -15,12 +16,19 @@ from tests.runner.problems import fit
 def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    members = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return [tensor for member in members for tensor in tensors_in(member)]
 
 
 def test_a_checkpoint_is_read_onto_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each rank then moves it; a checkpoint of card 0 would otherwise be read onto card 0 by every rank."""
+    """Where each rank then moves it; a checkpoint of card 0 would otherwise be read onto card 0 by
+    every rank."""
     model, _ = fit(logdir=tmp_path)
     asked: list[Any] = []
     original = torch.load

@@ -40,7 +40,9 @@ def dropout() -> list[list[list[float]]]:
     return [masks(), masks(), masks(accumulate=2), masks(seed=1)]
 
 
-def test_dropout_differs_between_ranks_steps_and_epochs_and_repeats_with_the_run(found: Found) -> None:
+def test_dropout_differs_between_ranks_steps_and_epochs_and_repeats_with_the_run(
+    found: Found,
+) -> None:
     ranks = found(dropout)
     for run in (0, 2, 3):
         drawn = [tuple(mask) for rank in ranks for mask in rank[run]]

@@ -33,17 +33,34 @@ KILLS = 50
 
 
 def save_for_ever(folder: Path, rank: int, workers: int, started: int) -> None:
-    world = allhands.init(device="cpu", init_method=f"file://{folder}-meeting", rank=rank, world_size=workers, timeout=60)
+    world = allhands.init(
+        device="cpu",
+        init_method=f"file://{folder}-meeting",
+        rank=rank,
+        world_size=workers,
+        timeout=60,
+    )
     saver = checkpoint.Saver(folder, world)
     for epoch in range(1, 100_000):
-        state = {"weights": torch.full((100_000,), float(epoch)), "more": torch.full((50_000,), -float(epoch)), "epoch": epoch}
-        saver.save(state, {"mine": torch.full((1000,), float(epoch + rank))}, {"epoch": epoch}, None, epoch % 3 == 0)
+        state = {
+            "weights": torch.full((100_000,), float(epoch)),
+            "more": torch.full((50_000,), -float(epoch)),
+            "epoch": epoch,
+        }
+        saver.save(
+            state,
+            {"mine": torch.full((1000,), float(epoch + rank))},
+            {"epoch": epoch},
+            None,
+            epoch % 3 == 0,
+        )
         saver.wait()
         os.write(started, b".")
 
 
 def kill_many_times(folder: str) -> None:
-    """Run in a process of its own. Half of the trials with one process, half with two of which one is killed."""
+    """Run in a process of its own. Half of the trials with one process, half with two of which one
+    is killed."""
     import torch.distributed.checkpoint
 
     torch.set_num_threads(1)
@@ -81,23 +98,31 @@ def kill_many_times(folder: str) -> None:
         assert torch.equal(state["weights"], torch.full((100_000,), float(epoch)))
         assert torch.equal(state["more"], torch.full((50_000,), -float(epoch)))
         for rank in range(workers):
-            assert torch.equal(checkpoint.load_own(newest, rank)["mine"], torch.full((1000,), float(epoch + rank)))
+            assert torch.equal(
+                checkpoint.load_own(newest, rank)["mine"], torch.full((1000,), float(epoch + rank))
+            )
         left = sum(entry.name.startswith(".epoch") for entry in path.iterdir())
         print("killed", trial, epoch, left, flush=True)
 
 
 @pytest.mark.slow
-def test_killed_50_times_in_the_middle_of_a_save_the_newest_whole_one_always_loads(tmp_path: Path) -> None:
-    code = f"from tests.faults.test_half_written import kill_many_times; kill_many_times({str(tmp_path)!r})"
+def test_killed_50_times_in_the_middle_of_a_save_the_newest_whole_one_always_loads(
+    tmp_path: Path,
+) -> None:
+    code = (
+        "from tests.faults.test_half_written import kill_many_times; "
+        f"kill_many_times({str(tmp_path)!r})"
+    )
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("killed")]
     assert len(lines) == KILLS, done.stdout[-500:] + done.stderr[-4000:]
-    # That they were killed in the middle is seen by what they left half written (a rank 0 that survives tidies up).
+    # That they were killed in the middle is seen by what they left half written (a rank 0 that
+    # survives tidies up).
     assert sum(int(line[3]) > 0 for line in lines) > KILLS // 5
 
 
-# ---------------------------------------------------------------------- slow, full and damaged disks
+# --------------------------------------------------------------------- slow, full and damaged disks
 
 
 class SlowDisk(Callback):
@@ -149,9 +174,14 @@ def _no_space(*args: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_full_disk_of_one_rank_is_told_on_all_and_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
+def test_a_full_disk_of_one_rank_is_told_on_all_and_leaves_the_earlier_checkpoint(
+    tmp_path: Path,
+) -> None:
     for said in in_world(2, full_disk, str(tmp_path)):
-        assert "the checkpoint epoch-0002 could not be written on rank 1; earlier ones are untouched: No space left" in said
+        assert (
+            "the checkpoint epoch-0002 could not be written on rank 1; earlier ones are untouched: "
+            "No space left" in said
+        )
     found = checkpoint.newest(tmp_path)
     assert found is not None
     assert found[0].name == "epoch-0001"
@@ -159,7 +189,9 @@ def test_a_full_disk_of_one_rank_is_told_on_all_and_leaves_the_earlier_checkpoin
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_a_flipped_byte_is_refused_by_file_name_and_the_one_before_is_used(tmp_path: Path, workers: int) -> None:
+def test_a_flipped_byte_is_refused_by_file_name_and_the_one_before_is_used(
+    tmp_path: Path, workers: int
+) -> None:
     train = SupervisedRunner(device="cpu").train
     given = arguments(num_epochs=2, logdir=tmp_path, distributed=True, workers=workers)
     data = given["loaders"]["train"].dataset
@@ -169,7 +201,10 @@ def test_a_flipped_byte_is_refused_by_file_name_and_the_one_before_is_used(tmp_p
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x10
     path.write_bytes(content)
-    with pytest.raises(allhands.UserError, match=rf"{path.name} does not match its checksum.*others there: epoch-0001"):
+    with pytest.raises(
+        allhands.UserError,
+        match=rf"{path.name} does not match its checksum.*others there: epoch-0001",
+    ):
         allhands.load_checkpoint(path.parent)
     history = train(**{**given, "num_epochs": 3, "resume": "auto"})
     assert history["epoch"] == [1, 2, 3]

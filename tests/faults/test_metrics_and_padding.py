@@ -1,8 +1,9 @@
 """Measured twice, or not at all: padding, lost tails, means of means, ranks without a sample.
 
-Kinds of fault: pytorch/pytorch#25162 and Lightning-AI/pytorch-lightning#2398 (padding), huggingface/accelerate#575 and #2007 (the
-cut tail), Lightning-AI/pytorch-lightning#21838 (integer counters), #4493 (means of F1). Means over 5 and 3 samples, F1 and AUC
-over 21 are in tests/runner/test_metrics.py.
+Kinds of fault: pytorch/pytorch#25162 and Lightning-AI/pytorch-lightning#2398 (padding),
+huggingface/accelerate#575 and #2007 (the
+cut tail), Lightning-AI/pytorch-lightning#21838 (integer counters), #4493 (means of F1). Means over
+5 and 3 samples, F1 and AUC over 21 are in tests/runner/test_metrics.py.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ class Tally(torchmetrics.Metric):
         return self.total.double() / self.count
 
 
-def evaluate(tensors: tuple[torch.Tensor, ...], batch: int, metrics: Any = None, **options: Any) -> dict[str, float]:
+def evaluate(
+    tensors: tuple[torch.Tensor, ...], batch: int, metrics: Any = None, **options: Any
+) -> dict[str, float]:
     loader = DataLoader(TensorDataset(*tensors), batch, **options)
     return SupervisedRunner(device="cpu").evaluate(
         model=Echo(), criterion=mean_loss, loaders={"valid": loader}, metrics=metrics
-    )["valid"]  # fmt: skip
+    )["valid"]
 
 
 SIZES = [(n, batch) for n in (1, 2, 8, 9, 10, 21) for batch in (2, 5)]
@@ -55,7 +58,9 @@ def predictions() -> dict[str, list[float]]:
     rows = {}
     for n, batch in SIZES:
         x = torch.arange(float(n))
-        given = SupervisedRunner(device="cpu").predict(model=Echo(), loader=DataLoader(TensorDataset(x, x), batch))
+        given = SupervisedRunner(device="cpu").predict(
+            model=Echo(), loader=DataLoader(TensorDataset(x, x), batch)
+        )
         rows[f"{n}/{batch}"] = given.tolist()
     return rows
 
@@ -68,13 +73,16 @@ def test_every_sample_is_predicted_once(found: Found, n: int, batch: int) -> Non
 
 @probe
 def evaluations() -> dict[str, dict[str, float]]:
-    """The mean of 1, 2, …, n and of its integer copy; with drop_last, of the global batches that are full."""
+    """The mean of 1, 2, …, n and of its integer copy; with drop_last, of the global batches that
+    are full."""
     values = {}
     for n, batch in SIZES:
         x = torch.arange(1, n + 1)
         for drop in (False, True):
             if not drop or n >= batch * size():
-                values[f"{n}/{batch}/{drop}"] = evaluate((x.float(), x), batch, {"tally": Tally()}, drop_last=drop)
+                values[f"{n}/{batch}/{drop}"] = evaluate(
+                    (x.float(), x), batch, {"tally": Tally()}, drop_last=drop
+                )
     return values
 
 
@@ -100,12 +108,20 @@ def fewer_than_workers() -> dict[str, list[float]]:
     values = {}
     generator = torch.Generator().manual_seed(3)
     for n in (2, 3):
-        one, three, y = torch.rand(n, generator=generator), torch.rand(n, 3, generator=generator).softmax(1), torch.arange(n) % 3
+        one, three, y = (
+            torch.rand(n, generator=generator),
+            torch.rand(n, 3, generator=generator).softmax(1),
+            torch.arange(n) % 3,
+        )
         for name, outputs, target, metric in (
-            ("binary", one, y % 2, BinaryAUROC), ("classes", three, y, lambda **o: MulticlassAUROC(3, **o)),
-        ):  # fmt: skip
+            ("binary", one, y % 2, BinaryAUROC),
+            ("classes", three, y, lambda **o: MulticlassAUROC(3, **o)),
+        ):
             measured = evaluate((outputs, target), 4, {"auc": metric()})["auc"]
-            values[f"{name}/{n}"] = [measured, float(metric(sync_on_compute=False)(outputs, target))]
+            values[f"{name}/{n}"] = [
+                measured,
+                float(metric(sync_on_compute=False)(outputs, target)),
+            ]
     return values
 
 
@@ -117,15 +133,23 @@ def test_a_metric_that_keeps_outputs_bears_ranks_without_a_sample(found: Found) 
 
 @probe
 def f1() -> list[float]:
-    """Two batches of 4, the second without positives: the mean of the batches' F1 would be another number."""
-    x, y = torch.tensor([0.9, 0.8, 0.2, 0.7, 0.6, 0.1, 0.2, 0.3]), torch.tensor([1, 1, 1, 0, 0, 0, 0, 0])
+    """Two batches of 4, the second without positives: the mean of the batches' F1 would be another
+    number."""
+    x, y = (
+        torch.tensor([0.9, 0.8, 0.2, 0.7, 0.6, 0.1, 0.2, 0.3]),
+        torch.tensor([1, 1, 1, 0, 0, 0, 0, 0]),
+    )
     loaders = {"train": DataLoader(TensorDataset(x, y), 1)}
     model = Slope()
     torch.nn.init.ones_(model.w)
     history = SupervisedRunner(device="cpu").train(
-        model=model, criterion=mean_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), loaders=loaders,
-        metrics={"f1": BinaryF1Score()}, accumulate=4,
-    )  # fmt: skip
+        model=model,
+        criterion=mean_loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        loaders=loaders,
+        metrics={"f1": BinaryF1Score()},
+        accumulate=4,
+    )
     return [evaluate((x, y), 4, {"f1": BinaryF1Score()})["f1"], history["train"]["f1"][0]]
 
 
@@ -139,24 +163,34 @@ def training_metrics() -> dict[str, list[float]]:
     """Uneven shares in training: 7 samples, and the mean of their targets."""
     x = torch.arange(1, 8)
     history = train(
-        Slope(), (x.float(), x), 2, lr=0.0, metrics={"tally": Tally(), "mean": lambda output, target: target.double().mean()}
+        Slope(),
+        (x.float(), x),
+        2,
+        lr=0.0,
+        metrics={"tally": Tally(), "mean": lambda output, target: target.double().mean()},
     )
     return {name: history["train"][name] for name in ("tally", "mean")}
 
 
 def test_training_metrics_are_over_all_samples(found: Found) -> None:
-    assert found(training_metrics) == [{"tally": [4.0], "mean": pytest.approx([4.0])}] * found.workers
+    assert (
+        found(training_metrics) == [{"tally": [4.0], "mean": pytest.approx([4.0])}] * found.workers
+    )
 
 
 @probe
 def own_synchronisation() -> str:
     x = torch.ones(4)
-    return refusal(lambda: evaluate((x, x), 1, {"mse": torchmetrics.MeanSquaredError(sync_on_compute=False)}))
+    return refusal(
+        lambda: evaluate((x, x), 1, {"mse": torchmetrics.MeanSquaredError(sync_on_compute=False)})
+    )
 
 
 def test_a_metric_that_would_report_one_ranks_samples_is_refused(found: Found) -> None:
     for message in found(own_synchronisation):
-        assert ("metric 'mse' was made with sync_on_compute=False" in message) == (found.workers > 1)
+        assert ("metric 'mse' was made with sync_on_compute=False" in message) == (
+            found.workers > 1
+        )
 
 
 @probe
@@ -168,7 +202,10 @@ def no_batch_at_all() -> list[str]:
         refusal(lambda: evaluate((x, x), 2, drop_last=True)),
         refusal(
             lambda: SupervisedRunner(device="cpu").train(
-                model=model, criterion=mean_loss, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), loaders={"train": short}
+                model=model,
+                criterion=mean_loss,
+                optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+                loaders={"train": short},
             )
         ),
     ]

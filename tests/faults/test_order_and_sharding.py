@@ -1,8 +1,11 @@
-"""Which samples, in which order: shuffled against the user's word, read by every rank, the same in each epoch.
+"""Which samples, in which order: shuffled against the user's word, read by every rank, the same in
+each epoch.
 
-Kinds of fault: pytorch/pytorch#31771 (the same order each epoch), Lightning-AI/pytorch-lightning#10170 and #21131 (shuffled, or
-the sampler undone), huggingface/datasets#5360 and Lightning-AI/pytorch-lightning#15734 (streams read in full by each rank). The
-dealing itself is tested in tests/data over many sizes; here it is what models are given in a real world.
+Kinds of fault: pytorch/pytorch#31771 (the same order each epoch),
+Lightning-AI/pytorch-lightning#10170 and #21131 (shuffled, or
+the sampler undone), huggingface/datasets#5360 and Lightning-AI/pytorch-lightning#15734 (streams
+read in full by each rank). The dealing itself is tested in tests/data over many sizes; here it is
+what models are given in a real world.
 """
 
 from __future__ import annotations
@@ -50,9 +53,14 @@ class Stream(IterableDataset[Any]):
 def seen(loader: Any, epochs: int = EPOCHS, **options: Any) -> list[list[int]]:
     model, runner = Slope(), Recording()
     runner.train(
-        model=model, criterion=mean_output, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), loaders={"train": loader},
-        distributed=DDP(), num_epochs=epochs, **options,
-    )  # fmt: skip
+        model=model,
+        criterion=mean_output,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        loaders={"train": loader},
+        distributed=DDP(),
+        num_epochs=epochs,
+        **options,
+    )
     return runner.seen
 
 
@@ -62,7 +70,8 @@ def numbers(length: int) -> TensorDataset:
 
 
 def put_together(ranks: list[list[list[int]]], steps: int) -> list[int]:
-    """The samples of `steps` full optimizer steps in their global order: the ranks' shares, step by step."""
+    """The samples of `steps` full optimizer steps in their global order: the ranks' shares, step by
+    step."""
     return [sample for step in range(steps) for rank in ranks for sample in rank[step]]
 
 
@@ -74,7 +83,13 @@ def orders() -> dict[str, list[list[int]]]:
         "shuffled": seen(DataLoader(numbers(length), 2, shuffle=True), seed=7),
         "again": seen(DataLoader(numbers(length), 2, shuffle=True), seed=7),
         "sampler": seen(DataLoader(numbers(length), 2, sampler=list(range(length - 1, -1, -1)))),
-        "weighted": seen(DataLoader(numbers(length), 2, sampler=WeightedRandomSampler([1.0] + [0.0] * (length - 1), length))),
+        "weighted": seen(
+            DataLoader(
+                numbers(length),
+                2,
+                sampler=WeightedRandomSampler([1.0] + [0.0] * (length - 1), length),
+            )
+        ),
         "stream": seen(DataLoader(Stream(length), 2)),
         "stream, loader process": seen(DataLoader(Stream(length), 2, num_workers=1)),
     }
@@ -95,8 +110,13 @@ def test_what_is_shuffled_comes_in_the_one_order_of_its_epoch(found: Found) -> N
 
 def test_a_custom_sampler_stays_as_it_is(found: Found) -> None:
     length = 6 * found.workers
-    assert put_together([result["sampler"] for result in found(orders)], 6) == list(range(length - 1, -1, -1)) * EPOCHS
-    assert put_together([result["weighted"] for result in found(orders)], 6) == [0] * length * EPOCHS
+    assert (
+        put_together([result["sampler"] for result in found(orders)], 6)
+        == list(range(length - 1, -1, -1)) * EPOCHS
+    )
+    assert (
+        put_together([result["weighted"] for result in found(orders)], 6) == [0] * length * EPOCHS
+    )
 
 
 @pytest.mark.parametrize("kind", ["stream", "stream, loader process"])
@@ -134,9 +154,12 @@ def a_short_stream() -> float:
     """1, 2, 3, 4 in one global batch, whatever the world."""
     model = Slope()
     SupervisedRunner(device="cpu").train(
-        model=model, criterion=mean_output, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        loaders={"train": DataLoader(Stream(5), 5)}, distributed=DDP(),
-    )  # fmt: skip
+        model=model,
+        criterion=mean_output,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        loaders={"train": DataLoader(Stream(5), 5)},
+        distributed=DDP(),
+    )
     return -float(model.w.detach())
 
 

@@ -1,8 +1,11 @@
-"""Random draws: equal ones in loader processes or epochs, and generators of the user's that a library moves.
+"""Random draws: equal ones in loader processes or epochs, and generators of the user's that a
+library moves.
 
-Kinds of fault: pytorch/pytorch#5059, xingyizhou/CenterNet#233, Lightning-AI/pytorch-lightning#20412, AlbumentationsX#266
-(equal draws in each loader process or epoch), Lightning-AI/pytorch-lightning#16166, facebookresearch/detr#297 (equal draws on
-every rank). A stream that is read in the training's own process shares generators with it, and must not depend on that.
+Kinds of fault: pytorch/pytorch#5059, xingyizhou/CenterNet#233,
+Lightning-AI/pytorch-lightning#20412, AlbumentationsX#266
+(equal draws in each loader process or epoch), Lightning-AI/pytorch-lightning#16166,
+facebookresearch/detr#297 (equal draws on every rank). A stream that is read in the training's own
+process shares generators with it, and must not depend on that.
 """
 
 from __future__ import annotations
@@ -29,13 +32,17 @@ EPOCHS = 2
 
 
 class Noisy(Dataset[Any]):
-    """Each sample is its index and a draw of torch, numpy and random, as augmentation makes them."""
+    """Each sample is its index and a draw of torch, numpy and random, as augmentation makes
+    them."""
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> Any:
-        return torch.tensor([float(index), float(torch.rand(())), np.random.rand(), random.random()], dtype=torch.float64), 0.0
+        return torch.tensor(
+            [float(index), float(torch.rand(())), np.random.rand(), random.random()],
+            dtype=torch.float64,
+        ), 0.0
 
 
 class NoisyStream(IterableDataset[Any]):
@@ -54,32 +61,51 @@ class Keeping(SupervisedRunner):
 
     def handle_batch(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         self.seen += batch[0].tolist()
-        torch.rand(()), np.random.rand()  # as a model with dropout draws, and a training that mixes samples
+        (
+            torch.rand(()),
+            np.random.rand(),
+        )  # as a model with dropout draws, and a training that mixes samples
         return model(batch[0].float()), batch[1]
 
 
 def read(loader_processes: int, dataset: Any = None) -> list[list[float]]:
     model, runner = Slope(), Keeping()
     runner.train(
-        model=model, criterion=mean_output, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), num_epochs=EPOCHS,
-        distributed=DDP(), datasets={"batch_size": 6 // size(), "num_workers": loader_processes, "train": dataset or Noisy()},
-    )  # fmt: skip
+        model=model,
+        criterion=mean_output,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        num_epochs=EPOCHS,
+        distributed=DDP(),
+        datasets={
+            "batch_size": 6 // size(),
+            "num_workers": loader_processes,
+            "train": dataset or Noisy(),
+        },
+    )
     return runner.seen
 
 
 @probe
 def draws() -> dict[str, Any]:
     return {
-        "0": read(0), "0 again": read(0), "2": read(2), "2 again": read(2),
-        "stream": read(0, NoisyStream()), "stream, loader process": read(1, NoisyStream()),
-    }  # fmt: skip
+        "0": read(0),
+        "0 again": read(0),
+        "2": read(2),
+        "2 again": read(2),
+        "stream": read(0, NoisyStream()),
+        "stream, loader process": read(1, NoisyStream()),
+    }
 
 
 def by_epoch(ranks: list[list[list[float]]]) -> list[list[tuple[float, ...]]]:
     """All ranks' samples of each epoch, by index."""
     epochs = []
     for epoch in range(EPOCHS):
-        rows = [tuple(row) for rank in ranks for row in rank[epoch * len(rank) // EPOCHS : (epoch + 1) * len(rank) // EPOCHS]]
+        rows = [
+            tuple(row)
+            for rank in ranks
+            for row in rank[epoch * len(rank) // EPOCHS : (epoch + 1) * len(rank) // EPOCHS]
+        ]
         epochs.append(sorted(rows))
     return epochs
 
@@ -101,18 +127,27 @@ def test_draws_repeat_when_the_run_is_repeated(found: Found, processes: str) -> 
 EXPECTED: dict[str, Any] = {}
 
 
-def test_a_sample_is_augmented_alike_at_any_number_of_workers_and_loader_processes(found: Found) -> None:
+def test_a_sample_is_augmented_alike_at_any_number_of_workers_and_loader_processes(
+    found: Found,
+) -> None:
     here = [by_epoch([rank[processes] for rank in found(draws)]) for processes in ("0", "2")]
     assert here[0] == here[1]
-    assert [[row[0] for row in epoch] for epoch in here[0]] == [list(map(float, range(SAMPLES)))] * EPOCHS
+    assert [[row[0] for row in epoch] for epoch in here[0]] == [
+        list(map(float, range(SAMPLES)))
+    ] * EPOCHS
     # The first world that runs sets what the others must give.
     assert EXPECTED.setdefault("draws", here[0]) == here[0]
 
 
 def test_a_stream_draws_alike_at_any_number_of_workers_and_loader_processes(found: Found) -> None:
-    here = [by_epoch([rank[kind] for rank in found(draws)]) for kind in ("stream", "stream, loader process")]
+    here = [
+        by_epoch([rank[kind] for rank in found(draws)])
+        for kind in ("stream", "stream, loader process")
+    ]
     assert here[0] == here[1]
-    assert [[row[0] for row in epoch] for epoch in here[0]] == [list(map(float, range(SAMPLES)))] * EPOCHS
+    assert [[row[0] for row in epoch] for epoch in here[0]] == [
+        list(map(float, range(SAMPLES)))
+    ] * EPOCHS
     assert len({row[1] for epoch in here[0] for row in epoch}) == SAMPLES * EPOCHS
     assert EXPECTED.setdefault("stream", here[0]) == here[0]
 
@@ -127,14 +162,22 @@ class StopAt(Callback):
 
 
 @pytest.mark.parametrize("loader_processes", [0, 1])
-def test_a_stream_that_shuffles_goes_on_where_it_was_interrupted(tmp_path: Path, loader_processes: int) -> None:
+def test_a_stream_that_shuffles_goes_on_where_it_was_interrupted(
+    tmp_path: Path, loader_processes: int
+) -> None:
     def trained(logdir: Path, stop_at: int = 0) -> list[list[float]]:
         model, runner = nn.Sequential(nn.Dropout(0.5), Slope()), Keeping()
         runner.train(
-            model=model, criterion=mean_output, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), num_epochs=EPOCHS,
-            distributed=False, callbacks=[StopAt(stop_at)], logdir=logdir, resume="auto",
+            model=model,
+            criterion=mean_output,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            num_epochs=EPOCHS,
+            distributed=False,
+            callbacks=[StopAt(stop_at)],
+            logdir=logdir,
+            resume="auto",
             loaders={"train": DataLoader(NoisyStream(), 3, num_workers=loader_processes)},
-        )  # fmt: skip
+        )
         return [*runner.seen, [float(model[1].w.detach())]]
 
     whole = trained(tmp_path / "whole")
@@ -145,7 +188,13 @@ def test_a_stream_that_shuffles_goes_on_where_it_was_interrupted(tmp_path: Path,
 
 
 def generators() -> list[float]:
-    return [float(torch.rand(())), float(np.random.rand()), float(np.random.randn()), random.random(), random.gauss(0, 1)]
+    return [
+        float(torch.rand(())),
+        float(np.random.rand()),
+        float(np.random.randn()),
+        random.random(),
+        random.gauss(0, 1),
+    ]
 
 
 def seed_all() -> None:
@@ -164,13 +213,19 @@ def left_as_found() -> dict[str, list[float]]:
 
     methods: dict[str, Any] = {
         "train": lambda: runner.train(
-            model=model, criterion=mean_output, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), num_epochs=2,
-            loaders={"train": loader(), "valid": loader()}, distributed=DDP(),
+            model=model,
+            criterion=mean_output,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            num_epochs=2,
+            loaders={"train": loader(), "valid": loader()},
+            distributed=DDP(),
         ),
         "train on noise": lambda: read(0),
-        "evaluate": lambda: runner.evaluate(model=model, criterion=mean_output, loaders={"valid": loader()}, distributed=DDP()),
+        "evaluate": lambda: runner.evaluate(
+            model=model, criterion=mean_output, loaders={"valid": loader()}, distributed=DDP()
+        ),
         "predict": lambda: runner.predict(model=model, loader=loader(), distributed=DDP()),
-    }  # fmt: skip
+    }
     seed_all()
     found = {"untouched": generators()}
     for name, method in methods.items():

@@ -1,7 +1,8 @@
-"""Interrupted trainings that go on: wrong samples after a resume, forgotten state, half-written checkpoints.
+"""Interrupted trainings that go on: wrong samples after a resume, forgotten state, half-written
+checkpoints.
 
-An interrupted and resumed run must equal the uninterrupted one bit for bit on the same number of workers, and sample for
-sample on another.
+An interrupted and resumed run must equal the uninterrupted one bit for bit on the same number of
+workers, and sample for sample on another.
 """
 
 from __future__ import annotations
@@ -91,8 +92,16 @@ def nothing(training: Any) -> None:
     pass
 
 
-def training(logdir: Path, step: int = 0, action: Any = nothing, dropout: float = 0.3, batch: int = 8, **changes: Any) -> Any:
-    """One training, from the start or from what is in the logdir; everything that must be equal afterwards."""
+def training(
+    logdir: Path,
+    step: int = 0,
+    action: Any = nothing,
+    dropout: float = 0.3,
+    batch: int = 8,
+    **changes: Any,
+) -> Any:
+    """One training, from the start or from what is in the logdir; everything that must be equal
+    afterwards."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, 5, generator=generator)
     y = (x[:, 0] > 0).long() * 2 + (x[:, 1] > 0).long()
@@ -104,17 +113,29 @@ def training(logdir: Path, step: int = 0, action: Any = nothing, dropout: float 
     schedule = lr_scheduler.CosineAnnealingLR(optimizer, 40)
     callback, runner = At(step, action), Recording()
     history = runner.train(
-        model=model, criterion=nn.CrossEntropyLoss(), optimizer=optimizer, scheduler=(schedule, "step"),
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=optimizer,
+        scheduler=(schedule, "step"),
         loaders={"train": DataLoader(data, batch, shuffle=True), "valid": DataLoader(data, batch)},
-        metrics={"accuracy": "accuracy", "auroc": MulticlassAUROC(num_classes=4)} if dropout else None,
-        callbacks=[callback, EarlyStopping(5)], logdir=logdir, num_epochs=EPOCHS, resume="auto", **changes,
-    )  # fmt: skip
+        metrics={"accuracy": "accuracy", "auroc": MulticlassAUROC(num_classes=4)}
+        if dropout
+        else None,
+        callbacks=[callback, EarlyStopping(5)],
+        logdir=logdir,
+        num_epochs=EPOCHS,
+        resume="auto",
+        **changes,
+    )
     history.pop("seconds")
     return {
         "model": {key: value.clone() for key, value in model.state_dict().items()},
         "optimizer": optimizer.state_dict()["state"],
-        "history": history, "sum": callback.sum, "lr": schedule.get_last_lr(), "ids": runner.ids,
-    }  # fmt: skip
+        "history": history,
+        "sum": callback.sum,
+        "lr": schedule.get_last_lr(),
+        "ids": runner.ids,
+    }
 
 
 def same_bits(one: Any, other: Any) -> bool:
@@ -123,12 +144,15 @@ def same_bits(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same_bits(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(same_bits(a, b) for a, b in zip(one, other, strict=True))
+        return len(one) == len(other) and all(
+            same_bits(a, b) for a, b in zip(one, other, strict=True)
+        )
     return one == other
 
 
 def differing(whole: dict[str, Any], resumed: dict[str, Any]) -> list[str]:
-    """What differs between an uninterrupted and a resumed training; of the ids, only the tail was seen again."""
+    """What differs between an uninterrupted and a resumed training; of the ids, only the tail was
+    seen again."""
     names = [name for name in whole if name != "ids" and not same_bits(whole[name], resumed[name])]
     tail = whole["ids"][len(whole["ids"]) - len(resumed["ids"]) :]
     return names + (["ids"] if tail != resumed["ids"] else [])
@@ -159,7 +183,9 @@ def interrupted_at_each_step(folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.slow
-def test_interrupted_at_every_step_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, workers: int) -> None:
+def test_interrupted_at_every_step_and_resumed_equals_uninterrupted_bit_for_bit(
+    tmp_path: Path, workers: int
+) -> None:
     for found in in_world(workers, interrupted_at_each_step, str(tmp_path)):
         steps = found.pop("steps")
         assert len(found) == 2 * steps
@@ -170,7 +196,8 @@ def test_interrupted_at_every_step_and_resumed_equals_uninterrupted_bit_for_bit(
 
 
 def killed_at_each_step(folder: str, workers: int) -> None:
-    """Run in a process of its own, which has imported torch but not used it: forks the workers, kills one, goes on."""
+    """Run in a process of its own, which has imported torch but not used it: forks the workers,
+    kills one, goes on."""
     preload()
     torch.set_num_threads(1)
     run_forked(Path(folder) / "whole", workers, 0, nothing)
@@ -199,7 +226,13 @@ def run_forked(logdir: Path, workers: int, step: int, action: Any) -> list[int]:
         if child == 0:
             code = 1
             try:
-                allhands.init(device="cpu", init_method=f"file://{meeting}", rank=rank, world_size=workers, timeout=60)
+                allhands.init(
+                    device="cpu",
+                    init_method=f"file://{meeting}",
+                    rank=rank,
+                    world_size=workers,
+                    timeout=60,
+                )
                 result = training(logdir, step, action, save_every=1)
                 if rank == 0:
                     torch.save(result, logdir.with_suffix(".pt"))
@@ -215,13 +248,22 @@ def run_forked(logdir: Path, workers: int, step: int, action: Any) -> list[int]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.slow
-def test_killed_at_every_step_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, workers: int) -> None:
-    code = f"from tests.faults.test_resume import killed_at_each_step; killed_at_each_step({str(tmp_path)!r}, {workers})"
+def test_killed_at_every_step_and_resumed_equals_uninterrupted_bit_for_bit(
+    tmp_path: Path, workers: int
+) -> None:
+    code = (
+        "from tests.faults.test_resume import killed_at_each_step; "
+        f"killed_at_each_step({str(tmp_path)!r}, {workers})"
+    )
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
-    lines = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit() and "[]" in line]
+    lines = [
+        line.split() for line in done.stdout.splitlines() if line[:1].isdigit() and "[]" in line
+    ]
     steps = 14 if workers == 1 else 8
-    assert [int(line[0]) for line in lines] == list(range(1, steps + 1)), done.stdout[-2000:] + done.stderr[-4000:]
+    assert [int(line[0]) for line in lines] == list(range(1, steps + 1)), (
+        done.stdout[-2000:] + done.stderr[-4000:]
+    )
     # Each time something was saved before the kill, except possibly at the first steps.
     assert sum(int(line[2]) > 0 for line in lines) >= steps - 3
 
@@ -238,16 +280,26 @@ def stop_here(training: Any) -> None:
 
 
 def each_logdir(folder: str, workers: int, stops: bool) -> list[Any]:
-    """Stop at each step, or go on from there, with this many workers; without dropout, and with the same global batch."""
+    """Stop at each step, or go on from there, with this many workers; without dropout, and with the
+    same global batch."""
     return [
-        training(Path(folder) / str(step), step, stop_here if stops else nothing, dropout=0.0, batch=GLOBAL_BATCH // workers)
+        training(
+            Path(folder) / str(step),
+            step,
+            stop_here if stops else nothing,
+            dropout=0.0,
+            batch=GLOBAL_BATCH // workers,
+        )
         for step in STOPS
     ]
 
 
 def by_step(ranks: list[Any]) -> list[list[int]]:
     """The ids of each step, those of all ranks put together."""
-    return [[sample for rank in ranks for sample in rank["ids"][step]] for step in range(len(ranks[0]["ids"]))]
+    return [
+        [sample for rank in ranks for sample in rank["ids"][step]]
+        for step in range(len(ranks[0]["ids"]))
+    ]
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (4, 1)])
@@ -265,14 +317,17 @@ def test_another_number_of_workers_goes_on_with_the_same_samples_and_weights_to_
         assert relative_difference(resumed["model"], whole["model"]) < 1e-5, step
         assert resumed["history"]["step"] == whole["history"]["step"]
         for loader in ("train", "valid"):
-            assert resumed["history"][loader]["loss"] == pytest.approx(whole["history"][loader]["loss"], rel=1e-5)
+            assert resumed["history"][loader]["loss"] == pytest.approx(
+                whole["history"][loader]["loss"], rel=1e-5
+            )
 
 
 # ---------------------------------------------------------------------- during evaluation
 
 
 def interrupted_in_evaluation(folder: str) -> dict[str, list[str]]:
-    """A signal in the middle of the evaluation: the epoch is not trained again, and not evaluated twice."""
+    """A signal in the middle of the evaluation: the epoch is not trained again, and not evaluated
+    twice."""
     world = allhands.current_world()
     assert world is not None
     whole = training(Path(folder) / "whole")
@@ -282,7 +337,12 @@ def interrupted_in_evaluation(folder: str) -> dict[str, list[str]]:
         original, seen = Recording.handle_batch, []
 
         def handle_batch(
-            self: Any, model: nn.Module, given: Any, original: Any = original, seen: Any = seen, at: int = batch
+            self: Any,
+            model: nn.Module,
+            given: Any,
+            original: Any = original,
+            seen: Any = seen,
+            at: int = batch,
         ) -> Any:
             if not model.training:
                 seen.append(1)

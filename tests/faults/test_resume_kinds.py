@@ -1,4 +1,5 @@
-"""Interrupted trainings of every kind: number formats, accumulation, loader processes, samplers, streams."""
+"""Interrupted trainings of every kind: number formats, accumulation, loader processes, samplers,
+streams."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 
 import allhands
 from allhands import Callback, SupervisedRunner
@@ -85,9 +93,14 @@ def loader(data: str, num_workers: int) -> DataLoader[Any]:
     if data == "augmented":
         return DataLoader(Augmented(), 4, shuffle=True, num_workers=num_workers)
     if data == "weighted":
-        return DataLoader(plain, 4, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, generator=with_seed()))
+        return DataLoader(
+            plain, 4, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, generator=with_seed())
+        )
     if data == "growing":
-        return DataLoader(plain, batch_sampler=Growing(RandomSampler(plain, generator=with_seed()), 4, drop_last=False))
+        return DataLoader(
+            plain,
+            batch_sampler=Growing(RandomSampler(plain, generator=with_seed()), 4, drop_last=False),
+        )
     if data == "stream":
         return DataLoader(Stream(), 4)
     return DataLoader(plain, 4, shuffle=True)
@@ -102,21 +115,36 @@ class Stop(Callback):
             training.stop("interrupted", now=True)
 
 
-def run(logdir: Path | None, step: int, data: str = "plain", num_workers: int = 0, **options: Any) -> Any:
+def run(
+    logdir: Path | None, step: int, data: str = "plain", num_workers: int = 0, **options: Any
+) -> Any:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     history = SupervisedRunner(device="cpu").train(
-        model=model, criterion=nn.CrossEntropyLoss(), optimizer=optimizer, loaders={"train": loader(data, num_workers)},
-        metrics=["accuracy"], num_epochs=2, callbacks=[Stop(step)], logdir=logdir, resume="auto" if logdir else None, **options,
-    )  # fmt: skip
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=optimizer,
+        loaders={"train": loader(data, num_workers)},
+        metrics=["accuracy"],
+        num_epochs=2,
+        callbacks=[Stop(step)],
+        logdir=logdir,
+        resume="auto" if logdir else None,
+        **options,
+    )
     history.pop("seconds")
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"], "history": history}
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict()["state"],
+        "history": history,
+    }
 
 
 @probe_each(KINDS)
 def resumed(kind: str) -> list[list[str]]:
-    """Stop within the first epoch and within the second, go on, and say what differs from a run that was not stopped."""
+    """Stop within the first epoch and within the second, go on, and say what differs from a run
+    that was not stopped."""
     world = allhands.current_world()
     assert world is not None
     whole = run(None, 0, **KINDS[kind])

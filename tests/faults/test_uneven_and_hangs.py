@@ -1,8 +1,11 @@
-"""Ranks with other numbers of batches, a rank that raises, work that is repeated behind the user's back.
+"""Ranks with other numbers of batches, a rank that raises, work that is repeated behind the user's
+back.
 
-Kinds of fault: pytorch/pytorch#33148 and #38174 (unequal numbers of batches), pytorch/pytorch#44425 (while accumulating),
-Lightning-AI/pytorch-lightning#6430 (the true error is hidden), #10389 (slow steps and epochs). Ranks that are killed, stopped or
-that exit are in tests/runner/test_distributed.py and tests/launch/test_failures.py.
+Kinds of fault: pytorch/pytorch#33148 and #38174 (unequal numbers of batches), pytorch/pytorch#44425
+(while accumulating),
+Lightning-AI/pytorch-lightning#6430 (the true error is hidden), #10389 (slow steps and epochs).
+Ranks that are killed, stopped or that exit are in tests/runner/test_distributed.py and
+tests/launch/test_failures.py.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ pytestmark = pytest.mark.serial
 
 @probe
 def uneven() -> dict[str, float]:
-    """Every number of samples from 1 to 13, in batches of 1 and 2; many leave ranks without a sample, at once or later."""
+    """Every number of samples from 1 to 13, in batches of 1 and 2; many leave ranks without a
+    sample, at once or later."""
     return {f"{n}/{batch}": slope_after(n, batch) for n in range(1, 14) for batch in (1, 2)}
 
 
@@ -37,13 +41,19 @@ def uneven() -> dict[str, float]:
 def test_every_number_of_samples_is_trained_on_to_the_end(found: Found, batch: int) -> None:
     for values in found(uneven):
         for n in range(1, 14):
-            assert values[f"{n}/{batch}"] == pytest.approx(sum_of_means(n, batch * found.workers)), n
+            assert values[f"{n}/{batch}"] == pytest.approx(
+                sum_of_means(n, batch * found.workers)
+            ), n
 
 
 @probe
 def over_epochs() -> list[float]:
     """A short step in each epoch, the first step of all included."""
-    return [slope_after(2 * size() + 1, 2, epochs=3), slope_after(1, 4, epochs=3), slope_after(2 * size() + 1, 1, epochs=3)]
+    return [
+        slope_after(2 * size() + 1, 2, epochs=3),
+        slope_after(1, 4, epochs=3),
+        slope_after(2 * size() + 1, 1, epochs=3),
+    ]
 
 
 def test_short_steps_between_full_ones(found: Found) -> None:
@@ -64,7 +74,8 @@ class Words(nn.Module):
 
 @probe
 def sparse_gradients() -> list[list[torch.Tensor]]:
-    """An embedding with sparse gradients and one with dense ones, on 1 to 7 samples; some steps leave ranks without any."""
+    """An embedding with sparse gradients and one with dense ones, on 1 to 7 samples; some steps
+    leave ranks without any."""
     return [[words(n, sparse) for sparse in (True, False)] for n in range(1, 8)]
 
 
@@ -88,7 +99,13 @@ def a_loss_that_is_not_finite_in_a_sparse_step() -> list[str]:
     for n in (2 * size(), 2 * size() + 1):
         target = torch.zeros(n)
         target[-1] = float("inf")
-        messages.append(refusal(lambda n=n, target=target: train(Words(True), (torch.arange(n), target), 2, nn.MSELoss())))
+        messages.append(
+            refusal(
+                lambda n=n, target=target: train(
+                    Words(True), (torch.arange(n), target), 2, nn.MSELoss()
+                )
+            )
+        )
     return messages
 
 
@@ -98,12 +115,21 @@ def test_a_loss_that_is_not_finite_is_told_on_all_ranks_with_sparse_gradients(fo
         assert all("the training loss is inf" in message for message in messages)
 
 
-COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_object", "broadcast_object_list", "barrier", "gather")
+COLLECTIVES = (
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "all_gather_object",
+    "broadcast_object_list",
+    "barrier",
+    "gather",
+)
 
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """Counts this process's calls of torch.distributed; the exchange of gradients, which nobody waits for at once, apart."""
+    """Counts this process's calls of torch.distributed; the exchange of gradients, which nobody
+    waits for at once, apart."""
     calls = dict.fromkeys((*COLLECTIVES, "exchange"), 0)
     originals = {name: getattr(dist, name) for name in COLLECTIVES}
 
@@ -137,10 +163,16 @@ def collectives() -> list[dict[str, int]]:
         data = TensorDataset(x, x)
         with counted() as calls:
             SupervisedRunner(device="cpu").train(
-                model=model, criterion=mean_output, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[Quiet()],
-                loaders={"train": DataLoader(data, 2), "valid": DataLoader(data, 2)}, distributed=DDP(), clip_norm=1.0,
-                metrics={"mean": lambda output, target: output.mean()}, log_every=1,
-            )  # fmt: skip
+                model=model,
+                criterion=mean_output,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                callbacks=[Quiet()],
+                loaders={"train": DataLoader(data, 2), "valid": DataLoader(data, 2)},
+                distributed=DDP(),
+                clip_norm=1.0,
+                metrics={"mean": lambda output, target: output.mean()},
+                log_every=1,
+            )
         found.append(calls)
     return found
 
@@ -182,9 +214,15 @@ def loader_processes() -> dict[str, int]:
     for persistent in (True, False):
         model, runner = Slope(), Readers()
         runner.train(
-            model=model, criterion=mean_output, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), num_epochs=3,
-            loaders={"train": DataLoader(Process(), 1, num_workers=2, persistent_workers=persistent)}, distributed=DDP(),
-        )  # fmt: skip
+            model=model,
+            criterion=mean_output,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            num_epochs=3,
+            loaders={
+                "train": DataLoader(Process(), 1, num_workers=2, persistent_workers=persistent)
+            },
+            distributed=DDP(),
+        )
         counts[str(persistent)] = len(set(runner.found))
     return counts
 
@@ -213,9 +251,14 @@ def test_the_error_of_a_rank_that_others_wait_for_is_what_is_told() -> None:
     started = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         Raises().train(
-            model=model, criterion=mean_output, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            loaders={"train": DataLoader(TensorDataset(x, x), 2)}, distributed=True, workers=3, num_epochs=2,
-        )  # fmt: skip
+            model=model,
+            criterion=mean_output,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loaders={"train": DataLoader(TensorDataset(x, x), 2)},
+            distributed=True,
+            workers=3,
+            num_epochs=2,
+        )
     assert time.monotonic() - started < patience(40)
     message = str(caught.value)
     assert caught.value.rank == 1

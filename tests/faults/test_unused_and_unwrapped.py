@@ -1,8 +1,9 @@
 """Gradients that are not reduced: unused, sometimes used, frozen and bypassed parameters.
 
-Kinds of fault: pytorch/pytorch#112152 (a declared layer that is not used), pytorch/pytorch#69031 (used in an earlier micro-batch
-only), huggingface/trl#5282 and kohya-ss/sd-scripts#989 (the model called past its wrapper), open-mmlab/mmdetection#2153 (an
-error without names). More are in tests/strategies/test_ddp.py.
+Kinds of fault: pytorch/pytorch#112152 (a declared layer that is not used), pytorch/pytorch#69031
+(used in an earlier micro-batch
+only), huggingface/trl#5282 and kohya-ss/sd-scripts#989 (the model called past its wrapper),
+open-mmlab/mmdetection#2153 (an error without names). More are in tests/strategies/test_ddp.py.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ def frozen_and_unfrozen() -> list[list[float]]:
 
 
 def test_a_parameter_may_be_frozen_and_unfrozen_between_epochs(found: Found) -> None:
-    """Two steps with the gradient m and momentum 0.5 are m + 1.5 m; the frozen parameter takes one of them."""
+    """Two steps with the gradient m and momentum 0.5 are m + 1.5 m; the frozen parameter takes one
+    of them."""
     mean = (found.workers + 1) / 2
     for frozen, unfrozen in found(frozen_and_unfrozen):
         assert frozen == pytest.approx([2.5 * mean, mean])
@@ -154,4 +156,7 @@ def one_rank_only() -> list[float]:
 
 def test_a_parameter_used_on_one_rank_only_counts_as_zero_on_the_others(found: Found) -> None:
     workers = found.workers
-    assert found(one_rank_only) == [pytest.approx([(1 + 100 * (workers - 1)) / workers, 1 / workers])] * workers
+    assert (
+        found(one_rank_only)
+        == [pytest.approx([(1 + 100 * (workers - 1)) / workers, 1 / workers])] * workers
+    )

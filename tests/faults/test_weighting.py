@@ -1,7 +1,10 @@
-"""Averages of averages: shares and micro-batches of unequal size, ignored targets, class weights, sums.
+"""Averages of averages: shares and micro-batches of unequal size, ignored targets, class weights,
+sums.
 
-Kinds of fault: huggingface/transformers#34191, pytorch/torchtitan#2206 (accumulated tokens), pytorch/pytorch#37359 and #67253
-(unequal shares), pytorch/pytorch#36516 and ultralytics/ultralytics#18616 (the world size once too often).
+Kinds of fault: huggingface/transformers#34191, pytorch/torchtitan#2206 (accumulated tokens),
+pytorch/pytorch#37359 and #67253
+(unequal shares), pytorch/pytorch#36516 and ultralytics/ultralytics#18616 (the world size once too
+often).
 """
 
 from __future__ import annotations
@@ -109,9 +112,11 @@ def model_for(case: str) -> nn.Module:
 
 def input_for(case: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
-    return torch.randn(7, 3, 5, generator=generator) if not isinstance(model_for(case), nn.Linear) else torch.randn(
-        7, 3, generator=generator
-    )  # fmt: skip
+    return (
+        torch.randn(7, 3, 5, generator=generator)
+        if not isinstance(model_for(case), nn.Linear)
+        else torch.randn(7, 3, generator=generator)
+    )
 
 
 def by_hand(case: str) -> tuple[nn.Module, float]:
@@ -120,7 +125,9 @@ def by_hand(case: str) -> tuple[nn.Module, float]:
     model = model_for(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = global_batches(7, 7, seed=0, shuffle=False)
-    return model, train_by_hand(model, criterion, optimizer, (input_for(case), targets()[target]), batches, 2)[0]
+    return model, train_by_hand(
+        model, criterion, optimizer, (input_for(case), targets()[target]), batches, 2
+    )[0]
 
 
 @probe
@@ -132,12 +139,17 @@ def criteria() -> dict[str, Any]:
             model, own = model_for(case), copy.deepcopy(criterion)
             tensors = (input_for(case), targets()[target])
             history = train(model, tensors, batch, own, lr=0.1, epochs=2, accumulate=accumulate)
-            results[f"{case}/{accumulate > 1}"] = {"weights": model.state_dict(), "loss": history["train"]["loss"][0]}
+            results[f"{case}/{accumulate > 1}"] = {
+                "weights": model.state_dict(),
+                "loss": history["train"]["loss"][0],
+            }
     return results
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_shares_and_micro_batches_of_any_size_give_the_gradient_of_the_whole(found: Found, case: str) -> None:
+def test_shares_and_micro_batches_of_any_size_give_the_gradient_of_the_whole(
+    found: Found, case: str
+) -> None:
     model, loss = by_hand(case)
     if "sum" in case:
         loss /= 7  # reported for a sample
@@ -160,7 +172,10 @@ def one_and_nine_labels() -> dict[str, torch.Tensor]:
 
 def labelled_rows() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
-    x, y = torch.randn(20, 3, generator=generator), torch.randint(0, CLASSES, (20,), generator=generator)
+    x, y = (
+        torch.randn(20, 3, generator=generator),
+        torch.randint(0, CLASSES, (20,), generator=generator),
+    )
     y[1:10], y[19] = -100, -100
     return x, y
 
@@ -181,14 +196,20 @@ def three_and_one() -> float:
     """The user's batch sampler gives 1, 2, 3 to one rank and 8 to the next, as one step."""
     model, x = Slope(), torch.tensor([1.0, 2.0, 3.0, 8.0])
     SupervisedRunner(device="cpu").train(
-        model=model, criterion=mean_output, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), distributed=DDP(),
-        loaders={"train": DataLoader(TensorDataset(x, x), batch_sampler=[[0, 1, 2], [3]])}, accumulate=2 if size() == 1 else 1,
-    )  # fmt: skip
+        model=model,
+        criterion=mean_output,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        distributed=DDP(),
+        loaders={"train": DataLoader(TensorDataset(x, x), batch_sampler=[[0, 1, 2], [3]])},
+        accumulate=2 if size() == 1 else 1,
+    )
     return -float(model.w.detach())
 
 
 def test_three_samples_on_one_rank_and_one_on_another(found: Found) -> None:
-    assert found(three_and_one) == pytest.approx([3.5] * found.workers)  # the mean of the ranks' means would be 5
+    assert found(three_and_one) == pytest.approx(
+        [3.5] * found.workers
+    )  # the mean of the ranks' means would be 5
 
 
 @probe
@@ -213,7 +234,9 @@ def nothing_counts() -> dict[str, Any]:
 
 def test_a_step_in_which_no_target_counts_changes_nothing(found: Found) -> None:
     steps = -(-7 // (2 * found.workers))
-    assert found(nothing_counts) == [{"same": True, "steps": [steps]}] * found.workers  # plain PyTorch: 0/0
+    assert (
+        found(nothing_counts) == [{"same": True, "steps": [steps]}] * found.workers
+    )  # plain PyTorch: 0/0
 
 
 def image_model() -> nn.Module:
@@ -246,7 +269,11 @@ def test_another_memory_format_changes_nothing(found: Found) -> None:
 
 @probe
 def focal() -> str:
-    return refusal(lambda: train(nn.Linear(3, CLASSES), (torch.ones(6, 3), torch.zeros(6, dtype=torch.long)), 2, Focal()))
+    return refusal(
+        lambda: train(
+            nn.Linear(3, CLASSES), (torch.ones(6, 3), torch.zeros(6, dtype=torch.long)), 2, Focal()
+        )
+    )
 
 
 def test_a_derived_criterion_that_averages_over_something_else_is_refused(found: Found) -> None:
@@ -260,9 +287,20 @@ def summed_trajectory() -> list[dict[str, torch.Tensor]]:
     """Global batches of 6, however they are made up, on 16 samples: the last step is short."""
     found = []
     x, y = regression()
-    for batch, accumulate in ((6 // size(), 1), *(((3, 2),) if size() == 1 else ((1, 6 // size()),))):
+    for batch, accumulate in (
+        (6 // size(), 1),
+        *(((3, 2),) if size() == 1 else ((1, 6 // size()),)),
+    ):
         model = line()
-        train(model, (x, y), batch, nn.MSELoss(reduction="sum"), lr=0.01, epochs=3, accumulate=accumulate)
+        train(
+            model,
+            (x, y),
+            batch,
+            nn.MSELoss(reduction="sum"),
+            lr=0.01,
+            epochs=3,
+            accumulate=accumulate,
+        )
         found.append(model.state_dict())
     return found
 
@@ -280,7 +318,14 @@ def line() -> nn.Module:
 def test_a_summed_loss_follows_the_same_path_on_any_world(found: Found) -> None:
     model = line()
     batches = global_batches(16, 6, seed=0, shuffle=False)
-    train_by_hand(model, nn.MSELoss(reduction="sum"), torch.optim.SGD(model.parameters(), lr=0.01), regression(), batches, 9)
+    train_by_hand(
+        model,
+        nn.MSELoss(reduction="sum"),
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        regression(),
+        batches,
+        9,
+    )
     for results in found(summed_trajectory):
         for weights in results:
             assert relative_difference(weights, model.state_dict()) < 1e-5

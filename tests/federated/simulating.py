@@ -1,4 +1,5 @@
-"""Small federated trainings for the tests: clients of unequal size, a model in float64, and the loop written by hand."""
+"""Small federated trainings for the tests: clients of unequal size, a model in float64, and the
+loop written by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ CPU = torch.device("cpu")
 SIZES = (10, 25, 17, 3)
 
 
-def data(samples: int = sum(SIZES), features: int = 5, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+def data(
+    samples: int = sum(SIZES), features: int = 5, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A regression: inputs ``[samples, features]``, targets ``[samples, 1]``."""
     drawn = torch.Generator().manual_seed(1)
     x = torch.randn(samples, features, generator=drawn, dtype=dtype)
@@ -47,15 +50,31 @@ def clients(sizes: tuple[int, ...] = SIZES) -> Clients:
     return Clients([range(a, b) for a, b in itertools.pairwise(bounds)])
 
 
-def rounds(algorithm: Algorithm | None = None, *, net: nn.Module | None = None, given: Any = None, who: Clients | None = None,
-           optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD, options: dict[str, Any] | None = None,
-           criterion: Any = None, executor: Any = "serial", per_round: int | None = None, number: int = 3, seed: int = 42,
-           kind: type[Rounds] = Rounds, world: World | None = None, device: torch.device = CPU,
-           stages: dict[str, Any] | None = None,
-           **local: Any) -> Rounds:  # fmt: skip
-    """Rounds that are ready to run; `local` are options of `LocalTraining` (by default full batches, one epoch), `stages` those
-    of `Rounds`."""
-    net, who = (net if net is not None else model()).to(device), who if who is not None else clients()
+def rounds(
+    algorithm: Algorithm | None = None,
+    *,
+    net: nn.Module | None = None,
+    given: Any = None,
+    who: Clients | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    options: dict[str, Any] | None = None,
+    criterion: Any = None,
+    executor: Any = "serial",
+    per_round: int | None = None,
+    number: int = 3,
+    seed: int = 42,
+    kind: type[Rounds] = Rounds,
+    world: World | None = None,
+    device: torch.device = CPU,
+    stages: dict[str, Any] | None = None,
+    **local: Any,
+) -> Rounds:
+    """Rounds that are ready to run; `local` are options of `LocalTraining` (by default full
+    batches, one epoch), `stages` those of `Rounds`."""
+    net, who = (
+        (net if net is not None else model()).to(device),
+        who if who is not None else clients(),
+    )
     given = given if given is not None else data()
     made = optimizer(net.parameters(), **(options or {"lr": 0.1}))
     local = {"batch_size": None, "epochs": 1, **local}
@@ -66,13 +85,26 @@ def rounds(algorithm: Algorithm | None = None, *, net: nn.Module | None = None, 
     server = Server(layout, layout.read(net), layout.read_integers(net), device, len(who), seed)
     work = Work(copy.deepcopy(net), training, algorithm, Samples(given, device), who, seed)
     world = world or current_world() or init(device="cpu")
-    return kind(work, server, make_executor(executor, work, server), world, per_round=per_round, rounds=number, **(stages or {}))
+    return kind(
+        work,
+        server,
+        make_executor(executor, work, server),
+        world,
+        per_round=per_round,
+        rounds=number,
+        **(stages or {}),
+    )
 
 
 def loop(
-    net: nn.Module, parts: list[torch.Tensor], given: tuple[torch.Tensor, torch.Tensor], number: int, lr: float
+    net: nn.Module,
+    parts: list[torch.Tensor],
+    given: tuple[torch.Tensor, torch.Tensor],
+    number: int,
+    lr: float,
 ) -> nn.Module:
-    """FedAvg by hand: one full-batch step of SGD a client and round, averaged by samples, on plain state dicts."""
+    """FedAvg by hand: one full-batch step of SGD a client and round, averaged by samples, on plain
+    state dicts."""
     net = copy.deepcopy(net)
     x, y = given
     for _ in range(number):
@@ -83,6 +115,11 @@ def loop(
             with torch.no_grad():
                 learnt.append({name: p - lr * p.grad for name, p in own.named_parameters()})
         total = sum(len(part) for part in parts)
-        mean = {name: sum(len(part) / total * one[name] for part, one in zip(parts, learnt, strict=True)) for name in learnt[0]}
+        mean = {
+            name: sum(
+                len(part) / total * one[name] for part, one in zip(parts, learnt, strict=True)
+            )
+            for name in learnt[0]
+        }
         net.load_state_dict(mean)
     return net

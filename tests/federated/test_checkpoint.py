@@ -44,7 +44,14 @@ class Term(Stop):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train(logdir: Path | None, stop: Stop, resume: str | None = None, algorithm="scaffold", seed: int = 42, **options):
+def train(
+    logdir: Path | None,
+    stop: Stop,
+    resume: str | None = None,
+    algorithm="scaffold",
+    seed: int = 42,
+    **options,
+):
     net = sim.model()
     samples = TensorDataset(*sim.data())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -59,10 +66,18 @@ def train(logdir: Path | None, stop: Stop, resume: str | None = None, algorithm=
     }
     saves = {key: given.pop(key) for key in ("save_every",) if key in given}
     history = SupervisedRunner(device="cpu").train(
-        model=net, criterion=nn.MSELoss(), optimizer=optimizer, seed=seed, logdir=logdir, resume=resume, callbacks=[stop],
+        model=net,
+        criterion=nn.MSELoss(),
+        optimizer=optimizer,
+        seed=seed,
+        logdir=logdir,
+        resume=resume,
+        callbacks=[stop],
         scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
-        datasets={"batch_size": 4, "train": samples, "valid": samples}, distributed=Federated(**given), **saves,
-    )  # fmt: skip
+        datasets={"batch_size": 4, "train": samples, "valid": samples},
+        distributed=Federated(**given),
+        **saves,
+    )
     return history, torch.cat([p.detach().reshape(-1) for p in net.parameters()])
 
 
@@ -80,13 +95,19 @@ def told(history):
         {
             "algorithm": "fedavg",
             "compress": {"name": "topk", "keep": 0.2, "feedback": True},
-            "systems": {"speed": {"name": "lognormal", "median": 4.0, "sigma": 1.0}, "over_selection": 0.3},
+            "systems": {
+                "speed": {"name": "lognormal", "median": 4.0, "sigma": 1.0},
+                "over_selection": 0.3,
+            },
         },
         {
             "algorithm": {"name": "fedbuff", "concurrency": 4},
             "systems": {"speed": {"name": "lognormal", "median": 4.0, "sigma": 1.0}},
         },
-        {"algorithm": {"name": "fedavg", "weighted": False}, "privacy": {"clip": 0.1, "noise_multiplier": 0.1}},
+        {
+            "algorithm": {"name": "fedavg", "weighted": False},
+            "privacy": {"clip": 0.1, "noise_multiplier": 0.1},
+        },
     ],
 )
 def test_interrupted_and_resumed_is_uninterrupted_to_the_bit(tmp_path, options):
@@ -134,9 +155,13 @@ def test_save_every_counts_rounds(tmp_path, monkeypatch):
     saved = []
     whole = RoundMemory.save_round
     monkeypatch.setattr(
-        RoundMemory, "save_round", lambda self, *given: (saved.append(self.session.epoch), whole(self, *given))[1]
+        RoundMemory,
+        "save_round",
+        lambda self, *given: (saved.append(self.session.epoch), whole(self, *given))[1],
     )
-    monkeypatch.setattr("allhands.federated.session.Session._update_best", lambda self, values: False)
+    monkeypatch.setattr(
+        "allhands.federated.session.Session._update_best", lambda self, values: False
+    )
     train(tmp_path, Stop(), save_every=4)
     assert saved == [4, 6]
     saved.clear()
@@ -147,10 +172,24 @@ def test_save_every_counts_rounds(tmp_path, monkeypatch):
 def test_the_weights_can_be_taken_elsewhere(tmp_path):
     _, weights = train(tmp_path, Stop())
     state = load_checkpoint(tmp_path / "checkpoints" / "last")["model"]
-    assert torch.equal(torch.cat([state[name].reshape(-1) for name, _ in sim.model().named_parameters()]), weights)
+    assert torch.equal(
+        torch.cat([state[name].reshape(-1) for name, _ in sim.model().named_parameters()]), weights
+    )
     safetensors = pytest.importorskip("safetensors.torch")
-    assert main.run(["export", str(tmp_path / "checkpoints" / "last"), "-o", str(tmp_path / "w.safetensors")]) == 0
-    assert torch.equal(safetensors.load_file(tmp_path / "w.safetensors")["0.weight"], state["0.weight"])
+    assert (
+        main.run(
+            [
+                "export",
+                str(tmp_path / "checkpoints" / "last"),
+                "-o",
+                str(tmp_path / "w.safetensors"),
+            ]
+        )
+        == 0
+    )
+    assert torch.equal(
+        safetensors.load_file(tmp_path / "w.safetensors")["0.weight"], state["0.weight"]
+    )
 
 
 def test_more_rounds_go_on_from_the_end_of_fewer(tmp_path):
@@ -180,9 +219,13 @@ def test_a_training_that_was_not_federated_is_refused_and_the_other_way_round(tm
         net = sim.model()
         samples = TensorDataset(*sim.data())
         SupervisedRunner(device="cpu").train(
-            model=net, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(net.parameters(), lr=0.1), logdir=tmp_path / "plain",
-            datasets={"batch_size": 4, "train": samples}, resume=resume,
-        )  # fmt: skip
+            model=net,
+            criterion=nn.MSELoss(),
+            optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+            logdir=tmp_path / "plain",
+            datasets={"batch_size": 4, "train": samples},
+            resume=resume,
+        )
 
     plain(None)
     with pytest.raises(UserError, match="not federated"):

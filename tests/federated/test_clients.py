@@ -54,7 +54,9 @@ def test_a_hundred_thousand_clients_are_split_at_once():
     train, tests = iid(1_000_000, 100_000).split(0.2)
     assert set(train.sizes) == {8}
     assert set(tests.sizes) == {2}
-    assert np.array_equal(np.sort(np.concatenate([train.indices, tests.indices])), np.arange(1_000_000))
+    assert np.array_equal(
+        np.sort(np.concatenate([train.indices, tests.indices])), np.arange(1_000_000)
+    )
 
 
 @pytest.mark.parametrize("fraction", [0, 1, 1.5, "half"])
@@ -64,7 +66,9 @@ def test_a_fraction_that_is_none_is_refused(fraction):
 
 
 def test_clients_too_small_for_a_test_are_told():
-    with pytest.raises(UserError, match="at most 3 samples gives none a test sample; write a larger fraction"):
+    with pytest.raises(
+        UserError, match="at most 3 samples gives none a test sample; write a larger fraction"
+    ):
         Clients([range(3), range(3, 5)]).split(0.2)
 
 

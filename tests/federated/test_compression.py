@@ -19,14 +19,23 @@ from tests.federated import simulating as sim
 @pytest.fixture
 def server() -> Server:
     layout = Layout(sim.model())
-    return Server(layout, torch.zeros(layout.length, dtype=torch.float64), torch.zeros(0, dtype=torch.int64), sim.CPU, 4, 42)
+    return Server(
+        layout,
+        torch.zeros(layout.length, dtype=torch.float64),
+        torch.zeros(0, dtype=torch.int64),
+        sim.CPU,
+        4,
+        42,
+    )
 
 
 def updates(server: Server, clients: int = 3) -> torch.Tensor:
     drawn = torch.Generator().manual_seed(0)
     rows = torch.zeros(clients, server.layout.length, dtype=torch.float64)
     for place in server.layout.places:
-        rows[:, place.start : place.stop] = torch.randn(clients, place.stop - place.start, generator=drawn, dtype=torch.float64)
+        rows[:, place.start : place.stop] = torch.randn(
+            clients, place.stop - place.start, generator=drawn, dtype=torch.float64
+        )
     return rows
 
 
@@ -68,17 +77,25 @@ def test_one_bit_sends_signs_and_one_size_a_tensor(server):
     given = updates(server)
     sent = given.clone()
     Coded("1bit").narrow(sent, None, [0, 1, 2], server)
-    assert Coded("1bit").sent(server) == sum(4 + -(-(place.stop - place.start) // 8) for place in server.layout.places)
+    assert Coded("1bit").sent(server) == sum(
+        4 + -(-(place.stop - place.start) // 8) for place in server.layout.places
+    )
     for place in server.layout.places:
         part = slice(place.start, place.stop)
-        assert torch.allclose(sent[:, part].abs(), given[:, part].abs().mean(1, keepdim=True).expand_as(sent[:, part]))
+        assert torch.allclose(
+            sent[:, part].abs(), given[:, part].abs().mean(1, keepdim=True).expand_as(sent[:, part])
+        )
         assert torch.equal(sent[:, part] >= 0, given[:, part] >= 0)
 
 
 @pytest.mark.parametrize("name", ["topk", "int8", "1bit", "fp16", "bf16"])
 def test_what_is_lost_is_sent_later(server, name):
     way = Coded({"name": name, "feedback": True})
-    given, sent, residuals = updates(server), [], torch.zeros(3, server.layout.length, dtype=torch.float64)
+    given, sent, residuals = (
+        updates(server),
+        [],
+        torch.zeros(3, server.layout.length, dtype=torch.float64),
+    )
     for server.round in range(4):
         row = given.clone()
         way.narrow(row, residuals, [0, 1, 2], server)
@@ -87,7 +104,11 @@ def test_what_is_lost_is_sent_later(server, name):
 
 
 def test_bytes_of_a_whole_model(server):
-    assert plain_bytes(server) == 8 * numbers(server) == 8 * sum(p.numel() for p in sim.model().parameters())
+    assert (
+        plain_bytes(server)
+        == 8 * numbers(server)
+        == 8 * sum(p.numel() for p in sim.model().parameters())
+    )
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
@@ -103,7 +124,10 @@ def test_rounded_updates_are_half_as_long(server, name):
 @pytest.mark.parametrize(
     ("compress", "said"),
     [
-        ({"name": "topk", "keep": 0}, r"Federated\(compress=.*keep=0 of 'topk'; it must be a number above 0, at most 1"),
+        (
+            {"name": "topk", "keep": 0},
+            r"Federated\(compress=.*keep=0 of 'topk'; it must be a number above 0, at most 1",
+        ),
         ({"name": "topk", "keep": "half"}, "keep='half'"),
         ({"name": "int8", "feedback": 1}, "feedback=1; it must be true or false"),
         ({"name": "int8", "stochastic": 1}, "stochastic=1; it must be true or false"),
@@ -122,7 +146,10 @@ def test_old_spellings_warn():
         made = Federated(clients=2, compression={"name": "topk", "fraction": 0.1})
     assert made.compression.options == {"keep": 0.1, "feedback": False}
     with pytest.warns(FutureWarning, match="the codec '8bit' .*write 'int8'"):
-        assert Federated(clients=2, compress="8bit").compression.options == {"feedback": False, "stochastic": True}
+        assert Federated(clients=2, compress="8bit").compression.options == {
+            "feedback": False,
+            "stochastic": True,
+        }
     said = " ".join(str(one.message) for one in told)
     assert "write Federated(compress=…)" in said
     assert "the option 'fraction' of 'topk'" in said
@@ -138,7 +165,8 @@ def test_rounds_send_what_was_lost_in_later_rounds(world):
     way = Coded({"name": "topk", "keep": 0.2, "feedback": True})
     made = sim.rounds(number=4, stages={"compression": way})
     server, sizes = made.server, made.clients.sizes
-    # By hand: the update of each client, of which the server gets the largest numbers, and the client keeps the rest.
+    # By hand: the update of each client, of which the server gets the largest numbers, and the
+    # client keeps the rest.
     residuals = torch.zeros(len(sizes), server.layout.length, dtype=torch.float64)
     for _ in range(4):
         before = server.weights.clone()
@@ -167,8 +195,10 @@ def test_rounds_send_what_was_lost_in_later_rounds(world):
 @pytest.mark.parametrize("way", ["topk", "int8", "1bit", "bf16"])
 def test_executors_agree_on_what_is_sent(world, way):
     coded = Coded({"name": way, "feedback": True})
-    serial, stacked = (sim.rounds(executor=name, per_round=3, batch_size=4, stages={"compression": coded})
-                       for name in ("serial", "stacked"))  # fmt: skip
+    serial, stacked = (
+        sim.rounds(executor=name, per_round=3, batch_size=4, stages={"compression": coded})
+        for name in ("serial", "stacked")
+    )
     serial.run()
     stacked.run()
     assert (serial.server.weights - stacked.server.weights).abs().max() < 1e-9
@@ -180,7 +210,11 @@ def test_bytes_of_algorithms_that_send_more(world):
     more.run()
     whole = plain_bytes(plain.server)
     assert plain.history["bytes_up"] == plain.history["bytes_down"] == [2 * whole]
-    assert more.history["bytes_up"] == more.history["bytes_down"] == [2 * (whole + 8 * more.server.layout.trained)]
+    assert (
+        more.history["bytes_up"]
+        == more.history["bytes_down"]
+        == [2 * (whole + 8 * more.server.layout.trained)]
+    )
     with pytest.raises(UserError, match="compress='int8'.*'scaffold' sends other vectors too"):
         sim.rounds(Scaffold(), stages={"compression": Coded("int8")})
 

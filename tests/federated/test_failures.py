@@ -40,7 +40,9 @@ def made(dataset: Broken, action: str, **options):
 
 
 def test_a_client_that_raises_ends_the_run_with_its_name_and_traceback():
-    with pytest.raises(ClientFailedError, match=r"(?s)round 0: client 1 failed.*bad disk.*on_client_failure") as caught:
+    with pytest.raises(
+        ClientFailedError, match=r"(?s)round 0: client 1 failed.*bad disk.*on_client_failure"
+    ) as caught:
         made(Broken(range(12, 13)), "stop").run()
     assert "__getitem__" in str(caught.value)
 
@@ -83,7 +85,10 @@ def test_a_round_in_which_all_failed_keeps_the_model_and_says_so(capsys):
 
 
 def test_a_loss_that_no_client_can_be_trained_with_is_no_failure_of_a_client():
-    found = sim.rounds(criterion=lambda output, target: (output - target).squeeze(1), stages={"on_client_failure": "skip"})
+    found = sim.rounds(
+        criterion=lambda output, target: (output - target).squeeze(1),
+        stages={"on_client_failure": "skip"},
+    )
     with pytest.raises(UserError, match="client 0"):
         found.run()
 
@@ -97,8 +102,14 @@ def test_one_client_of_a_stack_is_left_out_and_the_others_are_trained():
         net = nn.Sequential(nn.Linear(5, 3)).double()
         nn.init.constant_(net[0].weight, 0.1)
         nn.init.zeros_(net[0].bias)
-        made = sim.rounds(net=net, given=(x, labels), criterion=nn.CrossEntropyLoss(), executor=executor, batch_size=4,
-                          stages={"on_client_failure": "skip"})  # fmt: skip
+        made = sim.rounds(
+            net=net,
+            given=(x, labels),
+            criterion=nn.CrossEntropyLoss(),
+            executor=executor,
+            batch_size=4,
+            stages={"on_client_failure": "skip"},
+        )
         assert made.run()["failed"] == [[2]] * 3
         found[executor] = made.server.weights
     assert (found["serial"] - found["stacked"]).abs().max() < 1e-12

@@ -11,7 +11,10 @@ from allhands.errors import UserError
 from allhands.federated import natural
 
 DATA = Path(os.environ.get("ALLHANDS_DATA") or Path(__file__).parents[2].parent / "shared" / "data")
-needs_data = pytest.mark.skipif(not (DATA / "heart_disease_sites.npz").is_file(), reason="real data sets are not on this machine")
+needs_data = pytest.mark.skipif(
+    not (DATA / "heart_disease_sites.npz").is_file(),
+    reason="real data sets are not on this machine",
+)
 
 
 @needs_data
@@ -40,15 +43,21 @@ def test_lines_belong_to_their_speakers():
 def test_patients_belong_to_their_hospitals():
     data, hospitals = natural.heart_disease_by_hospital(DATA)
     assert dict(zip(hospitals.names, hospitals.sizes.tolist(), strict=True)) == {
-        "cleveland": 303, "hungarian": 294, "switzerland": 123, "va": 200,
-    }  # fmt: skip
+        "cleveland": 303,
+        "hungarian": 294,
+        "switzerland": 123,
+        "va": 200,
+    }
     x, y = data.tensors
     assert x.isfinite().all()
     assert [int(y[hospitals.samples(i)].sum()) for i in range(4)] == [139, 106, 115, 149]
 
 
 def test_what_is_missing_is_named(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="put heart_disease_sites.npz with the arrays x, num, site, sites into a folder"):
+    with pytest.raises(
+        UserError,
+        match="put heart_disease_sites.npz with the arrays x, num, site, sites into a folder",
+    ):
         natural.heart_disease_by_hospital(tmp_path)
     monkeypatch.delenv("ALLHANDS_DATA", raising=False)
     with pytest.raises(UserError, match="ALLHANDS_DATA is not set"):

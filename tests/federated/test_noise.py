@@ -21,7 +21,12 @@ from tests.federated.executors.comparing import augmented, difference, trained
 CPU = torch.device("cpu")
 
 
-def masks(layer: KeyedDropout, keys: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def masks(
+    layer: KeyedDropout,
+    keys: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
     made = []
     for key in keys:
         layer.key, layer.calls, layer.over = key, 0, False
@@ -105,7 +110,7 @@ def test_under_vmap_each_client_draws_its_own_mask():
     assert torch.equal(vmap(one)(keys, x), masks(layer, keys, (40,)))
 
 
-def test_a_layer_called_twice_draws_twice_and_calls_again_in_the_backward_pass_are_only_served_when_unambiguous():
+def test_calls_again_in_the_backward_pass_are_only_served_when_unambiguous():
     layer, noise = keyed(nn.Dropout(0.5))
     noise.begin()
     x = torch.ones(100)
@@ -129,7 +134,9 @@ def test_a_layer_called_twice_draws_twice_and_calls_again_in_the_backward_pass_a
 
 def test_layers_are_replaced_without_a_trace_in_the_state():
     inner = nn.Dropout(0.2, inplace=True)
-    net = nn.Sequential(nn.Linear(2, 2), inner, nn.Sequential(inner, nn.AlphaDropout(0.1), nn.Dropout1d(1.0)))
+    net = nn.Sequential(
+        nn.Linear(2, 2), inner, nn.Sequential(inner, nn.AlphaDropout(0.1), nn.Dropout1d(1.0))
+    )
     before = copy.deepcopy(net.state_dict())
     noise = Noise(net, CPU)
     assert list(net.state_dict()) == list(before)
@@ -176,7 +183,8 @@ def test_keyed_crops_and_flips_are_evenly_spread():
         noise.begin()
         for image in net(x).numpy():
             seen[image.tobytes()] = seen.get(image.tobytes(), 0) + 1
-    # 9 crops, turned or not; chi-square with 17 degrees of freedom: 41 is exceeded once in a thousand
+    # 9 crops, turned or not; chi-square with 17 degrees of freedom: 41 is exceeded once in a
+    # thousand
     assert len(seen) == 18
     assert sum((count - 6400 / 18) ** 2 / (6400 / 18) for count in seen.values()) < 41
 
@@ -219,12 +227,30 @@ class _OfTheUser(RandomFlip):
 def test_clients_one_by_one_and_stacked_see_the_same_crops_and_flips():
     allhands.init(device="cpu")
     try:
-        # clients of 10, 25, 17, 3 and 8 samples: some have less than a batch of 4, others a short last one, which is padded
+        # clients of 10, 25, 17, 3 and 8 samples: some have less than a batch of 4, others a short
+        # last one, which is padded
         given = {"net": augmented, "batch_size": 4, "epochs": 2}
-        assert difference(["serial", *({"name": "stacked", "chunk": chunk} for chunk in (1, 3, 5))], **given) < 1e-12
+        assert (
+            difference(
+                ["serial", *({"name": "stacked", "chunk": chunk} for chunk in (1, 3, 5))], **given
+            )
+            < 1e-12
+        )
         # and these are not the whole images: training on those ends elsewhere
-        plain = trained("serial", net=nn.Sequential(*(nn.Identity() for _ in range(3)), augmented()[3]), batch_size=4, epochs=2)
-        assert float((plain[0] - trained("serial", net=augmented(), batch_size=4, epochs=2)[0]).abs().max()) > 1e-3
+        plain = trained(
+            "serial",
+            net=nn.Sequential(*(nn.Identity() for _ in range(3)), augmented()[3]),
+            batch_size=4,
+            epochs=2,
+        )
+        assert (
+            float(
+                (plain[0] - trained("serial", net=augmented(), batch_size=4, epochs=2)[0])
+                .abs()
+                .max()
+            )
+            > 1e-3
+        )
         with pytest.raises(UserError, match="randint"):  # a class of its own keeps to the generator
             trained("stacked", net=nn.Sequential(_OfTheUser(), augmented()))
     finally:

@@ -1,4 +1,5 @@
-"""Partitions: exact, seeded, as their papers say, and refused with the numbers where they cannot be."""
+"""Partitions: exact, seeded, as their papers say, and refused with the numbers where they cannot
+be."""
 
 from __future__ import annotations
 
@@ -17,14 +18,21 @@ SAMPLES = Samples((torch.arange(2000.0), torch.from_numpy(TARGETS)), torch.devic
 
 def histogram(made: Clients) -> np.ndarray:
     """Samples by client and class: ``[clients, classes]``."""
-    return np.stack([np.bincount(TARGETS[made.samples(i).numpy()], minlength=10) for i in range(len(made))])
+    return np.stack(
+        [np.bincount(TARGETS[made.samples(i).numpy()], minlength=10) for i in range(len(made))]
+    )
 
 
 @pytest.mark.parametrize(
     "given",
-    ["iid", {"name": "classes", "per_client": 2}, {"name": "dirichlet", "alpha": 0.5}, {"name": "quantity", "alpha": 0.5},
-     {"name": "quantity", "weights": [1, 3]}],
-)  # fmt: skip
+    [
+        "iid",
+        {"name": "classes", "per_client": 2},
+        {"name": "dirichlet", "alpha": 0.5},
+        {"name": "quantity", "alpha": 0.5},
+        {"name": "quantity", "weights": [1, 3]},
+    ],
+)
 def test_every_sample_has_one_client_and_the_seed_decides_which(given):
     made, again, other = (partitions.partition_of(given, SAMPLES, 20, seed) for seed in (1, 1, 2))
     made.check_exact(2000)
@@ -46,7 +54,9 @@ def test_by_class_every_client_sees_as_many_classes_as_asked(per_client):
 
 
 def test_dirichlet_keeps_the_minimum_and_small_alphas_give_few_classes():
-    few, all_alike = (histogram(partitions.dirichlet(TARGETS, 10, alpha)) for alpha in (0.1, 1000.0))
+    few, all_alike = (
+        histogram(partitions.dirichlet(TARGETS, 10, alpha)) for alpha in (0.1, 1000.0)
+    )
     assert few.sum(1).min() >= 10
     share = few.max(1) / few.sum(1)
     even = all_alike.max(1) / all_alike.sum(1)
@@ -55,7 +65,12 @@ def test_dirichlet_keeps_the_minimum_and_small_alphas_give_few_classes():
 
 def test_quantity_keeps_the_minimum_and_weights_are_proportions():
     assert partitions.quantity(2000, 50, alpha=0.05, min_size=5).sizes.min() >= 5
-    assert partitions.quantity(2000, 4, weights=[1, 3], min_size=0).sizes.tolist() == [250, 750, 250, 750]
+    assert partitions.quantity(2000, 4, weights=[1, 3], min_size=0).sizes.tolist() == [
+        250,
+        750,
+        250,
+        750,
+    ]
 
 
 def test_natural_clients_are_the_values_of_a_column(tmp_path):
@@ -70,12 +85,19 @@ def test_natural_clients_are_the_values_of_a_column(tmp_path):
     assert partitions.natural(f"{tmp_path}/digits.npz:writer").names == made.names
     with pytest.raises(UserError, match="no array 'speaker'; it has writer"):
         partitions.natural(f"{tmp_path}/digits.npz:speaker")
-    with pytest.raises(UserError, match="such as 'c' with 1; write a smaller min_size, or small='merge'"):
+    with pytest.raises(
+        UserError, match="such as 'c' with 1; write a smaller min_size, or small='merge'"
+    ):
         partitions.natural(writers, min_size=2)
 
 
 def test_folders_are_clients(tmp_path):
-    for name in ("hospital_a/x/1.png", "hospital_a/2.png", "hospital_b/3.png", "hospital_b/notes.txt"):
+    for name in (
+        "hospital_a/x/1.png",
+        "hospital_a/2.png",
+        "hospital_b/3.png",
+        "hospital_b/notes.txt",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     files, made = partitions.folders(tmp_path)
@@ -89,7 +111,10 @@ def test_folders_are_clients(tmp_path):
 
 def test_a_function_of_the_users_is_called_with_targets_clients_and_seed():
     made = partitions.partition_of(
-        lambda targets, clients, seed: [np.flatnonzero(targets == c) for c in range(clients)], SAMPLES, 10, 3
+        lambda targets, clients, seed: [np.flatnonzero(targets == c) for c in range(clients)],
+        SAMPLES,
+        10,
+        3,
     )
     assert (histogram(made) > 0).sum() == 10
 
@@ -113,14 +138,26 @@ def test_a_hundred_thousand_clients_are_two_arrays():
             10,
             "need 3,000, and the data set has 2,000; write at most",
         ),
-        ({"name": "dirichlet", "alpha": 0.01, "min_size": 190}, 10, "write a larger alpha, fewer clients, or min_size="),
+        (
+            {"name": "dirichlet", "alpha": 0.01, "min_size": 190},
+            10,
+            "write a larger alpha, fewer clients, or min_size=",
+        ),
         ({"name": "classes", "per_client": 11}, 20, "the data set has 10 classes: write 1 to 10"),
         ({"name": "classes"}, 5, "would leave a class without a client; write clients=10 or more"),
         ({"name": "quantity"}, 5, "needs either alpha="),
-        ({"name": "quantity", "weights": [1, 2, 3]}, 5, "as many as clients=5, or a number that divides it"),
+        (
+            {"name": "quantity", "weights": [1, 2, 3]},
+            5,
+            "as many as clients=5, or a number that divides it",
+        ),
         ("iid", None, "needs the number of clients; write clients=10"),
         ("iid", 3000, "3000 clients with at least min_size=1 samples each need 3,000"),
-        ([range(1000), range(1000, 2000), []], None, "1 of 3 clients have no sample, such as client 2"),
+        (
+            [range(1000), range(1000, 2000), []],
+            None,
+            "1 of 3 clients have no sample, such as client 2",
+        ),
         ([range(1000), range(999, 2000)], None, "sample 999 belongs to 2 clients"),
         ([range(1000), range(1000, 1999)], None, "sample 1999 belongs to 0 clients"),
         ([range(2001)], None, "names sample 2000, and the data set has 2000"),
@@ -135,5 +172,7 @@ def test_what_cannot_be_is_refused_with_the_numbers(given, clients, message):
 
 def test_classes_need_targets():
     hidden = Samples([(torch.zeros(1), 0)] * 20, torch.device("cpu"))
-    with pytest.raises(UserError, match="does not show its targets; give it an attribute `targets`"):
+    with pytest.raises(
+        UserError, match="does not show its targets; give it an attribute `targets`"
+    ):
         partitions.partition_of({"name": "dirichlet"}, hidden, 2, 0)

@@ -11,7 +11,15 @@ from torch import nn
 
 import allhands
 from allhands.errors import UserError
-from allhands.federated.algorithms import ALGORITHMS, FedAdam, FedAvg, FedNova, FedProx, LocalOnly, Scaffold
+from allhands.federated.algorithms import (
+    ALGORITHMS,
+    FedAdam,
+    FedAvg,
+    FedNova,
+    FedProx,
+    LocalOnly,
+    Scaffold,
+)
 from allhands.federated.clients import Clients
 from allhands.federated.rounds import BadUpdateError
 from tests.federated import simulating as sim
@@ -45,12 +53,16 @@ def test_own_layers_equal_the_loop_by_hand(executor):
                     parameter.sub_(0.1 * parameter.grad)
         states = [model.state_dict() for model in models]
         for name in ("0.weight", "0.bias"):
-            shared = sum(len(part) * state[name] for part, state in zip(parts, states, strict=True)) / 55
+            shared = (
+                sum(len(part) * state[name] for part, state in zip(parts, states, strict=True)) / 55
+            )
             for state in states:
                 state[name].copy_(shared)
     made.run()
     for client, model in enumerate(models):
-        assert (made.server.start(made.states.get([client]))[0] - made.server.layout.read(model)).abs().max() < 1e-12
+        assert (
+            made.server.start(made.states.get([client]))[0] - made.server.layout.read(model)
+        ).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("algorithm", [FedProx(0.1), FedAdam(), Scaffold(), FedNova()])
@@ -83,7 +95,9 @@ def test_clients_own_models_are_measured_on_their_own_test_samples():
     for client in (0, 1, 3):
         made.server.layout.write(made.server.start(made.states.get([client]))[0], net)
         with torch.no_grad():
-            total += float(nn.functional.mse_loss(net(x[tests.samples(client)]), y[tests.samples(client)])) * tests.size(client)
+            total += float(
+                nn.functional.mse_loss(net(x[tests.samples(client)]), y[tests.samples(client)])
+            ) * tests.size(client)
     assert history["clients"]["loss"][-1] == pytest.approx(total / 8, abs=1e-12)
     assert "accuracy" not in history["clients"]
     with pytest.raises(UserError, match="2 samples of 2 clients, and 4 clients are trained"):
@@ -95,23 +109,45 @@ def test_accuracy_where_targets_are_classes():
     y = (x.sum(1) > 0).long()
     torch.manual_seed(1)
     net = nn.Linear(5, 2).double()
-    made = sim.rounds(FedAvg(), net=net, given=(x, y), criterion=nn.CrossEntropyLoss(), number=2,
-                      stages={"tests": sim.clients()}, **LOCAL)  # fmt: skip
+    made = sim.rounds(
+        FedAvg(),
+        net=net,
+        given=(x, y),
+        criterion=nn.CrossEntropyLoss(),
+        number=2,
+        stages={"tests": sim.clients()},
+        **LOCAL,
+    )
     history = made.run()
     made.server.layout.write(made.server.weights, net)
-    assert history["clients"]["accuracy"][-1] == pytest.approx(float((net(x).argmax(1) == y).double().mean()), abs=1e-12)
+    assert history["clients"]["accuracy"][-1] == pytest.approx(
+        float((net(x).argmax(1) == y).double().mean()), abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("executor", ["serial", "stacked"])
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "qfedavg", "fedadam", "fednova"])
-def test_a_client_that_diverges_is_left_out_as_if_it_had_not_been_there(algorithm, executor, capsys):
+def test_a_client_that_diverges_is_left_out_as_if_it_had_not_been_there(
+    algorithm, executor, capsys
+):
     """Client 1 overflows; the others' mean is what it would be without."""
     x, y = sim.data()
     y = y.clone()
     y[sim.clients().samples(1)] = 1e200  # its square is infinite in a later step
-    made, others = (sim.rounds(ALGORITHMS[algorithm](), given=data, number=2, executor=executor, criterion=quartic, kind=kind,
-                               stages={"on_bad_update": "skip"}, batch_size=None, epochs=2)
-                    for data, kind in (((x, y), sim.Rounds), (sim.data(), WithoutOne)))  # fmt: skip
+    made, others = (
+        sim.rounds(
+            ALGORITHMS[algorithm](),
+            given=data,
+            number=2,
+            executor=executor,
+            criterion=quartic,
+            kind=kind,
+            stages={"on_bad_update": "skip"},
+            batch_size=None,
+            epochs=2,
+        )
+        for data, kind in (((x, y), sim.Rounds), (sim.data(), WithoutOne))
+    )
     history = made.run()
     assert history["skipped"] == [[1], [1]]
     assert "client 1 came out with NaN or Inf, left out" in capsys.readouterr().out
@@ -139,7 +175,9 @@ def test_the_run_ends_and_names_the_client_unless_told_otherwise(executor):
     y[sim.clients().samples(1)] = 1e200
     made = sim.rounds(given=(x, y), criterion=quartic, executor=executor, epochs=2)
     start = made.server.weights.clone()
-    with pytest.raises(BadUpdateError, match="client 1 came out with NaN or Inf.*on_bad_update='skip'"):
+    with pytest.raises(
+        BadUpdateError, match="client 1 came out with NaN or Inf.*on_bad_update='skip'"
+    ):
         made.run()
     assert torch.equal(made.server.weights, start)
     with pytest.raises(UserError, match="on_bad_update='ignore'"):
@@ -149,14 +187,23 @@ def test_the_run_ends_and_names_the_client_unless_told_otherwise(executor):
 def test_a_round_in_which_all_have_failed_keeps_the_model_and_says_so(capsys):
     x, y = sim.data()
     made = sim.rounds(
-        given=(x, torch.full_like(y, 1e200)), criterion=quartic, epochs=2, number=2, stages={"on_bad_update": "skip"}
+        given=(x, torch.full_like(y, 1e200)),
+        criterion=quartic,
+        epochs=2,
+        number=2,
+        stages={"on_bad_update": "skip"},
     )
     start = made.server.weights.clone()
     history = made.run()
     assert torch.equal(made.server.weights, start)
     assert history["unchanged"] == [True, True]
     assert history["skipped"] == [[0, 1, 2, 3]] * 2
-    assert capsys.readouterr().out.count("no client of 4 has brought an update; the model stays as it was") == 2
+    assert (
+        capsys.readouterr().out.count(
+            "no client of 4 has brought an update; the model stays as it was"
+        )
+        == 2
+    )
 
 
 def _run(names: list[str]) -> list[torch.Tensor]:
@@ -191,10 +238,14 @@ def runner_trained(**options):
     """A training by `SupervisedRunner` in this process; its history and model."""
     net, (x, y) = sim.model(), sim.data()
     history = allhands.SupervisedRunner().train(
-        model=net, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(net.parameters(), lr=0.1), verbose=False,
+        model=net,
+        criterion=nn.MSELoss(),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        verbose=False,
         datasets={"batch_size": 4, "train": torch.utils.data.TensorDataset(x, y)},
-        workers=1, distributed=allhands.federated.Federated(clients=4, rounds=2, **options),
-    )  # fmt: skip
+        workers=1,
+        distributed=allhands.federated.Federated(clients=4, rounds=2, **options),
+    )
     return history, net
 
 

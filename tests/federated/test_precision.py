@@ -26,14 +26,29 @@ def _world():
 def convolutions() -> nn.Module:
     """Layers without bias: their sums are rounded once, in whatever kernel."""
     torch.manual_seed(5)
-    return nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3, bias=False))
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3, bias=False)
+    )
 
 
 def update(executor, precision: str = "bf16", net=None, algorithm=None, **options) -> torch.Tensor:
     """What two rounds have changed in the global model."""
-    options = {"criterion": nn.CrossEntropyLoss(), "number": 2, "batch_size": 4, "epochs": 2, **options}
-    made = sim.rounds(copy.deepcopy(algorithm), net=net or convolutions(), given=images(torch.float32), who=sim.clients(SIZES),
-                      executor=executor, precision=precision, **options)  # fmt: skip
+    options = {
+        "criterion": nn.CrossEntropyLoss(),
+        "number": 2,
+        "batch_size": 4,
+        "epochs": 2,
+        **options,
+    }
+    made = sim.rounds(
+        copy.deepcopy(algorithm),
+        net=net or convolutions(),
+        given=images(torch.float32),
+        who=sim.clients(SIZES),
+        executor=executor,
+        precision=precision,
+        **options,
+    )
     before = made.server.weights.clone()
     made.run()
     assert made.server.weights.dtype == torch.float32
@@ -46,7 +61,8 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def by_hand(backwards: bool) -> torch.Tensor:
-    """What one step of each client has changed, with its samples in their order or in the reverse one."""
+    """What one step of each client has changed, with its samples in their order or in the reverse
+    one."""
     (x, y), net, parts = images(torch.float32), convolutions(), sim.clients(SIZES)
     learnt = []
     for client in range(len(parts)):
@@ -65,7 +81,9 @@ def test_serial_equals_the_loop_by_hand_under_autocast():
     noise = apart(by_hand(backwards=True), expected)
     found = update("serial", number=1, batch_size=None, epochs=1)
     assert apart(found[found != 0], expected) < max(1e-5, 2 * noise)
-    assert apart(update("serial", "fp32", number=1, batch_size=None, epochs=1), found) > max(1e-3, noise)
+    assert apart(update("serial", "fp32", number=1, batch_size=None, epochs=1), found) > max(
+        1e-3, noise
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +118,9 @@ class _Wide(nn.Module):
 
 def test_a_part_of_a_model_that_is_not_narrowed():
     def net() -> nn.Module:
-        return nn.Sequential(*(_Wide(layer) if isinstance(layer, nn.Conv2d) else layer for layer in convolutions()))
+        return nn.Sequential(
+            *(_Wide(layer) if isinstance(layer, nn.Conv2d) else layer for layer in convolutions())
+        )
 
     expected = update("serial", net=net())
     assert apart(update("serial"), expected) > 1e-3
@@ -110,10 +130,18 @@ def test_a_part_of_a_model_that_is_not_narrowed():
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_stacked_is_serial_to_rounding_with_normalisation_dropout_and_momentum(norm):
-    given = {"options": {"lr": 0.1, "momentum": 0.9}, "clip_norm": 1.0, "batch_size": 3, "drop_last": True}
+    given = {
+        "options": {"lr": 0.1, "momentum": 0.9},
+        "clip_norm": 1.0,
+        "batch_size": 3,
+        "drop_last": True,
+    }
     expected = update("serial", net=network(norm, dtype=torch.float32), **given)
     for executor in STACKED:
-        assert apart(update(executor, net=network(norm, dtype=torch.float32), **given), expected) < 0.02
+        assert (
+            apart(update(executor, net=network(norm, dtype=torch.float32), **given), expected)
+            < 0.02
+        )
 
 
 @pytest.mark.parametrize(
@@ -130,8 +158,15 @@ def test_losses_are_not_narrowed(criterion):
         torch.manual_seed(3)
         for parameter in net.parameters():
             nn.init.normal_(parameter)
-        made = sim.rounds(net=net, given=(x, y), criterion=criterion, executor=executor, precision="bf16", batch_size=10,
-                          options={"lr": 0.01})  # fmt: skip
+        made = sim.rounds(
+            net=net,
+            given=(x, y),
+            criterion=criterion,
+            executor=executor,
+            precision="bf16",
+            batch_size=10,
+            options={"lr": 0.01},
+        )
         before = made.server.weights.clone()
         made.run()
         found.append(made.server.weights - before)
@@ -144,14 +179,19 @@ def test_a_repeated_run_is_the_same_to_the_bit():
 
 
 class _Mixes(nn.Module):
-    """Multiplies its input, which is narrow, by weights that are not, under an operation that wants one format."""
+    """Multiplies its input, which is narrow, by weights that are not, under an operation that wants
+    one format."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if x.dtype == torch.float32 else x.index_put((torch.arange(len(x)),), self.weight.expand(len(x), 64))
+        return (
+            x
+            if x.dtype == torch.float32
+            else x.index_put((torch.arange(len(x)),), self.weight.expand(len(x), 64))
+        )
 
 
 def test_a_model_that_fails_in_bf16_is_refused_by_name():

@@ -1,4 +1,5 @@
-"""Several processes: the same model on any number of workers, failures of one rank that all end with, going on after a loss."""
+"""Several processes: the same model on any number of workers, failures of one rank that all end
+with, going on after a loss."""
 
 from __future__ import annotations
 
@@ -50,14 +51,23 @@ class Killing(Scaffold):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(count: int | None, algorithm: Any = "scaffold", **given: Any) -> tuple[dict[str, Any], torch.Tensor]:
+def train(
+    count: int | None, algorithm: Any = "scaffold", **given: Any
+) -> tuple[dict[str, Any], torch.Tensor]:
     net = sim.model()
     samples = TensorDataset(*sim.data())
-    strategy = Federated(clients=9, per_round=5, rounds=5, local_epochs=2, algorithm=algorithm, executor="serial")
+    strategy = Federated(
+        clients=9, per_round=5, rounds=5, local_epochs=2, algorithm=algorithm, executor="serial"
+    )
     history = SupervisedRunner(device="cpu").train(
-        model=net, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(net.parameters(), lr=0.1), distributed=strategy,
-        datasets={"batch_size": 4, "train": samples, "valid": samples}, workers=count, **given,
-    )  # fmt: skip
+        model=net,
+        criterion=nn.MSELoss(),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        distributed=strategy,
+        datasets={"batch_size": 4, "train": samples, "valid": samples},
+        workers=count,
+        **given,
+    )
     return history, torch.cat([p.detach().reshape(-1) for p in net.parameters()])
 
 
@@ -71,7 +81,9 @@ def test_three_workers_train_the_model_of_one(in_this_process):
     assert history["valid"]["loss"] == pytest.approx(expected["valid"]["loss"], rel=1e-12)
 
 
-def test_a_worker_that_is_killed_in_a_round_is_named_and_the_run_goes_on_from_the_round_before(tmp_path, in_this_process):
+def test_a_worker_that_is_killed_in_a_round_is_named_and_the_run_goes_on_from_the_round_before(
+    tmp_path, in_this_process
+):
     began = time.monotonic()
     with pytest.raises(WorkerError, match="worker 1 .*SIGKILL|rank 1.*SIGKILL") as caught:
         train(2, Killing(tmp_path / "mark", 3), logdir=tmp_path)
@@ -104,7 +116,13 @@ class Sleeping:
 
 
 def uneven(seconds: float, bad: int | None = None, **stages: Any) -> Any:
-    return sim.rounds(given=Sleeping(seconds, bad), who=sim.clients((2, 4) * 8), number=3, batch_size=2, stages=stages)
+    return sim.rounds(
+        given=Sleeping(seconds, bad),
+        who=sim.clients((2, 4) * 8),
+        number=3,
+        batch_size=2,
+        stages=stages,
+    )
 
 
 def on_a_rank() -> dict[str, Any]:
@@ -118,8 +136,12 @@ def on_a_rank() -> dict[str, Any]:
         made.queue.pull = lambda: (part := pull(), pulls.append(part is not None))[0]
         made.train = lambda jobs, sums: (trained.append(len(jobs)), train_part(jobs, sums))[1]
         history = made.run()
-        found |= {"weights": made.server.weights.tolist(), "loss": history["train"]["loss"], "pulls": sum(pulls),
-                  "trained": sum(trained)}  # fmt: skip
+        found |= {
+            "weights": made.server.weights.tolist(),
+            "loss": history["train"]["loss"],
+            "pulls": sum(pulls),
+            "trained": sum(trained),
+        }
         skipping = uneven(0.0, 0, on_client_failure="skip")
         found["failed"] = skipping.run()["failed"]
         stopping = uneven(0.0, 0)
@@ -154,20 +176,35 @@ def test_late_devices_pull_and_a_failure_on_one_rank_ends_all_with_the_same_word
 
 
 def as_teams() -> dict[str, Any]:
-    """What each of four ranks in teams of two ends with, and what becomes of a client that fails on one rank of its team."""
+    """What each of four ranks in teams of two ends with, and what becomes of a client that fails on
+    one rank of its team."""
     world = allhands.init(device="cpu")
     found: dict[str, Any] = {}
     try:
         for name in ("scaffold", "fedavg"):
             net = sim.model()
             samples = TensorDataset(*sim.data())
-            strategy = Federated(clients=9, per_round=5, rounds=3, local_epochs=2, algorithm=name, devices_per_client=2)
+            strategy = Federated(
+                clients=9,
+                per_round=5,
+                rounds=3,
+                local_epochs=2,
+                algorithm=name,
+                devices_per_client=2,
+            )
             history = SupervisedRunner(device="cpu").train(
-                model=net, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
-                datasets={"batch_size": 4, "train": samples}, clip_norm=1.0,
-                distributed=strategy if world.world_size > 1 else Federated(**SAME, algorithm=name), workers=None,
-            )  # fmt: skip
-            found[name] = torch.cat([p.detach().reshape(-1) for p in net.parameters()]).tolist(), history["train"]["loss"]
+                model=net,
+                criterion=nn.MSELoss(),
+                optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+                datasets={"batch_size": 4, "train": samples},
+                clip_norm=1.0,
+                distributed=strategy if world.world_size > 1 else Federated(**SAME, algorithm=name),
+                workers=None,
+            )
+            found[name] = (
+                torch.cat([p.detach().reshape(-1) for p in net.parameters()]).tolist(),
+                history["train"]["loss"],
+            )
         if world.world_size > 1:
             found["errors"] = failing_in_a_team(world)
     finally:
@@ -191,7 +228,9 @@ def failing_in_a_team(world: Any) -> list[Any]:
         return nn.functional.mse_loss(output, target)
 
     for action in ("skip", "stop"):
-        made = sim.rounds(batch_size=4, criterion=criterion, stages={"on_client_failure": action, "team": team})
+        made = sim.rounds(
+            batch_size=4, criterion=criterion, stages={"on_client_failure": action, "team": team}
+        )
         made.executor = Shared(made.work, made.server, team)
         try:
             history = made.run()
@@ -228,7 +267,8 @@ torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
 history = SupervisedRunner(device="cpu").train(
     model=net, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-    datasets={"batch_size": 4, "train": data}, distributed=Federated(clients=8, per_round=4, rounds=3))
+    datasets={"batch_size": 4, "train": data},
+    distributed=Federated(clients=8, per_round=4, rounds=3))
 print("weights", sum(p.double().sum().item() for p in net.parameters()), flush=True)
 """
 
@@ -237,9 +277,20 @@ def test_a_script_joins_the_world_that_launch_makes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "-c", "from allhands.cli.main import main; main()", "launch", "-n", "2", str(script)],
-        capture_output=True, text=True, cwd=tmp_path, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            "from allhands.cli.main import main; main()",
+            "launch",
+            "-n",
+            "2",
+            str(script),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 workers on cpu; 4 of 8 clients a round" in done.stdout
     weights = [line.split("weights ")[1] for line in done.stdout.splitlines() if "weights " in line]

@@ -28,19 +28,35 @@ def _world(monkeypatch):
     allhands.finalize()
 
 
-HISTORY = {"round": [0, 1, 2], "seconds": [1.0, 1.0, 1.5], "train": {"loss": [3.0, 2.0, 1.0]}, "bytes_up": [1e6, 2e6, 3e6],
-           "bytes_down": [1e6, 1e6, 1e6], "failed": [[], [4], []], "virtual_time": [5.0, 6.0, 9.0],
-           "valid": {"round": [1, 2], "accuracy": [0.25, 0.5]}}  # fmt: skip
+HISTORY = {
+    "round": [0, 1, 2],
+    "seconds": [1.0, 1.0, 1.5],
+    "train": {"loss": [3.0, 2.0, 1.0]},
+    "bytes_up": [1e6, 2e6, 3e6],
+    "bytes_down": [1e6, 1e6, 1e6],
+    "failed": [[], [4], []],
+    "virtual_time": [5.0, 6.0, 9.0],
+    "valid": {"round": [1, 2], "accuracy": [0.25, 0.5]},
+}
 
 
 def test_values_stand_where_they_were_measured():
-    assert series(HISTORY) == {"train loss": ([0, 1, 2], [3.0, 2.0, 1.0]), "valid accuracy": ([1, 2], [0.25, 0.5])}
-    assert _axes(HISTORY) == {"round": [1, 2, 3], "megabytes up and down": [2.0, 5.0, 9.0], "virtual seconds": [5.0, 6.0, 9.0]}
+    assert series(HISTORY) == {
+        "train loss": ([0, 1, 2], [3.0, 2.0, 1.0]),
+        "valid accuracy": ([1, 2], [0.25, 0.5]),
+    }
+    assert _axes(HISTORY) == {
+        "round": [1, 2, 3],
+        "megabytes up and down": [2.0, 5.0, 9.0],
+        "virtual seconds": [5.0, 6.0, 9.0],
+    }
 
 
 def test_a_report_is_one_file_with_all_pictures(tmp_path):
     last = {"client": [3, 4], "rank": [0, 1], "seconds": [0.25, 0.5]}
-    report(HISTORY, tmp_path / "a.html", last=last, sizes=[1, 2, 3], settings={"algorithm": "<fedavg>"})
+    report(
+        HISTORY, tmp_path / "a.html", last=last, sizes=[1, 2, 3], settings={"algorithm": "<fedavg>"}
+    )
     text = (tmp_path / "a.html").read_text()
     pictures = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', text)
     assert len(pictures) == 3 == text.count("src=")
@@ -72,10 +88,13 @@ def test_a_training_leaves_its_report_in_the_logdir(tmp_path, monkeypatch, drawn
         monkeypatch.setattr("allhands.federated.session.find_spec", lambda name: None)
     net = sim.model()
     SupervisedRunner(device="cpu").train(
-        model=net, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(net.parameters(), lr=0.1), logdir=tmp_path,
+        model=net,
+        criterion=nn.MSELoss(),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        logdir=tmp_path,
         datasets={"batch_size": 8, "train": TensorDataset(*sim.data())},
         distributed=Federated(clients=5, per_round=3, rounds=2, executor="serial"),
-    )  # fmt: skip
+    )
     path = tmp_path / "report.html"
     assert path.exists() == drawn
     if drawn:

@@ -42,7 +42,10 @@ def test_one_full_batch_step_of_all_clients_is_one_step_on_all_samples():
 
 
 def test_a_repeated_run_is_the_same_to_the_bit_and_another_seed_is_not():
-    first, again, other = (sim.rounds(per_round=2, number=4, batch_size=4, epochs=2, seed=seed) for seed in (42, 42, 43))
+    first, again, other = (
+        sim.rounds(per_round=2, number=4, batch_size=4, epochs=2, seed=seed)
+        for seed in (42, 42, 43)
+    )
     histories = [made.run() for made in (first, again, other)]
     assert torch.equal(first.server.weights, again.server.weights)
     assert histories[0]["cohort"] == histories[1]["cohort"]

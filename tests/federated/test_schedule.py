@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,9 +14,18 @@ from allhands.federated.schedule import Costs, Queue, deal, longest_first
 from tests.federated import simulating as sim
 
 
-def spans(costs: list[float], dealt: list[list[int]], speeds: list[float], groups: list[list[int]] = []) -> list[float]:  # noqa: B006
-    """When each device is through with its part and what it then pulls: replayed without waiting."""
-    free = [(sum(costs[item] for item in part) / speed, device) for device, (part, speed) in enumerate(zip(dealt, speeds, strict=True))]  # noqa: E501  # fmt: skip
+def spans(
+    costs: list[float],
+    dealt: list[list[int]],
+    speeds: list[float],
+    groups: Sequence[list[int]] = (),
+) -> list[float]:
+    """When each device is through with its part and what it then pulls: replayed without
+    waiting."""
+    free = [
+        (sum(costs[item] for item in part) / speed, device)
+        for device, (part, speed) in enumerate(zip(dealt, speeds, strict=True))
+    ]
     heapq.heapify(free)
     for group in groups:
         at, device = heapq.heappop(free)
@@ -32,7 +42,9 @@ def test_longest_first_is_closer_to_even_than_random_dealing():
     costs, devices = drawn(), 8
     source, order = random.Random(1), list(range(len(drawn())))
     source.shuffle(order)
-    by_chance = max(spans(costs, [order[device::devices] for device in range(devices)], [1.0] * devices))
+    by_chance = max(
+        spans(costs, [order[device::devices] for device in range(devices)], [1.0] * devices)
+    )
     even = sum(costs) / devices
     found = max(spans(costs, longest_first(costs, devices), [1.0] * devices))
     assert found < 1.02 * even

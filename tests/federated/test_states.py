@@ -12,7 +12,9 @@ from tests.federated.simulating import CPU
 
 
 def states(rank: int = 0, size: int = 1) -> ClientStates:
-    return ClientStates({"c": 3, "h": 2}, torch.float64, CPU, SimpleNamespace(rank=rank, world_size=size))  # type: ignore[arg-type]
+    return ClientStates(
+        {"c": 3, "h": 2}, torch.float64, CPU, SimpleNamespace(rank=rank, world_size=size)
+    )  # type: ignore[arg-type]
 
 
 def test_clients_begin_with_zeros_and_get_copies_of_what_they_have_put():
@@ -28,7 +30,9 @@ def test_clients_begin_with_zeros_and_get_copies_of_what_they_have_put():
     assert again["h"].tolist() == [[5.0] * 2, [0.0] * 2]
 
 
-def test_vectors_travel_to_the_rank_that_trains_next_also_of_a_client_that_has_never_trained(monkeypatch):
+def test_vectors_travel_to_the_rank_that_trains_next_also_of_a_client_that_has_never_trained(
+    monkeypatch,
+):
     letters: list[torch.Tensor] = []
 
     def deliver(operations):
@@ -36,7 +40,9 @@ def test_vectors_travel_to_the_rank_that_trains_next_also_of_a_client_that_has_n
             letters.append(tensor.clone()) if kind == "isend" else tensor.copy_(letters.pop(0))
         return []
 
-    fake = SimpleNamespace(isend="isend", irecv="irecv", P2POp=lambda *given: given, batch_isend_irecv=deliver)
+    fake = SimpleNamespace(
+        isend="isend", irecv="irecv", P2POp=lambda *given: given, batch_isend_irecv=deliver
+    )
     monkeypatch.setattr(module, "dist", fake)
     ranks = [states(0, 2), states(1, 2)]
     for rank in ranks:

@@ -1,4 +1,5 @@
-"""`SupervisedRunner.train(distributed=Federated(…))`: each argument is honoured or refused by name."""
+"""`SupervisedRunner.train(distributed=Federated(…))`: each argument is honoured or refused by
+name."""
 
 from __future__ import annotations
 
@@ -29,10 +30,12 @@ def train(net: nn.Module | None = None, strategy: Federated | None = None, optim
     net = net if net is not None else sim.model()
     samples = TensorDataset(*sim.data())
     options = {
-        "model": net, "criterion": nn.MSELoss(), "optimizer": optimizer or torch.optim.SGD(net.parameters(), lr=0.1),
+        "model": net,
+        "criterion": nn.MSELoss(),
+        "optimizer": optimizer or torch.optim.SGD(net.parameters(), lr=0.1),
         "datasets": {"batch_size": 8, "train": samples, "valid": samples},
         "distributed": strategy or Federated(clients=5, per_round=3, rounds=4, executor="serial"),
-    }  # fmt: skip
+    }
     return SupervisedRunner(device="cpu").train(**{**options, **given}), net
 
 
@@ -71,12 +74,17 @@ def test_bf16_reaches_the_clients_and_the_measuring_and_weights_stay_as_they_are
     ends = {}
     for precision in ("fp32", "bf16"):
         net = sim.model(dtype=torch.float32)
-        history, _ = train(net, Federated(clients=5, per_round=3, rounds=4, executor="serial", test_fraction=0.2),
-                           precision=precision, datasets={"batch_size": 8, "train": TensorDataset(x, y),
-                                                          "valid": TensorDataset(x, y)})  # fmt: skip
+        history, _ = train(
+            net,
+            Federated(clients=5, per_round=3, rounds=4, executor="serial", test_fraction=0.2),
+            precision=precision,
+            datasets={"batch_size": 8, "train": TensorDataset(x, y), "valid": TensorDataset(x, y)},
+        )
         assert all(p.dtype == torch.float32 for p in net.parameters())
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            assert history["valid"]["loss"][-1] == pytest.approx(nn.functional.mse_loss(net(x), y).item(), rel=1e-5)
+            assert history["valid"]["loss"][-1] == pytest.approx(
+                nn.functional.mse_loss(net(x), y).item(), rel=1e-5
+            )
         ends[precision] = history["valid"]["loss"][-1], history["clients"]["loss"][-1]
     assert ends["bf16"] == pytest.approx(ends["fp32"], rel=0.02)
     assert ends["bf16"][0] != ends["fp32"][0]
@@ -103,7 +111,13 @@ def test_a_schedule_of_momentum_reaches_the_clients():
 
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=4)
-    train(net, Federated(clients=5, per_round=3, rounds=4), optimizer=optimizer, scheduler=schedule, callbacks=[Look()])
+    train(
+        net,
+        Federated(clients=5, per_round=3, rounds=4),
+        optimizer=optimizer,
+        scheduler=schedule,
+        callbacks=[Look()],
+    )
     assert seen[0] == seen[1] == 0.95
     assert seen[2] == seen[3] < 0.95
 
@@ -111,7 +125,9 @@ def test_a_schedule_of_momentum_reaches_the_clients():
 def test_a_plateau_is_looked_for_in_rounds_that_are_evaluated():
     net = sim.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9, threshold_mode="abs")
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, patience=0, threshold=1e9, threshold_mode="abs"
+    )
     strategy = Federated(clients=5, per_round=3, rounds=6, evaluate_every=2, executor="serial")
     history, _ = train(net, strategy, optimizer=optimizer, scheduler=schedule)
     assert history["lr"] == pytest.approx([0.1] * 4 + [0.01] * 2)
@@ -119,8 +135,19 @@ def test_a_plateau_is_looked_for_in_rounds_that_are_evaluated():
 
 def test_callbacks_take_rounds_for_epochs():
     seen = Seen()
-    train(strategy=Federated(clients=5, rounds=3, evaluate_every=2, executor="serial"), callbacks=[seen])
-    assert seen.calls == [("start", 0), ("before", 0), ("before", 1), ("after", 2), ("before", 2), ("after", 3), ("end", 3)]
+    train(
+        strategy=Federated(clients=5, rounds=3, evaluate_every=2, executor="serial"),
+        callbacks=[seen],
+    )
+    assert seen.calls == [
+        ("start", 0),
+        ("before", 0),
+        ("before", 1),
+        ("after", 2),
+        ("before", 2),
+        ("after", 3),
+        ("end", 3),
+    ]
 
 
 def test_early_stopping_counts_evaluations(capsys):
@@ -133,9 +160,16 @@ def test_early_stopping_counts_evaluations(capsys):
 def test_the_best_round_is_loaded(tmp_path, with_logdir):
     net = sim.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda rounds: 1.0 if rounds < 2 else -30.0)
-    history, _ = train(net, optimizer=optimizer, scheduler=schedule, load_best_on_end=True,
-                       logdir=tmp_path if with_logdir else None)  # fmt: skip
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda rounds: 1.0 if rounds < 2 else -30.0
+    )
+    history, _ = train(
+        net,
+        optimizer=optimizer,
+        scheduler=schedule,
+        load_best_on_end=True,
+        logdir=tmp_path if with_logdir else None,
+    )
     x, y = sim.data()
     found = nn.functional.mse_loss(net(x), y).item()
     assert found == pytest.approx(min(history["valid"]["loss"]))
@@ -143,7 +177,10 @@ def test_the_best_round_is_loaded(tmp_path, with_logdir):
 
 
 def test_metrics_are_written_a_row_a_round(tmp_path):
-    history, _ = train(strategy=Federated(clients=5, rounds=3, evaluate_every=2, executor="serial"), logdir=tmp_path)
+    history, _ = train(
+        strategy=Federated(clients=5, rounds=3, evaluate_every=2, executor="serial"),
+        logdir=tmp_path,
+    )
     with (tmp_path / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
@@ -160,7 +197,9 @@ def test_check_is_three_rounds_of_three_steps():
             seen.append(training.rounds.work.local.num_steps(100))
 
     history, _ = train(
-        strategy=Federated(clients=2, rounds=50, local_epochs=40, executor="serial"), check=True, callbacks=[Look()]
+        strategy=Federated(clients=2, rounds=50, local_epochs=40, executor="serial"),
+        check=True,
+        callbacks=[Look()],
     )
     assert len(history["round"]) == 3
     assert seen == [3] * 3
@@ -180,8 +219,14 @@ class Steps(Callback):
         ({"overfit": True}, "overfit=True .*local_steps=1"),
         ({"log_every": 10}, "log_every=10 .*leave it out"),
         ({"callbacks": [Steps()]}, "Steps.on_step_end"),
-        ({"valid_loader": "test"}, "valid_loader='test' is not among the loaders; given are: valid, train"),
-        ({"valid_loader": "train", "main_metric": "accuracy", "metrics": ["accuracy"]}, "write main_metric='loss'"),
+        (
+            {"valid_loader": "test"},
+            "valid_loader='test' is not among the loaders; given are: valid, train",
+        ),
+        (
+            {"valid_loader": "train", "main_metric": "accuracy", "metrics": ["accuracy"]},
+            "write main_metric='loss'",
+        ),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(given, match):
@@ -190,7 +235,8 @@ def test_what_is_not_honoured_is_refused_by_name(given, match):
 
 
 @pytest.mark.parametrize(
-    ("method", "given", "match"), [("log", ("norm", 1.0), "history.setdefault"), ("save_checkpoint", (), "save_every=1")]
+    ("method", "given", "match"),
+    [("log", ("norm", 1.0), "history.setdefault"), ("save_checkpoint", (), "save_every=1")],
 )
 def test_callbacks_are_told_what_rounds_do_not_have(method, given, match):
     class Asks(Callback):
@@ -250,15 +296,22 @@ class Ones(Dataset[Any]):
 def slope(data: Any, executor: Any = "auto", collate_fn: Any = tenfold, **options: Any) -> float:
     model = Slope()
     SupervisedRunner(device="cpu").train(
-        model=model, criterion=lambda output, _: output.mean(), optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        loaders={"train": DataLoader(data, batch_size=4, collate_fn=collate_fn, **options)}, metrics={"m": lambda o, t: 0.0},
-        distributed=Federated(clients=2, partition=[[0, 1, 2, 3], [4, 5, 6, 7]], rounds=1, executor=executor),
-    )  # fmt: skip
+        model=model,
+        criterion=lambda output, _: output.mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        loaders={"train": DataLoader(data, batch_size=4, collate_fn=collate_fn, **options)},
+        metrics={"m": lambda o, t: 0.0},
+        distributed=Federated(
+            clients=2, partition=[[0, 1, 2, 3], [4, 5, 6, 7]], rounds=1, executor=executor
+        ),
+    )
     return -model.w.item()
 
 
 @pytest.mark.parametrize("executor", ["auto", "serial"])
-@pytest.mark.parametrize("data", [Ones(), TensorDataset(torch.ones(8, 1), torch.zeros(8, 1))], ids=["read", "tensors"])
+@pytest.mark.parametrize(
+    "data", [Ones(), TensorDataset(torch.ones(8, 1), torch.zeros(8, 1))], ids=["read", "tensors"]
+)
 def test_clients_batches_are_made_by_the_loaders_collate_function(data, executor):
     assert slope(data, executor) == pytest.approx(10.0)
     assert slope(data, executor, collate_fn=None) == pytest.approx(1.0)
@@ -273,7 +326,12 @@ def test_executors_that_cannot_call_a_collate_function_say_so(executor):
 def test_what_loader_processes_would_do_is_said_or_refused(capsys):
     assert slope(Ones(), num_workers=2) == pytest.approx(10.0)
     printed = capsys.readouterr().out
-    assert "note: loader 'train' has num_workers=2; clients' samples are read in the workers that train" in printed
+    assert (
+        "note: loader 'train' has num_workers=2; clients' samples are read in the workers that "
+        "train" in printed
+    )
     assert "note: metrics (m) are of loaders that are evaluated, and there is none" in printed
-    with pytest.raises(UserError, match="has a worker_init_fn, which loader processes call, and clients have none"):
+    with pytest.raises(
+        UserError, match="has a worker_init_fn, which loader processes call, and clients have none"
+    ):
         slope(Ones(), num_workers=1, worker_init_fn=print)

@@ -18,7 +18,9 @@ def sums(clients: int, length: int) -> Sums:
 def test_rows_summed_at_once_are_to_the_bit_those_added_one_by_one_in_any_order(dtype):
     drawn = torch.Generator().manual_seed(1)
     # of all magnitudes, halves of the grid and numbers that cancel included
-    rows = torch.randn(9, 70_000, generator=drawn, dtype=torch.float64) * 10.0 ** torch.linspace(-16, 1, 70_000)
+    rows = torch.randn(9, 70_000, generator=drawn, dtype=torch.float64) * 10.0 ** torch.linspace(
+        -16, 1, 70_000
+    )
     rows[:, :5] = torch.tensor([0.5, 1.5, -2.5, 0.0, 3.0], dtype=torch.float64) * 9 * 2.0**-44
     rows[1] = -rows[0]
     rows = (rows * 3).round().to(dtype) if dtype == torch.int64 else rows.to(dtype)

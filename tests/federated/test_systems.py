@@ -27,7 +27,9 @@ def _world():
 
 
 def rounds(number: int = 1, per_round: int | None = None, who: Clients | None = None, **options):
-    return sim.rounds(number=number, per_round=per_round, who=who, stages={"systems": Systems(**options)})
+    return sim.rounds(
+        number=number, per_round=per_round, who=who, stages={"systems": Systems(**options)}
+    )
 
 
 def test_a_round_takes_as_long_as_its_slowest_client_and_the_model_is_the_same():
@@ -87,13 +89,22 @@ def test_drop_outs_are_named_and_a_round_without_anyone_keeps_the_model():
 
 def test_only_clients_that_can_be_had_are_selected_and_the_clock_waits_for_them():
     sizes = (1,) * 50
-    made = sim.rounds(number=40, per_round=3, who=sim.clients(sizes), given=sim.data(50),
-                      stages={"systems": Systems(delay=3.0, availability={"period": 100.0, "share": 0.1})})  # fmt: skip
+    made = sim.rounds(
+        number=40,
+        per_round=3,
+        who=sim.clients(sizes),
+        given=sim.data(50),
+        stages={"systems": Systems(delay=3.0, availability={"period": 100.0, "share": 0.1})},
+    )
     systems, selected = made.systems, []
     for _ in range(40):
         made.one_round()
         history = made.history
-        began = history["virtual_time"][-1] - 3.0 if history["late"][-1] == [] and not history["dropped"][-1] else None
+        began = (
+            history["virtual_time"][-1] - 3.0
+            if history["late"][-1] == [] and not history["dropped"][-1]
+            else None
+        )
         for client in history["cohort"][-1]:
             if began is not None:
                 opens, closes = systems.window(client, began)
@@ -105,7 +116,13 @@ def test_only_clients_that_can_be_had_are_selected_and_the_clock_waits_for_them(
 
 
 def test_who_has_no_window_now_is_waited_for():
-    made = rounds(2, per_round=1, who=Clients([range(55)]), delay=1.0, availability={"period": 100.0, "share": 0.1})
+    made = rounds(
+        2,
+        per_round=1,
+        who=Clients([range(55)]),
+        delay=1.0,
+        availability={"period": 100.0, "share": 0.1},
+    )
     systems = made.systems
     opens, _ = systems.window(0, 0.0)
     assert opens > 0  # with this seed
@@ -115,8 +132,11 @@ def test_who_has_no_window_now_is_waited_for():
 
 
 def test_profiles_depend_on_the_seed_and_the_client_only():
-    made = rounds(who=sim.clients((1,) * 55), speed={"name": "lognormal", "median": 10.0, "sigma": 0.5},
-                  delay={"name": "table", "values": [1.0, 2.0]})  # fmt: skip
+    made = rounds(
+        who=sim.clients((1,) * 55),
+        speed={"name": "lognormal", "median": 10.0, "sigma": 0.5},
+        delay={"name": "table", "values": [1.0, 2.0]},
+    )
     systems = made.systems
     drawn = [systems.speed.of(client, 7) for client in range(2000)]
     logs = torch.tensor(drawn, dtype=torch.float64).log()
@@ -130,7 +150,11 @@ def test_a_selection_does_not_look_at_all_clients():
     made = sim.rounds(number=1, stages={"systems": Systems(speed=1.0)})
     systems = Systems(delay=1.0, availability={"period": 100.0, "share": 0.5})
     systems.begin(
-        Clients.from_arrays(torch.zeros(0).numpy(), torch.zeros(1_000_001).numpy()), made.work.local, made.traffic, 42, 100
+        Clients.from_arrays(torch.zeros(0).numpy(), torch.zeros(1_000_001).numpy()),
+        made.work.local,
+        made.traffic,
+        42,
+        100,
     )
     began = time.process_time()
     assert len(systems.select(100, 0)) == 100
@@ -151,10 +175,15 @@ def test_a_run_that_is_resumed_goes_on_with_its_clock():
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"speed": 0}, "systems: speed=0; it must be a number above 0"), ({"speed": "fast"}, "it must be a number, a list"),
-     ({"speed": [1.0, 2.0]}, "speed has 2 numbers for 4 clients"), ({"dropout": 1.5}, "at least 0 and at most 1"),
-     ({"availability": 0.5}, "write {'period': seconds"), ({"speed": {"name": "normal"}}, "'lognormal'")],
-)  # fmt: skip
+    [
+        ({"speed": 0}, "systems: speed=0; it must be a number above 0"),
+        ({"speed": "fast"}, "it must be a number, a list"),
+        ({"speed": [1.0, 2.0]}, "speed has 2 numbers for 4 clients"),
+        ({"dropout": 1.5}, "at least 0 and at most 1"),
+        ({"availability": 0.5}, "write {'period': seconds"),
+        ({"speed": {"name": "normal"}}, "'lognormal'"),
+    ],
+)
 def test_bad_options_are_refused(options, words):
     with pytest.raises(UserError, match=words):
         rounds(**options)
@@ -162,7 +191,10 @@ def test_bad_options_are_refused(options, words):
 
 def test_privacy_needs_cohorts_that_devices_do_not_decide():
     with pytest.raises(UserError, match="leave out availability, dropout"):
-        sim.rounds(FedAvg(weighted=False), stages={"privacy": Privacy(1.0, 0.0), "systems": Systems(deadline=1.0)})
+        sim.rounds(
+            FedAvg(weighted=False),
+            stages={"privacy": Privacy(1.0, 0.0), "systems": Systems(deadline=1.0)},
+        )
     with pytest.raises(UserError, match="there is no option 'sped'"):
         Federated(systems={"sped": 1.0})
 
@@ -186,4 +218,6 @@ def test_delays_of_coala():
     with pytest.raises(UserError, match="speeds of real devices"):
         coala_delays("real", 4, 1)
     made = rounds(delay=coala_delays("iso", 4, 1, total_time=10.0))
-    assert made.run()["virtual_seconds"][0] == pytest.approx(max(coala_delays("iso", 4, 1, total_time=10.0)))
+    assert made.run()["virtual_seconds"][0] == pytest.approx(
+        max(coala_delays("iso", 4, 1, total_time=10.0))
+    )

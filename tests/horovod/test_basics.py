@@ -27,11 +27,25 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "query",
-    [hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size, hvd.is_homogeneous,
-     hvd.mpi_threads_supported, hvd.barrier, hvd.join, lambda: hvd.allreduce(torch.ones(1)),
-     lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)),
-     lambda: hvd.start_timeline("t.json"), lambda: hvd.add_process_set([0])],
-)  # fmt: skip
+    [
+        hvd.rank,
+        hvd.size,
+        hvd.local_rank,
+        hvd.local_size,
+        hvd.cross_rank,
+        hvd.cross_size,
+        hvd.is_homogeneous,
+        hvd.mpi_threads_supported,
+        hvd.barrier,
+        hvd.join,
+        lambda: hvd.allreduce(torch.ones(1)),
+        lambda: hvd.DistributedOptimizer(
+            torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        ),
+        lambda: hvd.start_timeline("t.json"),
+        lambda: hvd.add_process_set([0]),
+    ],
+)
 def test_before_init_everything_says_so(query) -> None:
     with pytest.raises(ValueError, match=r"use hvd\.init\(\) first|after hvd\.init\(\)"):
         query()
@@ -39,7 +53,14 @@ def test_before_init_everything_says_so(query) -> None:
 
 
 def test_a_process_alone(alone: None) -> None:
-    assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (0, 1, 0, 1, 0, 1)
+    assert (
+        hvd.rank(),
+        hvd.size(),
+        hvd.local_rank(),
+        hvd.local_size(),
+        hvd.cross_rank(),
+        hvd.cross_size(),
+    ) == (0, 1, 0, 1, 0, 1)
     assert hvd.is_initialized()
     assert hvd.is_homogeneous()
     x = torch.tensor([1.0, 2.0])
@@ -89,22 +110,40 @@ def test_the_parts_of_a_world_are_refused(alone: None) -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: hvd.allreduce(torch.ones(2, 3).t()), r"is not contiguous; give tensor.contiguous\(\)"),
+        (
+            lambda: hvd.allreduce(torch.ones(2, 3).t()),
+            r"is not contiguous; give tensor.contiguous\(\)",
+        ),
         (lambda: hvd.allreduce(3.0), "is a float, and has to be a dense torch.Tensor"),
-        (lambda: hvd.allreduce(torch.ones(1).to_sparse()), "is a tensor of layout torch.sparse_coo"),
+        (
+            lambda: hvd.allreduce(torch.ones(1).to_sparse()),
+            "is a tensor of layout torch.sparse_coo",
+        ),
         (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "leave average= out"),
         (lambda: hvd.allgather(torch.tensor(1.0)), r"give tensor.reshape\(1\)"),
         (lambda: hvd.grouped_allreduce([]), "the list of tensors is empty"),
-        (lambda: hvd.alltoall(torch.ones(3), splits=[2]), "set splits to 1 numbers of at least 0 whose sum is 3"),
+        (
+            lambda: hvd.alltoall(torch.ones(3), splits=[2]),
+            "set splits to 1 numbers of at least 0 whose sum is 3",
+        ),
         (lambda: hvd.reducescatter(torch.ones(3), op=hvd.Max), "set op to hvd.Average or hvd.Sum"),
         (lambda: hvd.broadcast(torch.ones(1), 1), "root_rank=1 is none of the ranks"),
-        (lambda: hvd.allreduce(torch.ones(1), process_set=ProcessSet([0])), "is not in use; call hvd.add_process_set"),
+        (
+            lambda: hvd.allreduce(torch.ones(1), process_set=ProcessSet([0])),
+            "is not in use; call hvd.add_process_set",
+        ),
         (lambda: hvd.add_process_set([0, 7]), "rank 7 does not exist"),
         (lambda: ProcessSet([0, 0]), "set ranks to one or more different ranks"),
         (lambda: hvd.start_timeline("/nowhere/t.json"), "cannot be written"),
         (lambda: hvd.start_timeline("t.json", mark_cycles=True), "leave it out"),
-        (lambda: hvd.sparse_allreduce_async(torch.ones(2), "x", hvd.Sum), "call hvd.allreduce_async"),
-        (lambda: hvd.elastic.run(lambda state: state)(3), "give a state, such as hvd.elastic.TorchState"),
+        (
+            lambda: hvd.sparse_allreduce_async(torch.ones(2), "x", hvd.Sum),
+            "call hvd.allreduce_async",
+        ),
+        (
+            lambda: hvd.elastic.run(lambda state: state)(3),
+            "give a state, such as hvd.elastic.TorchState",
+        ),
         (lambda: hvd.elastic.ObjectState(commit=1), "choose another name"),
     ],
 )
@@ -115,13 +154,20 @@ def test_what_cannot_be_honoured_is_refused(call, text: str, alone: None) -> Non
 
 def test_settings_come_from_horovods_variables() -> None:
     given = {
-        "HOROVOD_FUSION_THRESHOLD": "1024", "HOROVOD_CACHE_CAPACITY": "0", "HOROVOD_STALL_CHECK_TIME_SECONDS": "2.5",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "9", "HOROVOD_TIMELINE": "t.json", "HOROVOD_START_TIMEOUT": "30",
-    }  # fmt: skip
+        "HOROVOD_FUSION_THRESHOLD": "1024",
+        "HOROVOD_CACHE_CAPACITY": "0",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "2.5",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "9",
+        "HOROVOD_TIMELINE": "t.json",
+        "HOROVOD_START_TIMEOUT": "30",
+    }
     assert settings.read(given) == settings.Settings(1024, 0, 2.5, 9.0, "t.json", 30.0)
     assert settings.read({}) == settings.Settings()
     assert settings.read({"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_warn == 0
-    with pytest.raises(UserError, match=r"HOROVOD_FUSION_THRESHOLD='many': set HOROVOD_FUSION_THRESHOLD to a number"):
+    with pytest.raises(
+        UserError,
+        match=r"HOROVOD_FUSION_THRESHOLD='many': set HOROVOD_FUSION_THRESHOLD to a number",
+    ):
         settings.read({"HOROVOD_FUSION_THRESHOLD": "many"})
 
 
@@ -134,7 +180,11 @@ def test_the_timeline_is_a_chrome_trace(alone: None, tmp_path: Path) -> None:
     hvd.stop_timeline()
     events = [event for event in json.loads(path.read_text()) if event]
     assert [event["ph"] for event in events] == ["M", "B", "E", "B", "E"]
-    assert [event["name"] for event in events if "name" in event] == ["process_name", "NEGOTIATE_ALLREDUCE", "ALLREDUCE"]
+    assert [event["name"] for event in events if "name" in event] == [
+        "process_name",
+        "NEGOTIATE_ALLREDUCE",
+        "ALLREDUCE",
+    ]
     times = [event["ts"] for event in events[1:]]
     assert times == sorted(times)
 
@@ -147,7 +197,11 @@ def test_objects_that_could_run_something_are_refused() -> None:
     for held in (Runs(), {"deep": [Path("x")]}):
         with pytest.raises(UserError, match="it holds the class"):
             objects.unpack(objects.pack(held))
-    plain = {"a": [1, 2.5, None, True, "text", b"raw", (1, {3})], "t": torch.arange(2), "n": np.arange(2)}
+    plain = {
+        "a": [1, 2.5, None, True, "text", b"raw", (1, {3})],
+        "t": torch.arange(2),
+        "n": np.arange(2),
+    }
     back = objects.unpack(objects.pack(plain))
     assert back["a"] == plain["a"]
     assert back["t"].tolist() == back["n"].tolist() == [0, 1]

@@ -1,4 +1,5 @@
-"""Which operations are agreed, which fail, and what is said about those that some rank does not come to."""
+"""Which operations are agreed, which fail, and what is said about those that some rank does not
+come to."""
 
 from __future__ import annotations
 
@@ -25,14 +26,20 @@ def names(out: list[Any]) -> list[list[str]]:
 
 
 def errors(out: list[Any]) -> dict[int, str]:
-    return {rank: message["error"] for ranks, message in out if "error" in message for rank in ranks}
+    return {
+        rank: message["error"] for ranks, message in out if "error" in message for rank in ranks
+    }
 
 
 def test_names_are_matched_in_whatever_order_they_are_called(matcher: Matcher) -> None:
     order = {0: "abc", 1: "cab", 2: "bca"}
     for turn in range(3):
         for rank in range(3):
-            matcher.ask(rank, key(order[rank][turn]), reduce(op="Max" if order[rank][turn] == "b" else "Sum"))
+            matcher.ask(
+                rank,
+                key(order[rank][turn]),
+                reduce(op="Max" if order[rank][turn] == "b" else "Sum"),
+            )
     out = matcher.take()
     assert sorted(name for batch in names(out) for name in batch) == ["a", "b", "c"]
     assert all(list(ranks) == [0, 1, 2] for ranks, _ in out)
@@ -40,7 +47,12 @@ def test_names_are_matched_in_whatever_order_they_are_called(matcher: Matcher) -
 
 
 def test_allreduces_of_one_sort_travel_together_up_to_the_threshold(matcher: Matcher) -> None:
-    for name, ask in {"a": reduce((100,)), "b": reduce((100,)), "c": reduce((100,)), "d": reduce((1,), "int64")}.items():
+    for name, ask in {
+        "a": reduce((100,)),
+        "b": reduce((100,)),
+        "c": reduce((100,)),
+        "d": reduce((1,), "int64"),
+    }.items():
         for rank in range(3):
             matcher.ask(rank, key(name), ask)
     assert names(matcher.take()) == [["a", "b"], ["c"], ["d"]]  # 400 bytes each, 1000 together
@@ -50,19 +62,35 @@ def test_allreduces_of_one_sort_travel_together_up_to_the_threshold(matcher: Mat
     ("first", "second", "text"),
     [
         (reduce((4,)), reduce((3,)), "rank 0 gave shape [4], ranks 1, 2 gave shape [3]"),
-        (reduce(dtype="float32"), reduce(dtype="int64"), "rank 0 gave dtype float32, ranks 1, 2 gave dtype int64"),
+        (
+            reduce(dtype="float32"),
+            reduce(dtype="int64"),
+            "rank 0 gave dtype float32, ranks 1, 2 gave dtype int64",
+        ),
         (reduce(op="Sum"), reduce(op="Average"), "rank 0 gave op Sum, ranks 1, 2 gave op Average"),
-        (reduce(pre=0.5), reduce(), "rank 0 gave prescale_factor 0.5, ranks 1, 2 gave prescale_factor 1.0"),
+        (
+            reduce(pre=0.5),
+            reduce(),
+            "rank 0 gave prescale_factor 0.5, ranks 1, 2 gave prescale_factor 1.0",
+        ),
         (reduce(post=2.0), reduce(), "rank 0 gave postscale_factor 2.0"),
-        (reduce(device="cuda"), reduce(), "rank 0 gave a tensor on cuda, ranks 1, 2 gave a tensor on cpu"),
+        (
+            reduce(device="cuda"),
+            reduce(),
+            "rank 0 gave a tensor on cuda, ranks 1, 2 gave a tensor on cpu",
+        ),
     ],
 )
-def test_what_does_not_agree_fails_on_all_ranks(matcher: Matcher, first: Ask, second: Ask, text: str) -> None:
+def test_what_does_not_agree_fails_on_all_ranks(
+    matcher: Matcher, first: Ask, second: Ask, text: str
+) -> None:
     for rank in range(3):
         matcher.ask(rank, key("loss"), second if rank else first)
     found = errors(matcher.take())
     assert sorted(found) == [0, 1, 2]
-    assert all(message.startswith("allreduce 'loss': ") and text in message for message in found.values())
+    assert all(
+        message.startswith("allreduce 'loss': ") and text in message for message in found.values()
+    )
     for rank in range(3):  # the name can be used again
         matcher.ask(rank, key("loss"), first)
     assert names(matcher.take()) == [["loss"]]
@@ -71,10 +99,15 @@ def test_what_does_not_agree_fails_on_all_ranks(matcher: Matcher, first: Ask, se
 def test_a_tensor_of_a_group_is_named(matcher: Matcher) -> None:
     for rank in range(3):
         shapes = ((2,), (5 + (rank == 2),))
-        ask = Ask("allreduce", shapes, ("float32", "float32"), ("layer.weight", "layer.bias"), op="Sum")
+        ask = Ask(
+            "allreduce", shapes, ("float32", "float32"), ("layer.weight", "layer.bias"), op="Sum"
+        )
         matcher.ask(rank, key("gradients.0"), ask)
     text = errors(matcher.take())[0]
-    assert text.startswith("allreduce 'layer.bias' in the group 'gradients.0': ranks 0, 1 gave shape [5], rank 2 gave shape [6]")
+    assert text.startswith(
+        "allreduce 'layer.bias' in the group 'gradients.0': ranks 0, 1 gave shape [5], rank 2 gave "
+        "shape [6]"
+    )
 
 
 def test_only_the_first_dimension_of_rows_may_differ(matcher: Matcher) -> None:
@@ -97,7 +130,10 @@ def test_a_joined_rank_gives_zeros_and_is_told_what(matcher: Matcher) -> None:
         matcher.ask(rank, key("y", "allgather"), Ask("allgather", ((1,),), ("int8",)))
         matcher.ask(rank, key("z"), reduce(op="Min"))
     found = matcher.take()
-    assert sum("not possible after rank 1 called join()" in message["error"] for _, message in found) == 2
+    assert (
+        sum("not possible after rank 1 called join()" in message["error"] for _, message in found)
+        == 2
+    )
     matcher.join(2)
     matcher.join(0)
     assert matcher.take() == [(range(3), {"joined": 0})]
@@ -114,7 +150,9 @@ def test_a_rank_that_joins_last_may_complete_an_operation(matcher: Matcher) -> N
     assert names(matcher.take()) == [["x"]]
 
 
-def test_a_missing_call_is_reported_by_name_and_rank_and_ends_in_an_error(matcher: Matcher, clock: Clock) -> None:
+def test_a_missing_call_is_reported_by_name_and_rank_and_ends_in_an_error(
+    matcher: Matcher, clock: Clock
+) -> None:
     matcher.ask(0, key("loss"), reduce())
     matcher.ask(2, key("loss"), reduce())
     matcher.ask(1, key("other"), reduce())
@@ -122,7 +160,10 @@ def test_a_missing_call_is_reported_by_name_and_rank_and_ends_in_an_error(matche
     assert matcher.look() == ""
     clock.now = 61
     first = matcher.look().splitlines()[0]
-    assert first == "allreduce 'loss': ranks 0, 2 called it 61 s ago, rank 1 did not (rank 1 waits in allreduce 'other')"
+    assert (
+        first == "allreduce 'loss': ranks 0, 2 called it 61 s ago, rank 1 did not (rank 1 waits in "
+        "allreduce 'other')"
+    )
     assert matcher.look() == ""  # once
     assert matcher.take() == []
     clock.now = 601
@@ -135,7 +176,9 @@ def test_a_missing_call_is_reported_by_name_and_rank_and_ends_in_an_error(matche
 
 
 @pytest.mark.parametrize("numbers", [(0.0, 0.0), (60.0, 0.0)])
-def test_no_time_is_too_long_when_the_limit_is_0(numbers: tuple[float, float], clock: Clock) -> None:
+def test_no_time_is_too_long_when_the_limit_is_0(
+    numbers: tuple[float, float], clock: Clock
+) -> None:
     matcher = Matcher(2, 1000, *numbers, clock)
     matcher.ask(0, key("x"), reduce())
     clock.now = 1e6
@@ -143,7 +186,9 @@ def test_no_time_is_too_long_when_the_limit_is_0(numbers: tuple[float, float], c
     assert matcher.take() == []
 
 
-def test_two_ranks_in_two_operations_of_one_name_do_not_wait_for_each_other(matcher: Matcher, clock: Clock) -> None:
+def test_two_ranks_in_two_operations_of_one_name_do_not_wait_for_each_other(
+    matcher: Matcher, clock: Clock
+) -> None:
     matcher.ask(0, key("x"), reduce())
     matcher.ask(1, key("x", "allgather"), Ask("allgather", ((1,),), ("int8",)))
     matcher.look()
@@ -151,7 +196,11 @@ def test_two_ranks_in_two_operations_of_one_name_do_not_wait_for_each_other(matc
     clock.now = CROSSED_S
     matcher.look()
     found = errors(matcher.take())
-    assert found[0] == found[1] == "'x': rank 0 called allreduce, rank 1 called allgather; all ranks must call the same"
+    assert (
+        found[0]
+        == found[1]
+        == "'x': rank 0 called allreduce, rank 1 called allgather; all ranks must call the same"
+    )
     matcher.ask(2, key("x"), reduce())  # it comes late, and hears of it
     assert errors(matcher.take()) == {2: found[0]}
 
@@ -165,8 +214,14 @@ def test_another_process_set_is_named(clock: Clock) -> None:
     matcher.ask(1, key("x", set_id=1), reduce())
     clock.now = CROSSED_S
     matcher.look()
-    text = "'x': rank 1 called allreduce in the process set of ranks 0, 1, rank 0 called allreduce; all ranks must call the same"
-    other = "'x': rank 0 called allreduce, rank 1 called allreduce in the process set of ranks 0, 1; all ranks must call the same"
+    text = (
+        "'x': rank 1 called allreduce in the process set of ranks 0, 1, rank 0 called "
+        "allreduce; all ranks must call the same"
+    )
+    other = (
+        "'x': rank 0 called allreduce, rank 1 called allreduce in the process set of ranks 0, "
+        "1; all ranks must call the same"
+    )
     assert errors(matcher.take())[0] in (text, other)
 
 
@@ -182,7 +237,9 @@ def test_a_rank_that_is_gone_ends_what_waits_for_it(matcher: Matcher) -> None:
 
 def test_gradients_that_no_rank_has_are_told(matcher: Matcher) -> None:
     for rank in range(3):
-        ask = Ask("allreduce", ((1,),) * 3, ("float32",) * 3, op="Sum", absent=(0, 2) if rank else (0, 1))
+        ask = Ask(
+            "allreduce", ((1,),) * 3, ("float32",) * 3, op="Sum", absent=(0, 2) if rank else (0, 1)
+        )
         matcher.ask(rank, key("g"), ask)
     assert matcher.take()[0][1]["run"][0]["absent"] == [0]
 
@@ -190,5 +247,17 @@ def test_gradients_that_no_rank_has_are_told(matcher: Matcher) -> None:
 def test_an_ask_survives_json() -> None:
     import json
 
-    ask = Ask("alltoall", ((3, 2), ()), ("float32", "int8"), ("a", "b"), (1,), "Sum", 0.5, 2.0, "cuda", 1, (1, 2))
+    ask = Ask(
+        "alltoall",
+        ((3, 2), ()),
+        ("float32", "int8"),
+        ("a", "b"),
+        (1,),
+        "Sum",
+        0.5,
+        2.0,
+        "cuda",
+        1,
+        (1, 2),
+    )
     assert Ask.read(json.loads(json.dumps(ask.message()))) == ask

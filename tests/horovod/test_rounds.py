@@ -40,7 +40,9 @@ def test_all_promise_the_same_and_go(matcher: Matcher) -> None:
     assert [next(iter(message)) for _, message in promise(matcher)] == ["go"]  # the lane is there
 
 
-@pytest.mark.parametrize("other", [parts("b", "a"), parts("a"), parts("a", "b", "c"), parts("a", "b", shape=5)])
+@pytest.mark.parametrize(
+    "other", [parts("b", "a"), parts("a"), parts("a", "b", "c"), parts("a", "b", shape=5)]
+)
 def test_other_parts_are_declined_and_asked_for_by_name(other: Parts, matcher: Matcher) -> None:
     promise(matcher, (0,))
     assert told(promise(matcher, (1,), other), "decline") == [0, 1]
@@ -111,7 +113,9 @@ def test_a_promise_that_is_not_kept_is_reported_and_ends(matcher: Matcher, clock
     assert "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is over" in broken[0]
 
 
-def test_ranks_that_kept_their_promise_may_be_silent_or_leave(matcher: Matcher, clock: Clock) -> None:
+def test_ranks_that_kept_their_promise_may_be_silent_or_leave(
+    matcher: Matcher, clock: Clock
+) -> None:
     promise(matcher)
     clock.now = LATE_S
     assert matcher.look() == ""
@@ -130,7 +134,11 @@ def test_a_rank_that_is_gone_before_it_kept_its_promise_ends_all(matcher: Matche
     matcher.leave(1, "is gone without a word")
     ((ranks, message),) = matcher.take()
     assert list(ranks) == [0, 1, 2]
-    assert message["broken"] == "allreduce 'a' and 1 more of its round: rank 1, which has begun it, is gone without a word"
+    assert (
+        message["broken"]
+        == "allreduce 'a' and 1 more of its round: rank 1, which has begun it, is gone without a "
+        "word"
+    )
 
 
 def test_process_sets_have_rounds_of_their_own(matcher: Matcher) -> None:

@@ -17,7 +17,14 @@ pytestmark = pytest.mark.serial
 
 
 def launch(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from allhands.cli.main import main; main()", "launch", "--horovod", *words]
+    command = [
+        sys.executable,
+        "-c",
+        "from allhands.cli.main import main; main()",
+        "launch",
+        "--horovod",
+        *words,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env)
 
@@ -28,7 +35,14 @@ def launch(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 )
 def test_mnist(workers: int, options: list[str], shared_data: Path, tmp_path: Path) -> None:
     words = ["-np", str(workers), "-H", f"localhost:{workers}", "--timeline-filename", "trace.json"]
-    done = launch(*words, str(SCRIPTS / "mnist_torch.py"), "--data", str(shared_data), *options, folder=tmp_path)
+    done = launch(
+        *words,
+        str(SCRIPTS / "mnist_torch.py"),
+        "--data",
+        str(shared_data),
+        *options,
+        folder=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     (accuracy,) = re.findall(r"Test set: Average loss: [\d.]+, Accuracy: ([\d.]+)%", done.stdout)
     assert float(accuracy) > 75
@@ -44,15 +58,23 @@ def test_a_lost_worker_comes_back_and_the_training_is_the_same(tmp_path: Path) -
     script = str(SCRIPTS / "elastic_torch.py")
     whole = launch("-np", "2", script, folder=tmp_path)
     assert whole.returncode == 0, whole.stderr
-    lost = launch("-np", "2", "--min-np", "2", "--reset-limit", "1", script, "--lose", "7", folder=tmp_path)
+    lost = launch(
+        "-np", "2", "--min-np", "2", "--reset-limit", "1", script, "--lose", "7", folder=tmp_path
+    )
     assert lost.returncode == 0, lost.stderr
     assert "rank 1" in lost.stderr
     assert "killed by SIGKILL" in lost.stderr
     assert "reset: 2 workers, step 6" in lost.stdout
-    ends = [sorted(re.findall(r"rank \d: 10 steps, weights .*", done.stdout)) for done in (whole, lost)]
+    ends = [
+        sorted(re.findall(r"rank \d: 10 steps, weights .*", done.stdout)) for done in (whole, lost)
+    ]
     assert len(ends[0]) == 2
     assert ends[0] == ends[1]
-    left = [path for path in Path("/dev/shm").glob(f"allhands-elastic-{os.getuid()}-*") if path.stat().st_mtime > _START]
+    left = [
+        path
+        for path in Path("/dev/shm").glob(f"allhands-elastic-{os.getuid()}-*")
+        if path.stat().st_mtime > _START
+    ]
     assert left == []
 
 
@@ -61,7 +83,8 @@ def test_what_horovod_has_and_allhands_lacks_is_said(tmp_path: Path) -> None:
     script.write_text(
         "import horovod\n"
         "for name in ('spark', 'ray', 'mxnet'):\n"
-        "    try:\n        __import__(f'horovod.{name}')\n    except ImportError as error:\n        print(error)\n"
+        "    try:\n        __import__(f'horovod.{name}')\n    except ImportError as error:\n       "
+        " print(error)\n"
         "try:\n    horovod.run\nexcept AttributeError as error:\n    print(error)\n"
         "from horovod.torch.mpi_ops import allreduce\n"
         "from horovod.common.exceptions import HorovodInternalError\n"
@@ -71,7 +94,9 @@ def test_what_horovod_has_and_allhands_lacks_is_said(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for name in ("spark", "ray", "mxnet"):
         assert f"there is no 'horovod.{name}' here" in done.stdout
-    assert "horovod.run is not here: write `allhands launch --horovod -np 4 script.py`" in done.stdout
+    assert (
+        "horovod.run is not here: write `allhands launch --horovod -np 4 script.py`" in done.stdout
+    )
     assert "0.28.1 allhands.horovod.torch.reductions" in done.stdout
 
 

@@ -10,7 +10,11 @@ import pytest
 
 from allhands.errors import UserError
 
-NAMES = ("allhands.horovod.tensorflow", "allhands.horovod.tensorflow.keras", "allhands.horovod.keras")
+NAMES = (
+    "allhands.horovod.tensorflow",
+    "allhands.horovod.tensorflow.keras",
+    "allhands.horovod.keras",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -22,17 +26,25 @@ def nothing_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("version", ["1.15.5", "2.9.0", "2.15.1"])
-def test_an_old_tensorflow_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch, name: str, version: str) -> None:
+def test_an_old_tensorflow_is_refused_by_its_version(
+    monkeypatch: pytest.MonkeyPatch, name: str, version: str
+) -> None:
     old = types.ModuleType("tensorflow")
     old.__version__ = version  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tensorflow", old)
-    with pytest.raises(UserError, match=rf"2\.16 or newer, and {version} is installed: pip install 'tensorflow>=2.16'"):
+    with pytest.raises(
+        UserError,
+        match=rf"2\.16 or newer, and {version} is installed: pip install 'tensorflow>=2.16'",
+    ):
         importlib.import_module(name)
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
-    [("TF_USE_LEGACY_KERAS", "1", "unset TF_USE_LEGACY_KERAS"), ("KERAS_BACKEND", "jax", "set KERAS_BACKEND=tensorflow")],
+    [
+        ("TF_USE_LEGACY_KERAS", "1", "unset TF_USE_LEGACY_KERAS"),
+        ("KERAS_BACKEND", "jax", "set KERAS_BACKEND=tensorflow"),
+    ],
 )
 def test_another_keras_is_refused_by_the_variable_that_asks_for_it(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str

@@ -26,7 +26,10 @@ def first() -> Values:
 
 
 def gradients(rank: int, step: int) -> Values:
-    return {name: torch.arange(count) % 7 + float((rank + 1) * (step + 1)) for name, count in SIZES.items()}
+    return {
+        name: torch.arange(count) % 7 + float((rank + 1) * (step + 1))
+        for name, count in SIZES.items()
+    }
 
 
 def reference(took_part: list[set[int]], clip: float | None = None) -> Values:
@@ -57,7 +60,9 @@ def member(made: Job, rank: int, **options: Any) -> ServedStore:
 
 
 def update(store: ServedStore, outs: Values, step: int, clip: float | None = None) -> Step:
-    return store.update(gradients(store.rank, step), outs, Share(WEIGHTS[store.rank], 1.0), clip_norm=clip)
+    return store.update(
+        gradients(store.rank, step), outs, Share(WEIGHTS[store.rank], 1.0), clip_norm=clip
+    )
 
 
 def crash(store: ServedStore) -> None:

@@ -1,4 +1,5 @@
-"""Servers and workers as threads of one process, over the real connections; and the loop that they are compared with."""
+"""Servers and workers as threads of one process, over the real connections; and the loop that they
+are compared with."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ class Job:
 
     def __init__(self, workers: int, servers: int = 1, lease: float = 10.0) -> None:
         self.workers = workers
-        self.servers = [Server(number, servers, workers, TOKEN.encode(), lease=lease) for number in range(servers)]
+        self.servers = [
+            Server(number, servers, workers, TOKEN.encode(), lease=lease)
+            for number in range(servers)
+        ]
         for server in self.servers:
             server.find = self.announced
             server.start()
@@ -40,8 +44,15 @@ class Job:
         """Where a server is now."""
         return self.where[number]
 
-    def store(self, rank: int, kind: str = "dist", number: int = 0, life: str = "one", transport: str = "auto",
-              **options: Any) -> ServedStore:  # fmt: skip
+    def store(
+        self,
+        rank: int,
+        kind: str = "dist",
+        number: int = 0,
+        life: str = "one",
+        transport: str = "auto",
+        **options: Any,
+    ) -> ServedStore:
         mode = mode_named(kind)
         rules = rules_of(mode, options)
         made = ServedStore(mode, rank, self.workers, self.where, rules, number, life, transport)
@@ -49,7 +60,8 @@ class Job:
         return made
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
-        """Call `work(rank)` for all ranks at once; what each returned. When one raises, the others' stores end."""
+        """Call `work(rank)` for all ranks at once; what each returned. When one raises, the others'
+        stores end."""
         pool = ThreadPoolExecutor(self.workers)
         try:
             waiting = [pool.submit(work, rank) for rank in range(self.workers)]
@@ -82,7 +94,8 @@ def job(workers: int, servers: int = 1, lease: float = 10.0) -> Iterator[Job]:
             yield made
         finally:
             made.close()
-            # One that is in the midst of torch when the interpreter ends takes the process down with it.
+            # One that is in the midst of torch when the interpreter ends takes the process down
+            # with it.
             end = time.monotonic() + 2.0
             for thread in set(threading.enumerate()) - before:
                 if thread.name != "snapshots":  # which waits for more
@@ -94,15 +107,24 @@ def job(workers: int, servers: int = 1, lease: float = 10.0) -> Iterator[Job]:
 Weights = dict[str, torch.Tensor]
 
 
-def trained(made: Job, name: str, kind: str = "dist", number: int = 0, rules: dict[str, Any] | None = None,
-            transport: str = "auto", **options: Any) -> list[Weights]:  # fmt: skip
+def trained(
+    made: Job,
+    name: str,
+    kind: str = "dist",
+    number: int = 0,
+    rules: dict[str, Any] | None = None,
+    transport: str = "auto",
+    **options: Any,
+) -> list[Weights]:
     """The small training on all workers of a job; each one's weights in the end."""
     nets = [model(seed=rank) for rank in range(made.workers)]  # worker 0's weights are taken
 
     def work(rank: int) -> Weights:
         store = made.store(rank, kind, number, transport=transport, **(rules or {}))
         optimizer, optimizer_params, _ = OPTIMIZERS[name]
-        trainer = Trainer(nets[rank].named_parameters(), optimizer, optimizer_params, kvstore=store, **options)
+        trainer = Trainer(
+            nets[rank].named_parameters(), optimizer, optimizer_params, kvstore=store, **options
+        )
         take_steps(nets[rank], trainer, store, range(len(SIZES)))
         store.close()
         return weights_of(nets[rank])

@@ -1,4 +1,5 @@
-"""`KVStore.buffer`: memory that servers read themselves gives what other memory gives, and is not written to."""
+"""`KVStore.buffer`: memory that servers read themselves gives what other memory gives, and is not
+written to."""
 
 from __future__ import annotations
 
@@ -37,14 +38,22 @@ def _given(rank: int, dtype: torch.dtype, step: int) -> torch.Tensor:
     ],
 )
 def test_a_buffer_gives_the_same_bits_and_stays_as_it_is(
-    workers: int, servers: int, kind: str, transport: str, weighted: bool, optimizer: str | None, dtype: torch.dtype
+    workers: int,
+    servers: int,
+    kind: str,
+    transport: str,
+    weighted: bool,
+    optimizer: str | None,
+    dtype: torch.dtype,
 ) -> None:
     with job(workers, servers) as made:
 
         def work(rank: int) -> None:
             store = made.store(rank, kind, transport=transport)
             if optimizer is not None:
-                options: dict[str, Any] = {"learning_rate": 0.1} | ({"momentum": 0.9} if optimizer == "nag" else {})
+                options: dict[str, Any] = {"learning_rate": 0.1} | (
+                    {"momentum": 0.9} if optimizer == "nag" else {}
+                )
                 store.set_optimizer(optimizer, options)
             for key in ("plain", "laid", "in_place"):
                 store.init(key, torch.ones(1, COUNT, dtype=dtype))
@@ -90,17 +99,32 @@ def test_gradients_that_a_trainer_computes_lie_in_buffers(options: dict[str, Any
     with job(2) as made:
 
         def work(rank: int) -> None:
-            store, weight = made.store(rank, transport="shared"), torch.nn.Parameter(torch.zeros(3, 2))
-            trainer = kvstore.Trainer({"w": weight}, "sgd", {"learning_rate": 1.0, "momentum": 0.0}, kvstore=store, **options)
+            store, weight = (
+                made.store(rank, transport="shared"),
+                torch.nn.Parameter(torch.zeros(3, 2)),
+            )
+            trainer = kvstore.Trainer(
+                {"w": weight},
+                "sgd",
+                {"learning_rate": 1.0, "momentum": 0.0},
+                kvstore=store,
+                **options,
+            )
             gradient = torch.full((2, 3), 2.0 + rank).t()  # 2 and 3, for 1 and 2 samples
             weight.grad = gradient
             trainer.step(1 + rank)
             mean, sums = -(2.0 + 2 * 3.0) / 3, -(2.0 + 3.0 / 2)
-            assert torch.equal(weight.detach(), torch.full((3, 2), mean if "reduction" in options else sums))
+            assert torch.equal(
+                weight.detach(), torch.full((3, 2), mean if "reduction" in options else sums)
+            )
             assert gradient.unique().tolist() == [2.0 + rank]
             # Worker 0's is where the server has made the sum, so that its buffer stays as it is.
-            assert store.buffer("w").unique().tolist() == [2.0 * (1 + rank * 2) if "reduction" in options else 2.0 - rank / 2]
-            assert rank == 0 or not any(region.count_nonzero() for region in store.links[0]._regions.values())
+            assert store.buffer("w").unique().tolist() == [
+                2.0 * (1 + rank * 2) if "reduction" in options else 2.0 - rank / 2
+            ]
+            assert rank == 0 or not any(
+                region.count_nonzero() for region in store.links[0]._regions.values()
+            )
 
         made.run(work)
 

@@ -27,7 +27,9 @@ CLIP = 0.4
 SAVED_AFTER = 9
 
 
-def trained(name: str, two_calls: bool = False, device: str | torch.device = "cpu", **options: Any) -> dict[str, torch.Tensor]:
+def trained(
+    name: str, two_calls: bool = False, device: str | torch.device = "cpu", **options: Any
+) -> dict[str, torch.Tensor]:
     store = create("dist_sync")
     net = model(seed=store.rank).to(device)  # worker 0's weights are taken
     optimizer, optimizer_params, _ = OPTIMIZERS[name]
@@ -50,7 +52,9 @@ def trainings() -> dict[str, Any]:
     found["clipped"] = trained("momentum", clip_norm=CLIP)
     found["in the workers"] = trained("adam", update_on_kvstore=False)
     found["clipped in the workers"] = trained("momentum", update_on_kvstore=False, clip_norm=CLIP)
-    found["allreduce_grads and update"] = trained("momentum", update_on_kvstore=False, two_calls=True)
+    found["allreduce_grads and update"] = trained(
+        "momentum", update_on_kvstore=False, two_calls=True
+    )
     found["a class that stores cannot run"] = trained_with_a_strange_class()
     return found
 
@@ -73,7 +77,13 @@ def single_keys() -> dict[str, Any]:
     rank, workers = store.rank, store.num_workers
     store.init([3, 7], [torch.full((2, 3), 5.0 + rank), torch.zeros(1, dtype=torch.float64)])
     found: dict[str, Any] = {"first": store.pull(3)}
-    store.push([7, 3], [torch.tensor([0.5 + rank], dtype=torch.float64), [torch.full((2, 3), float(rank)), torch.ones(2, 3)]])
+    store.push(
+        [7, 3],
+        [
+            torch.tensor([0.5 + rank], dtype=torch.float64),
+            [torch.full((2, 3), float(rank)), torch.ones(2, 3)],
+        ],
+    )
     found["sums"] = store.pull([3, 7])
     store.push(3, torch.full((2, 3), 6.0 * rank), weight=rank + 1)
     found["mean"] = store.pull(3)
@@ -85,7 +95,9 @@ def single_keys() -> dict[str, Any]:
     found["pushed twice"] = message_of(lambda: [store.push(9, torch.ones(5)) for _ in range(2)])
     found["another shape"] = message_of(lambda: store.push(9, torch.ones(4)))
     found["unknown"] = message_of(lambda: store.push(8, torch.ones(4)))
-    found["other calls"] = message_of(lambda: store.push(3, torch.ones(2, 3)) if rank == workers - 1 else store.barrier())
+    found["other calls"] = message_of(
+        lambda: store.push(3, torch.ones(2, 3)) if rank == workers - 1 else store.barrier()
+    )
     store.barrier()
     store.close()
     return found
@@ -106,7 +118,8 @@ def differing_keys() -> dict[str, Any]:
 
 
 def reductions() -> dict[str, float]:
-    """How far SGD with lr=1 moves a weight whose gradient is the input: rank + 1 samples of the value rank + 1."""
+    """How far SGD with lr=1 moves a weight whose gradient is the input: rank + 1 samples of the
+    value rank + 1."""
     found = {}
     for name, options in (
         ("mean", {"reduction": "mean"}),
@@ -138,7 +151,9 @@ def parts_of_a_step() -> dict[str, Any]:
     store.set_optimizer("adam", lr=0.1)
     outs = {"a": torch.empty(5), "b": torch.empty(3), "c": torch.empty(2, 2)}
     for names in (["a", "b", "c"], ["a", "c"], ["b"], ["a", "b", "c"]):
-        grads = {name: torch.linspace(-1, 2, outs[name].numel()).view_as(outs[name]) for name in names}
+        grads = {
+            name: torch.linspace(-1, 2, outs[name].numel()).view_as(outs[name]) for name in names
+        }
         step = store.update(grads, outs, Share(2.0, 1.0))
     # A worker without samples has no keys, and follows.
     grads = {name: torch.ones_like(out) for name, out in outs.items()} if store.rank == 0 else {}
@@ -149,7 +164,8 @@ def parts_of_a_step() -> dict[str, Any]:
 
 
 def rows() -> dict[str, Any]:
-    """A table of 2**40 rows: ids that are pushed twice, by several workers and by nobody, and a worker without any."""
+    """A table of 2**40 rows: ids that are pushed twice, by several workers and by nobody, and a
+    worker without any."""
     store = create("dist")
     rank, count = store.rank, 2**40
     store.init("table", RowSparse(count, 3, std=0.5, seed=7))
@@ -165,8 +181,15 @@ def rows() -> dict[str, Any]:
         if step < 2:
             store.push("table", pushed, weight=1)
         else:
-            store.update({"table": pushed, "dense": torch.ones(4)}, {"dense": dense}, Share(1.0, 1.0), clip_norm=2.0)
-        found[f"after {step}"] = store.row_sparse_pull("table", row_ids=torch.tensor([5, count - 1, 3, 2**33, 2**33 + 1, 5]))
+            store.update(
+                {"table": pushed, "dense": torch.ones(4)},
+                {"dense": dense},
+                Share(1.0, 1.0),
+                clip_norm=2.0,
+            )
+        found[f"after {step}"] = store.row_sparse_pull(
+            "table", row_ids=torch.tensor([5, count - 1, 3, 2**33, 2**33 + 1, 5])
+        )
     found["dense"] = dense
     found["nothing"] = list(store.row_sparse_pull("table", row_ids=ids[:0]).shape)
     state = store.state()
@@ -187,7 +210,10 @@ def rows_by_hand(workers: int) -> dict[str, torch.Tensor]:
     count = 2**40
     ids = [5, 59_000_001, count - 1, *(2**33 + rank for rank in range(workers))]
     table = RowSparse(count, 3, std=0.5, seed=7)
-    weights = {each: nn.Parameter(first_rows(table, torch.tensor([each]))[0]) for each in (*ids, 3, 2**33 + 1)}
+    weights = {
+        each: nn.Parameter(first_rows(table, torch.tensor([each]))[0])
+        for each in (*ids, 3, 2**33 + 1)
+    }
     dense = nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.Adam([*weights.values(), dense], lr=0.1)
     found = {}
@@ -202,7 +228,9 @@ def rows_by_hand(workers: int) -> dict[str, torch.Tensor]:
             dense.grad = torch.ones(4)
             nn.utils.clip_grad_norm_([*weights.values(), dense], 2.0)
         optimizer.step()
-        found[f"after {step}"] = torch.stack([weights[each].detach() for each in (5, count - 1, 3, 2**33, 2**33 + 1, 5)])
+        found[f"after {step}"] = torch.stack(
+            [weights[each].detach() for each in (5, count - 1, 3, 2**33, 2**33 + 1, 5)]
+        )
     return {**found, "dense": dense.detach()}
 
 
@@ -224,11 +252,16 @@ def more_batches_here() -> dict[str, Any]:
         other.step(1)
     store.close()
     store_of_sums.close()
-    return {"moved": before - net.weight.item(), "workers": workers, "closed": message_of(store.barrier)}
+    return {
+        "moved": before - net.weight.item(),
+        "workers": workers,
+        "closed": message_of(store.barrier),
+    }
 
 
 def continued(folder: str, saves: bool) -> dict[str, torch.Tensor]:
-    """Steps before the states are saved, or after they are loaded, here with another number of workers."""
+    """Steps before the states are saved, or after they are loaded, here with another number of
+    workers."""
     store = create("dist")
     net = model()
     if not saves:
@@ -261,7 +294,8 @@ def everything(folder: str, workers: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """What each rank found, in worlds of two and three, the second of which goes on where the first has saved."""
+    """What each rank found, in worlds of two and three, the second of which goes on where the first
+    has saved."""
     folder = str(tmp_path_factory.mktemp("states"))
     return {workers: in_world(workers, everything, folder, workers) for workers in (2, 3)}
 
@@ -292,22 +326,33 @@ def test_one_worker(alone: dict[str, Any]) -> None:
     # Bit for bit what a local store computes.
     for name, (optimizer, options, _) in OPTIMIZERS.items():
         net, store = model(), create("local")
-        take_steps(net, Trainer(net, optimizer, options, kvstore=store, update_on_kvstore=True), store, range(len(SIZES)))
+        take_steps(
+            net,
+            Trainer(net, optimizer, options, kvstore=store, update_on_kvstore=True),
+            store,
+            range(len(SIZES)),
+        )
         for key, value in net.state_dict().items():
             assert torch.equal(value, alone["trainings"][name][key]), (name, key)
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_steps_equal_those_of_one_process(worlds: dict[int, list[dict[str, Any]]], workers: int) -> None:
+def test_steps_equal_those_of_one_process(
+    worlds: dict[int, list[dict[str, Any]]], workers: int
+) -> None:
     first, *others = worlds[workers]
     check_trainings(first["trainings"])
     for other in others:
         for name, weights in first["trainings"].items():
-            assert all(torch.equal(other["trainings"][name][key], value) for key, value in weights.items()), name
+            assert all(
+                torch.equal(other["trainings"][name][key], value) for key, value in weights.items()
+            ), name
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_reductions_of_the_loss_and_sums_over_workers(worlds: dict[int, list[dict[str, Any]]], workers: int) -> None:
+def test_reductions_of_the_loss_and_sums_over_workers(
+    worlds: dict[int, list[dict[str, Any]]], workers: int
+) -> None:
     sizes = range(1, workers + 1)
     for world in worlds[workers]:
         assert world["reductions"] == pytest.approx(
@@ -329,10 +374,17 @@ def test_single_keys(worlds: dict[int, list[dict[str, Any]]], workers: int) -> N
         assert torch.equal(found["first"], torch.full((2, 3), 5.0))
         assert torch.equal(found["sums"][0], torch.full((2, 3), float(sum(ranks) + workers)))
         assert found["sums"][1].tolist() == [0.5 * workers + sum(ranks)]
-        assert torch.allclose(found["mean"], torch.tensor(6.0 * sum(ranks) / sum(each + 1 for each in ranks)))
-        assert torch.allclose(found["stepped"], torch.tensor(1.0 - 0.1 * workers - 0.1 * 1.5 * workers))
+        assert torch.allclose(
+            found["mean"], torch.tensor(6.0 * sum(ranks) / sum(each + 1 for each in ranks))
+        )
+        assert torch.allclose(
+            found["stepped"], torch.tensor(1.0 - 0.1 * workers - 0.1 * 1.5 * workers)
+        )
         assert "'9' was pushed already and not pulled since" in found["pushed twice"]
-        assert "the key '9' has shape [4] and torch.float32, but the key was initialised with [5]" in found["another shape"]
+        assert (
+            "the key '9' has shape [4] and torch.float32, but the key was initialised with [5]"
+            in found["another shape"]
+        )
         assert "there is no key '8' in the store" in found["unknown"]
         other = 0 if rank == workers - 1 else workers - 1
         assert f"worker {rank} is in" in found["other calls"]
@@ -342,20 +394,28 @@ def test_single_keys(worlds: dict[int, list[dict[str, Any]]], workers: int) -> N
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_workers_whose_keys_differ_are_named(worlds: dict[int, list[dict[str, Any]]], workers: int) -> None:
+def test_workers_whose_keys_differ_are_named(
+    worlds: dict[int, list[dict[str, Any]]], workers: int
+) -> None:
     last = workers - 1
     for rank, world in enumerate(worlds[workers]):
         who = f"this worker ({rank})" if rank == last else f"worker {last}"
         found = world["differing"]
-        assert f"the key 'other' is not the same on all workers: {who} has shape [4] of torch.float32" in found["shape"]
+        assert (
+            f"the key 'other' is not the same on all workers: {who} has shape [4] of torch.float32"
+            in found["shape"]
+        )
         assert "worker 0 has shape [2] of torch.float32" in found["shape"]
         assert (
-            f"the key 'only' is not the same on all workers: {who} does not have it, worker 0 has shape [1]" in found["missing"]
+            f"the key 'only' is not the same on all workers: {who} does not have it, worker 0 has "
+            "shape [1]" in found["missing"]
         )
         assert "the key 'of worker 0' is not the same on all workers" in found["of worker 0"]
 
 
-def test_buckets_that_are_cut_keep_their_state(worlds: dict[int, list[dict[str, Any]]], alone: dict[str, Any]) -> None:
+def test_buckets_that_are_cut_keep_their_state(
+    worlds: dict[int, list[dict[str, Any]]], alone: dict[str, Any]
+) -> None:
     for workers in (2, 3):
         for world in worlds[workers]:
             assert world["parts"]["steps"] == {"a": 4.0, "b": 4.0, "c": 4.0}
@@ -365,10 +425,13 @@ def test_buckets_that_are_cut_keep_their_state(worlds: dict[int, list[dict[str, 
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_a_worker_without_further_batches_does_not_stop_the_others(worlds: dict[int, list[dict[str, Any]]], workers: int) -> None:
+def test_a_worker_without_further_batches_does_not_stop_the_others(
+    worlds: dict[int, list[dict[str, Any]]], workers: int
+) -> None:
     for rank, world in enumerate(worlds[workers]):
         found = world["more"]
-        # The gradient of step t is t, whoever takes part: 0 + 1 + 2 together, and 3 + 4 of worker 0 alone.
+        # The gradient of step t is t, whoever takes part: 0 + 1 + 2 together, and 3 + 4 of worker 0
+        # alone.
         assert found["moved"] == pytest.approx(10.0 if rank == 0 else 3.0)
         assert found["workers"] == (1 if rank == 0 else workers)
         assert "this worker has closed the store" in found["closed"]
@@ -387,12 +450,16 @@ def check_rows(found: dict[str, Any], workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_rows_are_those_of_dense_tensors(worlds: dict[int, list[dict[str, Any]]], workers: int) -> None:
+def test_rows_are_those_of_dense_tensors(
+    worlds: dict[int, list[dict[str, Any]]], workers: int
+) -> None:
     for world in worlds[workers]:
         check_rows(world["rows"], workers)
 
 
-def test_states_go_on_with_another_number_of_workers(worlds: dict[int, list[dict[str, Any]]]) -> None:
+def test_states_go_on_with_another_number_of_workers(
+    worlds: dict[int, list[dict[str, Any]]],
+) -> None:
     assert largest_difference(worlds[2][0]["states"], by_hand("adam", range(SAVED_AFTER))) <= 1e-6
     for world in worlds[3]:
         assert largest_difference(world["states"], by_hand("adam")) <= 1e-6
@@ -405,8 +472,10 @@ from allhands.kvstore import SplitSampler, replicate, split_and_load
 
 store = kvstore.create('dist')
 generator = torch.Generator().manual_seed(0)
-data = torch.utils.data.TensorDataset(torch.randn(21, 3, generator=generator), torch.randn(21, 2, generator=generator))
-train_data = torch.utils.data.DataLoader(data, 5, sampler=SplitSampler(21, store.num_workers, store.rank))
+inputs, targets = (torch.randn(21, size, generator=generator) for size in (3, 2))
+data = torch.utils.data.TensorDataset(inputs, targets)
+sampler = SplitSampler(21, store.num_workers, store.rank)
+train_data = torch.utils.data.DataLoader(data, 5, sampler=sampler)
 ctx = ['cpu', 'cpu']
 net = replicate(torch.nn.Linear(3, 2), ctx)
 trainer = kvstore.Trainer(net.collect_params(), 'adam', {'learning_rate': .01}, kvstore=store)
@@ -422,7 +491,15 @@ print('steps', trainer.last_step.number, 'workers', trainer.last_step.workers)
 
 def test_the_tutorials_script_with_one_batch_more_on_the_first_worker(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-c", "from allhands.cli.main import main; main()", "launch", "-n", "2", "train.py"]
+    command = [
+        sys.executable,
+        "-c",
+        "from allhands.cli.main import main; main()",
+        "launch",
+        "-n",
+        "2",
+        "train.py",
+    ]
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -453,7 +530,9 @@ def test_one_process_a_gpu() -> None:
     for found in worlds:
         for name in OPTIMIZERS:
             assert largest_difference(found[name], by_hand(name)) <= 1e-5, name
-            assert all(torch.equal(found[name][key], value) for key, value in worlds[0][name].items())
+            assert all(
+                torch.equal(found[name][key], value) for key, value in worlds[0][name].items()
+            )
         assert largest_difference(found["clipped"], by_hand("momentum", clip_norm=CLIP)) <= 1e-5
         assert largest_difference(found["in the workers"], by_hand("adam")) <= 1e-5
         check_rows(found["rows"], 2)
@@ -473,7 +552,10 @@ def test_the_order_of_a_list_changes_nothing_and_that_of_calls_is_told() -> None
     for pulled, told in in_world(2, keys_in_another_order):
         assert pulled == [[2.0], [20.0]]
         assert (
-            "worker 0 makes 'of 0' while worker 1 makes 'of 1'. Without servers, workers make their keys in the same order"
+            "worker 0 makes 'of 0' while worker 1 makes 'of 1'. Without servers, workers make "
+            "their keys in the same order" in told
+        )
+        assert (
+            "write init([…], […]) with all keys in one call, in which their order changes nothing"
             in told
         )
-        assert "write init([…], […]) with all keys in one call, in which their order changes nothing" in told

@@ -1,4 +1,5 @@
-"""A server that dies is started again from a snapshot, and the training is the one that would have been."""
+"""A server that dies is started again from a snapshot, and the training is the one that would have
+been."""
 
 from __future__ import annotations
 
@@ -30,13 +31,18 @@ def _data() -> tuple[dict[str, torch.Tensor], list[list[dict[str, torch.Tensor]]
     shapes = {f"k{number}": (50 + number * 1000, 3) for number in range(4)}
     first = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
     grads = [
-        [{name: torch.randn(shape, generator=draw) for name, shape in shapes.items()} for _ in range(2)] for _ in range(STEPS)
+        [
+            {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+            for _ in range(2)
+        ]
+        for _ in range(STEPS)
     ]
     return first, grads
 
 
 def _wait_for_snapshots(made: Job) -> None:
-    """Snapshots are written while the training goes on; these trainings are over in milliseconds."""
+    """Snapshots are written while the training goes on; these trainings are over in
+    milliseconds."""
     deadline = time.monotonic() + patience(10)
     for server in made.servers:
         recovery = server.shards[0].recovery
@@ -54,16 +60,31 @@ def _restart(made: Job, number: int) -> None:
     made.where[number] = again.where()
 
 
-def _train(folder: Path, kill_at: int | None, transport: str = "shared", kind: str = "dist", clip: float | None = 0.5,
-           before: Any = None) -> tuple[dict[str, torch.Tensor], list[int]]:  # fmt: skip
-    """Two workers, two servers; server 1 dies after so many steps. The weights, and the numbers of worker 0's steps."""
+def _train(
+    folder: Path,
+    kill_at: int | None,
+    transport: str = "shared",
+    kind: str = "dist",
+    clip: float | None = 0.5,
+    before: Any = None,
+) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Two workers, two servers; server 1 dies after so many steps. The weights, and the numbers of
+    worker 0's steps."""
     first, grads = _data()
     rules = rules_of(mode_named(kind), {"snapshot_every": 3, "snapshot_dir": folder})
     with job(2, 2) as made:
 
         def work(rank: int) -> tuple[dict[str, torch.Tensor], list[int]]:
             store = ServedStore(
-                mode_named(kind), rank, 2, list(made.where), rules, 0, "one", transport, lambda one: made.where[one]
+                mode_named(kind),
+                rank,
+                2,
+                list(made.where),
+                rules,
+                0,
+                "one",
+                transport,
+                lambda one: made.where[one],
             )
             made.stores.append(store)
             store.set_optimizer("adam", {"lr": 0.01})
@@ -78,7 +99,9 @@ def _train(folder: Path, kill_at: int | None, transport: str = "shared", kind: s
                     if before is not None:
                         before(made)
                     _restart(made, 1)
-                step = store.update(grads[step][rank], outs, Share(3 + rank, 1.0), clip_norm=clip).number
+                step = store.update(
+                    grads[step][rank], outs, Share(3 + rank, 1.0), clip_norm=clip
+                ).number
                 taken.append(step)
             store.close()
             return outs, taken
@@ -90,14 +113,18 @@ def _train(folder: Path, kill_at: int | None, transport: str = "shared", kind: s
 
 
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
-def test_a_server_comes_back_and_at_most_so_many_steps_are_taken_again(tmp_path: Path, transport: str) -> None:
+def test_a_server_comes_back_and_at_most_so_many_steps_are_taken_again(
+    tmp_path: Path, transport: str
+) -> None:
     whole, taken = _train(tmp_path / "whole", None, transport)
     assert taken == list(range(1, STEPS + 1))
     for kill_at in (4, 9):
         again, taken = _train(tmp_path / f"killed-{kill_at}", kill_at, transport)
         back = taken[taken.index(kill_at) + 1]
         # With a snapshot of the very step that was taken last, its gradients are simply sent again.
-        assert (back % 3 == 0 and kill_at - 3 <= back <= kill_at) or (back == kill_at + 1 and kill_at % 3 == 0)
+        assert (back % 3 == 0 and kill_at - 3 <= back <= kill_at) or (
+            back == kill_at + 1 and kill_at % 3 == 0
+        )
         for name, value in whole.items():
             assert torch.equal(value, again[name]), name
 
@@ -112,7 +139,11 @@ def test_snapshots_are_of_this_job_only_and_go_with_it(tmp_path: Path) -> None:
         for _ in range(6):
             store.pushpull("a", torch.ones(3))
         deadline = time.monotonic() + patience(10)
-        while (known := store.links[0].ask("snapshots")["steps"]) != [4, 5, 6] and time.monotonic() < deadline:
+        while (known := store.links[0].ask("snapshots")["steps"]) != [
+            4,
+            5,
+            6,
+        ] and time.monotonic() < deadline:
             time.sleep(0.02)
         assert known == [4, 5, 6]
         store.close()
@@ -122,7 +153,9 @@ def test_snapshots_are_of_this_job_only_and_go_with_it(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["job-another-store-0"]
 
 
-def test_a_server_that_is_lost_before_any_snapshot_ends_the_training_with_a_reason(tmp_path: Path) -> None:
+def test_a_server_that_is_lost_before_any_snapshot_ends_the_training_with_a_reason(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(WorldError, match=r"before there was a snapshot .*snapshot_every"):
         _train(tmp_path, 1)
 
@@ -130,7 +163,17 @@ def test_a_server_that_is_lost_before_any_snapshot_ends_the_training_with_a_reas
 def test_a_server_without_a_key_comes_back_too(tmp_path: Path) -> None:
     rules = rules_of(mode_named("dist"), {"snapshot_every": 1, "snapshot_dir": tmp_path})
     with job(1, 2) as made:
-        store = ServedStore(mode_named("dist"), 0, 1, list(made.where), rules, 0, "one", "auto", lambda one: made.where[one])
+        store = ServedStore(
+            mode_named("dist"),
+            0,
+            1,
+            list(made.where),
+            rules,
+            0,
+            "one",
+            "auto",
+            lambda one: made.where[one],
+        )
         made.stores.append(store)
         store.init("a", torch.zeros(3))
         assert {piece.server for piece in store._pieces["a"]} == {0}
@@ -146,7 +189,10 @@ def test_a_server_without_a_key_comes_back_too(tmp_path: Path) -> None:
 def test_a_damaged_snapshot_is_named(tmp_path: Path) -> None:
     def damage(made: Job) -> None:
         deadline = time.monotonic() + patience(10)
-        while not (found := sorted(tmp_path.rglob("server-1/step-3.safetensors"))) and time.monotonic() < deadline:
+        while (
+            not (found := sorted(tmp_path.rglob("server-1/step-3.safetensors")))
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         with found[0].open("r+b") as file:
             file.truncate(100)
@@ -155,14 +201,28 @@ def test_a_damaged_snapshot_is_named(tmp_path: Path) -> None:
         _train(tmp_path, 4, before=damage)
 
 
-def test_a_server_that_does_not_come_back_is_waited_for_with_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_come_back_is_waited_for_with_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(comeback, "RETURN_TIMEOUT", 1.0)
     rules = rules_of(mode_named("dist"), {"snapshot_every": 1, "snapshot_dir": tmp_path})
     with job(1) as made:
-        store = ServedStore(mode_named("dist"), 0, 1, list(made.where), rules, 0, "one", "auto", lambda one: made.where[one])
+        store = ServedStore(
+            mode_named("dist"),
+            0,
+            1,
+            list(made.where),
+            rules,
+            0,
+            "one",
+            "auto",
+            lambda one: made.where[one],
+        )
         store.init("a", torch.zeros(3))
         made.servers[0].close()
-        with pytest.raises(WorldError, match=r"was not started again within 1 s; .*--server-restarts"):
+        with pytest.raises(
+            WorldError, match=r"was not started again within 1 s; .*--server-restarts"
+        ):
             store.pushpull("a", torch.ones(3))
 
 
@@ -195,21 +255,43 @@ while step < 9:
         while not all(link.ask("snapshots")["steps"] for link in store.links):
             time.sleep(0.01)
         os.kill(store.links[1].where["pid"], signal.SIGKILL)
-    grads = {name: torch.full_like(value, 1.0 + step + store.rank) for name, value in weights.items()}
+    gradient = 1.0 + step + store.rank
+    grads = {name: torch.full_like(value, gradient) for name, value in weights.items()}
     step = store.update(grads, outs, kvstore.Share(1.0, 1.0)).number
 print("sum", float(outs["w"].double().sum()), float(outs["b"].double().sum()))
 """
 
 
 @pytest.mark.serial
-def test_the_launcher_starts_a_killed_server_again_and_the_weights_are_the_same(tmp_path: Path) -> None:
+def test_the_launcher_starts_a_killed_server_again_and_the_weights_are_the_same(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     told = []
     for kills in ("0", "1"):
-        command = [sys.executable, "-c", "from allhands.cli.main import main; main()", "launch", "-n", "2", "-s", "2",
-                   "--server-restarts", "1", str(script), str(tmp_path / "snapshots"), kills]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+        command = [
+            sys.executable,
+            "-c",
+            "from allhands.cli.main import main; main()",
+            "launch",
+            "-n",
+            "2",
+            "-s",
+            "2",
+            "--server-restarts",
+            "1",
+            str(script),
+            str(tmp_path / "snapshots"),
+            kills,
+        ]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=False,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         lines = sorted(line.split("] ", 1)[1] for line in done.stdout.splitlines() if "sum" in line)
         assert len(lines) == 2

@@ -53,7 +53,10 @@ def test_sums_telescope_and_sizes_are_exact_for_every_count(options: dict[str, A
     generator = torch.Generator().manual_seed(3)
     for count in COUNTS:
         compressor = Compressor(codec, count)
-        given, received = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+        given, received = (
+            torch.zeros(count, dtype=torch.float64),
+            torch.zeros(count, dtype=torch.float64),
+        )
         for _ in range(50):
             values = torch.randn(count, generator=generator)
             kept = values.clone()
@@ -84,7 +87,9 @@ def test_other_types_and_places_in_a_buffer_give_the_same_numbers(options: dict[
     assert torch.equal(narrow, decoded(codec, data, 37).bfloat16())
 
 
-def model_of_two_bits(residual: np.ndarray, values: np.ndarray, threshold: float) -> tuple[bytes, np.ndarray]:
+def model_of_two_bits(
+    residual: np.ndarray, values: np.ndarray, threshold: float
+) -> tuple[bytes, np.ndarray]:
     """MXNet's rule, one number after another."""
     out = bytearray(-(-len(values) // 16) * 4)
     numbers = np.zeros_like(residual)
@@ -123,7 +128,9 @@ def test_one_bit_is_signs_with_the_mean_size() -> None:
     scale = 10 / 9
     assert data[:4].view(torch.float32).item() == pytest.approx(scale)
     assert data[4:].tolist() == [0b10101101, 0b00000000]
-    assert decoded(codec, data, 9).tolist() == pytest.approx([scale * sign for sign in (1, -1, 1, -1, 1, 1, -1, 1, -1)])
+    assert decoded(codec, data, 9).tolist() == pytest.approx(
+        [scale * sign for sign in (1, -1, 1, -1, 1, 1, -1, 1, -1)]
+    )
 
 
 def test_topk_keeps_the_largest_exactly() -> None:
@@ -143,7 +150,10 @@ def test_what_is_beyond_the_range_comes_later(kind: str, dtype: torch.dtype) -> 
     codec, most = codec_from({"name": kind}), torch.finfo(dtype).max
     compressor = Compressor(codec, 2)
     beyond = torch.tensor([most * 2.5 if kind == "fp16" else torch.finfo(torch.float32).max, -1.0])
-    sent = [decoded(codec, compressor.compress(values), 2) for values in (beyond, torch.zeros(2), torch.zeros(2), torch.zeros(2))]
+    sent = [
+        decoded(codec, compressor.compress(values), 2)
+        for values in (beyond, torch.zeros(2), torch.zeros(2), torch.zeros(2))
+    ]
     assert sent[0].tolist() == [most, -1.0]
     assert all(one.isfinite().all() for one in sent)
     assert torch.stack(sent).double().sum(0).tolist() == pytest.approx(beyond.tolist(), rel=1e-6)
@@ -176,7 +186,10 @@ def test_a_loaded_residual_goes_on_bit_for_bit() -> None:
         first.compress(one)
     second.load(first.state())
     first.compress(values[3])
-    assert all(torch.equal(second.compress(one), data) for one, data in zip(values[3:], expected[3:], strict=True))
+    assert all(
+        torch.equal(second.compress(one), data)
+        for one, data in zip(values[3:], expected[3:], strict=True)
+    )
     with pytest.raises(UserError, match=r"residual of shape \[49\] for a chunk of 50"):
         second.load(torch.zeros(49))
     with pytest.raises(UserError, match=r"chunk for 'w' of shape \[49\]; it has 50"):
@@ -184,7 +197,8 @@ def test_a_loaded_residual_goes_on_bit_for_bit() -> None:
 
 
 def descended(options: dict[str, Any], feedback: bool, lr: float, steps: int = 600) -> float:
-    """Mean squared distance to the solution of a least-squares problem of 40 numbers, from 1 at first."""
+    """Mean squared distance to the solution of a least-squares problem of 40 numbers, from 1 at
+    first."""
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(200, 40, generator=generator)
     inputs[:, :4] *= 4  # a few directions have most of the gradient
@@ -227,7 +241,10 @@ def test_training_converges_and_needs_the_feedback_where_much_is_left_out(
 @pytest.mark.parametrize("options", ALL, ids=named)
 def test_data_of_another_size_are_refused(options: dict[str, Any]) -> None:
     codec = codec_from(options)
-    for data in (torch.zeros(codec.nbytes(20) + 1, dtype=torch.uint8), torch.zeros(codec.nbytes(20), dtype=torch.int8)):
+    for data in (
+        torch.zeros(codec.nbytes(20) + 1, dtype=torch.uint8),
+        torch.zeros(codec.nbytes(20), dtype=torch.int8),
+    ):
         with pytest.raises(UserError, match="20 numbers are .* bytes"):
             codec.decode(data, torch.zeros(20))
 
@@ -247,7 +264,10 @@ def test_data_of_another_size_are_refused(options: dict[str, Any]) -> None:
         ({"type": "2bit", "threshold": math.inf}, "threshold=inf"),
         ({"type": "2bit", "threshold": "1"}, "threshold='1'"),
         ({"type": "1bit", "threshold": 0.5}, "'1bit' has no option 'threshold'"),
-        ({"name": "topk", "keep": 1.5}, "keep=1.5 of 'topk'; it must be a number above 0, at most 1"),
+        (
+            {"name": "topk", "keep": 1.5},
+            "keep=1.5 of 'topk'; it must be a number above 0, at most 1",
+        ),
         ({"name": "topk", "keep": True}, "keep=True"),
         ({"name": "fp16", "pull": "3bit"}, "there is no codec '3bit'"),
     ],

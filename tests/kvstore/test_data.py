@@ -27,7 +27,10 @@ def test_slices_are_the_batch_in_order() -> None:
 def test_uneven_slices_differ_by_one() -> None:
     assert sizes(10, 4) == [3, 3, 2, 2]
     assert sizes(2, 3) == [1, 1, 0]
-    with pytest.raises(UserError, match="10 samples cannot be cut into 4 slices of one size; write even_split=False"):
+    with pytest.raises(
+        UserError,
+        match="10 samples cannot be cut into 4 slices of one size; write even_split=False",
+    ):
         split_data(torch.arange(10), 4)
 
 
@@ -66,7 +69,11 @@ def test_parts_cover_the_data_set_once(length: int, parts: int) -> None:
 
 
 def test_each_epoch_has_a_new_order_and_a_seed_the_same_one() -> None:
-    first, second, other = SplitSampler(50, 2, 1, seed=3), SplitSampler(50, 2, 1, seed=3), SplitSampler(50, 2, 1, seed=4)
+    first, second, other = (
+        SplitSampler(50, 2, 1, seed=3),
+        SplitSampler(50, 2, 1, seed=3),
+        SplitSampler(50, 2, 1, seed=4),
+    )
     epochs = [list(first) for _ in range(3)]
     assert epochs == [list(second) for _ in range(3)]
     assert epochs[0] != epochs[1] != epochs[2]
@@ -95,7 +102,8 @@ def test_in_a_data_loader_with_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [((-1,), "length=-1"), ((5, 0), "num_parts=0"), ((5, 2, 2), "num_parts=2, part_index=2")]
+    ("arguments", "message"),
+    [((-1,), "length=-1"), ((5, 0), "num_parts=0"), ((5, 2, 2), "num_parts=2, part_index=2")],
 )
 def test_parts_that_do_not_exist(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):

@@ -1,4 +1,5 @@
-"""A worker is lost when it is silent, not when its server is slow to listen or its network slow to bring something."""
+"""A worker is lost when it is silent, not when its server is slow to listen or its network slow to
+bring something."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def test_only_waiting_is_silence() -> None:
 def test_a_server_that_is_busy_takes_no_worker_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Shard.set_optimizer
 
-    def slow(*given: object) -> None:  # as the first optimizer of a process is, which makes torch import its compiler
+    def slow(
+        *given: object,
+    ) -> None:  # as the first optimizer of a process is, which makes torch import its compiler
         time.sleep(2 * LEASE)
         real(*given)  # type: ignore[arg-type]
 
@@ -60,7 +63,10 @@ def test_a_frame_that_takes_longer_than_the_lease_is_no_silence() -> None:
         _, meta, _ = store._begin(["a"], Share(1.0, 1.0), None, None)
         store._settle()
         piece = store._pieces["a"][0].number
-        frame = pack(Kind.PUSH, 0, piece, meta, link.versions[piece] + 1, 4000) + torch.ones(1000).numpy().tobytes()
+        frame = (
+            pack(Kind.PUSH, 0, piece, meta, link.versions[piece] + 1, 4000)
+            + torch.ones(1000).numpy().tobytes()
+        )
         link.first = lambda *parts: None  # type: ignore[method-assign]
         for part in range(10):  # no beat can come within it
             link._up.sendall(frame[part * 403 : (part + 1) * 403])

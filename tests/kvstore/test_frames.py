@@ -10,7 +10,17 @@ import tracemalloc
 
 import pytest
 
-from allhands.kvstore.frames import HEADER_BYTES, MAGIC, FrameError, Kind, message, pack, read_bytes, read_message, unpack
+from allhands.kvstore.frames import (
+    HEADER_BYTES,
+    MAGIC,
+    FrameError,
+    Kind,
+    message,
+    pack,
+    read_bytes,
+    read_message,
+    unpack,
+)
 
 
 def test_a_payload_comes_in_any_pieces() -> None:
@@ -39,15 +49,29 @@ def test_a_promise_of_many_bytes_takes_no_memory() -> None:
 
 def test_a_payload_above_the_limit_is_refused_before_it_is_read() -> None:
     ours, theirs = socket.socketpair()
-    with ours, theirs, pytest.raises(FrameError, match="a payload of 11 bytes; at most 10 are allowed"):
+    with (
+        ours,
+        theirs,
+        pytest.raises(FrameError, match="a payload of 11 bytes; at most 10 are allowed"),
+    ):
         read_bytes(ours, 11, 10)
 
 
 def test_headers_are_those_that_were_packed_and_nothing_else_is_one() -> None:
     frame = unpack(pack(Kind.PUSH, 3, 7, 9, 1 << 63, (1 << 64) - 1))
-    assert (frame.kind, frame.flags, frame.chunk, frame.meta, frame.round) == (Kind.PUSH, 3, 7, 9, 1 << 63)
+    assert (frame.kind, frame.flags, frame.chunk, frame.meta, frame.round) == (
+        Kind.PUSH,
+        3,
+        7,
+        9,
+        1 << 63,
+    )
     assert frame.nbytes == (1 << 64) - 1
-    for wrong in (bytes(HEADER_BYTES), MAGIC + bytes(HEADER_BYTES - 2), MAGIC + b"\x0b" + bytes(HEADER_BYTES - 3)):
+    for wrong in (
+        bytes(HEADER_BYTES),
+        MAGIC + bytes(HEADER_BYTES - 2),
+        MAGIC + b"\x0b" + bytes(HEADER_BYTES - 3),
+    ):
         with pytest.raises(FrameError, match="no frame of this protocol"):
             unpack(wrong)
     with pytest.raises(struct.error):
@@ -55,7 +79,11 @@ def test_headers_are_those_that_were_packed_and_nothing_else_is_one() -> None:
 
 
 def test_messages_are_json_objects() -> None:
-    for body, told in ((b"[1]", "JSON, but no object"), (b'{"op":', "no JSON"), (b"\xff", "no JSON")):
+    for body, told in (
+        (b"[1]", "JSON, but no object"),
+        (b'{"op":', "no JSON"),
+        (b"\xff", "no JSON"),
+    ):
         ours, theirs = socket.socketpair()
         with ours, theirs, pytest.raises(FrameError, match=told):
             theirs.sendall(body)

@@ -1,4 +1,5 @@
-"""Workers of one host as one member of a store: the same training, one push a host, and what happens when one is lost."""
+"""Workers of one host as one member of a store: the same training, one push a host, and what
+happens when one is lost."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ class OnHosts:
             return own
         if rank not in self.groups:
             self.groups[rank] = HostGroup(self.meetings[tuple(host)], host, rank, self.lease)
-        return HostStore(own, self.groups[rank], lambda: self.made.store(rank, KIND, number + 1, **self.rules))
+        return HostStore(
+            own, self.groups[rank], lambda: self.made.store(rank, KIND, number + 1, **self.rules)
+        )
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         """Call `work(rank)` for all ranks at once; what each returned."""
@@ -57,18 +60,24 @@ class OnHosts:
         finally:
             for group in self.groups.values():
                 group.close()
-                for store in group.stores:  # at exit, one left open would wait for others, which are of this process
+                for store in (
+                    group.stores
+                ):  # at exit, one left open would wait for others, which are of this process
                     atexit.unregister(store._leave)
 
 
-def trained_on_hosts(made: Job, layout: Hosts, name: str, number: int = 0, **options: Any) -> list[Weights]:
+def trained_on_hosts(
+    made: Job, layout: Hosts, name: str, number: int = 0, **options: Any
+) -> list[Weights]:
     """The small training; each worker's weights in the end."""
     where, nets = OnHosts(made, layout), [model(seed=rank) for rank in range(made.workers)]
 
     def work(rank: int) -> Weights:
         store = where.store(rank, number)
         optimizer, optimizer_params, _ = OPTIMIZERS[name]
-        trainer = Trainer(nets[rank].named_parameters(), optimizer, optimizer_params, kvstore=store, **options)
+        trainer = Trainer(
+            nets[rank].named_parameters(), optimizer, optimizer_params, kvstore=store, **options
+        )
         take_steps(nets[rank], trainer, store, range(len(SIZES)))
         assert trainer.last_step is not None
         assert trainer.last_step.number == len(SIZES)
@@ -87,23 +96,30 @@ def test_steps_equal_those_of_one_process(layout: Hosts) -> None:
             "momentum": trained_on_hosts(made, layout, "momentum", 1),
             "again": trained_on_hosts(made, layout, "momentum", 2),
             "clipped": trained_on_hosts(made, layout, "momentum", 3, clip_norm=0.5),
-            "in the workers": trained_on_hosts(made, layout, "momentum", 4, update_on_kvstore=False),
+            "in the workers": trained_on_hosts(
+                made, layout, "momentum", 4, update_on_kvstore=False
+            ),
         }
     for name, weights in found.items():
-        reference = by_hand("adam" if name == "adam" else "momentum", clip_norm=0.5 if name == "clipped" else None)
+        reference = by_hand(
+            "adam" if name == "adam" else "momentum", clip_norm=0.5 if name == "clipped" else None
+        )
         assert all(largest_difference(one, reference) <= 1e-6 for one in weights), name
         assert all(same(one, weights[0]) for one in weights), name
     assert same(found["again"][0], found["momentum"][0])
 
 
 def test_one_host_adds_up_as_the_servers_do() -> None:
-    """The order of the sum is the same, so the bits are; and in compression the host's sum is rounded once."""
+    """The order of the sum is the same, so the bits are; and in compression the host's sum is
+    rounded once."""
     with job(2) as made:
         plain = trained(made, "adam", "dist_sync")
         on_host = trained_on_hosts(made, [[0, 1]], "adam", 1)
         assert same(on_host[0], plain[0])
 
-    def pushes(store: KVStore, values: Sequence[float], weight: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def pushes(
+        store: KVStore, values: Sequence[float], weight: float
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
         store.set_optimizer("sgd", {"lr": 1.0})
         weights = {"a": torch.zeros(len(values))}
@@ -130,7 +146,9 @@ def test_only_the_first_worker_of_a_host_sends() -> None:
 
         def work(rank: int) -> tuple[set[int], int, list[float]]:
             store = where.store(rank)
-            store.init(["a", "h"], [torch.full((3,), float(rank)), torch.zeros(2, dtype=torch.bfloat16)])
+            store.init(
+                ["a", "h"], [torch.full((3,), float(rank)), torch.zeros(2, dtype=torch.bfloat16)]
+            )
             given = [torch.full((3,), rank + 1.0), torch.ones(2, dtype=torch.bfloat16)]
             outs = [torch.zeros(3), torch.zeros(2, dtype=torch.bfloat16)]
             store.pushpull(["a", "h"], given, outs, weight=1.0 + rank)
@@ -143,7 +161,10 @@ def test_only_the_first_worker_of_a_host_sends() -> None:
         for members, workers, values in where.run(work):
             assert members == {0, 2}
             assert workers == 2
-            assert values == [1.0] * 3 + [pytest.approx(0.4, abs=2e-3)] * 2 + [pytest.approx(10 / 3)] * 3
+            assert (
+                values
+                == [1.0] * 3 + [pytest.approx(0.4, abs=2e-3)] * 2 + [pytest.approx(10 / 3)] * 3
+            )
 
 
 def test_rows_travel_between_each_worker_and_the_servers() -> None:
@@ -154,10 +175,16 @@ def test_rows_travel_between_each_worker_and_the_servers() -> None:
         store.set_optimizer("sgd", {"lr": 1.0})
         store.declare({"users": table, "a": torch.zeros(2)})
         ids = torch.tensor([[rank, 3]])
-        gradient = torch.sparse_coo_tensor(ids, torch.full((2, 2), rank + 1.0), (5, 2), check_invariants=True)
+        gradient = torch.sparse_coo_tensor(
+            ids, torch.full((2, 2), rank + 1.0), (5, 2), check_invariants=True
+        )
         weights = {"a": torch.zeros(2)}
-        store.update({"users": gradient, "a": torch.full((2,), rank + 1.0)}, weights, Share(rank + 1.0, 1.0))
-        found = store.row_sparse_pull("users", row_ids=torch.tensor([3, rank]))  # of each worker's own
+        store.update(
+            {"users": gradient, "a": torch.full((2,), rank + 1.0)}, weights, Share(rank + 1.0, 1.0)
+        )
+        found = store.row_sparse_pull(
+            "users", row_ids=torch.tensor([3, rank])
+        )  # of each worker's own
         state = store.state()
         if rank == 2:
             store.close()
@@ -217,8 +244,12 @@ def test_states_go_on_with_hosts_and_without(tmp_path: Path) -> None:
     for first_on_hosts in (True, False):
         with job(3, 2) as made:
             for number, steps in enumerate((range(7), range(7, 20))):
-                where = OnHosts(made, [[0, 1, 2]] if first_on_hosts == (number == 0) else [[0], [1], [2]])
-                found = where.run(lambda rank, w=where, n=number, s=steps: part(w.store(rank, n), s))  # type: ignore[misc]
+                where = OnHosts(
+                    made, [[0, 1, 2]] if first_on_hosts == (number == 0) else [[0], [1], [2]]
+                )
+                found = where.run(
+                    lambda rank, w=where, n=number, s=steps: part(w.store(rank, n), s)
+                )  # type: ignore[misc]
         for weights in found:
             assert largest_difference(weights, by_hand("adam")) <= 1e-6
 
@@ -279,7 +310,11 @@ def test_the_loss_of_a_worker_ends_its_host_in_time(lost: int, rule: str) -> Non
         return "went on", weights["a"][0].item()
 
     with job(3, 1, lease) as made:
-        where, gone, over = OnHosts(made, [[0, 1], [2]], lease, on_worker_loss=rule), threading.Barrier(3), threading.Barrier(3)
+        where, gone, over = (
+            OnHosts(made, [[0, 1], [2]], lease, on_worker_loss=rule),
+            threading.Barrier(3),
+            threading.Barrier(3),
+        )
         found = where.run(work)
     text, took = found[1 - lost]
     assert f"worker {lost} (" in text
@@ -292,26 +327,35 @@ def test_the_loss_of_a_worker_ends_its_host_in_time(lost: int, rule: str) -> Non
 
 
 def test_what_create_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one worker a host it is the store of dist_sync, and so are the bits; restarts of one worker are refused."""
+    """With one worker a host it is the store of dist_sync, and so are the bits; restarts of one
+    worker are refused."""
     monkeypatch.setenv("ALLHANDS_NUM_SERVERS", "1")
     alone = World(0, 0, 0, 1, 1, torch.device("cpu"), "none", "alone")
     monkeypatch.setattr(hosts, "init", lambda: alone)
     numbers = itertools.count()
     with job(1) as made:
-        monkeypatch.setattr(ServedStore, "connect", lambda mode, options: made.store(0, mode.name, next(numbers), **options))
+        monkeypatch.setattr(
+            ServedStore,
+            "connect",
+            lambda mode, options: made.store(0, mode.name, next(numbers), **options),
+        )
         found = []
         for name in ("dist_sync", "dist_device_sync", "dist_sync_device"):
             store = create(name)
             assert type(store) is ServedStore
             net = model()
-            take_steps(net, Trainer(net, "adam", {"learning_rate": 0.01}, kvstore=store), store, range(20))
+            take_steps(
+                net, Trainer(net, "adam", {"learning_rate": 0.01}, kvstore=store), store, range(20)
+            )
             found.append(weights_of(net))
             store.close()
         assert same(found[0], found[1])
         assert same(found[0], found[2])
         monkeypatch.setenv("ALLHANDS_ON_WORKER_FAILURE", "restart")
         monkeypatch.setattr(hosts, "init", lambda: replace(alone, local_world_size=2))
-        assert "create('dist_sync'), where each worker is a member" in error_of(lambda: create("dist_device_sync"))
+        assert "create('dist_sync'), where each worker is a member" in error_of(
+            lambda: create("dist_device_sync")
+        )
 
 
 def in_a_process(device: str | None) -> dict[str, Any]:
@@ -319,7 +363,9 @@ def in_a_process(device: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("adam", "momentum"):
         net, store = model(seed=world.rank).to(world.device), create("dist_device_sync")
-        take_steps(net, Trainer(net, *OPTIMIZERS[name][:2], kvstore=store), store, range(len(SIZES)))
+        take_steps(
+            net, Trainer(net, *OPTIMIZERS[name][:2], kvstore=store), store, range(len(SIZES))
+        )
         store.close()
         found[name] = {key: value.cpu() for key, value in net.state_dict().items()}
         found["store"] = (type(store).__name__, sorted(store._group._groups))  # type: ignore[attr-defined]
@@ -328,7 +374,9 @@ def in_a_process(device: str | None) -> dict[str, Any]:
     store.set_optimizer("sgd", {"lr": 1.0})
     store.declare(weights, complete=True)
     for _ in range(1 + world.rank):
-        store.update({"a": torch.full_like(weights["a"], 1.0 + world.rank)}, weights, Share(1.0, 1.0))
+        store.update(
+            {"a": torch.full_like(weights["a"], 1.0 + world.rank)}, weights, Share(1.0, 1.0)
+        )
     store.close()
     found["more"] = weights["a"].tolist()
     allhands.finalize()

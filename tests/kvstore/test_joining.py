@@ -1,4 +1,5 @@
-"""Workers that come again, come late, leave or never come while others train: the exact numbers, in time, with the reason."""
+"""Workers that come again, come late, leave or never come while others train: the exact numbers, in
+time, with the reason."""
 
 from __future__ import annotations
 
@@ -11,13 +12,25 @@ import torch
 
 from allhands.errors import WorldError
 from allhands.kvstore.served import ServedStore
-from tests.kvstore.losing import LEASE, LOST_AT, STEPS, Values, crash, first, member, reference, update
+from tests.kvstore.losing import (
+    LEASE,
+    LOST_AT,
+    STEPS,
+    Values,
+    crash,
+    first,
+    member,
+    reference,
+    update,
+)
 from tests.kvstore.serving import job
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shared"])
 @pytest.mark.parametrize("rank_lost", [0, 1])
-def test_a_worker_that_was_started_again_joins_from_a_round_on(rank_lost: int, transport: str) -> None:
+def test_a_worker_that_was_started_again_joins_from_a_round_on(
+    rank_lost: int, transport: str
+) -> None:
     end, wait_at = 12, 6
     with job(3, 2, LEASE) as made:
         back = threading.Event()
@@ -27,7 +40,10 @@ def test_a_worker_that_was_started_again_joins_from_a_round_on(rank_lost: int, t
             while step < end:
                 if step == LOST_AT and rank == rank_lost and store in made.stores[:3]:
                     crash(store)
-                    while min(chunk.version for chunk in made.servers[0].shards[0].chunks.values()) < wait_at - 1:
+                    while (
+                        min(chunk.version for chunk in made.servers[0].shards[0].chunks.values())
+                        < wait_at - 1
+                    ):
                         time.sleep(0.01)
                     store = member(made, rank, life="two", transport=transport)
                     back.set()
@@ -50,7 +66,9 @@ def test_a_worker_that_was_started_again_joins_from_a_round_on(rank_lost: int, t
         joined = LOST_AT + counts[LOST_AT:].index(3)
         assert wait_at <= joined <= wait_at + 1
         assert counts == [3] * LOST_AT + [2] * (joined - LOST_AT) + [3] * (end - joined)
-        assert results[rank_lost][1] == [one for one in numbers if one[0] <= LOST_AT or one[0] > joined]
+        assert results[rank_lost][1] == [
+            one for one in numbers if one[0] <= LOST_AT or one[0] > joined
+        ]
         expected = reference([{0, 1, 2} if count == 3 else others for count in counts])
         for outs, _ in results:
             for name, value in expected.items():
@@ -94,7 +112,8 @@ def test_a_worker_that_closes_in_mid_training_is_no_loss(rule: str) -> None:
 
 
 def test_keys_that_are_declared_one_by_one_are_joined_one_by_one() -> None:
-    """The rounds of a key do not wait for a worker that came again and has not come to this key yet."""
+    """The rounds of a key do not wait for a worker that came again and has not come to this key
+    yet."""
     with job(2, 2, LEASE) as made:
 
         def pushed(store: ServedStore, name: str) -> float:
@@ -154,10 +173,14 @@ def test_first_values_that_nobody_will_give_any_more_are_an_error() -> None:
                 store.init("a", torch.zeros(2))
             return str(raised.value)
 
-        assert made.run(work)[1] == ("worker 0 has left or is lost, and has not given the first values of 'a'; start again")
+        assert made.run(work)[1] == (
+            "worker 0 has left or is lost, and has not given the first values of 'a'; start again"
+        )
 
 
-def test_worker_0_that_is_lost_for_good_before_it_gave_the_values_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_0_that_is_lost_for_good_before_it_gave_the_values_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("ALLHANDS_ON_WORKER_FAILURE", "continue")
     with job(2, 1, LEASE) as made:
 
@@ -169,7 +192,11 @@ def test_worker_0_that_is_lost_for_good_before_it_gave_the_values_is_an_error(mo
                 made.store(1).init("a", torch.zeros(2))
             return str(raised.value)
 
-        assert made.run(work)[1] == "worker 0 has left or is lost, and has not given the first values of 'a'; start again"
+        assert (
+            made.run(work)[1]
+            == "worker 0 has left or is lost, and has not given the first values of 'a'; start "
+            "again"
+        )
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -202,7 +229,9 @@ def test_the_others_go_on_without_a_worker_that_never_comes(late: bool) -> None:
 
 
 @pytest.mark.parametrize(("rule", "absent"), [("stop", 1), ("continue", 0)])
-def test_a_worker_that_never_comes_is_named_where_the_others_cannot_go_on(rule: str, absent: int) -> None:
+def test_a_worker_that_never_comes_is_named_where_the_others_cannot_go_on(
+    rule: str, absent: int
+) -> None:
     with job(2, 1, LEASE) as made:
         made.servers[0].patience = 0.5
 
@@ -216,9 +245,15 @@ def test_a_worker_that_never_comes_is_named_where_the_others_cannot_go_on(rule: 
 
         text = made.run(work)[1 - absent]
     if rule == "stop":
-        assert text.startswith("worker 1 is lost: it has not connected to server 0 within 0 s of the first worker (")
+        assert text.startswith(
+            "worker 1 is lost: it has not connected to server 0 within 0 s of the first worker ("
+        )
         assert (
-            "ALLHANDS_KVSTORE_START sets how long is waited); worker 0 waits for the other workers' gradients in step 1" in text
+            "ALLHANDS_KVSTORE_START sets how long is waited); worker 0 waits for the other "
+            "workers' gradients in step 1" in text
         )
     else:
-        assert text == "worker 0 has left or is lost, and has not given the first values of 'a', 'b'; start again"
+        assert (
+            text == "worker 0 has left or is lost, and has not given the first values of 'a', 'b'; "
+            "start again"
+        )

@@ -74,7 +74,9 @@ def test_groups_have_their_own_options() -> None:
     params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     from allhands.kvstore.optimizers import spec_of_torch
 
-    spec, _ = spec_of_torch(torch.optim.SGD([{"params": params[:1], "lr": 1.0}, {"params": params[1:], "lr": 0.5}]))
+    spec, _ = spec_of_torch(
+        torch.optim.SGD([{"params": params[:1], "lr": 1.0}, {"params": params[1:], "lr": 0.5}])
+    )
     store.set_optimizer(spec)
     out = {"a": torch.empty(2), "b": torch.empty(2)}
     store.update({"a": torch.ones(2), "b": torch.ones(2)}, out, Share())
@@ -98,7 +100,9 @@ def test_states_by_key_and_back(tmp_path: Path) -> None:
     def trained(store: KVStore, steps: int) -> list[list[float]]:
         outs = {"a": torch.empty(2, 2), "b": torch.empty(3)}
         for _ in range(steps):
-            store.update({"a": torch.full((2, 2), 0.5), "b": torch.tensor([1.0, -2.0, 0.0])}, outs, Share())
+            store.update(
+                {"a": torch.full((2, 2), 0.5), "b": torch.tensor([1.0, -2.0, 0.0])}, outs, Share()
+            )
         return [out.tolist() for out in outs.values()]
 
     whole = store_of(a=torch.zeros(2, 2), b=torch.zeros(3))
@@ -144,23 +148,49 @@ def refusals() -> list[tuple[Any, str]]:
     return [
         (lambda: store.init("a", torch.zeros(3)), "the key 'a' was initialised already"),
         (lambda: store.declare({"a": torch.zeros(3)}), "the key 'a' is in the store already"),
-        (lambda: store.init("i", torch.zeros(3, dtype=torch.int64)), "floating-point numbers, not torch.int64"),
-        (lambda: store.init(3, torch.zeros(3)), "the key 3 is a int, but this store's keys are of type str"),
+        (
+            lambda: store.init("i", torch.zeros(3, dtype=torch.int64)),
+            "floating-point numbers, not torch.int64",
+        ),
+        (
+            lambda: store.init(3, torch.zeros(3)),
+            "the key 3 is a int, but this store's keys are of type str",
+        ),
         (lambda: store.push("b", torch.zeros(3)), "there is no key 'b' in the store"),
-        (lambda: store.push("a", torch.zeros(2)), "shape .2. and torch.float32, but the key was initialised with .3."),
-        (lambda: store.push("a", torch.zeros(3).double()), "torch.float64, but the key was initialised with"),
+        (
+            lambda: store.push("a", torch.zeros(2)),
+            "shape .2. and torch.float32, but the key was initialised with .3.",
+        ),
+        (
+            lambda: store.push("a", torch.zeros(3).double()),
+            "torch.float64, but the key was initialised with",
+        ),
         (lambda: store.update({}, {}, Share()), "the store has no optimizer"),
         (lambda: store.save_optimizer_states("x"), "the store has no optimizer"),
         (lambda: store.set_gradient_compression({"type": "3bit"}), "there is no codec '3bit'"),
         (
-            lambda: store.reduce({"a": torch.sparse_coo_tensor(size=(3,), check_invariants=True)}, Share()),
+            lambda: store.reduce(
+                {"a": torch.sparse_coo_tensor(size=(3,), check_invariants=True)}, Share()
+            ),
             "the gradient of 'a' is sparse",
         ),
         (lambda: stepping.update({"b": torch.zeros(3)}, {}, Share()), "there is no key 'b'"),
-        (lambda: stepping.update({"a": torch.zeros(2)}, outs, Share()), "the gradient for the key 'a' has shape"),
-        (lambda: stepping.update({"a": torch.zeros(3)}, outs, Share(), clip_norm=-1.0), "clip_norm=-1.0"),
-        (lambda: stepping.update({"a": torch.zeros(3)}, outs, Share(), [{"momentun": 1.0}]), "momentun"),
-        (lambda: stepping.update({"a": torch.zeros(3)}, outs, Share(0.0, 1.0)), "no worker has a sample"),
+        (
+            lambda: stepping.update({"a": torch.zeros(2)}, outs, Share()),
+            "the gradient for the key 'a' has shape",
+        ),
+        (
+            lambda: stepping.update({"a": torch.zeros(3)}, outs, Share(), clip_norm=-1.0),
+            "clip_norm=-1.0",
+        ),
+        (
+            lambda: stepping.update({"a": torch.zeros(3)}, outs, Share(), [{"momentun": 1.0}]),
+            "momentun",
+        ),
+        (
+            lambda: stepping.update({"a": torch.zeros(3)}, outs, Share(0.0, 1.0)),
+            "no worker has a sample",
+        ),
     ]
 
 
@@ -184,10 +214,22 @@ def test_a_second_push_before_a_pull() -> None:
     ("name", "options", "message"),
     [
         ("dist_asyn", {}, "there is no key-value store 'dist_asyn'; did you mean 'dist_async'"),
-        ("dist_async", {}, "needs parameter servers, and this job has none: write `allhands launch -s 1 …`"),
+        (
+            "dist_async",
+            {},
+            "needs parameter servers, and this job has none: write `allhands launch -s 1 …`",
+        ),
         ("dist_ssp", {"staleness": 3}, "needs parameter servers"),
-        ("dist_sync", {"staleness": 3}, "staleness=3.: options are for stores with servers, and this job has none"),
-        ("local", {"damping": True}, "damping=True.: options are for stores with servers, and 'local' never has any"),
+        (
+            "dist_sync",
+            {"staleness": 3},
+            "staleness=3.: options are for stores with servers, and this job has none",
+        ),
+        (
+            "local",
+            {"damping": True},
+            "damping=True.: options are for stores with servers, and 'local' never has any",
+        ),
         (3, {}, "write the name of a kind of store"),
     ],
 )
@@ -205,8 +247,15 @@ def test_a_number_of_servers_that_is_no_number(monkeypatch: pytest.MonkeyPatch) 
 def test_a_table_begins_with_given_rows() -> None:
     store = create("local")
     store.init("t", torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 4.0]]).to_sparse(1))
-    assert store.row_sparse_pull("t", row_ids=torch.tensor([2, 1, 0])).tolist() == [[3.0, 4.0], [0.0, 0.0], [1.0, 2.0]]
-    with pytest.raises(UserError, match=r"init\('all'\): a sparse value is rows of a table; write torch.sparse_coo_tensor"):
+    assert store.row_sparse_pull("t", row_ids=torch.tensor([2, 1, 0])).tolist() == [
+        [3.0, 4.0],
+        [0.0, 0.0],
+        [1.0, 2.0],
+    ]
+    with pytest.raises(
+        UserError,
+        match=r"init\('all'\): a sparse value is rows of a table; write torch.sparse_coo_tensor",
+    ):
         store.init("all", torch.ones(3, 2).to_sparse())
     store.set_optimizer("sgd", learning_rate=1.0)
     with pytest.raises(UserError, match=r"init\('u'\) with given rows comes before set_optimizer"):

@@ -19,7 +19,18 @@ from allhands.kvstore.key_rounds import KeyRounds
 from allhands.kvstore.members import Members
 from allhands.kvstore.served import ServedStore
 from allhands.kvstore.store import Share
-from tests.kvstore.losing import LEASE, LOST_AT, STEPS, WEIGHTS, crash, first, gradients, member, reference, update
+from tests.kvstore.losing import (
+    LEASE,
+    LOST_AT,
+    STEPS,
+    WEIGHTS,
+    crash,
+    first,
+    gradients,
+    member,
+    reference,
+    update,
+)
 from tests.kvstore.serving import job
 from tests.timeouts import patience
 
@@ -35,13 +46,17 @@ def _lost(store: ServedStore, how: str, clip: float | None) -> None:
             assert len(here) > 1
             values = grads["b"][here[0].start : here[0].stop].numpy().tobytes()
             sent = values if how == "between chunks" else values[: len(values) // 2]
-            link._up.sendall(pack(Kind.PUSH, 0, here[0].number, meta, LOST_AT + 1, len(values)) + sent)
+            link._up.sendall(
+                pack(Kind.PUSH, 0, here[0].number, meta, LOST_AT + 1, len(values)) + sent
+            )
         if how == "between chunks":
             store._settle()
     elif how == "after push":
         store._send(grads, None, share, None, clip)
         store._settle()
-    elif how == "clipped":  # all have pushed, and nobody has told the servers by how much to multiply
+    elif (
+        how == "clipped"
+    ):  # all have pushed, and nobody has told the servers by how much to multiply
 
         def norm(*_: Any) -> None:
             while not all(link.squares for link in store.links):
@@ -67,7 +82,10 @@ def _no_beats(store: ServedStore) -> None:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shared"])
-@pytest.mark.parametrize("how", ["before push", "mid-chunk", "between chunks", "after push", "clipped", "hung", "two at once"])
+@pytest.mark.parametrize(
+    "how",
+    ["before push", "mid-chunk", "between chunks", "after push", "clipped", "hung", "two at once"],
+)
 def test_the_others_finish_the_step_without_the_lost_worker(how: str, transport: str) -> None:
     clip = 0.25 if how in ("clipped", "before push") else None
     lost = {1, 2} if how == "two at once" else {1}
@@ -104,7 +122,9 @@ def test_the_others_finish_the_step_without_the_lost_worker(how: str, transport:
                     torch.testing.assert_close(outs[name], value, rtol=1e-6, atol=1e-6)
         if how == "hung":
             with pytest.raises(
-                WorldError, match=r"go on without this worker: worker 1 \(host .*, process \d+\) is lost: no sign"
+                WorldError,
+                match=r"go on without this worker: worker 1 \(host .*, process \d+\) is lost: no "
+                r"sign",
             ):
                 update(results[1], first(), LOST_AT)
 
@@ -163,8 +183,13 @@ def test_the_error_after_a_loss_names_the_step_and_the_keys_that_were_waited_for
             for step in range(LOST_AT):
                 update(store, outs, step)
             if rank == 1:
-                chunks = [chunk for server in made.servers for chunk in server.shards[0].chunks.values()]
-                while not all(len(chunk.added) + len(chunk.arrived) == 2 and chunk.version == LOST_AT for chunk in chunks):
+                chunks = [
+                    chunk for server in made.servers for chunk in server.shards[0].chunks.values()
+                ]
+                while not all(
+                    len(chunk.added) + len(chunk.arrived) == 2 and chunk.version == LOST_AT
+                    for chunk in chunks
+                ):
                     time.sleep(0.01)
                 crash(store)
                 return ""
@@ -175,7 +200,10 @@ def test_the_error_after_a_loss_names_the_step_and_the_keys_that_were_waited_for
         found = made.run(work)
     for rank in (0, 2):
         assert found[rank].startswith("worker 1 (host ")
-        waited = f"; worker {rank} waits for the other workers' gradients in step {LOST_AT + 1}, for 'a', 'b' of server 0, 1"
+        waited = (
+            f"; worker {rank} waits for the other workers' gradients in step {LOST_AT + 1}, "
+            "for 'a', 'b' of server 0, 1"
+        )
         assert found[rank].endswith(waited)
 
 
@@ -191,9 +219,15 @@ def test_who_is_in_a_round_is_settled_once_for_all_chunks_of_a_key() -> None:
     workers: list[Any] = [_Worker(rank) for rank in range(3)]
     for worker in workers:
         members.connect(worker)
-    assert [rounds.arrive(chunks[number], 1, workers[rank]) for rank, number in [(0, 0), (1, 0), (0, 1), (2, 1)]] == [
-        False, False, True, False,
-    ]  # fmt: skip
+    assert [
+        rounds.arrive(chunks[number], 1, workers[rank])
+        for rank, number in [(0, 0), (1, 0), (0, 1), (2, 1)]
+    ] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     assert rounds.state(chunks[0]) == ({0, 1, 2}, {0}, False)
     members.remove(workers[1])
     rounds.look_again(1)

@@ -1,4 +1,5 @@
-"""A server that dies has lost nothing, because the next one keeps a copy; the training is the one that would have been."""
+"""A server that dies has lost nothing, because the next one keeps a copy; the training is the one
+that would have been."""
 
 from __future__ import annotations
 
@@ -34,7 +35,14 @@ def _restart(made: Job, *numbers: int) -> None:
     for number in numbers:
         made.servers[number].close()
     for number in numbers:
-        again = Server(number, len(made.servers), made.workers, TOKEN.encode(), restarted=True, find=lambda one: made.where[one])
+        again = Server(
+            number,
+            len(made.servers),
+            made.workers,
+            TOKEN.encode(),
+            restarted=True,
+            find=lambda one: made.where[one],
+        )
         again.start()
         made.servers[number] = again
         made.where[number] = again.where()
@@ -52,19 +60,40 @@ def _store(made: Job, rank: int, transport: str = "auto", **options: Any) -> Ser
     mode = mode_named("dist")
     rules = rules_of(mode, {"mirror": True, **options})
     made.stores.append(
-        ServedStore(mode, rank, made.workers, list(made.where), rules, 0, "one", transport, lambda one: made.where[one])
+        ServedStore(
+            mode,
+            rank,
+            made.workers,
+            list(made.where),
+            rules,
+            0,
+            "one",
+            transport,
+            lambda one: made.where[one],
+        )
     )
     return made.stores[-1]
 
 
-def _train(kills: dict[int, Callable[[Job], None]], servers: int = 2, transport: str = "shared", clip: float | None = 0.5,
-           compression: dict[str, Any] | None = None, optimizer: tuple[str, dict[str, Any]] = ("adam", {"lr": 0.01}),
-           rules: dict[str, Any] | None = None) -> tuple[Weights, list[int]]:  # fmt: skip
-    """Two workers; before some steps, worker 0 kills servers. The weights, and the numbers of worker 0's steps."""
+def _train(
+    kills: dict[int, Callable[[Job], None]],
+    servers: int = 2,
+    transport: str = "shared",
+    clip: float | None = 0.5,
+    compression: dict[str, Any] | None = None,
+    optimizer: tuple[str, dict[str, Any]] = ("adam", {"lr": 0.01}),
+    rules: dict[str, Any] | None = None,
+) -> tuple[Weights, list[int]]:
+    """Two workers; before some steps, worker 0 kills servers. The weights, and the numbers of
+    worker 0's steps."""
     draw = torch.Generator().manual_seed(5)
     first = {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
     grads = [
-        [{name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()} for _ in range(2)] for _ in range(STEPS)
+        [
+            {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
+            for _ in range(2)
+        ]
+        for _ in range(STEPS)
     ]
     rates = [{"lr": 0.01 / (1 + step)} for step in range(STEPS)]
     kills = dict(kills)
@@ -81,9 +110,12 @@ def _train(kills: dict[int, Callable[[Job], None]], servers: int = 2, transport:
             while step < STEPS:
                 if rank == 0 and step in kills:
                     kills.pop(step)(made)
-                # Every second step leaves the learning rate as it was, which is a state of the servers, too.
+                # Every second step leaves the learning rate as it was, which is a state of the
+                # servers, too.
                 groups = [rates[step]] if step % 2 else None
-                step = store.update(grads[step][rank], outs, Share(3 + rank, 1.0), groups, clip_norm=clip).number
+                step = store.update(
+                    grads[step][rank], outs, Share(3 + rank, 1.0), groups, clip_norm=clip
+                ).number
                 taken.append(step)
             store.close()
             return outs, taken
@@ -139,7 +171,9 @@ def test_a_server_dies_in_the_midst_of_rounds() -> None:
         _same(expected, ours)
 
 
-def test_the_keeper_of_a_copy_dies_and_the_next_copy_is_whole(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_keeper_of_a_copy_dies_and_the_next_copy_is_whole(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     expected, _ = _train({})
     told = []
 
@@ -152,7 +186,10 @@ def test_the_keeper_of_a_copy_dies_and_the_next_copy_is_whole(capfd: pytest.Capt
     ours, taken = _train({2: lambda made: _restart(made, 0), 6: second})
     assert taken == list(range(1, STEPS + 1))
     _same(expected, ours)
-    assert told[0].count("server 1 goes on without a copy, because server 0, which keeps it, is lost") == 1
+    assert (
+        told[0].count("server 1 goes on without a copy, because server 0, which keeps it, is lost")
+        == 1
+    )
 
 
 def test_without_any_copy_a_snapshot_is_next(tmp_path: Path) -> None:
@@ -160,7 +197,10 @@ def test_without_any_copy_a_snapshot_is_next(tmp_path: Path) -> None:
 
     def both(made: Job) -> None:
         deadline = time.monotonic() + patience(10)
-        while not all(server.shards[0].recovery.steps() for server in made.servers) and time.monotonic() < deadline:  # type: ignore[union-attr]
+        while (
+            not all(server.shards[0].recovery.steps() for server in made.servers)
+            and time.monotonic() < deadline
+        ):  # type: ignore[union-attr]
             time.sleep(0.01)
         _restart(made, 0, 1)
 
@@ -170,7 +210,9 @@ def test_without_any_copy_a_snapshot_is_next(tmp_path: Path) -> None:
 
 
 def test_without_copy_and_snapshots_the_reason_is_told() -> None:
-    with pytest.raises(WorldError, match=r"server .+ was lost, and so was the copy .*snapshot_every"):
+    with pytest.raises(
+        WorldError, match=r"server .+ was lost, and so was the copy .*snapshot_every"
+    ):
         _train({5: lambda made: _restart(made, 0, 1)})
 
 
@@ -197,7 +239,9 @@ def test_values_and_rows_that_were_pushed_and_not_read_are_pushed_again() -> Non
             out = torch.empty(700_000)
             for step in range(4):
                 store.push("a", torch.full((700_000,), 1.0 + step))
-                store.push("t", torch.sparse_coo_tensor(ids, rows + step, (100, 2), check_invariants=True))
+                store.push(
+                    "t", torch.sparse_coo_tensor(ids, rows + step, (100, 2), check_invariants=True)
+                )
                 if kill and step in (1, 2):
                     _whole(made, step - 1)
                     _restart(made, step - 1)
@@ -212,7 +256,11 @@ def test_values_and_rows_that_were_pushed_and_not_read_are_pushed_again() -> Non
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("dist_async", {"mirror": True}, r"synchronous stores only; write create\('dist', mirror=True\)"),
+        (
+            "dist_async",
+            {"mirror": True},
+            r"synchronous stores only; write create\('dist', mirror=True\)",
+        ),
         ("dist_ssp", {"mirror": True, "staleness": 2}, "synchronous stores only"),
         ("dist", {"mirror": 3}, "mirror=3; write True or False"),
     ],
@@ -224,7 +272,9 @@ def test_options_that_cannot_be(kind: str, options: dict[str, Any], message: str
 
 def test_one_server_has_no_mirror() -> None:
     mode = mode_named("dist")
-    with pytest.raises(UserError, match=r"needs a second server.* `allhands launch -s 2 …`, or leave mirror out"):
+    with pytest.raises(
+        UserError, match=r"needs a second server.* `allhands launch -s 2 …`, or leave mirror out"
+    ):
         check_servers(mode, rules_of(mode, {"mirror": True}), 1)
     with job(1) as made, pytest.raises(UserError, match="needs a second server"):
         _store(made, 0)
@@ -243,7 +293,8 @@ taken = []
 for step in range(9):
     if step == 5 and sys.argv[1] == "1" and store.rank == 0:
         os.kill(store.links[1].where["pid"], signal.SIGKILL)
-    grads = {name: torch.full_like(value, 1.0 + step + store.rank) for name, value in weights.items()}
+    gradient = 1.0 + step + store.rank
+    grads = {name: torch.full_like(value, gradient) for name, value in weights.items()}
     taken.append(store.update(grads, outs, kvstore.Share(1.0, 1.0)).number)
 assert taken == list(range(1, 10)), taken
 print("sum", float(outs["w"].double().sum()).hex(), float(outs["b"].double().sum()).hex())
@@ -256,9 +307,27 @@ def test_the_launcher_starts_a_killed_server_again_and_no_step_is_lost(tmp_path:
     script.write_text(SCRIPT)
     told = []
     for kill in ("0", "1"):
-        command = [sys.executable, "-c", "from allhands.cli.main import main; main()", "launch", "-n", "2", "-s", "2",
-                   "--server-restarts", "1", str(script), kill]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+        command = [
+            sys.executable,
+            "-c",
+            "from allhands.cli.main import main; main()",
+            "launch",
+            "-n",
+            "2",
+            "-s",
+            "2",
+            "--server-restarts",
+            "1",
+            str(script),
+            kill,
+        ]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=False,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         lines = sorted(line.split("] ", 1)[1] for line in done.stdout.splitlines() if "sum" in line)
         assert len(lines) == 2
@@ -277,12 +346,18 @@ def test_a_state_is_read_or_loaded_again_when_a_server_dies_meanwhile(when: str,
             def work(rank: int) -> tuple[Weights, Any]:
                 store = _store(made, rank)
                 store.set_optimizer("adam", {"lr": 0.01})
-                store.declare({name: torch.zeros(shape) for name, shape in SHAPES.items()}, complete=True)
+                store.declare(
+                    {name: torch.zeros(shape) for name, shape in SHAPES.items()}, complete=True
+                )
                 outs = {name: torch.empty(shape) for name, shape in SHAPES.items()}
 
                 def steps(first: int, last: int) -> None:
                     for step in range(first, last):
-                        store.update({name: torch.full(SHAPES[name], 1.0 + rank + step) for name in outs}, outs, Share())
+                        store.update(
+                            {name: torch.full(SHAPES[name], 1.0 + rank + step) for name in outs},
+                            outs,
+                            Share(),
+                        )
 
                 steps(0, 3)
                 early = store.state()

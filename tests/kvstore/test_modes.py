@@ -24,31 +24,53 @@ from tests.kvstore.training import model
 def test_names_in_any_case_and_a_typo() -> None:
     waits = {name: mode_named(name.upper()).wait for name in MODES}
     assert waits == {
-        "local": "sync", "device": "sync", "dist": "sync", "dist_sync": "sync", "dist_device_sync": "sync",
-        "dist_sync_device": "sync", "dist_async": "async", "dist_async_device": "async", "dist_device_async": "async",
+        "local": "sync",
+        "device": "sync",
+        "dist": "sync",
+        "dist_sync": "sync",
+        "dist_device_sync": "sync",
+        "dist_sync_device": "sync",
+        "dist_async": "async",
+        "dist_async_device": "async",
+        "dist_device_async": "async",
         "dist_ssp": "ssp",
-    }  # fmt: skip
+    }
     text = error_of(lambda: mode_named("dist_asinc"))
-    assert text.startswith("there is no key-value store 'dist_asinc'; did you mean 'dist_async'? Known are: local, device, ")
-    assert error_of(lambda: mode_named(3)).startswith("create(3); write the name of a kind of store: local")  # type: ignore[arg-type]
+    assert text.startswith(
+        "there is no key-value store 'dist_asinc'; did you mean 'dist_async'? Known are: local, "
+        "device, "
+    )
+    assert error_of(lambda: mode_named(3)).startswith(
+        "create(3); write the name of a kind of store: local"
+    )  # type: ignore[arg-type]
 
 
-def test_without_servers_async_and_ssp_say_how_to_start_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_servers_async_and_ssp_say_how_to_start_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("ALLHANDS_NUM_SERVERS", raising=False)
     for name in ("dist_async", "dist_ssp"):
-        assert "write `allhands launch -s 1 …`" in error_of(lambda name=name: create(name))  # type: ignore[misc]
+        assert ("write `allhands launch -s 1 …`") in error_of(lambda name=name: create(name))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
     ("name", "options", "part"),
     [
         ("dist_ssp", {}, "create('dist_ssp') needs staleness=…"),
-        ("dist_ssp", {"staleness": -1}, "staleness=-1; it must be a whole number of steps, 0 or more"),
+        (
+            "dist_ssp",
+            {"staleness": -1},
+            "staleness=-1; it must be a whole number of steps, 0 or more",
+        ),
         ("dist_ssp", {"staleness": 1.5}, "staleness=1.5"),
         ("dist_ssp", {"staleness": True}, "staleness=True"),
         ("dist_sync", {"staleness": 3}, "only 'dist_ssp' bounds staleness"),
         ("dist_sync", {"damping": True}, "synchronous steps are never stale"),
-        ("dist_async", {"stalenes": 3}, "has no option 'stalenes'; its options are staleness, damping, on_worker_loss"),
+        (
+            "dist_async",
+            {"stalenes": 3},
+            "has no option 'stalenes'; its options are staleness, damping, on_worker_loss",
+        ),
         ("dist", {"on_worker_loss": "wait"}, "on_worker_loss='wait'; write 'stop' or 'continue'"),
     ],
 )
@@ -71,7 +93,14 @@ def test_async_without_an_optimizer_is_an_error_that_names_the_key() -> None:
             found.append(error_of(lambda: store.pushpull("w", torch.ones(3))))
             found.append(error_of(lambda: store.reduce({"w": torch.ones(3)}, Share())))
             found.append(
-                error_of(lambda: Trainer({"v": nn.Parameter(torch.ones(1))}, "sgd", kvstore=store, update_on_kvstore=False))
+                error_of(
+                    lambda: Trainer(
+                        {"v": nn.Parameter(torch.ones(1))},
+                        "sgd",
+                        kvstore=store,
+                        update_on_kvstore=False,
+                    )
+                )
             )
         assert store.pull("w").tolist() == [2.0] * 3
         store.barrier()
@@ -84,7 +113,9 @@ def test_async_without_an_optimizer_is_an_error_that_names_the_key() -> None:
     with job(2, servers=2) as made:
         *pushes, trainer = made.run(work)[1]
     for text in pushes:
-        assert text.startswith("the key 'w' cannot be pushed: create('dist_async') applies each push by itself")
+        assert text.startswith(
+            "the key 'w' cannot be pushed: create('dist_async') applies each push by itself"
+        )
     assert "update_on_kvstore=False with 'dist_async'" in trainer
 
 
@@ -118,7 +149,9 @@ def test_async_applies_on_arrival_and_measures_staleness() -> None:
         one.push("w", grad)
         assert one.update({"w": grad}, {"w": out}, Share()).staleness == 0.0
         assert out.tolist() == [-7.0] * 2
-        assert zero.update({"w": grad}, {"w": out}, Share(0, 1.0)).staleness == 0.0  # no samples: it only reads
+        assert (
+            zero.update({"w": grad}, {"w": out}, Share(0, 1.0)).staleness == 0.0
+        )  # no samples: it only reads
         assert out.tolist() == [-7.0] * 2
         assert zero.update({}, {"w": out}, Share(0)).number == 0
         assert out.tolist() == [-7.0] * 2
@@ -138,7 +171,10 @@ def test_the_staleness_is_the_largest_of_all_chunks_and_reaches_what_the_bound_a
 
     with job(2, servers=2) as made:
         zero, one = made.run(begun)
-        grads, outs = {name: torch.ones(3) for name in keys}, {name: torch.empty(3) for name in keys}
+        grads, outs = (
+            {name: torch.ones(3) for name in keys},
+            {name: torch.empty(3) for name in keys},
+        )
         assert zero.update(grads, outs, Share()).staleness == 0
         assert [one.update(grads, outs, Share()).staleness for _ in range(2)] == [1, 0]
         one.push(list(keys), list(grads.values()))
@@ -193,7 +229,9 @@ def test_async_training_converges_with_trainers() -> None:
     nets = [nn.Linear(5, 1, bias=False) for _ in range(3)]
 
     def work(rank: int) -> None:
-        trainer = Trainer(nets[rank], "sgd", {"lr": 0.05}, kvstore=made.store(rank, "dist_async"), clip_norm=5.0)
+        trainer = Trainer(
+            nets[rank], "sgd", {"lr": 0.05}, kvstore=made.store(rank, "dist_async"), clip_norm=5.0
+        )
         for step in range(120):
             part = X[(step * 8 + rank * 16) % 64 :][:8]
             (nets[rank](part)[:, 0] - part @ target).square().sum().backward()
@@ -217,7 +255,8 @@ def test_staleness_0_is_sync() -> None:
 
 @pytest.mark.parametrize(("staleness", "by_key"), [(1, False), (3, False), (2, True)])
 def test_nobody_runs_further_ahead_than_the_bound(staleness: int, by_key: bool) -> None:
-    """Over random delays: 3 times 360 steps, each of which is looked at when its worker may go on."""
+    """Over random delays: 3 times 360 steps, each of which is looked at when its worker may go
+    on."""
     workers, steps = 4, 90
     clocks, lock = [0] * workers, threading.Lock()
     observed: list[int] = []
@@ -227,12 +266,17 @@ def test_nobody_runs_further_ahead_than_the_bound(staleness: int, by_key: bool) 
         store = made.store(rank, "dist_ssp", staleness=staleness)
         store.set_optimizer("sgd", lr=1.0)
         store.init(["a", "b"], [torch.zeros(3), torch.zeros(40)])
-        grads, outs = {"a": torch.ones(3), "b": torch.ones(40)}, {"a": torch.empty(3), "b": torch.empty(40)}
+        grads, outs = (
+            {"a": torch.ones(3), "b": torch.ones(40)},
+            {"a": torch.empty(3), "b": torch.empty(40)},
+        )
         for _ in range(steps):
             if rng.random() < 0.3:
                 time.sleep(rng.random() * 0.002 * (1 + 2 * (rank == 0)))
             with lock:
-                clocks[rank] += 1  # before the push: another worker may see its step in what it reads at once
+                clocks[rank] += (
+                    1  # before the push: another worker may see its step in what it reads at once
+                )
             if by_key:
                 store.push(["a", "b"], list(grads.values()))
                 store.pull(["b", "a"], [outs["b"], outs["a"]])
@@ -304,7 +348,11 @@ def test_what_runs_ahead_waits_until_the_slow_one_has_pushed_or_left() -> None:
 
 def test_one_worker_has_the_same_bits_in_every_mode() -> None:
     found = {}
-    kinds: list[tuple[str, dict[str, Any]]] = [("dist_sync", {}), ("dist_async", {}), ("dist_ssp", {"staleness": 2})]
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        ("dist_sync", {}),
+        ("dist_async", {}),
+        ("dist_ssp", {"staleness": 2}),
+    ]
     for number, (kind, rules) in enumerate(kinds):
         with job(1, servers=3) as made:
             store = made.store(0, kind, number, **rules)

@@ -29,8 +29,11 @@ def grads(rank: int, step: int, dtype: torch.dtype = torch.float32) -> dict[str,
     return {name: torch.randn(size, generator=generator).to(dtype) for name, size in SIZES.items()}
 
 
-def steps(store: KVStore, options: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Clipped steps with momentum, of which the second worker has no samples in one; what it has in the end, and residuals."""
+def steps(
+    store: KVStore, options: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """Clipped steps with momentum, of which the second worker has no samples in one; what it has in
+    the end, and residuals."""
     first = grads(9, 9, dtype)
     store.set_optimizer("sgd", lr=0.1, momentum=0.9)
     if "pull" in options:  # before keys are made, or after
@@ -41,9 +44,17 @@ def steps(store: KVStore, options: dict[str, Any], dtype: torch.dtype = torch.fl
     outs = {name: torch.empty_like(value) for name, value in first.items()}
     for step in range(5):
         idle = step == 2 and store.rank == 1
-        given = {name: torch.zeros_like(value) for name, value in first.items()} if idle else grads(store.rank, step, dtype)
+        given = (
+            {name: torch.zeros_like(value) for name, value in first.items()}
+            if idle
+            else grads(store.rank, step, dtype)
+        )
         store.update(
-            given, outs, Share(0 if idle else 1 + store.rank, 1.0), [{"lr": 0.1 / (1 + step)}], 3.0 if step % 2 else None
+            given,
+            outs,
+            Share(0 if idle else 1 + store.rank, 1.0),
+            [{"lr": 0.1 / (1 + step)}],
+            3.0 if step % 2 else None,
         )
     state = store.state()
     found = outs | {f"{name} kept": value for name, value in store.residuals().items()}
@@ -51,7 +62,8 @@ def steps(store: KVStore, options: dict[str, Any], dtype: torch.dtype = torch.fl
 
 
 def sums(store: KVStore, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """No optimizer: sums that come back with error feedback, by push, by another set of keys, and by reduce."""
+    """No optimizer: sums that come back with error feedback, by push, by another set of keys, and
+    by reduce."""
     store.set_gradient_compression(options)
     store.declare(grads(9, 9))
     found = {}
@@ -77,7 +89,8 @@ def assert_same(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torc
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         assert one.keys() == other.keys()
         for name, value in one.items():
-            # torch rounds bfloat16 in another way at the end of a tensor than within, and tensors are not cut alike.
+            # torch rounds bfloat16 in another way at the end of a tensor than within, and tensors
+            # are not cut alike.
             rounding = 2**-7 if value.dtype == torch.bfloat16 else 0.0
             assert torch.allclose(value, other[name], rtol=rounding, atol=rounding), (number, name)
 
@@ -89,8 +102,14 @@ def without_servers() -> Any:
     store.set_optimizer("sgd", lr=1.0)
     store.init("w", torch.zeros(8))
     told = []
-    for value, rate in ((float("nan"), 1.0), (1.0, 1.0), (100.0, 3e38)):  # the last one's weights are infinite
-        if store.rank or value > 0:  # the others do not even begin the step of a worker that is refused
+    for value, rate in (
+        (float("nan"), 1.0),
+        (1.0, 1.0),
+        (100.0, 3e38),
+    ):  # the last one's weights are infinite
+        if (
+            store.rank or value > 0
+        ):  # the others do not even begin the step of a worker that is refused
             try:
                 store.update({"w": torch.full((8,), value)}, {}, Share(), [{"lr": rate}])
                 told.append("")
@@ -107,7 +126,9 @@ def closes_early() -> torch.Tensor:
     store.init("w", torch.zeros(10))
     out = torch.zeros(10)
     for _ in range(1 if store.rank else 14):
-        store.update({"w": torch.arange(10.0) if store.rank else torch.zeros(10)}, {"w": out}, Share())
+        store.update(
+            {"w": torch.arange(10.0) if store.rank else torch.zeros(10)}, {"w": out}, Share()
+        )
     store.close()
     return out
 
@@ -167,17 +188,31 @@ def test_residuals_go_on_in_another_store() -> None:
 def test_what_is_never_compressed_and_turning_it_off() -> None:
     store = create("local")
     store.set_gradient_compression({"type": "2bit"})
-    store.init(["exact", "rows", "narrow"], [torch.zeros(2, dtype=torch.float64), RowSparse(9, 2), torch.zeros(2)])
+    store.init(
+        ["exact", "rows", "narrow"],
+        [torch.zeros(2, dtype=torch.float64), RowSparse(9, 2), torch.zeros(2)],
+    )
     store.push("exact", torch.full((2,), 0.1, dtype=torch.float64))
-    store.push("rows", torch.sparse_coo_tensor(torch.tensor([[4]]), torch.full((1, 2), 0.1), (9, 2), check_invariants=True))
+    store.push(
+        "rows",
+        torch.sparse_coo_tensor(
+            torch.tensor([[4]]), torch.full((1, 2), 0.1), (9, 2), check_invariants=True
+        ),
+    )
     store.push("narrow", torch.tensor([0.1, -0.7]))
     assert store.pull("exact").tolist() == [0.1, 0.1]
-    assert store.row_sparse_pull("rows", row_ids=torch.tensor([4])).tolist() == torch.full((1, 2), 0.1).tolist()
+    assert (
+        store.row_sparse_pull("rows", row_ids=torch.tensor([4])).tolist()
+        == torch.full((1, 2), 0.1).tolist()
+    )
     assert store.pull("narrow").tolist() == [0.0, -0.5]
     store.set_gradient_compression({"type": "none"})
     assert store.residuals() == {}
     store.push("narrow", torch.tensor([0.1, -0.7]))
     assert torch.equal(store.pull("narrow"), torch.tensor([0.1, -0.7]))
-    for options, said in (({"type": "3bit"}, "there is no codec '3bit'"), ({"threshold": 1.0}, "write the name of a codec")):
+    for options, said in (
+        ({"type": "3bit"}, "there is no codec '3bit'"),
+        ({"threshold": 1.0}, "write the name of a codec"),
+    ):
         with pytest.raises(UserError, match=said):
             store.set_gradient_compression(options)

@@ -12,7 +12,15 @@ import torch
 
 from allhands.errors import UserError
 from allhands.kvstore import specs
-from allhands.kvstore.optimizers import ChunkOptimizer, OptimizerSpec, create, hyper, known_optimizers, spec_from, spec_of_torch
+from allhands.kvstore.optimizers import (
+    ChunkOptimizer,
+    OptimizerSpec,
+    create,
+    hyper,
+    known_optimizers,
+    spec_from,
+    spec_of_torch,
+)
 
 COUNT = 1003
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -44,7 +52,9 @@ def chunks(spec: OptimizerSpec, weights: torch.Tensor, pieces: list[slice]) -> l
     return [ChunkOptimizer(spec, 0, weights[piece]) for piece in pieces]
 
 
-def joined(optimizers: list[ChunkOptimizer], pieces: list[slice]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def joined(
+    optimizers: list[ChunkOptimizer], pieces: list[slice]
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """The state of the whole vector."""
     tensors: dict[str, torch.Tensor] = {}
     for optimizer, piece in zip(optimizers, pieces, strict=True):
@@ -54,7 +64,11 @@ def joined(optimizers: list[ChunkOptimizer], pieces: list[slice]) -> tuple[dict[
     return tensors, optimizers[-1].state()[1]
 
 
-@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: value if isinstance(value, str) else "-".join(value))
+@pytest.mark.parametrize(
+    ("name", "options"),
+    CASES,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
 def test_chunks_of_any_size_equal_torch_bit_for_bit_also_when_loaded_halfway_and_cut_otherwise(
     name: str, options: dict[str, Any]
 ) -> None:
@@ -62,7 +76,9 @@ def test_chunks_of_any_size_equal_torch_bit_for_bit_also_when_loaded_halfway_and
     start = torch.randn(COUNT, generator=generator)
     whole = torch.nn.Parameter(start.clone())
     reference = specs.CLASSES[name]([whole], foreach=False, **options)
-    spec = spec_from(OptimizerSpec(name, tuple(json.loads(json.dumps(create(name, **options).groups)))))  # as it travels
+    spec = spec_from(
+        OptimizerSpec(name, tuple(json.loads(json.dumps(create(name, **options).groups))))
+    )  # as it travels
     weights, pieces = start.clone(), cut(generator)
     optimizers = chunks(spec, weights, pieces)
     for step in range(20):
@@ -77,7 +93,9 @@ def test_chunks_of_any_size_equal_torch_bit_for_bit_also_when_loaded_halfway_and
             weights, pieces = weights.clone(), cut(generator)
             optimizers = chunks(spec, weights, pieces)
             for optimizer, piece in zip(optimizers, pieces, strict=True):
-                optimizer.load_state({name: value[piece] for name, value in tensors.items()}, numbers)
+                optimizer.load_state(
+                    {name: value[piece] for name, value in tensors.items()}, numbers
+                )
         for optimizer, piece in zip(optimizers, pieces, strict=True):
             optimizer.step(grad[piece], {"lr": rate} if step % 2 == 0 or step == 9 else None)
         assert torch.equal(grad, kept)
@@ -114,7 +132,10 @@ def test_weights_of_16_bits_follow_a_master_of_32() -> None:
     optimizer.load_state({}, {})
     assert torch.equal(optimizer.state()[0]["master"], weights.float())
     assert set(optimizer.state()[0]) == {"master"}
-    assert "master" not in ChunkOptimizer(create("sgd", multi_precision=True), 0, torch.zeros(2)).state()[0]
+    assert (
+        "master"
+        not in ChunkOptimizer(create("sgd", multi_precision=True), 0, torch.zeros(2)).state()[0]
+    )
 
 
 def test_names_of_mxnet_are_taken() -> None:
@@ -122,12 +143,25 @@ def test_names_of_mxnet_are_taken() -> None:
         return create(name, **options).groups[0]
 
     adam = group("Adam", learning_rate=0.1, wd=0.2, beta1=0.8, epsilon=1e-6)
-    assert (adam["lr"], adam["weight_decay"], adam["betas"], adam["eps"]) == (0.1, 0.2, [0.8, 0.999], 1e-6)
-    assert adam == group("adam", lr=torch.tensor(0.1, dtype=torch.float64), weight_decay=0.2, betas=(0.8, 0.999), eps=1e-6)
+    assert (adam["lr"], adam["weight_decay"], adam["betas"], adam["eps"]) == (
+        0.1,
+        0.2,
+        [0.8, 0.999],
+        1e-6,
+    )
+    assert adam == group(
+        "adam",
+        lr=torch.tensor(0.1, dtype=torch.float64),
+        weight_decay=0.2,
+        betas=(0.8, 0.999),
+        eps=1e-6,
+    )
     assert group("rmsprop", gamma1=0.9, learning_rate=np.float32(0.5))["alpha"] == 0.9
     nag = create("nag", learning_rate=0.1)
     assert (nag.name, nag.groups[0]["nesterov"], nag.groups[0]["momentum"]) == ("sgd", True, 0.9)
-    assert create("sgd", multi_precision=True, lazy_update=True).groups[0]["multi_precision"] is True
+    assert (
+        create("sgd", multi_precision=True, lazy_update=True).groups[0]["multi_precision"] is True
+    )
     assert "multi_precision" not in create("sgd", multi_precision=False).groups[0]
 
 
@@ -150,7 +184,11 @@ def test_names_of_mxnet_are_taken() -> None:
         ("sgd", {"beta1": 0.9}, "no option 'beta1'"),
         ("adam", {"betas": [0.9]}, "2 finite numbers"),
         ("adam", {"beta1": 1.5}, "Invalid beta"),
-        ("adam", {"lr": 0.1, "learning_rate": 0.1}, "'lr' and 'learning_rate' of 'adam' are the same"),
+        (
+            "adam",
+            {"lr": 0.1, "learning_rate": 0.1},
+            "'lr' and 'learning_rate' of 'adam' are the same",
+        ),
         ("adam", {"beta2": 0.9, "betas": (0.9, 0.9)}, "the same"),
         ("adam", {"betas": (0.9, 0.9), "beta2": 0.9}, "the same"),
         ("adam", {"lr_scheduler": None}, "set_learning_rate"),
@@ -162,7 +200,9 @@ def test_names_of_mxnet_are_taken() -> None:
         ("adam", {"multi_precision": "yes"}, "multi_precision='yes'"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(name: str, options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_is_refused_by_name(
+    name: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         create(name, **options)
 
@@ -181,7 +221,9 @@ def test_a_spec_from_elsewhere_is_checked_again() -> None:
 def test_a_torch_optimizer_becomes_a_spec_with_its_groups() -> None:
     first, second = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.AdamW(
-        [{"params": [first], "lr": torch.tensor(0.25)}, {"params": [second], "betas": (0.5, 0.75)}], lr=0.5, foreach=True
+        [{"params": [first], "lr": torch.tensor(0.25)}, {"params": [second], "betas": (0.5, 0.75)}],
+        lr=0.5,
+        foreach=True,
     )
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.5, 0.25], total_steps=10)
     spec, params = spec_of_torch(optimizer)
@@ -190,8 +232,11 @@ def test_a_torch_optimizer_becomes_a_spec_with_its_groups() -> None:
     assert [[id(one) for one in group] for group in params] == [[id(first)], [id(second)]]
     assert spec_from(OptimizerSpec("adamw", tuple(json.loads(json.dumps(spec.groups))))) == spec
     assert hyper(optimizer.param_groups[1]) == {
-        "lr": pytest.approx(optimizer.param_groups[1]["lr"]), "betas": spec.groups[1]["betas"], "eps": 1e-8, "weight_decay": 0.01,
-    }  # fmt: skip
+        "lr": pytest.approx(optimizer.param_groups[1]["lr"]),
+        "betas": spec.groups[1]["betas"],
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+    }
     ChunkOptimizer(spec, 1, torch.zeros(3)).step(torch.ones(3), hyper(optimizer.param_groups[1]))
     with pytest.raises(UserError, match="2 groups"):
         spec_from(optimizer)
@@ -271,7 +316,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Sign(torch.optim.Optimizer):
-    """Steps by the sign of a running mean; keeps its step as a plain number, as optimizers used to."""
+    """Steps by the sign of a running mean; keeps its step as a plain number, as optimizers used
+    to."""
 
     def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.5) -> None:
         super().__init__(params, {"lr": lr, "beta": beta})
@@ -283,7 +329,9 @@ class Sign(torch.optim.Optimizer):
                 state = self.state[weight]
                 mean = state.setdefault("mean", torch.zeros_like(weight))
                 state["step"] = state.get("step", 0) + 1
-                weight.sub_(group["lr"] * mean.lerp_(weight.grad, group["beta"]).sign() / state["step"])
+                weight.sub_(
+                    group["lr"] * mean.lerp_(weight.grad, group["beta"]).sign() / state["step"]
+                )
 
 
 class WholeNorm(Sign):

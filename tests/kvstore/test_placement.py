@@ -1,4 +1,5 @@
-"""Where keys lie on servers: every number on exactly one, and no server much fuller than another."""
+"""Where keys lie on servers: every number on exactly one, and no server much fuller than
+another."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ Sizes = dict[str, tuple[int, int]]
 
 
 def _convolutions(widths: list[int], blocks: list[int], deep: bool) -> list[tuple[int, ...]]:
-    """The parameters of a residual network for ImageNet: with two convolutions a block, or with three."""
+    """The parameters of a residual network for ImageNet: with two convolutions a block, or with
+    three."""
     shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
     before = 64
     for width, count in zip(widths, blocks, strict=True):
@@ -38,7 +40,14 @@ def _separable() -> list[tuple[int, ...]]:
     shapes: list[tuple[int, ...]] = [(32, 3, 3, 3), (32,), (32,)]
     before = 32
     for width in (64, 128, 128, 256, 256, *[512] * 6, 1024, 1024):
-        shapes += [(before, 1, 3, 3), (before,), (before,), (width, before, 1, 1), (width,), (width,)]
+        shapes += [
+            (before, 1, 3, 3),
+            (before,),
+            (before,),
+            (width, before, 1, 1),
+            (width,),
+            (width,),
+        ]
         before = width
     return [*shapes, (1000, 1024), (1000,)]
 
@@ -81,7 +90,10 @@ def test_any_keys_are_covered_exactly_once(seed: int) -> None:
     draw = random.Random(seed)
     servers = draw.randint(1, 9)
     sizes = {
-        f"k{number}": (draw.choice([0, 1, 3, 1000, draw.randint(0, 3_000_000)]), draw.choice([1, 2, 4, 8]))
+        f"k{number}": (
+            draw.choice([0, 1, 3, 1000, draw.randint(0, 3_000_000)]),
+            draw.choice([1, 2, 4, 8]),
+        )
         for number in range(draw.randint(1, 60))
     }
     loads = [draw.randint(0, 1 << 22) for _ in range(servers)]
@@ -91,7 +103,10 @@ def test_any_keys_are_covered_exactly_once(seed: int) -> None:
     numbers: list[int] = []
     for name, (count, size) in sizes.items():
         pieces = placed[name]
-        assert [pieces[0].start, *(piece.stop for piece in pieces)] == [*(piece.start for piece in pieces), count]
+        assert [pieces[0].start, *(piece.stop for piece in pieces)] == [
+            *(piece.start for piece in pieces),
+            count,
+        ]
         for piece in pieces:
             assert 0 <= piece.server < servers
             assert (piece.stop - piece.start) * size <= limit + size
@@ -114,6 +129,8 @@ def test_keys_that_come_later_fill_up_the_emptier_server() -> None:
 
 def test_numbers_that_servers_cannot_hold_are_refused() -> None:
     value: Any = torch.zeros(2, dtype=torch.complex64)
-    with pytest.raises(UserError, match="the value for 'a' is complex64; a key-value store holds float32, float64"):
+    with pytest.raises(
+        UserError, match="the value for 'a' is complex64; a key-value store holds float32, float64"
+    ):
         dtype_name("a", value.dtype)
     assert dtype_name("a", torch.bfloat16) == "bfloat16"

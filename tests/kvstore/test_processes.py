@@ -1,4 +1,5 @@
-"""Real workers beside real servers that are killed, stopped, raise or leave: each loss is named in time, or gone on from."""
+"""Real workers beside real servers that are killed, stopped, raise or leave: each loss is named in
+time, or gone on from."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ WITHIN = LEASE + 1.0
 HOST = os.uname().nodename
 SIZES = {"a": 1000, "b": 40_000}
 
-# What all programs begin with: a training by gradients that the servers add up, and ways to fail in the midst of it.
+# What all programs begin with: a training by gradients that the servers add up, and ways to fail in
+# the midst of it.
 BEGIN = """
 import atexit, json, os, signal, sys, time
 from pathlib import Path
@@ -42,7 +44,7 @@ SIZES = {"a": 1000, "b": 40_000}
 
 
 def joined(store, optimizer=False):
-    # An optimizer on the servers takes seconds the first time, since torch then imports its compiler.
+    # An optimizer on the servers takes seconds the first time: torch then imports its compiler.
     first = {name: torch.arange(count, dtype=torch.float32) for name, count in SIZES.items()}
     if optimizer:
         store.set_optimizer("sgd", lr=0.5)
@@ -51,7 +53,8 @@ def joined(store, optimizer=False):
 
 
 def grads(rank, step):
-    return {name: torch.arange(count) % 7 + float((rank + 1) * (step + 1)) for name, count in SIZES.items()}
+    more = float((rank + 1) * (step + 1))
+    return {name: torch.arange(count) % 7 + more for name, count in SIZES.items()}
 
 
 def update(store, weights, step):
@@ -87,7 +90,8 @@ def fail_at(store, step, when, how, name):
         for link in involved:
             piece = next(piece for piece in store._pieces["b"] if piece.server == link.number)
             nbytes = 4 * (piece.stop - piece.start)
-            link._up.sendall(pack(Kind.PUSH, 0, piece.number, meta, step + 1, nbytes) + bytes(nbytes // 2))
+            head = pack(Kind.PUSH, 0, piece.number, meta, step + 1, nbytes)
+            link._up.sendall(head + bytes(nbytes // 2))
     elif when == "after push":
         store._send(grads(store.rank, step), None, kv.Share(1.0 + store.rank, 1.0))
         store._settle()
@@ -119,7 +123,11 @@ def launched(job: Job, text: str, *words: str, argument: str = "{}") -> tuple[in
     """Exit code, output, and what the launcher reported; nothing is left five seconds later."""
     code, out, err = job.run(*words, job.script(BEGIN + text), argument, timeout=patience(90))
     assert wait_until(lambda: not job.alive(), 5), f"left behind: {job.alive()}"
-    told = [re.sub(r"pid \d+", "PID", line) for line in err.splitlines() if line.startswith("allhands: ")]
+    told = [
+        re.sub(r"pid \d+", "PID", line)
+        for line in err.splitlines()
+        if line.startswith("allhands: ")
+    ]
     return code, out + err, told
 
 
@@ -225,16 +233,24 @@ WHENS = ("before push", "mid-chunk", "after push", "in a barrier", "at exit")
 
 @pytest.fixture
 def servers(mark: str, tmp_path: Path) -> Iterator[list[dict[str, Any]]]:  # noqa: F811
-    """Two servers of a job of two workers, started with the variables that the launcher gives them."""
+    """Two servers of a job of two workers, started with the variables that the launcher gives
+    them."""
     meeting = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
-            "WORLD_SIZE": "2", "ALLHANDS_NUM_SERVERS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting.port),
-            "ALLHANDS_KVSTORE_TOKEN": secrets.token_hex(32), "OMP_NUM_THREADS": "1",
-        }.items():  # fmt: skip
+            "WORLD_SIZE": "2",
+            "ALLHANDS_NUM_SERVERS": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(meeting.port),
+            "ALLHANDS_KVSTORE_TOKEN": secrets.token_hex(32),
+            "OMP_NUM_THREADS": "1",
+        }.items():
             patch.setenv(name, value)
         command = [sys.executable, "-m", "allhands.kvstore.server"]
-        started = [subprocess.Popen(command, env={**os.environ, "ALLHANDS_SERVER": str(number)}) for number in range(2)]
+        started = [
+            subprocess.Popen(command, env={**os.environ, "ALLHANDS_SERVER": str(number)})
+            for number in range(2)
+        ]
         try:
             yield [json.loads(meeting.get(key(number))) for number in range(2)]
             assert [server.poll() for server in started] == [None, None], "they serve on"
@@ -245,36 +261,60 @@ def servers(mark: str, tmp_path: Path) -> Iterator[list[dict[str, Any]]]:  # noq
         assert codes == [0, 0]
 
 
-def test_wherever_a_worker_fails_the_others_are_told_its_name_and_why(servers: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_wherever_a_worker_fails_the_others_are_told_its_name_and_why(
+    servers: list[dict[str, Any]], tmp_path: Path
+) -> None:
     cases = [(how, when) for how in HOWS for when in WHENS]
     script = tmp_path / "pairs.py"
     script.write_text(PAIRS)
     done = subprocess.run(
         [sys.executable, "-P", str(script), json.dumps(servers), json.dumps(cases)],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     for how in HOWS:
         numbers = [number for number, (one, _) in enumerate(cases) if one == how]
         survivors = json.loads((tmp_path / f"survivors-{how}").read_text())
         assert survivors == {f"{number}-0": 0 for number in numbers}, done.stderr
         codes = json.loads((tmp_path / f"failed-{how}").read_text())
-        # One that was stopped, and goes on later, is refused; where nothing was left to do it just ends.
+        # One that was stopped, and goes on later, is refused; where nothing was left to do it just
+        # ends.
         late = {f"{number}-1": int(cases[number][1] != "at exit") for number in numbers}
-        assert codes == {"SIGKILL": dict.fromkeys(late, -9), "exception": dict.fromkeys(late, 1), "SIGSTOP": late}[how]
+        assert (
+            codes
+            == {
+                "SIGKILL": dict.fromkeys(late, -9),
+                "exception": dict.fromkeys(late, 1),
+                "SIGSTOP": late,
+            }[how]
+        )
     for number, (how, when) in enumerate(cases):
         fault = json.loads((tmp_path / f"fault-{number}").read_text())
         taken, *told = json.loads((tmp_path / f"told-{number}").read_text())
-        assert taken <= (when == "after push"), "a push that came whole may count, the next step not"
-        why = "no sign of life for" if how == "SIGSTOP" else "its connection ended without a goodbye"
+        assert taken <= (when == "after push"), (
+            "a push that came whole may count, the next step not"
+        )
+        why = (
+            "no sign of life for" if how == "SIGSTOP" else "its connection ended without a goodbye"
+        )
         for at, text in told:
-            assert re.search(rf"worker 1 \(host {HOST}, process \d+\) is lost: {why}", text), (how, when, text)
+            assert re.search(rf"worker 1 \(host {HOST}, process \d+\) is lost: {why}", text), (
+                how,
+                when,
+                text,
+            )
             assert at - fault < WITHIN, (how, when)
 
 
 @pytest.mark.parametrize(
     ("how", "when", "code", "said"),
-    [("exit", "in a barrier", 3, "exit code 3"), ("exception", "mid-chunk", 1, "raised ValueError: planted")],
+    [
+        ("exit", "in a barrier", 3, "exit code 3"),
+        ("exception", "mid-chunk", 1, "raised ValueError: planted"),
+    ],
 )
 def test_a_job_of_the_launcher_ends_with_the_code_of_the_worker_that_failed(
     job: Job, how: str, when: str, code: int, said: str
@@ -304,14 +344,17 @@ except WorldError as error:
     assert at - json.loads(Path("fault").read_text()) < WITHIN
 
 
-# ------------------------------------------------------------------ a loss after which the others go on
+# -------------------------------------------------------------- a loss after which the others go on
 
 GOES_ON = """
 store = kv.create("dist")
 weights = joined(store)
 # Who fails after how many whole steps, where, and how; rank 1 only has fewer batches.
-FAILS = {6: (1, "before push", "SIGKILL"), 5: (2, "mid-chunk", "SIGSTOP"), 4: (3, "after push", "exception"),
-         3: (4, "in a barrier", "exit"), 2: (5, "at exit", "SIGKILL"), 1: (6, None, None)}
+FAILS = {
+    6: (1, "before push", "SIGKILL"), 5: (2, "mid-chunk", "SIGSTOP"),
+    4: (3, "after push", "exception"), 3: (4, "in a barrier", "exit"),
+    2: (5, "at exit", "SIGKILL"), 1: (6, None, None),
+}
 last, when, how = FAILS.get(store.rank, (9, None, None))
 ends, workers = [], []
 for step in range(last):
@@ -329,13 +372,20 @@ torch.save(weights, f"weights-{store.rank}.pt")
 
 
 def test_the_others_go_on_without_workers_that_fail_in_any_way(job: Job) -> None:
-    code, out, told = launched(job, GOES_ON, "-n", "7", "-s", "2", "--on-worker-failure", "continue")
+    code, out, told = launched(
+        job, GOES_ON, "-n", "7", "-s", "2", "--on-worker-failure", "continue"
+    )
     assert code == 0, out
-    assert told[-1].startswith("allhands: 5 of 7 workers failed, and the others came to their end: ")
+    assert told[-1].startswith(
+        "allhands: 5 of 7 workers failed, and the others came to their end: "
+    )
     reasons = {
-        2: "had finished with exit code 0, then SIGKILL ended it while Python shut down", 3: "exit code 3",
-        4: "raised ValueError: planted", 5: "no progress for 5 s: it is stopped", 6: "killed by SIGKILL",
-    }  # fmt: skip
+        2: "had finished with exit code 0, then SIGKILL ended it while Python shut down",
+        3: "exit code 3",
+        4: "raised ValueError: planted",
+        5: "no progress for 5 s: it is stopped",
+        6: "killed by SIGKILL",
+    }
     for rank, why in reasons.items():
         assert f"rank {rank} ({HOST}): {why}" in told[-1]
     # The one that failed after its push counts in that step.
@@ -344,11 +394,14 @@ def test_the_others_go_on_without_workers_that_fail_in_any_way(job: Job) -> None
         ends, workers = json.loads(Path(f"ends-{rank}").read_text())
         assert workers == [len(ranks) for ranks in took_part[:steps]]
         for failed, step in {6: 1, 5: 2, 4: 3, 3: 4, 2: 5}.items():
-            assert ends[step] - json.loads(Path(f"fault-{failed}").read_text()) < WITHIN, (rank, failed)
+            assert ends[step] - json.loads(Path(f"fault-{failed}").read_text()) < WITHIN, (
+                rank,
+                failed,
+            )
         assert same(Path(f"weights-{rank}.pt"), reference(took_part[:steps])), rank
 
 
-# ------------------------------------------------------------------ no failure: fewer batches, nothing to do, Ctrl-C
+# ------------------------------------------------- no failure: fewer batches, nothing to do, Ctrl-C
 
 UNEVEN = """
 store = kv.create("dist")
@@ -357,7 +410,8 @@ workers = [update(store, weights, step).workers for step in range(5 if store.ran
 if store.rank == 0:
     time.sleep(0.3)
     pids = [link.where["pid"] for link in store.links]
-    used = lambda: [sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])) for pid in pids]
+    fields = lambda pid: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    used = lambda: [sum(map(int, fields(pid)[11:13])) for pid in pids]
     before, began = used(), time.monotonic()
     time.sleep(2.0)
     seconds = (time.monotonic() - began) * os.sysconf("SC_CLK_TCK")
@@ -394,12 +448,17 @@ torch.save(weights, f"weights-{store.rank}.pt")
 
 def test_ctrl_c_ends_all_in_the_midst_of_a_round(job: Job) -> None:
     cut = 'note("fault", 0); time.sleep(30)'
-    process = job.start("-n", "2", "-s", "2", job.script(BEGIN + MID_ROUND.replace("CUT", cut)), "{}")
+    process = job.start(
+        "-n", "2", "-s", "2", job.script(BEGIN + MID_ROUND.replace("CUT", cut)), "{}"
+    )
     assert wait_until(Path("fault").exists, 30)
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
     _, err = process.communicate(timeout=patience(20))
-    assert (process.returncode, err.decode()) == (130, "allhands: stopped by SIGINT; no worker is left\n")
+    assert (process.returncode, err.decode()) == (
+        130,
+        "allhands: stopped by SIGINT; no worker is left\n",
+    )
     assert wait_until(lambda: not job.alive(), 5)
     assert time.monotonic() - began < patience(5.0)
 
@@ -416,21 +475,34 @@ def test_a_server_that_is_killed_in_mid_round_is_named(job: Job) -> None:
         note(f"told-{store.rank}", [time.monotonic(), str(error)])
         raise""",
     )
-    code, out, told = launched(job, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + text, "-n", "2", "-s", "2")
+    code, out, told = launched(
+        job, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + text, "-n", "2", "-s", "2"
+    )
     assert code == 137, out
     assert told[-1].startswith(f"allhands: server 1 ({HOST}, PID) failed first: killed by SIGKILL")
     named = []
     for rank in range(2):
         at, said = json.loads(Path(f"told-{rank}").read_text())
-        named.append(re.fullmatch(rf"server 1 \(host {HOST}, process \d+\) is gone: its connection ended(; worker \d .*)?", said))
+        named.append(
+            re.fullmatch(
+                rf"server 1 \(host {HOST}, process \d+\) is gone: its connection ended(; worker \d "
+                r".*)?",
+                said,
+            )
+        )
         # The other server may tell a rank that is slow of the worker that has ended by then.
-        assert named[-1] or re.match(rf"worker {1 - rank} \(host {HOST}, process \d+\) is lost: its connection ended", said)
+        assert named[-1] or re.match(
+            rf"worker {1 - rank} \(host {HOST}, process \d+\) is lost: its connection ended", said
+        )
         assert at - json.loads(Path("fault").read_text()) < WITHIN
     assert any(named)
 
 
 def test_a_server_that_is_killed_in_mid_round_comes_back_from_a_snapshot(job: Job) -> None:
-    ready = "\n        while not all(3 in link.ask('snapshots')['steps'] for link in store.links): time.sleep(0.01)\n        "
+    ready = (
+        "\n        while not all(3 in link.ask('snapshots')['steps'] for link in store.links): "
+        "time.sleep(0.01)\n        "
+    )
     rules = json.dumps({"snapshot_every": 1, "snapshot_dir": "snapshots"})
     words = ("-n", "2", "-s", "2", "--server-restarts", "1")
     code, out, told = launched(job, MID_ROUND.replace("CUT", ready + KILL), *words, argument=rules)

@@ -16,7 +16,8 @@ def net() -> nn.Sequential:
 
 
 def two_on_one_device() -> Replicas:
-    """Two replicas that a machine without GPUs can hold; the second is found under a device that is not its own."""
+    """Two replicas that a machine without GPUs can hold; the second is found under a device that is
+    not its own."""
     first, second = net(), net()
     return Replicas({torch.device("cpu"): first, torch.device("meta"): second})
 
@@ -25,7 +26,9 @@ def test_one_device_has_the_net_itself() -> None:
     own = net()
     replicas = replicate(own, "cpu")
     assert replicas.replicas == [own]
-    assert [name for name, _ in replicas.named_parameters()] == [name for name, _ in own.named_parameters()]
+    assert [name for name, _ in replicas.named_parameters()] == [
+        name for name, _ in own.named_parameters()
+    ]
     assert all(a is b for a, b in zip(replicas.parameters(), own.parameters(), strict=True))
     assert replicas.state_dict().keys() == own.state_dict().keys()
     assert replicate(net(), ["cpu", "cpu"]).devices == [torch.device("cpu")]
@@ -36,9 +39,14 @@ def test_a_call_goes_to_the_replica_of_its_device() -> None:
     x, on_meta = split_and_load(torch.randn(8, 4), replicas.devices)
     assert replicas(x).device.type == "cpu"
     assert replicas(on_meta).device.type == "meta"
-    with pytest.raises(UserError, match="no tensor was passed, and there are replicas on cpu, meta"):
+    with pytest.raises(
+        UserError, match="no tensor was passed, and there are replicas on cpu, meta"
+    ):
         replicas(3)
-    with pytest.raises(UserError, match="the first tensor passed is on meta, and there are replicas on cpu; cut the batch"):
+    with pytest.raises(
+        UserError,
+        match="the first tensor passed is on meta, and there are replicas on cpu; cut the batch",
+    ):
         replicate(net(), "cpu")(on_meta)
 
 
@@ -112,10 +120,18 @@ def test_two_gpus_train_as_one(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(1)
     X, Y = torch.randn(24, 4), torch.randint(3, (24,))
 
-    def trained(devices: list[str], kvstore: str | None, on_store: bool | None) -> dict[str, torch.Tensor]:
+    def trained(
+        devices: list[str], kvstore: str | None, on_store: bool | None
+    ) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         model = replicate(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), devices)
-        trainer = Trainer(model.collect_params(), "adam", {"learning_rate": 0.01}, kvstore=kvstore, update_on_kvstore=on_store)
+        trainer = Trainer(
+            model.collect_params(),
+            "adam",
+            {"learning_rate": 0.01},
+            kvstore=kvstore,
+            update_on_kvstore=on_store,
+        )
         loss = nn.CrossEntropyLoss(reduction="sum")
         for step in range(10):
             size = 24 if step % 2 else 21

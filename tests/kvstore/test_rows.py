@@ -12,7 +12,9 @@ from allhands.kvstore.rows import RowTable, first_rows, sum_rows
 from allhands.kvstore.values import RowSparse
 
 HUGE = 2**40
-FAR = torch.tensor([0, 1, 2**24, 2**24 + 1, 59_999_999, 2**31 - 1, 2**31, 2**31 + 1, 2**32, HUGE - 1])
+FAR = torch.tensor(
+    [0, 1, 2**24, 2**24 + 1, 59_999_999, 2**31 - 1, 2**31, 2**31 + 1, 2**32, HUGE - 1]
+)
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("sgd", {}),
@@ -49,10 +51,17 @@ def test_rows_that_are_all_in_each_push_equal_the_dense_optimizer_bit_for_bit(
     optimizer = dense(name, weight, options)
     for step in range(15):
         pushes = [
-            (torch.cat([torch.randperm(37, generator=generator), torch.randint(37, (20,), generator=generator)]),
-             torch.randn(57, 5, generator=generator, dtype=dtype))
+            (
+                torch.cat(
+                    [
+                        torch.randperm(37, generator=generator),
+                        torch.randint(37, (20,), generator=generator),
+                    ]
+                ),
+                torch.randn(57, 5, generator=generator, dtype=dtype),
+            )
             for _ in range(3)
-        ]  # fmt: skip
+        ]
         weight.grad = torch.zeros(37, 5, dtype=dtype)
         for ids, rows in pushes:
             weight.grad.index_add_(0, ids, rows)
@@ -69,8 +78,11 @@ def test_rows_that_are_all_in_each_push_equal_the_dense_optimizer_bit_for_bit(
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=identify)
-def test_each_row_goes_its_own_way_when_it_is_touched_now_and_then(name: str, options: dict[str, Any]) -> None:
-    """Each row equals a dense optimizer of its own that only steps when the row is pushed; also over a reload, split over two."""
+def test_each_row_goes_its_own_way_when_it_is_touched_now_and_then(
+    name: str, options: dict[str, Any]
+) -> None:
+    """Each row equals a dense optimizer of its own that only steps when the row is pushed; also
+    over a reload, split over two."""
     generator = torch.Generator().manual_seed(3)
     form = RowSparse(HUGE, 3, std=0.5)
     tables = [RowTable(form, create(name, **options))]
@@ -105,7 +117,9 @@ def test_without_an_optimizer_rows_are_assigned_and_read_in_any_order() -> None:
     values[3] = torch.tensor([-1.0, -2.0])
     order = torch.tensor([9, 3, 3, 0, 9, 5])
     assert torch.equal(table.pull(FAR[order]), values[order])
-    assert torch.equal(table.pull(torch.tensor([7, HUGE - 1])), torch.stack([torch.zeros(2), values[9]]))
+    assert torch.equal(
+        table.pull(torch.tensor([7, HUGE - 1])), torch.stack([torch.zeros(2), values[9]])
+    )
     empty = torch.empty(0, dtype=torch.int64)
     assert table.pull(empty).shape == (0, 2)
     table.push(empty, torch.empty(0, 2))
@@ -150,7 +164,13 @@ def test_memory_grows_with_the_rows_that_are_pushed() -> None:
     table = RowTable(RowSparse(HUGE, 8, std=0.1), create("adam"))
 
     def held() -> int:
-        tensors = [table._ids, table._rows, *table._states.values(), table._index._ids, table._index._slots]
+        tensors = [
+            table._ids,
+            table._rows,
+            *table._states.values(),
+            table._index._ids,
+            table._index._slots,
+        ]
         return sum(tensor.nbytes for tensor in tensors)
 
     generator = torch.Generator().manual_seed(7)
@@ -171,19 +191,31 @@ def test_memory_grows_with_the_rows_that_are_pushed() -> None:
 
 
 def test_sums_are_in_the_order_of_the_list_and_of_repetitions() -> None:
-    big, one = 2.0**24, 1.0  # big + 1 + 1 rounds to big when added from the left, and not from the right
+    big, one = (
+        2.0**24,
+        1.0,
+    )  # big + 1 + 1 rounds to big when added from the left, and not from the right
 
     def push(*pairs: tuple[int, float]) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.tensor([pair[0] for pair in pairs], dtype=torch.int64), torch.tensor([[pair[1]] for pair in pairs]).view(
-            -1, 1
-        )
+        return torch.tensor([pair[0] for pair in pairs], dtype=torch.int64), torch.tensor(
+            [[pair[1]] for pair in pairs]
+        ).view(-1, 1)
 
-    ids, rows = sum_rows([push((HUGE, big), (3, one)), push((3, one), (HUGE, one), (HUGE, one)), push((3, big), (5, -0.0))])
+    ids, rows = sum_rows(
+        [
+            push((HUGE, big), (3, one)),
+            push((3, one), (HUGE, one), (HUGE, one)),
+            push((3, big), (5, -0.0)),
+        ]
+    )
     assert ids.tolist() == [3, 5, HUGE]
     assert rows.view(-1).tolist() == [2 + big, 0.0, big]
     assert rows[1, 0].signbit()
     generator = torch.Generator().manual_seed(8)
-    pushes = [(torch.randint(9, (50,), generator=generator), torch.randn(50, 3, generator=generator)) for _ in range(4)]
+    pushes = [
+        (torch.randint(9, (50,), generator=generator), torch.randn(50, 3, generator=generator))
+        for _ in range(4)
+    ]
     expected: dict[int, torch.Tensor] = {}
     for some_ids, some_rows in pushes:
         for one_id, row in zip(some_ids.tolist(), some_rows, strict=True):
@@ -201,7 +233,10 @@ def test_sums_are_in_the_order_of_the_list_and_of_repetitions() -> None:
 def test_rows_of_16_bits_follow_rows_of_32() -> None:
     spec = create("adamw", lr=1e-3, multi_precision=True)
     ids, generator = torch.arange(6), torch.Generator().manual_seed(9)
-    table, narrow = (RowTable(RowSparse(9, 4, 1.0, dtype=torch.bfloat16), one) for one in (spec, create("adamw", lr=1e-3)))
+    table, narrow = (
+        RowTable(RowSparse(9, 4, 1.0, dtype=torch.bfloat16), one)
+        for one in (spec, create("adamw", lr=1e-3))
+    )
     weight = table.pull(ids).float().requires_grad_()
     optimizer = torch.optim.AdamW([weight], lr=1e-3, foreach=False)
     for _ in range(10):
@@ -240,7 +275,12 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
         (torch.tensor([4, 9]), ones, None, "go from 4 to 9; the table has rows 0 to 8"),
         (torch.tensor([-1, 4]), ones, None, "go from -1 to 4"),
         (torch.tensor([1.0, 4.0]), ones, None, "int64 in one dimension, not torch.float32"),
-        (torch.tensor([1, 4]), torch.ones(2, 3), None, r"rows of shape \[2, 3\] for 2 ids; it must be \[2, 2\]"),
+        (
+            torch.tensor([1, 4]),
+            torch.ones(2, 3),
+            None,
+            r"rows of shape \[2, 3\] for 2 ids; it must be \[2, 2\]",
+        ),
         (torch.tensor([1, 4]), ones, {"lrr": 1}, "no option 'lrr'"),
         (torch.tensor([1, 4]), ones, {"lr": -1.0}, "Invalid learning rate"),
         (torch.tensor([1, 4]), ones, {"momentum": 0.9}, "began with momentum 0"),
@@ -261,5 +301,8 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     assert all(torch.equal(table.state()[part], value) for part, value in state.items())
     table.push(torch.tensor([1]), torch.ones(1, 2))
     assert table.pull(torch.tensor([1])).tolist() == [[-1.0, -1.0]]
-    with pytest.raises(UserError, match="cannot be updated by 'radam'; write one of sgd, adagrad, adam, adamw, rmsprop"):
+    with pytest.raises(
+        UserError,
+        match="cannot be updated by 'radam'; write one of sgd, adagrad, adam, adamw, rmsprop",
+    ):
         RowTable(RowSparse(9, 2), create("radam"))

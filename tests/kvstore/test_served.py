@@ -61,16 +61,24 @@ def delayed(patch: pytest.MonkeyPatch, seed: int) -> None:
 def test_bits_depend_on_nothing_but_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for servers, chunk_bytes, transport, seed in (
-        (1, placement.CHUNK_BYTES, "shared", None), (2, placement.CHUNK_BYTES, "tcp", 1), (3, 64, "unix", 2),
-        (8, 100, "shared", 3), (1, 4, "tcp", None), (8, placement.CHUNK_BYTES, "unix", None),
-    ):  # fmt: skip
+        (1, placement.CHUNK_BYTES, "shared", None),
+        (2, placement.CHUNK_BYTES, "tcp", 1),
+        (3, 64, "unix", 2),
+        (8, 100, "shared", 3),
+        (1, 4, "tcp", None),
+        (8, placement.CHUNK_BYTES, "unix", None),
+    ):
         with monkeypatch.context() as patch, job(3, servers) as made:
-            patch.setattr(shard_keys, "place", functools.partial(placement.place, chunk_bytes=chunk_bytes))
+            patch.setattr(
+                shard_keys, "place", functools.partial(placement.place, chunk_bytes=chunk_bytes)
+            )
             if seed is not None:
                 delayed(patch, seed)
             watched = made.store(0, number=2)
             watched.declare({"w": torch.zeros(84)})
-            assert sum(len(server.shards[2].chunks) for server in made.servers) == -(-4 * 84 // min(chunk_bytes, 4 * 84))
+            assert sum(len(server.shards[2].chunks) for server in made.servers) == -(
+                -4 * 84 // min(chunk_bytes, 4 * 84)
+            )
             cuts = trained(made, "adam", number=0, transport=transport)
             clipped = trained(made, "momentum", number=1, transport=transport, clip_norm=CLIP)
             found[servers, chunk_bytes, transport] = [*cuts, *clipped]
@@ -84,26 +92,45 @@ def test_one_worker_is_the_local_store_bit_for_bit() -> None:
     for name, clip in (("sgd", None), ("momentum", CLIP), ("adam", None), ("adamw", CLIP)):
         net, store = model(), create("local")
         optimizer, options, _ = OPTIMIZERS[name]
-        take_steps(net, Trainer(net, optimizer, options, kvstore=store, update_on_kvstore=True, clip_norm=clip), store, range(20))
+        take_steps(
+            net,
+            Trainer(net, optimizer, options, kvstore=store, update_on_kvstore=True, clip_norm=clip),
+            store,
+            range(20),
+        )
         with job(1, servers=2) as made:
-            kinds = [("dist_sync", {}), ("dist_async", {}), ("dist_ssp", {"staleness": 0}), ("dist_ssp", {"staleness": 4})]
+            kinds = [
+                ("dist_sync", {}),
+                ("dist_async", {}),
+                ("dist_ssp", {"staleness": 0}),
+                ("dist_ssp", {"staleness": 4}),
+            ]
             for number, (kind, rules) in enumerate(kinds):
                 (weights,) = trained(made, name, kind, number, rules, clip_norm=clip)
                 assert same(weights, weights_of(net)), (name, kind)
 
 
 def test_reductions() -> None:
-    """How far SGD with lr=1 moves a weight whose gradient is the input: rank + 1 samples of the value rank + 1."""
+    """How far SGD with lr=1 moves a weight whose gradient is the input: rank + 1 samples of the
+    value rank + 1."""
     expected = {
-        "mean": -(1 * 1 + 2 * 2) / 3, "sum": -(1 * 1 + 2 * 2) / 3, "sum of means": -(1.0 + 2.0),
-    }  # fmt: skip
-    options: dict[str, dict[str, Any]] = {"mean": {"reduction": "mean"}, "sum": {}, "sum of means": {"aggregate": "sum"}}
+        "mean": -(1 * 1 + 2 * 2) / 3,
+        "sum": -(1 * 1 + 2 * 2) / 3,
+        "sum of means": -(1.0 + 2.0),
+    }
+    options: dict[str, dict[str, Any]] = {
+        "mean": {"reduction": "mean"},
+        "sum": {},
+        "sum of means": {"aggregate": "sum"},
+    }
     with job(2) as made:
         for number, (name, how) in enumerate(options.items()):
 
             def work(rank: int, number: int = number, how: dict[str, Any] = how) -> float:
                 net = nn.Linear(1, 1, bias=False)
-                trainer = Trainer(net, "sgd", {"lr": 1.0}, kvstore=made.store(rank, number=number), **how)
+                trainer = Trainer(
+                    net, "sgd", {"lr": 1.0}, kvstore=made.store(rank, number=number), **how
+                )
                 before = net.weight.item()
                 output = net(torch.full((rank + 1, 1), float(rank + 1)))
                 (output.mean() if "reduction" in how else output.sum()).backward()
@@ -117,7 +144,9 @@ def test_rates_and_batch_sizes_change_from_one_round_to_the_next() -> None:
     net = [nn.Linear(1, 1, bias=False) for _ in range(2)]
 
     def work(rank: int) -> list[float]:
-        trainer = Trainer(net[rank], "sgd", {"lr_scheduler": lambda step: 1.0 / step}, kvstore=made.store(rank))
+        trainer = Trainer(
+            net[rank], "sgd", {"lr_scheduler": lambda step: 1.0 / step}, kvstore=made.store(rank)
+        )
         moved = []
         for size in (4, 1, 2 + rank):
             before = net[rank].weight.item()
@@ -158,7 +187,9 @@ def test_other_rates_on_two_workers_are_an_error_of_the_second_and_the_first_goe
         out = torch.zeros(3)
         if rank == 1:
             first.wait(10)
-            text = error_of(lambda: store.update({"w": torch.ones(3)}, {"w": out}, Share(), [{"lr": 0.5}]))
+            text = error_of(
+                lambda: store.update({"w": torch.ones(3)}, {"w": out}, Share(), [{"lr": 0.5}])
+            )
             store.close()
             return text
         store.push("w", torch.ones(3))  # the options of set_optimizer, lr=1
@@ -189,12 +220,18 @@ def test_a_worker_without_further_batches_leaves_and_one_without_keys_follows() 
             trainer.step(1)
             assert trainer.last_step is not None
             workers.append(trainer.last_step.workers)
-        assert nets[rank].weight.item() - before == pytest.approx(-sum(range(1, 4 - rank)), abs=1e-6)
+        assert nets[rank].weight.item() - before == pytest.approx(
+            -sum(range(1, 4 - rank)), abs=1e-6
+        )
         if rank == 2:
             out = nets[rank].weight.detach()
-            taken = store.update({}, {"0.weight" if "0.weight" in store.shapes else "weight": out}, Share(0))
+            taken = store.update(
+                {}, {"0.weight" if "0.weight" in store.shapes else "weight": out}, Share(0)
+            )
             workers.append(taken.workers)
-            assert nets[rank].weight.item() - before == pytest.approx(-3.0, abs=1e-6)  # what the two others did
+            assert nets[rank].weight.item() - before == pytest.approx(
+                -3.0, abs=1e-6
+            )  # what the two others did
         store.close()
         return workers
 
@@ -237,7 +274,12 @@ def test_several_stores_at_once_and_one_after_another() -> None:
         two.close()
         # A server hears a goodbye in its own time, and forgets when the next store is made.
         deadline = time.monotonic() + patience(10)
-        while any(server.shards[n].members.everyone() for server in made.servers for n in (0, 1) if n in server.shards):
+        while any(
+            server.shards[n].members.everyone()
+            for server in made.servers
+            for n in (0, 1)
+            if n in server.shards
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         barrier.wait(10)
@@ -248,7 +290,10 @@ def test_several_stores_at_once_and_one_after_another() -> None:
 
     with job(2, servers=2) as made:
         assert made.run(work) == [[20.0, 2.0, 7.0]] * 2
-        assert [sorted(server.shards) for server in made.servers] == [[2], [2]]  # what all have left is forgotten
+        assert [sorted(server.shards) for server in made.servers] == [
+            [2],
+            [2],
+        ]  # what all have left is forgotten
 
 
 def test_32_workers_start_train_and_stop() -> None:
@@ -273,7 +318,7 @@ def test_32_workers_start_train_and_stop() -> None:
     assert threading.active_count() <= before
 
 
-# ---------------------------------------------------------------------- the methods that people know
+# --------------------------------------------------------------------- the methods that people know
 
 
 def test_without_an_optimizer_values_are_added_up() -> None:
@@ -284,7 +329,9 @@ def test_without_an_optimizer_values_are_added_up() -> None:
         store.push(3, torch.full((2, 3), rank + 1.0))
         found["sum"] = store.pull(3)
         half = torch.tensor([0.5], dtype=torch.float64)
-        store.push([7, 3], [half, [torch.full((2, 3), float(rank)), torch.ones(2, 3)]], priority=-1)  # two devices
+        store.push(
+            [7, 3], [half, [torch.full((2, 3), float(rank)), torch.ones(2, 3)]], priority=-1
+        )  # two devices
         found["sums"] = store.pull([3, 7])
         store.push(3, torch.full((2, 3), 6.0 * rank), weight=rank + 1)
         several = [torch.empty(2, 3), torch.empty(2, 3)]
@@ -308,9 +355,13 @@ def test_without_an_optimizer_values_are_added_up() -> None:
         assert torch.equal(found["sum"], torch.full((2, 3), 3.0))  # 1 + 2
         assert torch.equal(found["sums"][0], torch.full((2, 3), 3.0))
         assert found["sums"][1].tolist() == [1.0]
-        assert all(torch.equal(one, torch.full((2, 3), 2.0)) for one in found["mean"])  # (0 + 6) / (1 + 2)
+        assert all(
+            torch.equal(one, torch.full((2, 3), 2.0)) for one in found["mean"]
+        )  # (0 + 6) / (1 + 2)
         assert torch.equal(found["in place"], torch.full((2, 3), 4.0))
-        assert all(torch.equal(one, torch.full((2, 3), 4.0)) for one in found["devices"])  # (8 + 8) / (2 + 2)
+        assert all(
+            torch.equal(one, torch.full((2, 3), 4.0)) for one in found["devices"]
+        )  # (8 + 8) / (2 + 2)
         assert torch.equal(found["broadcast"], torch.full((4,), 8.0))
 
 
@@ -319,7 +370,9 @@ def test_values_of_every_form(transport: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(shard_keys, "place", functools.partial(placement.place, chunk_bytes=64))
     generator = torch.Generator().manual_seed(0)
     values = {
-        "channels last": torch.randn(2, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last),
+        "channels last": torch.randn(2, 3, 4, 5, generator=generator).to(
+            memory_format=torch.channels_last
+        ),
         "transposed": torch.randn(7, 3, generator=generator).t(),
         "number": torch.tensor(2.5),
         "empty": torch.empty(0, 4),
@@ -331,7 +384,12 @@ def test_values_of_every_form(transport: str, monkeypatch: pytest.MonkeyPatch) -
 
     def work(rank: int) -> dict[str, torch.Tensor]:
         store = made.store(rank, transport=transport)
-        store.declare({name: value if rank == 0 else torch.zeros_like(value) for name, value in values.items()})
+        store.declare(
+            {
+                name: value if rank == 0 else torch.zeros_like(value)
+                for name, value in values.items()
+            }
+        )
         for name, value in values.items():
             assert torch.equal(store.pull(name), value), name
         names = list(values)
@@ -339,7 +397,9 @@ def test_values_of_every_form(transport: str, monkeypatch: pytest.MonkeyPatch) -
             names.reverse()
         for name in names:
             store.push(name, values[name])
-        outs = {name: torch.zeros_like(value) for name, value in values.items()}  # with the strides of the value
+        outs = {
+            name: torch.zeros_like(value) for name, value in values.items()
+        }  # with the strides of the value
         store.pull(list(outs), list(outs.values()))
         return outs
 
@@ -362,10 +422,23 @@ def test_16_bit_weights_with_a_float32_copy_on_the_server() -> None:
             trainer.step(len(part))
 
     def work(rank: int) -> None:
-        trainer = Trainer(nets[rank], "adam", {"lr": 1e-3, "multi_precision": True}, kvstore=made.store(rank))
+        trainer = Trainer(
+            nets[rank], "adam", {"lr": 1e-3, "multi_precision": True}, kvstore=made.store(rank)
+        )
         steps(nets[rank], trainer, rank, 2)
 
-    steps(nets[2], Trainer(nets[2], "adam", {"lr": 1e-3, "multi_precision": True}, kvstore="local", update_on_kvstore=True), 0, 1)
+    steps(
+        nets[2],
+        Trainer(
+            nets[2],
+            "adam",
+            {"lr": 1e-3, "multi_precision": True},
+            kvstore="local",
+            update_on_kvstore=True,
+        ),
+        0,
+        1,
+    )
     with job(2) as made:
         made.run(work)
         (chunk,) = [one for one in made.servers[0].shards[0].chunks.values() if one.key == "bias"]
@@ -373,9 +446,13 @@ def test_16_bit_weights_with_a_float32_copy_on_the_server() -> None:
         master = chunk.optimizer.state()[0]["master"]
         assert master.dtype == torch.float32
         assert torch.equal(master.bfloat16(), nets[0].bias.detach())
-        assert not torch.equal(master, master.bfloat16().float())  # it holds more than the weights do
+        assert not torch.equal(
+            master, master.bfloat16().float()
+        )  # it holds more than the weights do
     assert same(weights_of(nets[0]), weights_of(nets[1]))
-    assert largest_difference(weights_of(nets[0]), weights_of(nets[2])) <= 0.01  # the sums over the workers are rounded, too
+    assert (
+        largest_difference(weights_of(nets[0]), weights_of(nets[2])) <= 0.01
+    )  # the sums over the workers are rounded, too
 
 
 def test_larger_priorities_are_sent_first() -> None:

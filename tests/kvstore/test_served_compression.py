@@ -1,4 +1,5 @@
-"""Compression through servers: what arrives, what is left over, and that training still converges."""
+"""Compression through servers: what arrives, what is left over, and that training still
+converges."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tests.kvstore.serving import error_of, job, same, weights_of
 
 
 class MxnetTwoBit:
-    """MXNet's rule, by hand: what is left over and the gradient together send +threshold, -threshold or nothing."""
+    """MXNet's rule, by hand: what is left over and the gradient together send +threshold,
+    -threshold or nothing."""
 
     def __init__(self, count: int, threshold: float) -> None:
         self.left = np.zeros(count, np.float32)
@@ -63,14 +65,20 @@ def test_2bit_pushes_are_those_of_a_numpy_model() -> None:
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16", "2bit", "1bit", "topk"])
 def test_all_that_was_given_arrives_but_for_what_is_left(kind: str) -> None:
-    """The sum over the steps of what arrives is the sum of the gradients minus the residuals, on both ways."""
+    """The sum over the steps of what arrives is the sum of the gradients minus the residuals, on
+    both ways."""
     count, steps = 50, 15
 
     def work(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         store = made.store(rank)
-        store.set_gradient_compression({"type": kind, "pull": "none", **({"keep": 0.2} if kind == "topk" else {})})
+        store.set_gradient_compression(
+            {"type": kind, "pull": "none", **({"keep": 0.2} if kind == "topk" else {})}
+        )
         store.init("w", torch.zeros(count))
-        arrived, given = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+        arrived, given = (
+            torch.zeros(count, dtype=torch.float64),
+            torch.zeros(count, dtype=torch.float64),
+        )
         for grad in gradients(rank, steps, count):
             value = torch.from_numpy(grad)
             given += value
@@ -87,11 +95,14 @@ def test_all_that_was_given_arrives_but_for_what_is_left(kind: str) -> None:
 
 
 def test_values_come_down_compressed_and_lose_nothing_for_good() -> None:
-    """What the workers have follows the servers' weights: the difference does not grow, and goes when the weights stand still."""
+    """What the workers have follows the servers' weights: the difference does not grow, and goes
+    when the weights stand still."""
     for kind, most in (("fp16", 1e-3), ("bf16", 1e-2), ("1bit", 0.4), ("topk", 0.4)):
         with job(2, servers=2) as made:
 
-            def work(rank: int, made: Any = made, kind: str = kind) -> tuple[torch.Tensor, torch.Tensor]:
+            def work(
+                rank: int, made: Any = made, kind: str = kind
+            ) -> tuple[torch.Tensor, torch.Tensor]:
                 store = made.store(rank)
                 pull = {"type": kind, **({"keep": 0.2} if kind == "topk" else {})}
                 store.set_gradient_compression({"type": "none", "pull": pull})
@@ -106,9 +117,15 @@ def test_values_come_down_compressed_and_lose_nothing_for_good() -> None:
                 return moving, out
 
             worlds = made.run(work)
-            (weights,) = [chunk.weights.clone() for server in made.servers for chunk in server.shards[0].chunks.values()]
+            (weights,) = [
+                chunk.weights.clone()
+                for server in made.servers
+                for chunk in server.shards[0].chunks.values()
+            ]
         assert torch.equal(worlds[0][0], worlds[1][0])
-        exact = torch.linspace(-1, 1, 64) - 0.1 * sum(torch.from_numpy(one) for one in gradients(0, 10, 64))
+        exact = torch.linspace(-1, 1, 64) - 0.1 * sum(
+            torch.from_numpy(one) for one in gradients(0, 10, 64)
+        )
         assert float((weights - exact).abs().max()) <= 1e-6
         for moving, out in worlds:
             assert float((moving - exact).abs().max()) <= most, kind
@@ -123,7 +140,13 @@ def converged(kind: str, mode: str, options: dict[str, Any], **rules: Any) -> fl
 
     def work(rank: int) -> None:
         store = made.store(rank, mode, **rules)
-        trainer = Trainer(nets[rank], "sgd", {"lr": 0.05}, kvstore=store, compression_params={"type": kind, **options})
+        trainer = Trainer(
+            nets[rank],
+            "sgd",
+            {"lr": 0.05},
+            kvstore=store,
+            compression_params={"type": kind, **options},
+        )
         for step in range(200):
             part = X[(step * 4 + rank * 16) % 32 :][:4]
             (nets[rank](part)[:, 0] - part @ target).square().mul(0.5).sum().backward()
@@ -139,7 +162,14 @@ def converged(kind: str, mode: str, options: dict[str, Any], **rules: Any) -> fl
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [("fp16", {}), ("bf16", {}), ("1bit", {}), ("topk", {"keep": 0.34}), ("2bit", {"threshold": 1.0})]
+    ("kind", "options"),
+    [
+        ("fp16", {}),
+        ("bf16", {}),
+        ("1bit", {}),
+        ("topk", {"keep": 0.34}),
+        ("2bit", {"threshold": 1.0}),
+    ],
 )
 def test_training_converges_with_both_ways_compressed(kind: str, options: dict[str, Any]) -> None:
     assert converged(kind, "dist", options) < 0.06
@@ -158,7 +188,10 @@ def test_a_nan_is_an_error_that_names_the_key_and_the_step_can_be_taken_again() 
         outs = {"a": torch.empty(8), "b": torch.empty(4)}
         text = ""
         if rank == 1:
-            wrong = {"a": torch.arange(8.0), "b": torch.tensor([1.0, float("nan"), float("inf"), 0.0])}
+            wrong = {
+                "a": torch.arange(8.0),
+                "b": torch.tensor([1.0, float("nan"), float("inf"), 0.0]),
+            }
             text = error_of(lambda: store.update(wrong, outs, Share()))
             assert not store.residuals()  # nothing was taken in, neither of "b" nor of "a"
         store.update(grads, outs, Share())
@@ -168,7 +201,9 @@ def test_a_nan_is_an_error_that_names_the_key_and_the_step_can_be_taken_again() 
         for rank, (text, a, b) in enumerate(made.run(work)):
             assert (a, b) == ([-0.5] * 8, [-0.5] * 4)
             if rank:
-                assert text.startswith("2 of 4 values for 'b' are NaN or infinite and cannot be compressed")
+                assert text.startswith(
+                    "2 of 4 values for 'b' are NaN or infinite and cannot be compressed"
+                )
 
 
 def test_residuals_go_on_in_another_store_with_other_servers() -> None:
@@ -210,18 +245,30 @@ def test_residuals_go_on_in_another_store_with_other_servers() -> None:
 
 
 def test_whole_numbers_and_float64_are_never_compressed() -> None:
-    """Also the workers' numbers of samples, which `Trainer.update` adds up under a key of its own."""
+    """Also the workers' numbers of samples, which `Trainer.update` adds up under a key of its
+    own."""
     net = [nn.Linear(1, 1, bias=False) for _ in range(2)]
 
     def work(rank: int) -> tuple[list[int], list[float], float]:
         store = made.store(rank, number=0)
         store.set_gradient_compression({"type": "2bit"})
-        store.init(["counts", "exact"], [torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)])
-        store.push(["counts", "exact"], [torch.arange(3), torch.full((2,), 0.1, dtype=torch.float64)])
+        store.init(
+            ["counts", "exact"],
+            [torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)],
+        )
+        store.push(
+            ["counts", "exact"], [torch.arange(3), torch.full((2,), 0.1, dtype=torch.float64)]
+        )
         counts, exact = store.pull(["counts", "exact"])
         other = made.store(rank, number=1)
-        trainer = Trainer(net[rank], "sgd", {"lr": 1.0}, kvstore=other, update_on_kvstore=False,
-                          compression_params={"type": "fp16"})  # fmt: skip
+        trainer = Trainer(
+            net[rank],
+            "sgd",
+            {"lr": 1.0},
+            kvstore=other,
+            update_on_kvstore=False,
+            compression_params={"type": "fp16"},
+        )
         before = net[rank].weight.item()
         net[rank](torch.ones(1 + rank, 1)).sum().backward()
         trainer.allreduce_grads()
@@ -259,7 +306,8 @@ def test_options_differ_or_do_not_exist() -> None:
 
 
 def test_a_state_that_is_loaded_reaches_workers_that_get_changes() -> None:
-    """Loading moves 16-bit weights to the float32 copy in the state; workers must not add the next change to the old ones."""
+    """Loading moves 16-bit weights to the float32 copy in the state; workers must not add the next
+    change to the old ones."""
 
     def work(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         store = made.store(rank)
@@ -282,10 +330,16 @@ def test_a_state_that_is_loaded_reaches_workers_that_get_changes() -> None:
 
 
 @pytest.mark.parametrize("kind", ["topk", "1bit", "2bit"])
-def test_what_is_left_over_is_a_gradient_and_needs_no_scaling_when_the_rate_changes(kind: str) -> None:
+def test_what_is_left_over_is_a_gradient_and_needs_no_scaling_when_the_rate_changes(
+    kind: str,
+) -> None:
     count, steps, workers = 40, 8, 2
     rates = [0.5, 0.5, 0.05, 0.05, 2.0, 2.0, 0.001, 0.5]
-    extra: dict[str, dict[str, Any]] = {"topk": {"keep": 0.1}, "1bit": {}, "2bit": {"threshold": 0.5}}
+    extra: dict[str, dict[str, Any]] = {
+        "topk": {"keep": 0.1},
+        "1bit": {},
+        "2bit": {"threshold": 0.5},
+    }
     options = {"name": kind, **extra[kind]}
     codec = codec_from(options)
     weights, left = torch.zeros(count), [torch.zeros(count) for _ in range(workers)]

@@ -40,10 +40,14 @@ def test_bad_input_is_an_error_on_that_worker_and_the_store_goes_on() -> None:
             found["again"] = error_of(lambda: store.init("w", torch.zeros(4)))
             found["optimizer"] = error_of(lambda: store.set_optimizer("adamm"))
             found["another optimizer"] = error_of(lambda: store.set_optimizer("sgd", lr=2.0))
-            found["declared in another shape"] = error_of(lambda: store.declare({"x": torch.zeros(3)}))
+            found["declared in another shape"] = error_of(
+                lambda: store.declare({"x": torch.zeros(3)})
+            )
             found["reduce"] = error_of(lambda: store.reduce({"w": torch.ones(4)}, Share()))
             found["rows"] = error_of(lambda: store.row_sparse_pull("w", row_ids=torch.tensor([0])))
-            found["complex"] = error_of(lambda: store.init("z", torch.zeros(2, dtype=torch.complex64)))
+            found["complex"] = error_of(
+                lambda: store.init("z", torch.zeros(2, dtype=torch.complex64))
+            )
             found["no compression"] = error_of(lambda: store.load_residuals({}))
             found["nobody"] = error_of(lambda: store.update({}, {}, Share(0)))
         else:
@@ -60,12 +64,17 @@ def test_bad_input_is_an_error_on_that_worker_and_the_store_goes_on() -> None:
         found = made.run(work)[1]
         assert not any(part.failure for server in made.servers for part in server.shards.values())
     for name in ("twice", "pushpull", "update"):
-        assert found[name] == "the key 'w' was pushed already and not pulled since; pull it before the next push"
+        assert (
+            found[name]
+            == "the key 'w' was pushed already and not pulled since; pull it before the next push"
+        )
     for name in ("shape", "dtype", "gradient", "out"):
         assert "the key 'w'" in found[name], name
         assert "was initialised with [4] and torch.float32" in found[name], name
     for name in ("unknown", "pull unknown"):
-        assert found[name] == "there is no key 'v' in the store; call init('v', value) first. Keys: w"
+        assert (
+            found[name] == "there is no key 'v' in the store; call init('v', value) first. Keys: w"
+        )
     assert "'w' is sparse, but the key is dense" in found["sparse"]
     assert found["again"] == "the key 'w' was initialised already; push to it instead"
     assert "adamm" in found["optimizer"]
@@ -73,7 +82,8 @@ def test_bad_input_is_an_error_on_that_worker_and_the_store_goes_on() -> None:
     assert "is sgd" in found["another optimizer"]
     assert "on another" in found["another optimizer"]
     assert found["declared in another shape"] == (
-        "the key 'x' is float32 of shape [3] on worker 1, but float32 of shape [2] on another worker"
+        "the key 'x' is float32 of shape [3] on worker 1, but float32 of shape [2] on another "
+        "worker"
     )
     assert "the store has an optimizer" in found["reduce"]
     assert "'w' is a dense tensor" in found["rows"]
@@ -96,7 +106,10 @@ def test_workers_that_train_other_parameters_are_told_which() -> None:
     ready = threading.Event()
     with job(2) as made:
         text = made.run(work)[1]
-    assert "worker 1 has the key 'bias', which worker 0 has not: all workers must train the same parameters" in text
+    assert (
+        "worker 1 has the key 'bias', which worker 0 has not: all workers must train the same "
+        "parameters" in text
+    )
 
 
 class Told:
@@ -128,10 +141,19 @@ def test_a_push_that_comes_again_counts_once() -> None:
     def push(worker: Told, value: float, number: int, step: int) -> None:
         meta = Meta(worker, step, 1.0, None, None, None, 1)
         part.announce(meta)
-        part.push(chunk, number, meta, torch.full((2,), value), lambda: released.append(f"{worker.rank}.{number}"), True)
+        part.push(
+            chunk,
+            number,
+            meta,
+            torch.full((2,), value),
+            lambda: released.append(f"{worker.rank}.{number}"),
+            True,
+        )
 
     push(one, 10.0, 1, 1)
-    assert "the key 'w' was pushed twice in one round by worker 1" in error_of(lambda: push(one, 10.0, 1, 1))
+    assert "the key 'w' was pushed twice in one round by worker 1" in error_of(
+        lambda: push(one, 10.0, 1, 1)
+    )
     assert chunk.version == 0
     push(zero, 1.0, 1, 1)
     assert chunk.weights.tolist() == [11.0, 11.0]
@@ -140,7 +162,9 @@ def test_a_push_that_comes_again_counts_once() -> None:
     assert chunk.weights.tolist() == [11.0, 11.0]
     assert chunk.version == 1
     assert not chunk.arrived
-    assert "is at version 1; a push for 3 cannot be placed" in error_of(lambda: push(zero, 1.0, 3, 3))
+    assert "is at version 1; a push for 3 cannot be placed" in error_of(
+        lambda: push(zero, 1.0, 3, 3)
+    )
     assert [value.tolist() for value in one.values] == [[11.0, 11.0]] * 2
     assert sorted(released) == ["0.1", "0.3", "1.1", "1.1", "1.1"]
 
@@ -160,7 +184,10 @@ def test_a_server_keeps_nothing_of_finished_steps() -> None:
                 store.pull(["large", "small"])
         store.barrier()
         (session,) = made.servers[0].shards[0].members.sessions_now()
-        assert {size: len(free) for size, free in session._pool.items() if free} == {12: 1, 20000: 1}
+        assert {size: len(free) for size, free in session._pool.items() if free} == {
+            12: 1,
+            20000: 1,
+        }
         assert not session._metas
         assert not store.links[0].done
         assert not store.links[0].targets

@@ -20,7 +20,10 @@ COLUMNS = 3
 
 def sparse(table: RowSparse, ids: list[int], rows: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(
-        torch.tensor([ids], dtype=torch.int64), rows, (table.rows, table.columns), check_invariants=True
+        torch.tensor([ids], dtype=torch.int64),
+        rows,
+        (table.rows, table.columns),
+        check_invariants=True,
     )
 
 
@@ -28,7 +31,9 @@ def pushes(step: int, rank: int) -> tuple[list[int], torch.Tensor]:
     """Some ids of 20, with repetitions; none for worker 1 in step 2."""
     generator = torch.Generator().manual_seed(step * 10 + rank)
     count = 0 if (step, rank) == (2, 1) else 12
-    return torch.randint(0, 20, (count,), generator=generator).tolist(), torch.randn(count, COLUMNS, generator=generator)
+    return torch.randint(0, 20, (count,), generator=generator).tolist(), torch.randn(
+        count, COLUMNS, generator=generator
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,7 +44,8 @@ def pushes(step: int, rank: int) -> tuple[list[int], torch.Tensor]:
     ],
 )
 def test_rows_are_those_of_a_dense_tensor(name: str, options: dict[str, float], dense: Any) -> None:
-    """Rows that nobody pushes do not move with these optimizers, so that a dense tensor is the reference."""
+    """Rows that nobody pushes do not move with these optimizers, so that a dense tensor is the
+    reference."""
     table = RowSparse(20, COLUMNS, std=0.5, seed=4)
     weights = torch.nn.Parameter(first_rows(table, torch.arange(20)))
     optimizer = dense([weights])
@@ -93,7 +99,9 @@ def test_large_ids_duplicates_and_nothing_at_all() -> None:
         out = torch.empty(len(ids), COLUMNS)
         store.row_sparse_pull("table", out, row_ids=asked)
         found["moved"] = found["first"] - out
-        found["repeated"] = store.row_sparse_pull("table", row_ids=torch.tensor([ids[3], 7, ids[3]]))
+        found["repeated"] = store.row_sparse_pull(
+            "table", row_ids=torch.tensor([ids[3], 7, ids[3]])
+        )
         store.push("table", sparse(table, [], torch.empty(0, COLUMNS)))
         found["nothing"] = store.row_sparse_pull("table", row_ids=torch.empty(0, dtype=torch.int64))
         state = store.state().tensors["table"]
@@ -102,12 +110,16 @@ def test_large_ids_duplicates_and_nothing_at_all() -> None:
 
     with job(2, servers=2) as made:
         worlds = made.run(work)
-        held = sum(len(part.rows) for server in made.servers for part in server.shards[0].tables.values())
+        held = sum(
+            len(part.rows) for server in made.servers for part in server.shards[0].tables.values()
+        )
     assert held == len(ids)  # of 2**40 rows, those that were pushed
     for found in worlds:
         assert torch.equal(found["first"], first_rows(table, torch.tensor(ids)))
         expected = [1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 1.0, 2.0]
-        assert torch.allclose(found["moved"], torch.tensor(expected)[:, None].expand(-1, COLUMNS), atol=1e-6)
+        assert torch.allclose(
+            found["moved"], torch.tensor(expected)[:, None].expand(-1, COLUMNS), atol=1e-6
+        )
         assert torch.equal(found["repeated"][0], found["repeated"][2])
         assert torch.equal(found["repeated"][1], first_rows(table, torch.tensor([7]))[0])
         assert found["nothing"].shape == (0, COLUMNS)
@@ -124,7 +136,10 @@ def test_without_an_optimizer_rows_are_added_up_and_assigned() -> None:
         grad = sparse(table, [5, 50_000_000 + rank], torch.full((2, COLUMNS), 1.0 + rank))
         store.push("table", grad)
         rows = store.row_sparse_pull("table", row_ids=torch.tensor([5, 50_000_000, 50_000_001, 6]))
-        assert store.pull(["table", "w"])[0].tolist() == [0.0, 0.0]  # rows are left out, as MXNet does
+        assert store.pull(["table", "w"])[0].tolist() == [
+            0.0,
+            0.0,
+        ]  # rows are left out, as MXNet does
         return rows[:, 0].tolist()
 
     with job(2, servers=2) as made:
@@ -203,19 +218,37 @@ def test_errors_name_the_key_and_the_servers_go_on() -> None:
         if rank == 1:
             found["dense"] = error_of(lambda: store.push("table", torch.ones(4, COLUMNS)))
             other = RowSparse(2**33, COLUMNS + 1)
-            found["columns"] = error_of(lambda: store.push("table", sparse(other, [1], torch.ones(1, COLUMNS + 1))))
-            found["dtype"] = error_of(lambda: store.push("table", sparse(table, [1], torch.ones(1, COLUMNS).double())))
-            found["range"] = error_of(lambda: store.row_sparse_pull("table", row_ids=torch.tensor([2**33])))
-            found["negative"] = error_of(lambda: store.row_sparse_pull("table", row_ids=torch.tensor([-1])))
-            found["floats"] = error_of(lambda: store.row_sparse_pull("table", row_ids=torch.tensor([1.0])))
+            found["columns"] = error_of(
+                lambda: store.push("table", sparse(other, [1], torch.ones(1, COLUMNS + 1)))
+            )
+            found["dtype"] = error_of(
+                lambda: store.push("table", sparse(table, [1], torch.ones(1, COLUMNS).double()))
+            )
+            found["range"] = error_of(
+                lambda: store.row_sparse_pull("table", row_ids=torch.tensor([2**33]))
+            )
+            found["negative"] = error_of(
+                lambda: store.row_sparse_pull("table", row_ids=torch.tensor([-1]))
+            )
+            found["floats"] = error_of(
+                lambda: store.row_sparse_pull("table", row_ids=torch.tensor([1.0]))
+            )
             found["no ids"] = error_of(lambda: store.row_sparse_pull("table"))
-            found["out"] = error_of(lambda: store.row_sparse_pull("table", torch.empty(2, COLUMNS), row_ids=torch.tensor([1])))
+            found["out"] = error_of(
+                lambda: store.row_sparse_pull(
+                    "table", torch.empty(2, COLUMNS), row_ids=torch.tensor([1])
+                )
+            )
             found["pull"] = error_of(lambda: store.pull("table", ignore_sparse=False))
             found["again"] = error_of(lambda: store.init("table", table))
-            found["another table"] = error_of(lambda: store.declare({"table": RowSparse(5, COLUMNS)}))
+            found["another table"] = error_of(
+                lambda: store.declare({"table": RowSparse(5, COLUMNS)})
+            )
         store.push("table", sparse(table, [1], torch.ones(1, COLUMNS)))
         if rank == 1:
-            found["twice"] = error_of(lambda: store.push("table", sparse(table, [1], torch.ones(1, COLUMNS))))
+            found["twice"] = error_of(
+                lambda: store.push("table", sparse(table, [1], torch.ones(1, COLUMNS)))
+            )
         rows = store.row_sparse_pull("table", row_ids=torch.tensor([1]))
         assert torch.allclose(rows, torch.full((1, COLUMNS), -0.1))
         return found
@@ -232,8 +265,14 @@ def test_errors_name_the_key_and_the_servers_go_on() -> None:
     assert "row_sparse_pull('table'): out has shape [2, 3]" in found["out"]
     assert "'table' holds rows; read them with row_sparse_pull" in found["pull"]
     assert "the key 'table' was initialised already" in found["again"]
-    assert "the key 'table' is a table of 5 rows of 3 float32 on worker 1, but a table of 8589934592" in found["another table"]
-    assert found["twice"] == "the key 'table' was pushed already and not pulled since; pull it before the next push"
+    assert (
+        "the key 'table' is a table of 5 rows of 3 float32 on worker 1, but a table of 8589934592"
+        in found["another table"]
+    )
+    assert (
+        found["twice"]
+        == "the key 'table' was pushed already and not pulled since; pull it before the next push"
+    )
 
 
 def test_a_step_without_samples_anywhere_is_told_to_all() -> None:
@@ -290,7 +329,10 @@ def test_a_worker_that_came_again_is_told_the_rounds_of_rows() -> None:
             rows = store.row_sparse_pull("often", row_ids=asked)
             seen[rank].append((step, rows.view(-1).tolist()))
             step += 1
-        return [store.row_sparse_pull(name, row_ids=asked).view(-1).tolist() for name in ("often", "seldom")]
+        return [
+            store.row_sparse_pull(name, row_ids=asked).view(-1).tolist()
+            for name in ("often", "seldom")
+        ]
 
     seen: list[list[Any]] = [[], []]
     gone, back = threading.Event(), threading.Event()

@@ -14,12 +14,18 @@ CLIPS = (None, 0.7, 50.0)  # the last one bounds nothing
 
 
 def pushed(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Ids, some of them twice, their rows, a dense gradient, and samples; a worker without samples in one step."""
+    """Ids, some of them twice, their rows, a dense gradient, and samples; a worker without samples
+    in one step."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     if rank == 1 and step == 3:
         return torch.empty(0, dtype=torch.int64), torch.empty(0, COLUMNS), torch.zeros(5), 0
     ids = torch.randint(ROWS, (7,), generator=generator)
-    return ids, torch.randn(7, COLUMNS, generator=generator), torch.randn(5, generator=generator), 2 + rank
+    return (
+        ids,
+        torch.randn(7, COLUMNS, generator=generator),
+        torch.randn(5, generator=generator),
+        2 + rank,
+    )
 
 
 def by_hand(workers: range, only_rows: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,7 +52,11 @@ def trained(store: KVStore, only_rows: bool) -> tuple[torch.Tensor, torch.Tensor
     store.init(["table", "w"], [RowSparse(ROWS, COLUMNS), torch.zeros(5)])
     for step in range(STEPS):
         ids, rows, dense, samples = pushed(store.rank, step)
-        grads = {"table": torch.sparse_coo_tensor(ids[None], rows, (ROWS, COLUMNS), check_invariants=True)}
+        grads = {
+            "table": torch.sparse_coo_tensor(
+                ids[None], rows, (ROWS, COLUMNS), check_invariants=True
+            )
+        }
         if not only_rows:
             grads["w"] = dense
         outs = {} if only_rows else {"w": torch.empty(5)}
@@ -59,7 +69,9 @@ def trained(store: KVStore, only_rows: bool) -> tuple[torch.Tensor, torch.Tensor
 
 @pytest.mark.parametrize("only_rows", [False, True])
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 1), (3, 2)])
-def test_the_norm_of_all_keys_bounds_dense_ones_and_rows(workers: int, servers: int, only_rows: bool) -> None:
+def test_the_norm_of_all_keys_bounds_dense_ones_and_rows(
+    workers: int, servers: int, only_rows: bool
+) -> None:
     expected = by_hand(range(workers), only_rows)
     with job(workers, servers) as made:
         found = made.run(lambda rank: trained(made.store(rank), only_rows))
@@ -67,7 +79,10 @@ def test_the_norm_of_all_keys_bounds_dense_ones_and_rows(workers: int, servers: 
         for ours, theirs in zip(one, expected, strict=True):
             assert float((ours - theirs).abs().max()) <= 1e-6
     if workers == 1:
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found[0], trained(create("local"), only_rows), strict=True))
+        assert all(
+            torch.equal(ours, theirs)
+            for ours, theirs in zip(found[0], trained(create("local"), only_rows), strict=True)
+        )
 
 
 def test_without_waiting_each_worker_bounds_its_own() -> None:

@@ -1,4 +1,5 @@
-"""The optimizer's state on servers: saved by some workers and servers, and gone on with by others."""
+"""The optimizer's state on servers: saved by some workers and servers, and gone on with by
+others."""
 
 from __future__ import annotations
 
@@ -18,9 +19,18 @@ from tests.kvstore.training import OPTIMIZERS, SIZES, by_hand, largest_differenc
 SAVED_AFTER = 9
 
 
-def part(made: Job, name: str, steps: range, start: Weights | None, load: Path | None, save: Path | None, number: int = 0,
-         **options: Any) -> list[Weights]:  # fmt: skip
-    """Some steps of the small training, from `start` and what `load` has; all workers' weights in the end."""
+def part(
+    made: Job,
+    name: str,
+    steps: range,
+    start: Weights | None,
+    load: Path | None,
+    save: Path | None,
+    number: int = 0,
+    **options: Any,
+) -> list[Weights]:
+    """Some steps of the small training, from `start` and what `load` has; all workers' weights in
+    the end."""
     nets = [model(seed=rank) for rank in range(made.workers)]
 
     def work(rank: int) -> Weights:
@@ -49,7 +59,9 @@ def test_a_training_goes_on_with_other_workers_and_servers(name: str, tmp_path: 
     with job(2, servers=2) as made:
         whole = part(made, name, range(len(SIZES)), None, None, tmp_path / "whole", 0)
         first = part(made, name, range(SAVED_AFTER), None, None, path, 1)
-        same_again = part(made, name, range(SAVED_AFTER, len(SIZES)), first[0], path, tmp_path / "second", 2)
+        same_again = part(
+            made, name, range(SAVED_AFTER, len(SIZES)), first[0], path, tmp_path / "second", 2
+        )
     assert same(same_again[0], whole[0])  # bit for bit
     one, two = read_states(tmp_path / "whole")[0], read_states(tmp_path / "second")[0]
     assert one.step == two.step == len(SIZES)
@@ -59,7 +71,9 @@ def test_a_training_goes_on_with_other_workers_and_servers(name: str, tmp_path: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_keys, "place", functools.partial(placement.place, chunk_bytes=12))
         with job(2, servers=3) as made:  # cut in another way, on other servers: the same sums
-            assert same(part(made, name, range(SAVED_AFTER, len(SIZES)), first[0], path, None)[1], whole[0])
+            assert same(
+                part(made, name, range(SAVED_AFTER, len(SIZES)), first[0], path, None)[1], whole[0]
+            )
         with job(3, servers=3) as made:
             others = part(made, name, range(SAVED_AFTER, len(SIZES)), first[0], path, None)
     for weights in others:
@@ -84,7 +98,16 @@ def test_states_go_to_and_from_one_process_and_optimizers_in_the_workers(tmp_pat
     trainer.save_states(path)
     with job(2, servers=2) as made:
         served = part(made, "adam", range(SAVED_AFTER, len(SIZES)), weights_of(net), path, None, 0)
-        here = part(made, "adam", range(SAVED_AFTER, len(SIZES)), weights_of(net), path, None, 1, update_on_kvstore=False)
+        here = part(
+            made,
+            "adam",
+            range(SAVED_AFTER, len(SIZES)),
+            weights_of(net),
+            path,
+            None,
+            1,
+            update_on_kvstore=False,
+        )
     assert largest_difference(served[1], by_hand("adam")) <= 1e-6
     assert largest_difference(here[1], by_hand("adam")) <= 1e-6
 
@@ -94,7 +117,9 @@ def test_the_stores_own_methods_and_rows(tmp_path: Path) -> None:
     ids = torch.tensor([3, 2**33, 8, 2**40 - 1])
 
     def rows(rank: int) -> torch.Tensor:
-        return torch.sparse_coo_tensor(ids[None], torch.full((4, 2), 1.0 + rank), (table.rows, 2), check_invariants=True)
+        return torch.sparse_coo_tensor(
+            ids[None], torch.full((4, 2), 1.0 + rank), (table.rows, 2), check_invariants=True
+        )
 
     def step(store: Any, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         store.push("w", torch.full((5,), 1.0 + rank))
@@ -146,8 +171,16 @@ def test_states_that_do_not_fit_are_told_on_the_worker_that_loads(tmp_path: Path
             return []
         pieces = store._pieces
         return [
-            error_of(lambda: taken_apart(StoreState(1, {"v": {"momentum_buffer": torch.zeros(4)}}, {}), pieces, {}, 2)),
-            error_of(lambda: taken_apart(StoreState(1, {"w": {"momentum_buffer": torch.zeros(5)}}, {}), pieces, {}, 2)),
+            error_of(
+                lambda: taken_apart(
+                    StoreState(1, {"v": {"momentum_buffer": torch.zeros(4)}}, {}), pieces, {}, 2
+                )
+            ),
+            error_of(
+                lambda: taken_apart(
+                    StoreState(1, {"w": {"momentum_buffer": torch.zeros(5)}}, {}), pieces, {}, 2
+                )
+            ),
             error_of(lambda: store.load_optimizer_states(tmp_path / "none")),
         ]
 

@@ -27,7 +27,9 @@ def _check(device: torch.device) -> None:
         room[name].copy_(torch.arange(len(room[name])) + number)
     staging.put(room, outs)
     for number, (name, out) in enumerate(outs.items()):
-        assert out.reshape(-1).tolist() == [float(value + number) for value in range(out.numel())], name
+        assert out.reshape(-1).tolist() == [
+            float(value + number) for value in range(out.numel())
+        ], name
 
 
 def test_values_travel_in_order_and_come_back_to_their_place() -> None:
@@ -62,10 +64,15 @@ def _trained(device: str) -> list[torch.Tensor]:
 
         def work(rank: int) -> None:
             net = nets[rank]
-            trainer = Trainer(net, "adam", {"learning_rate": 0.01}, kvstore=made.store(rank), clip_norm=1.0)
+            trainer = Trainer(
+                net, "adam", {"learning_rate": 0.01}, kvstore=made.store(rank), clip_norm=1.0
+            )
             for step in range(5):
                 count = 6 - 2 * rank
-                loss(net(images[step, rank, :count].to(device)), targets[step, rank, :count].to(device)).backward()
+                loss(
+                    net(images[step, rank, :count].to(device)),
+                    targets[step, rank, :count].to(device),
+                ).backward()
                 trainer.step(count)
 
         made.run(work)
@@ -76,10 +83,15 @@ def _trained(device: str) -> list[torch.Tensor]:
     for step in range(5):
         optimizer.zero_grad()
         both = torch.cat([images[step, 0], images[step, 1, :4]]).to(device)
-        (loss(alone(both), torch.cat([targets[step, 0], targets[step, 1, :4]]).to(device)) / 10).backward()
+        (
+            loss(alone(both), torch.cat([targets[step, 0], targets[step, 1, :4]]).to(device)) / 10
+        ).backward()
         nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
         optimizer.step()
-    return [(mine - reference).abs().max() for mine, reference in zip(nets[0].parameters(), alone.parameters(), strict=True)]
+    return [
+        (mine - reference).abs().max()
+        for mine, reference in zip(nets[0].parameters(), alone.parameters(), strict=True)
+    ]
 
 
 def test_weights_of_channels_last_are_trained_like_alone() -> None:

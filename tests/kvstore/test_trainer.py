@@ -37,7 +37,9 @@ def backward(net: nn.Module, *values: float) -> None:
 
 @pytest.mark.parametrize(("kvstore", "on_store"), STORES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_equal_the_hand_written_loop(name: str, kvstore: str | None, on_store: bool | None) -> None:
+def test_steps_equal_the_hand_written_loop(
+    name: str, kvstore: str | None, on_store: bool | None
+) -> None:
     net, store = model(), create("device")
     optimizer_name, options, _ = OPTIMIZERS[name]
     trainer = Trainer(net, optimizer_name, options, kvstore=kvstore, update_on_kvstore=on_store)
@@ -55,7 +57,11 @@ def test_gradients_are_cleared_and_several_backward_passes_add_up(on_store: bool
     assert net.weight.grad is None
     assert net.weight.item() == -3.0
     assert trainer.last_step is not None
-    assert (trainer.last_step.number, trainer.last_step.workers, trainer.last_step.staleness) == (1, 1, 0.0)
+    assert (trainer.last_step.number, trainer.last_step.workers, trainer.last_step.staleness) == (
+        1,
+        1,
+        0.0,
+    )
 
 
 @pytest.mark.parametrize("on_store", [False, True])
@@ -107,7 +113,12 @@ def test_names_are_keys_shared_ones_come_once_and_frozen_ones_do_not() -> None:
     Trainer(net, "sgd", kvstore=store, update_on_kvstore=True)
     assert sorted(store.shapes) == ["one.bias", "one.weight"]
     assert torch.equal(store.pull("one.bias"), net.one.bias)
-    for params in (net.named_parameters(), dict(net.named_parameters()), list(net.named_parameters()), net.parameters()):
+    for params in (
+        net.named_parameters(),
+        dict(net.named_parameters()),
+        list(net.named_parameters()),
+        net.parameters(),
+    ):
         named = create("local")
         Trainer(params, "sgd", kvstore=named, update_on_kvstore=True)
         assert len(named.shapes) == 2
@@ -118,7 +129,10 @@ def test_stale_gradients() -> None:
         net = nn.ModuleDict({"used": line(), "other": line()})
         trainer = Trainer(net, "adam", {"lr": 1.0}, update_on_kvstore=on_store)
         backward(net["used"], 1.0)
-        with pytest.raises(UserError, match="no gradient since the last step: 'other.bias', 'other.weight'; call backward"):
+        with pytest.raises(
+            UserError,
+            match="no gradient since the last step: 'other.bias', 'other.weight'; call backward",
+        ):
             trainer.step(1)
         trainer.step(1, ignore_stale_grad=True)
         assert net["used"].weight.item() == pytest.approx(-1.0)
@@ -157,7 +171,9 @@ def test_learning_rates(on_store: bool) -> None:
 @pytest.mark.parametrize("on_store", [False, True])
 def test_a_function_as_scheduler_is_called_with_the_number_of_the_step(on_store: bool) -> None:
     net = line()
-    trainer = Trainer(net, "sgd", {"lr_scheduler": lambda number: 2.0**-number}, update_on_kvstore=on_store)
+    trainer = Trainer(
+        net, "sgd", {"lr_scheduler": lambda number: 2.0**-number}, update_on_kvstore=on_store
+    )
     moved = []
     for _ in range(3):
         before, rate = net.weight.item(), trainer.learning_rate
@@ -192,7 +208,9 @@ def test_groups_of_a_torch_optimizer() -> None:
 
         def made(params: list[nn.Parameter]) -> torch.optim.Optimizer:
             by_shape = {param.dim(): param for param in params}
-            return torch.optim.SGD([{"params": [by_shape[2]], "lr": 1.0}, {"params": [by_shape[1]], "lr": 0.5}])
+            return torch.optim.SGD(
+                [{"params": [by_shape[2]], "lr": 1.0}, {"params": [by_shape[1]], "lr": 0.5}]
+            )
 
         trainer = Trainer(net, made, update_on_kvstore=on_store)
         backward(net, 1.0)
@@ -236,13 +254,19 @@ def test_between_the_sum_and_the_update_gradients_can_be_changed() -> None:
     assert first.weight.item() == second.weight.item() == -0.5
     on_store = Trainer(line(), "sgd", update_on_kvstore=True)
     for call in (on_store.allreduce_grads, lambda: on_store.update(1)):
-        with pytest.raises(UserError, match=r"use step\(batch_size\), or Trainer\(…, update_on_kvstore=False\)"):
+        with pytest.raises(
+            UserError, match=r"use step\(batch_size\), or Trainer\(…, update_on_kvstore=False\)"
+        ):
             call()
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam"])
-@pytest.mark.parametrize(("saved_on", "loaded_on"), [(True, True), (False, False), (True, False), (False, True)])
-def test_states_go_on_in_any_mode(tmp_path: Path, name: str, saved_on: bool, loaded_on: bool) -> None:
+@pytest.mark.parametrize(
+    ("saved_on", "loaded_on"), [(True, True), (False, False), (True, False), (False, True)]
+)
+def test_states_go_on_in_any_mode(
+    tmp_path: Path, name: str, saved_on: bool, loaded_on: bool
+) -> None:
     optimizer_name, options, _ = OPTIMIZERS[name]
     net, store = model(), create("device")
     trainer = Trainer(net, optimizer_name, options, update_on_kvstore=saved_on)
@@ -252,13 +276,16 @@ def test_states_go_on_in_any_mode(tmp_path: Path, name: str, saved_on: bool, loa
     later.load_state_dict(net.state_dict())
     trainer = Trainer(later, optimizer_name, options, update_on_kvstore=loaded_on)
     trainer.load_states(tmp_path / "states")
-    assert trainer.learning_rate == options["learning_rate"] / 10  # as it was when the states were saved
+    assert (
+        trainer.learning_rate == options["learning_rate"] / 10
+    )  # as it was when the states were saved
     take_steps(later, trainer, store, range(13, 20))
     assert largest_difference(dict(later.state_dict()), by_hand(name)) <= 1e-6
 
 
 class OneNumber(nn.Module):
-    """Parameters whose states are hard to tell from numbers: one without dimensions, and an empty one."""
+    """Parameters whose states are hard to tell from numbers: one without dimensions, and an empty
+    one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,11 +327,19 @@ def test_states_of_another_training_are_refused(tmp_path: Path) -> None:
     backward(net, 1.0)
     trainer.step(1)
     trainer.save_states(tmp_path / "states")
-    with pytest.raises(UserError, match="has the state of 'adam' with 1 groups, and this Trainer's optimizer is 'sgd'"):
+    with pytest.raises(
+        UserError,
+        match="has the state of 'adam' with 1 groups, and this Trainer's optimizer is 'sgd'",
+    ):
         Trainer(line(), "sgd").load_states(tmp_path / "states")
-    for on_store, what in ((True, "a key 'bias', which is not in the store"), (False, "a parameter 'bias'")):
+    for on_store, what in (
+        (True, "a key 'bias', which is not in the store"),
+        (False, "a parameter 'bias'"),
+    ):
         with pytest.raises(UserError, match=what):
-            Trainer(nn.Linear(1, 1, bias=False), "adam", update_on_kvstore=on_store).load_states(tmp_path / "states")
+            Trainer(nn.Linear(1, 1, bias=False), "adam", update_on_kvstore=on_store).load_states(
+                tmp_path / "states"
+            )
     with pytest.raises(UserError, match="has shape"):
         Trainer(nn.Linear(2, 1), "adam", update_on_kvstore=True).load_states(tmp_path / "states")
     with pytest.raises(UserError, match="there is no file"):
@@ -316,7 +351,9 @@ def test_weights_changed_behind_the_stores_back() -> None:
     trainer = Trainer(net, "sgd", update_on_kvstore=True)
     backward(net, 1.0)
     net.load_state_dict(line().state_dict())
-    with pytest.raises(UserError, match="the weights of 'bias' were changed since the Trainer last wrote them"):
+    with pytest.raises(
+        UserError, match="the weights of 'bias' were changed since the Trainer last wrote them"
+    ):
         trainer.step(1)
 
 
@@ -338,20 +375,38 @@ def used_store() -> KVStore:
         ((line(), "sgd", {"lerning_rate": 1}), {}, "no option 'lerning_rate'"),
         ((line(), "lbfgs"), {}, "LBFGS evaluates the loss several times"),
         ((line(), lambda params: 3), {}, "gave a int"),
-        ((line(), torch.optim.SGD([nn.Parameter(torch.zeros(1))])), {}, "of which 1 are not among the 2 that the Trainer trains"),
+        (
+            (line(), torch.optim.SGD([nn.Parameter(torch.zeros(1))])),
+            {},
+            "of which 1 are not among the 2 that the Trainer trains",
+        ),
         ((line(), "sgd", {"lr_scheduler": 3}), {}, "lr_scheduler is a int"),
         ((line(), "sgd"), {"reduction": "avg"}, "reduction='avg'; it must be 'sum' or 'mean'"),
         ((line(), "sgd"), {"aggregate": "avg"}, "aggregate='avg'"),
         ((line(), "sgd"), {"clip_norm": 0.0}, "clip_norm=0.0"),
         ((line(), "sgd"), {"kvstore": 3}, "kvstore is a int"),
         ((line(), "sgd"), {"kvstore": "dist_asyn"}, "did you mean 'dist_async'"),
-        ((line(), "sgd"), {"kvstore": None, "update_on_kvstore": True}, "update_on_kvstore=True without a kvstore"),
-        ((line(), "sgd"), {"kvstore": None, "compression_params": {"type": "2bit"}}, "compression_params without a kvstore"),
+        (
+            (line(), "sgd"),
+            {"kvstore": None, "update_on_kvstore": True},
+            "update_on_kvstore=True without a kvstore",
+        ),
+        (
+            (line(), "sgd"),
+            {"kvstore": None, "compression_params": {"type": "2bit"}},
+            "compression_params without a kvstore",
+        ),
         ((line(), "sgd"), {"compression_params": {"type": "3bit"}}, "there is no codec '3bit'"),
-        ((line(), "sgd", {"multi_precision": True}), {}, "multi_precision=True needs update_on_kvstore=True"),
+        (
+            (line(), "sgd", {"multi_precision": True}),
+            {},
+            "multi_precision=True needs update_on_kvstore=True",
+        ),
     ],
 )
-def test_what_a_trainer_refuses(arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+def test_what_a_trainer_refuses(
+    arguments: tuple[Any, ...], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         Trainer(*arguments, **options)
 
@@ -397,6 +452,7 @@ def test_optimizer_is_the_module_that_makes_them() -> None:
 
 def test_importing_the_package_imports_no_torch() -> None:
     code = (
-        "import allhands.kvstore, sys; assert 'torch' not in sys.modules; allhands.kvstore.Trainer; assert 'torch' in sys.modules"
+        "import allhands.kvstore, sys; assert 'torch' not in sys.modules; "
+        "allhands.kvstore.Trainer; assert 'torch' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,5 @@
-"""Workers that wait for one another for ever are told so; those that wait for a slow one are not."""
+"""Workers that wait for one another for ever are told so; those that wait for a slow one are
+not."""
 
 from __future__ import annotations
 
@@ -43,18 +44,32 @@ def clipped(store: ServedStore, key: str) -> None:
 
 
 def row_sparse_pull(store: ServedStore, key: str) -> None:
-    store.push(key, torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.ones(2, 1), (4, 1), check_invariants=True))
+    store.push(
+        key,
+        torch.sparse_coo_tensor(
+            torch.tensor([[0, 1]]), torch.ones(2, 1), (4, 1), check_invariants=True
+        ),
+    )
     store.row_sparse_pull(key, row_ids=torch.tensor([0, 1]))
 
 
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize(
     ("exchange", "call"),
-    [(pushpull, "pushpull"), (push_and_pull, "pull"), (reduce, "reduce"), (update, "update"), (clipped, "update"),
-     (row_sparse_pull, "row_sparse_pull")],
-)  # fmt: skip
+    [
+        (pushpull, "pushpull"),
+        (push_and_pull, "pull"),
+        (reduce, "reduce"),
+        (update, "update"),
+        (clipped, "update"),
+        (row_sparse_pull, "row_sparse_pull"),
+    ],
+)
 def test_keys_that_are_exchanged_in_another_order_are_an_error_on_all(
-    exchange: Callable[[ServedStore, str], None], call: str, servers: int, monkeypatch: pytest.MonkeyPatch
+    exchange: Callable[[ServedStore, str], None],
+    call: str,
+    servers: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(board, "REPORT_AFTER", 0.2)
 
@@ -70,14 +85,19 @@ def test_keys_that_are_exchanged_in_another_order_are_an_error_on_all(
         found = made.run(work)
     for text in found:
         assert re.fullmatch(
-            f"the workers wait for one another for ever: worker 0 is in {call} {LINE} and waits until worker 1 pushes 'a'; "
-            f"worker 1 is in {call} {LINE} and waits until worker 0 pushes 'b'; exchange keys in the same order on all workers, "
-            r"or push all of them before the first is pulled: push\(\['a', 'b'\], …\), then pull\(\['a', 'b'\], …\)",
+            f"the workers wait for one another for ever: worker 0 is in {call} {LINE} and waits "
+            "until worker 1 pushes 'a'; "
+            f"worker 1 is in {call} {LINE} and waits until worker 0 pushes 'b'; exchange keys in "
+            "the same order on all workers, "
+            r"or push all of them before the first is pulled: push\(\['a', 'b'\], …\), then "
+            r"pull\(\['a', 'b'\], …\)",
             text,
         ), text
 
 
-def test_lists_in_another_order_and_all_pushes_before_the_first_pull_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_in_another_order_and_all_pushes_before_the_first_pull_are_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(board, "REPORT_AFTER", 0.2)
 
     def work(rank: int) -> list[list[float]]:
@@ -118,7 +138,9 @@ def test_a_circle_of_three_is_found_and_one_that_does_not_wait_is_told_at_its_ne
         patch.setattr(Waits, "add", add)
         found = made.run(work)
     assert len(set(found)) == 1
-    waited = re.findall(r"worker (\d) is in pull \S* in \S* and waits until worker (\d) pushes '(\w)'", found[0])
+    waited = re.findall(
+        r"worker (\d) is in pull \S* in \S* and waits until worker (\d) pushes '(\w)'", found[0]
+    )
     assert waited == [("0", "1", "a"), ("1", "2", "b"), ("2", "0", "c")]
 
 
@@ -129,7 +151,9 @@ def test_workers_that_wait_for_a_slow_one_are_told_nothing(monkeypatch: pytest.M
         store = made.store(rank)
         store.init(["a", "b", "c"], [torch.zeros(2)] * 3)
         sums = []
-        for number, key in enumerate("abc"):  # each one is the slow one once, after it has waited for long itself
+        for number, key in enumerate(
+            "abc"
+        ):  # each one is the slow one once, after it has waited for long itself
             if rank == number:
                 time.sleep(2.5)
             pushpull(store, key)
@@ -142,7 +166,9 @@ def test_workers_that_wait_for_a_slow_one_are_told_nothing(monkeypatch: pytest.M
         assert len(made.servers[0].shards[0]._waits._waits) == 3  # all had reported
 
 
-def test_a_worker_whose_other_thread_pushes_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_whose_other_thread_pushes_is_told_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(board, "REPORT_AFTER", 0.2)
 
     def work(rank: int) -> float:
@@ -184,14 +210,18 @@ def test_a_barrier_that_one_calls_alone_is_named(monkeypatch: pytest.MonkeyPatch
         found = made.run(work)
     for text in found:
         assert re.fullmatch(
-            f"the workers wait for one another for ever: worker 0 is in barrier {LINE} and waits until worker 1 calls barrier "
-            f"too; worker 1 is in pushpull {LINE} and waits until worker 0 pushes 'a'; make the same calls in the same order on "
+            f"the workers wait for one another for ever: worker 0 is in barrier {LINE} and waits "
+            "until worker 1 calls barrier "
+            f"too; worker 1 is in pushpull {LINE} and waits until worker 0 pushes 'a'; make the "
+            "same calls in the same order on "
             "all workers",
             text,
         ), text
 
 
-def test_keys_that_are_made_in_another_order_between_exchanges_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_are_made_in_another_order_between_exchanges_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(board, "REPORT_AFTER", 0.2)
 
     def work(rank: int) -> str:
@@ -207,13 +237,24 @@ def test_keys_that_are_made_in_another_order_between_exchanges_are_named(monkeyp
     with job(2) as made:
         found = made.run(work)
     for text in found:
-        assert re.search(f"worker 0 is in pushpull {LINE} and waits until worker 1 pushes 'a'; ", text), text
-        assert re.search(f"worker 1 is in init {LINE} and waits until worker 0 makes 'b'; make the same calls", text), text
+        assert re.search(
+            f"worker 0 is in pushpull {LINE} and waits until worker 1 pushes 'a'; ", text
+        ), text
+        assert re.search(
+            f"worker 1 is in init {LINE} and waits until worker 0 makes 'b'; make the same calls",
+            text,
+        ), text
 
 
 def test_one_that_came_again_is_not_waited_for_in_keys_that_it_has_not_joined() -> None:
     def said(key: str, pushed: dict[str, int], again: bool) -> dict[str, object]:
-        return {"call": "pull", "line": "x.py:1", "needs": [["push", key, 2]], "reached": {"push": pushed}, "again": again}
+        return {
+            "call": "pull",
+            "line": "x.py:1",
+            "needs": [["push", key, 2]],
+            "reached": {"push": pushed},
+            "again": again,
+        }
 
     waits = Waits()
     assert waits.add(0, said("a", {"a": 2, "b": 1}, False)) is None

@@ -1,4 +1,5 @@
-"""What strangers and damaged peers send: the server stays up, takes no memory for it, and executes nothing."""
+"""What strangers and damaged peers send: the server stays up, takes no memory for it, and executes
+nothing."""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ def test_strangers_change_nothing(tmp_path: Path) -> None:
         b"allhands wire 1\n" + b"\xff" * 200,
         b"GET / HTTP/1.1\r\n\r\n",
     ]
-    said += [pack(Kind.PUSH, 0, 1, 1, 1, 1 << 62), b"allhands wire 1\n" + bytes(64) + struct.pack("<I", 1 << 31)]
+    said += [
+        pack(Kind.PUSH, 0, 1, 1, 1, 1 << 62),
+        b"allhands wire 1\n" + bytes(64) + struct.pack("<I", 1 << 31),
+    ]
     with job(1) as made:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for data in said:
@@ -78,21 +82,32 @@ def test_strangers_change_nothing(tmp_path: Path) -> None:
         pack(Kind.PULL_ROWS, 0, 5, 1, 1, 1 << 40),
         pack(Kind.MESSAGE, nbytes=1 << 50),
         pack(Kind.MESSAGE, nbytes=4) + b"[1]x",
-        pack(Kind.MESSAGE, nbytes=20) + b'{"op":"no such thing' ,
+        pack(Kind.MESSAGE, nbytes=20) + b'{"op":"no such thing',
         pack(Kind.STATE, nbytes=9) + b"not right",
         pack(Kind.VALUE),
         MAGIC + b"\x01",
     ],
-)  # fmt: skip
+)
 def test_a_worker_that_sends_nonsense_is_the_only_one_that_suffers(frames: bytes) -> None:
     with job(1) as made:
         rules = rules_of(mode_named("dist"), {"on_worker_loss": "continue"})
         links = {}
         for side in ("up", "down"):
             links[side] = _knock(made)
-            said = {"rank": 0, "rules": rules, "life": "bad", "store": 5, "host": "h", "pid": 1, "session": "s", "maps": False}
+            said = {
+                "rank": 0,
+                "rules": rules,
+                "life": "bad",
+                "store": 5,
+                "host": "h",
+                "pid": 1,
+                "session": "s",
+                "maps": False,
+            }
             wire.introduce(links[side], TOKEN.encode(), {**said, "side": side})
-        with contextlib.suppress(OSError):  # the server may have closed the connection before all was sent
+        with contextlib.suppress(
+            OSError
+        ):  # the server may have closed the connection before all was sent
             links["up"].sendall(frames)
             links["up"].shutdown(socket.SHUT_WR)
             links["down"].settimeout(10.0)
@@ -105,7 +120,9 @@ def test_a_worker_that_sends_nonsense_is_the_only_one_that_suffers(frames: bytes
 
 
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
-def test_another_token_is_refused_on_both_sides(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_token_is_refused_on_both_sides(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with job(1) as made:
         monkeypatch.setenv("ALLHANDS_KVSTORE_TOKEN", "another token, long enough")
         with pytest.raises(WorldError, match=r"server 0 .* it has another token"):
@@ -133,7 +150,18 @@ def _certificates(folder: Path, name: str) -> dict[str, str]:
         "-out",
         f"{name}-ca.pem",
     )
-    run("req", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
+    run(
+        "req",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-subj",
+        f"/CN={name}",
+        "-keyout",
+        f"{name}.key",
+        "-out",
+        f"{name}.csr",
+    )
     run(
         "x509",
         "-req",
@@ -153,7 +181,9 @@ def _certificates(folder: Path, name: str) -> dict[str, str]:
     return {f"ALLHANDS_KVSTORE_TLS_{kind}": str(folder / path) for kind, path in kinds.items()}
 
 
-def test_tls_serves_those_of_the_same_authority_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tls_serves_those_of_the_same_authority_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(proof, "PATIENCE", 1.0)
     right, wrong = _certificates(tmp_path, "right"), _certificates(tmp_path, "wrong")
     for name, path in right.items():

@@ -1,4 +1,5 @@
-"""One small training for the tests of stores: uneven shares, a short batch, a step without samples for the last worker."""
+"""One small training for the tests of stores: uneven shares, a short batch, a step without samples
+for the last worker."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from allhands.kvstore.store import KVStore
 SIZES = [12, 11, 7, 2] * 5  # of the global batches of 20 steps
 LOW_LR_FROM = 12  # the step from which the learning rate is a tenth
 
-OPTIMIZERS: dict[str, tuple[str, dict[str, float], Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]] = {
+OPTIMIZERS: dict[
+    str, tuple[str, dict[str, float], Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
+] = {
     "sgd": ("sgd", {"learning_rate": 0.1}, lambda params: torch.optim.SGD(params, lr=0.1)),
     "momentum": (
         "sgd",
@@ -53,7 +56,9 @@ def share(step: int, rank: int, workers: int) -> slice:
     return slice(start, start + taken)
 
 
-def take_steps(net: nn.Module, trainer: Trainer, store: KVStore, steps: Iterable[int], two_calls: bool = False) -> None:
+def take_steps(
+    net: nn.Module, trainer: Trainer, store: KVStore, steps: Iterable[int], two_calls: bool = False
+) -> None:
     """This worker's part of some steps."""
     loss = nn.MSELoss(reduction="sum")
     device = next(net.parameters()).device
@@ -70,7 +75,9 @@ def take_steps(net: nn.Module, trainer: Trainer, store: KVStore, steps: Iterable
             trainer.step(len(X))
 
 
-def by_hand(name: str, steps: Iterable[int] = range(20), clip_norm: float | None = None) -> dict[str, torch.Tensor]:
+def by_hand(
+    name: str, steps: Iterable[int] = range(20), clip_norm: float | None = None
+) -> dict[str, torch.Tensor]:
     """The weights that one process without any store has in the end."""
     net = model()
     optimizer = OPTIMIZERS[name][2](net.parameters())

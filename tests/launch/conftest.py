@@ -1,5 +1,5 @@
-"""Jobs whose processes can be found again wherever they went, and the promise that none is left after a
-test."""
+"""Jobs whose processes can be found again wherever they went, and the promise that none is left
+after a test."""
 
 from __future__ import annotations
 
@@ -81,10 +81,14 @@ while True:
 
 
 def told_servers(count: int) -> list[dict[str, Any]]:
-    """What the servers of `fake_servers` wrote into the working folder, once there are `count` lines."""
+    """What the servers of `fake_servers` wrote into the working folder, once there are `count`
+    lines."""
     path = Path("servers")
     if not wait_until(lambda: path.exists() and path.read_text().count("\n") >= count, 10):
-        raise TimeoutError(f"{count} servers are awaited, and there are: {path.read_text() if path.exists() else 'none'}")
+        raise TimeoutError(
+            f"{count} servers are awaited, and there are: "
+            f"{path.read_text() if path.exists() else 'none'}"
+        )
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -116,7 +120,14 @@ class Job:
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-P", "-c", f"{self.before}from allhands.cli.main import main; main()", "launch", *words],
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                f"{self.before}from allhands.cli.main import main; main()",
+                "launch",
+                *words,
+            ],
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -133,7 +144,11 @@ class Job:
         except subprocess.TimeoutExpired:
             process.kill()
             raise
-        return process.returncode, out.decode("utf-8", "surrogateescape"), err.decode("utf-8", "surrogateescape")
+        return (
+            process.returncode,
+            out.decode("utf-8", "surrogateescape"),
+            err.decode("utf-8", "surrogateescape"),
+        )
 
     def alive(self) -> list[int]:
         return alive(self.mark)

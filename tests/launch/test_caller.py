@@ -23,7 +23,8 @@ def state() -> dict[str, Any]:
     return {
         "dtype": str(torch.get_default_dtype()),
         "deterministic": [
-            torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
         ],
         "precision": torch.get_float32_matmul_precision(),
         "benchmark": torch.backends.cudnn.benchmark,
@@ -33,10 +34,12 @@ def state() -> dict[str, Any]:
         "digits": torch._tensor_str.PRINT_OPTS.precision,
         "errors": np.geterr()["over"],
         "recursion": sys.getrecursionlimit(),
-        "autocast": str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None,
+        "autocast": str(torch.get_autocast_dtype("cpu"))
+        if torch.is_autocast_enabled("cpu")
+        else None,
         "filter": [str(one[0]) for one in warnings.filters if one[2] is BytesWarning],
         "limit": LIMIT,
-    }  # fmt: skip
+    }
 
 
 def look() -> dict[str, Any]:
@@ -55,7 +58,11 @@ def other_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = caller._captured()
     monkeypatch.setattr(sys.modules[__name__], "LIMIT", 7)
     digits, recursion = torch._tensor_str.PRINT_OPTS.precision, sys.getrecursionlimit()
-    with warnings.catch_warnings(), torch.autocast("cpu", dtype=torch.bfloat16), np.errstate(over="raise"):
+    with (
+        warnings.catch_warnings(),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        np.errstate(over="raise"),
+    ):
         warnings.filterwarnings("error", category=BytesWarning)
         try:
             torch.set_default_dtype(torch.float64)
@@ -81,7 +88,9 @@ def other_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.serial
-def test_workers_are_set_as_the_caller_is(other_settings: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_are_set_as_the_caller_is(
+    other_settings: None, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="of.the.users")
     here = state()
     there = spawn(look, workers=2, env=ONE_THREAD, preload=PRELOAD)
@@ -90,10 +99,15 @@ def test_workers_are_set_as_the_caller_is(other_settings: None, caplog: pytest.L
     assert here["flush"]
     heard = [record for record in caplog.records if record.name == "of.the.users"]
     assert sorted(record.getMessage() for record in heard if record.levelno == logging.INFO) == [
-        "[0] rank is 5", "[1] rank is 5"
-    ]  # fmt: skip
+        "[0] rank is 5",
+        "[1] rank is 5",
+    ]
     assert sorted(record.rank for record in heard) == [0, 0, 1, 1]  # type: ignore[attr-defined]
-    assert all("ValueError: broken" in str(record.exc_text) for record in heard if record.levelno == logging.ERROR)
+    assert all(
+        "ValueError: broken" in str(record.exc_text)
+        for record in heard
+        if record.levelno == logging.ERROR
+    )
 
 
 def test_a_message_that_is_no_record_is_left_to_others() -> None:

@@ -1,5 +1,5 @@
-"""Whatever happens to a worker or to the launcher: the truth is told, the exit code is right, no process is
-left."""
+"""Whatever happens to a worker or to the launcher: the truth is told, the exit code is right, no
+process is left."""
 
 from __future__ import annotations
 
@@ -40,7 +40,11 @@ time.sleep(60)
         ("raise ValueError('boom')", "raised ValueError: boom", 1),
         ("sys.exit(3)", "exit code 3", 3),
         ("os._exit(4)", "exit code 4", 4),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL (out of memory? see `dmesg`)", 137),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "killed by SIGKILL (out of memory? see `dmesg`)",
+            137,
+        ),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV", 139),
         ("sys.exit('no way')", "exit code 1", 1),
     ],
@@ -50,11 +54,15 @@ def test_the_first_failure_is_named_last(job: Any, how: str, cause: str, code: i
     got, out, err = job.run("-n", "3", job.script(FAIL.format(how=how)))
     assert got == code, err
     assert time.monotonic() - started < patience(20)
-    assert sorted(line for line in out.splitlines() if "is up" in line) == [f"[{r}] rank {r} is up" for r in range(3)]
+    assert sorted(line for line in out.splitlines() if "is up" in line) == [
+        f"[{r}] rank {r} is up" for r in range(3)
+    ]
     report = err[err.index("allhands: ") :].splitlines()
     assert report[0].startswith(f"allhands: rank 1 ({os.uname().nodename}, pid ")
     assert report[0].endswith(f") failed first: {cause}")
-    assert all(line.startswith("  ") for line in report[1:]), "the report is the last thing on the screen"
+    assert all(line.startswith("  ") for line in report[1:]), (
+        "the report is the last thing on the screen"
+    )
     assert "    | rank 1 is up" in report
 
 
@@ -67,14 +75,18 @@ def test_a_rank_that_left_early_with_0_is_suspected(job: Any) -> None:
 
 @pytest.mark.parametrize("how", ["time.sleep(1); sys.exit(0)", "os._exit(0)"])
 def test_leaving_early_with_0_is_no_failure_of_a_script(job: Any, how: str) -> None:
-    script = job.script(f"import os, sys, time\nif os.environ['RANK'] == '1': {how}\ntime.sleep(0.5)\nprint('done')")
+    script = job.script(
+        f"import os, sys, time\nif os.environ['RANK'] == '1': {how}\ntime.sleep(0.5)\nprint('done')"
+    )
     code, out, err = job.run("-n", "2", "--no-preload", script)
     assert (code, out, err) == (0, "[0] done\n", "")
 
 
 def test_a_stopped_worker_is_noticed_within_seconds(job: Any) -> None:
     started = time.monotonic()
-    code, _, err = job.run("-n", "2", job.script(FAIL.format(how="os.kill(os.getpid(), signal.SIGSTOP)")))
+    code, _, err = job.run(
+        "-n", "2", job.script(FAIL.format(how="os.kill(os.getpid(), signal.SIGSTOP)"))
+    )
     assert code == 137
     assert time.monotonic() - started < patience(20)
     assert ") failed first: no progress for 5 s: it is stopped (state T)" in err
@@ -85,15 +97,23 @@ def test_a_stopped_worker_is_noticed_within_seconds(job: Any) -> None:
 def test_a_worker_without_heartbeat_is_noticed(job: Any) -> None:
     # A regular expression that backtracks for ever holds the interpreter lock.
     hang = "import re; re.match(r'(a|a)*b', 'a' * 60)"
-    code, _, err = job.run("-n", "2", "--heartbeat-timeout", "4", "--grace", "1", job.script(FAIL.format(how=hang)))
+    code, _, err = job.run(
+        "-n", "2", "--heartbeat-timeout", "4", "--grace", "1", job.script(FAIL.format(how=hang))
+    )
     assert code == 137
     assert "allhands: rank 1 " in err
-    assert re.search(r"failed first: no heartbeat for [4-9] s: it computes \(state R\) without ever releasing", err)
+    assert re.search(
+        r"failed first: no heartbeat for [4-9] s: it computes \(state R\) without ever releasing",
+        err,
+    )
 
 
 def test_a_long_wait_is_no_silence(job: Any) -> None:
     script = job.script("import time\ntime.sleep(5)\nprint('ok')")
-    assert job.run("-n", "1", "--no-preload", "--heartbeat-timeout", "3", script)[:2] == (0, "[0] ok\n")
+    assert job.run("-n", "1", "--no-preload", "--heartbeat-timeout", "3", script)[:2] == (
+        0,
+        "[0] ok\n",
+    )
 
 
 def test_a_teardown_that_hangs_is_ended(job: Any) -> None:
@@ -122,7 +142,8 @@ def test_what_a_worker_leaves_behind_is_ended(job: Any) -> None:
     assert job.alive() == []
 
 
-# Workers that ignore every polite signal, with children of their own: processes and workers of a DataLoader.
+# Workers that ignore every polite signal, with children of their own: processes and workers of a
+# DataLoader.
 STUBBORN = """
 import signal, subprocess, sys, time, torch
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -141,8 +162,8 @@ def start_stubborn(job: Any, *options: str) -> subprocess.Popen[bytes]:
     process = job.start("-n", "2", *options, job.script(STUBBORN))
     assert process.stdout is not None
     assert sorted(process.stdout.readline() for _ in range(2)) == [b"[0] up\n", b"[1] up\n"]
-    # launcher, keeper, store, and for each of two workers: itself, two children (one with a child), a
-    # loader's worker
+    # launcher, keeper, store, and for each of two workers: itself, two children (one with a child),
+    # a loader's worker
     assert len(job.alive()) >= 12
     return process
 
@@ -154,7 +175,10 @@ def test_launcher_gets_a_signal(job: Any, number: signal.Signals) -> None:
     _, err = process.communicate(timeout=patience(20))
     assert process.returncode == 128 + number
     assert job.alive() == [], "nothing is left when the launcher ends"
-    line = f"allhands: stopped by {number.name}; ranks 0, 1 had not ended in time and got SIGKILL; no worker is left"
+    line = (
+        f"allhands: stopped by {number.name}; ranks 0, 1 had not ended in time and got SIGKILL; "
+        "no worker is left"
+    )
     assert err.decode().splitlines()[-1] == line
 
 
@@ -184,7 +208,10 @@ def test_launcher_is_killed(job: Any) -> None:
 
 def test_keeper_is_killed(job: Any) -> None:
     process = start_stubborn(job)
-    keeper = [int(pid) for pid in subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(process.pid)]).split()]
+    keeper = [
+        int(pid)
+        for pid in subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(process.pid)]).split()
+    ]
     os.kill(keeper[0], signal.SIGKILL)
     _, err = process.communicate(timeout=patience(20))
     assert process.returncode == 137
@@ -199,7 +226,8 @@ def test_workers_that_ignore_sigterm_do_not_outlive_a_failure(job: Any) -> None:
     code, _, err = job.run("-n", "3", "--no-preload", "--grace", "1", script)
     assert code == 1
     assert err.splitlines()[-1] == (
-        "  stopped because of it: ranks 0, 1; ranks 0, 1 did not end within 1 s of SIGTERM and got SIGKILL"
+        "  stopped because of it: ranks 0, 1; ranks 0, 1 did not end within 1 s of SIGTERM and got "
+        "SIGKILL"
     )
 
 
@@ -235,7 +263,8 @@ def test_reader_of_the_output_leaves(job: Any) -> None:
 @pytest.mark.rare
 def test_ten_jobs_at_once_do_not_collide(job: Any) -> None:
     script = job.script(
-        "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\nx = torch.ones(1)\n"
+        "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\nx = "
+        "torch.ones(1)\n"
         "dist.all_reduce(x)\nprint(int(x))\ndist.destroy_process_group()"
     )
     jobs = [job.start("-n", "2", script) for _ in range(10)]
@@ -246,7 +275,9 @@ def test_ten_jobs_at_once_do_not_collide(job: Any) -> None:
 
 def test_ctrl_c_while_torch_is_imported(job: Any) -> None:
     process = job.start("-n", "2", job.script("print('up')"))
-    assert wait_until(lambda: len(job.alive()) > 1, 20), "the process that imports torch has not been started"
+    assert wait_until(lambda: len(job.alive()) > 1, 20), (
+        "the process that imports torch has not been started"
+    )
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=10)
@@ -282,7 +313,11 @@ def test_a_job_that_was_suspended_goes_on(job: Any) -> None:
             os.kill(pid, number)
         time.sleep(8 if number == signal.SIGSTOP else 0)
     out, err = process.communicate(timeout=patience(20))
-    assert (process.returncode, sorted(out.splitlines()), err) == (0, [b"[0] done", b"[1] done"], b"")
+    assert (process.returncode, sorted(out.splitlines()), err) == (
+        0,
+        [b"[0] done", b"[1] done"],
+        b"",
+    )
 
 
 def test_a_reader_that_pauses_is_no_failure_of_the_workers(job: Any) -> None:
@@ -292,4 +327,6 @@ def test_a_reader_that_pauses_is_no_failure_of_the_workers(job: Any) -> None:
     out, err = process.communicate(timeout=patience(30))
     assert (process.returncode, err) == (0, b"")
     for rank in (b"[0] ", b"[1] "):
-        assert [int(line[4:]) for line in out.splitlines() if line.startswith(rank)] == list(range(20000))
+        assert [int(line[4:]) for line in out.splitlines() if line.startswith(rank)] == list(
+            range(20000)
+        )

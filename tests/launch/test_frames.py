@@ -28,8 +28,14 @@ def test_our_frames_are_left_out_and_the_chain_is_kept() -> None:
     text = frames.text_of(broken())
     assert "callbacks.py" not in text.replace("test_frames.py", "")
     assert "in on_epoch_end" in text
-    assert text.index("ValueError: invalid literal") < text.index("direct cause") < text.index("KeyError: 'gone'")
-    assert text.endswith("(1 frames of allhands are left out; ALLHANDS_FULL_TRACEBACK=1 shows them)\n")
+    assert (
+        text.index("ValueError: invalid literal")
+        < text.index("direct cause")
+        < text.index("KeyError: 'gone'")
+    )
+    assert text.endswith(
+        "(1 frames of allhands are left out; ALLHANDS_FULL_TRACEBACK=1 shows them)\n"
+    )
 
 
 def test_all_frames_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +45,10 @@ def test_all_frames_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_error_of_our_own_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     error = broken()
-    while error.__traceback__ is not None and "callbacks.py" not in error.__traceback__.tb_frame.f_code.co_filename:
+    while (
+        error.__traceback__ is not None
+        and "callbacks.py" not in error.__traceback__.tb_frame.f_code.co_filename
+    ):
         error.__traceback__ = error.__traceback__.tb_next
     assert error.__traceback__ is not None
     error.__traceback__.tb_next = None

@@ -40,7 +40,14 @@ class Box:
 
 
 def test_containers_and_attributes_stay_the_same_objects(tmp_path: Path) -> None:
-    box = Box(rows=[1], by_name={"a": 1}, names={"x"}, last=collections.deque([1, 2], maxlen=2), array=np.zeros(3), gone=1)
+    box = Box(
+        rows=[1],
+        by_name={"a": 1},
+        names={"x"},
+        last=collections.deque([1, 2], maxlen=2),
+        array=np.zeros(3),
+        gone=1,
+    )
     box.me, box.also = box, box.rows
     parts = dict(vars(box))
 
@@ -54,9 +61,9 @@ def test_containers_and_attributes_stay_the_same_objects(tmp_path: Path) -> None
         del got.gone
 
     assert through_a_worker(box, change, tmp_path) == ([], [])
-    assert {name: vars(box)[name] is value for name, value in parts.items() if name != "gone"} == dict.fromkeys(
-        set(parts) - {"gone"}, True
-    )
+    assert {
+        name: vars(box)[name] is value for name, value in parts.items() if name != "gone"
+    } == dict.fromkeys(set(parts) - {"gone"}, True)
     assert box.rows == [1, box.names]
     assert box.rows[1] is box.names is not None
     assert box.by_name["b"].of is box
@@ -80,7 +87,11 @@ def test_names_of_the_script_and_of_closures(tmp_path: Path) -> None:
         return add
 
     script: dict[str, Any] = {"__name__": "__main__", "seen": [], "total": 0}
-    exec("def note(x):\n    global total\n    total += x\n    seen.append(x)\nclass Kept:\n    many = []\n    n = 0", script)
+    exec(
+        "def note(x):\n    global total\n    total += x\n    seen.append(x)\nclass Kept:\n    many "
+        "= []\n    n = 0",
+        script,
+    )
     seen: list[int] = []
     add = counter()
 

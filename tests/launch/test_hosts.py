@@ -11,7 +11,10 @@ from allhands.launch.hosts import HostSpec, deal, read_hosts
 
 
 def test_a_file_of_hosts(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("# all of them\n\nd1\nd2 slots=4 # two GPUs\n  ubuntu@10.0.0.3:2222\tslots=1\n[fe80::1]:22\n")
+    (tmp_path / "hosts").write_text(
+        "# all of them\n\nd1\nd2 slots=4 # two GPUs\n  "
+        "ubuntu@10.0.0.3:2222\tslots=1\n[fe80::1]:22\n"
+    )
     assert read_hosts(str(tmp_path / "hosts")) == [
         HostSpec("d1"),
         HostSpec("d2", slots=4),
@@ -56,10 +59,14 @@ def test_a_line_that_cannot_be_read_is_shown(line: str, message: str, tmp_path: 
         ([4, None], 5, [4, 1]),
     ],
 )
-def test_workers_are_dealt_to_the_hosts(slots: list[int | None], workers: int, expected: list[int]) -> None:
+def test_workers_are_dealt_to_the_hosts(
+    slots: list[int | None], workers: int, expected: list[int]
+) -> None:
     assert deal([f"d{index}" for index in range(len(slots))], slots, workers) == expected
 
 
 def test_too_few_slots() -> None:
-    with pytest.raises(UserError, match=r"7 workers, but the hosts have 6 slots \(d1 2, d2 4\); write -n 6"):
+    with pytest.raises(
+        UserError, match=r"7 workers, but the hosts have 6 slots \(d1 2, d2 4\); write -n 6"
+    ):
         deal(["d1", "d2"], [2, 4], 7)

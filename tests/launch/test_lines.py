@@ -11,7 +11,9 @@ from allhands.launch.lines import LineCutter
 
 
 def test_any_pieces_give_the_same_lines() -> None:
-    text = bytes(random.Random(0).randrange(256) for _ in range(20_000)).replace(b"\r", b"") + b"\nend"
+    text = (
+        bytes(random.Random(0).randrange(256) for _ in range(20_000)).replace(b"\r", b"") + b"\nend"
+    )
     rng = random.Random(1)
     cutter, got, at = LineCutter(), b"", 0
     while at < len(text):

@@ -27,24 +27,49 @@ D1, D2 = HostSpec("d1", slots=2), HostSpec("d2", slots=2)
             {"hosts": [D1, D2], "workers": 3, "exported": ["A", "B"]},
             "mpirun -n 3 --host d1:2,d2:1 --tag-output -x A -x B",
         ),
-        (OPEN_MPI, {"hosts": [D1, D2], "workers": None, "prefix": False}, "mpirun -n 4 --host d1:2,d2:2"),
+        (
+            OPEN_MPI,
+            {"hosts": [D1, D2], "workers": None, "prefix": False},
+            "mpirun -n 4 --host d1:2,d2:2",
+        ),
         (
             OPEN_MPI,
             {"hosts": [D1, D2], "workers": 2, "options": ["--bind-to", "none"]},
             "mpirun -n 2 --host d1:2 --tag-output --bind-to none",
         ),
         (MPICH, {"exported": ["A"]}, "mpiexec -n 4 -prepend-rank"),
-        (MPICH, {"hosts": [HostSpec("d1"), HostSpec("d2")], "prefix": False}, "mpiexec -n 4 -hosts d1:2,d2:2"),
+        (
+            MPICH,
+            {"hosts": [HostSpec("d1"), HostSpec("d2")], "prefix": False},
+            "mpiexec -n 4 -hosts d1:2,d2:2",
+        ),
     ],
 )
 def test_the_words(launcher: MpiLauncher, given: dict[str, Any], expected: str) -> None:
     chosen = {"workers": 4, "hosts": [], "exported": [], "python": "py", "prefix": True} | given
-    assert command_line(launcher, SCRIPT, **chosen) == [*expected.split(), "py", "train.py", "--lr", "0.1"]
+    assert command_line(launcher, SCRIPT, **chosen) == [
+        *expected.split(),
+        "py",
+        "train.py",
+        "--lr",
+        "0.1",
+    ]
 
 
 def test_modules_and_programs() -> None:
-    given: dict[str, Any] = {"workers": 1, "hosts": [], "exported": [], "python": "py", "prefix": False}
-    assert command_line(MPICH, Command("module", "pkg.mod", ("x",)), **given)[-4:] == ["py", "-m", "pkg.mod", "x"]
+    given: dict[str, Any] = {
+        "workers": 1,
+        "hosts": [],
+        "exported": [],
+        "python": "py",
+        "prefix": False,
+    }
+    assert command_line(MPICH, Command("module", "pkg.mod", ("x",)), **given)[-4:] == [
+        "py",
+        "-m",
+        "pkg.mod",
+        "x",
+    ]
     assert command_line(MPICH, Command("program", "prog", ("x",)), **given)[-2:] == ["prog", "x"]
 
 
@@ -63,7 +88,9 @@ def test_what_cannot_be_said_in_these_words_is_refused(tmp_path: Path) -> None:
         find_launcher({"PATH": str(tmp_path)})
 
 
-def test_options_of_other_launchers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_options_of_other_launchers_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     words = "--launcher mpi -n 2 -s 1 --no-preload --max-restarts 2 train.py"
     assert main.run(["launch", *words.split()]) == 2

@@ -1,4 +1,5 @@
-"""Tasks that something else has started, one on each node, and that make one world. The real Slurm is in tests/cluster."""
+"""Tasks that something else has started, one on each node, and that make one world. The real Slurm
+is in tests/cluster."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ HOSTS = ["127.0.0.1", "localhost", "127.0.0.1"]
 
 @pytest.fixture(autouse=True)
 def _first_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(circle, "_meetings", itertools.repeat(0))  # the nodes of these tests are threads of one process
+    monkeypatch.setattr(
+        circle, "_meetings", itertools.repeat(0)
+    )  # the nodes of these tests are threads of one process
 
 
 def on_nodes(nodes: int, call: Callable[[int], Any]) -> list[Any]:
@@ -49,7 +52,9 @@ def on_nodes(nodes: int, call: Callable[[int], Any]) -> list[Any]:
 
 
 def test_the_nodes_agree_on_who_starts_how_many() -> None:
-    met = on_nodes(3, lambda node: circle.gather(node, HOSTS, "counts", [2, 4, 1][node], timeout=20))
+    met = on_nodes(
+        3, lambda node: circle.gather(node, HOSTS, "counts", [2, 4, 1][node], timeout=20)
+    )
     for node, one in enumerate(met):
         assert (one.node, one.counts, one.address) == (node, [2, 4, 1], "127.0.0.1")
         assert [place.workers for place in one.places()] == [2, 4, 1]
@@ -58,7 +63,9 @@ def test_the_nodes_agree_on_who_starts_how_many() -> None:
 
 def test_what_one_node_cannot_do_is_refused_on_all() -> None:
     refused = ["", "workers=3, but this machine shows 2 GPUs", ""]
-    for error in on_nodes(3, lambda node: circle.gather(node, HOSTS, "refused", 3, refused[node], timeout=20)):
+    for error in on_nodes(
+        3, lambda node: circle.gather(node, HOSTS, "refused", 3, refused[node], timeout=20)
+    ):
         assert isinstance(error, UserError)
         assert str(error) == f"{socket.gethostname()}: workers=3, but this machine shows 2 GPUs"
 
@@ -78,7 +85,12 @@ def test_other_versions_are_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_node_that_does_not_come_is_named() -> None:
-    first, second = on_nodes(2, lambda node: circle.gather(node, ["127.0.0.1", "localhost", "n3"], "absent", 1, timeout=1.5))
+    first, second = on_nodes(
+        2,
+        lambda node: circle.gather(
+            node, ["127.0.0.1", "localhost", "n3"], "absent", 1, timeout=1.5
+        ),
+    )
     assert re.search("2 of 3 nodes met within 2 s; missing: n3", str(first))
     # Where the first name had not been heard yet, the second one of the same machine is.
     assert re.search("reached the task on (127.0.0.1|localhost)", str(second))
@@ -121,18 +133,31 @@ def test_servers_go_to_one_node_in_turn() -> None:
         return told_servers(3), os.getppid(), os.environ["ALLHANDS_KVSTORE_TOKEN"]
 
     def call(node: int) -> Any:
-        return spawn(work, workers=1, servers=3, circle=circle.gather(node, HOSTS[:2], "servers", 1, timeout=20))
+        return spawn(
+            work,
+            workers=1,
+            servers=3,
+            circle=circle.gather(node, HOSTS[:2], "servers", 1, timeout=20),
+        )
 
     results = on_nodes(2, call)
     keepers = [keeper for [(_, keeper, _)] in results]
     [(told, _, token)] = results[0]
-    assert {int(one["ALLHANDS_SERVER"]): one["parent"] for one in told} == {0: keepers[0], 1: keepers[1], 2: keepers[0]}
+    assert {int(one["ALLHANDS_SERVER"]): one["parent"] for one in told} == {
+        0: keepers[0],
+        1: keepers[1],
+        2: keepers[0],
+    }
     assert {one["ALLHANDS_KVSTORE_TOKEN"] for one in told} == {results[1][0][2]} == {token}
 
 
 def test_nodes_that_ask_for_other_numbers_of_servers_are_told() -> None:
-    follower: Any = SimpleNamespace(servers=2, circle=SimpleNamespace(hosts=["d1", "d2"], node=1), leader="d1")
-    with pytest.raises(UserError, match=r"^d2 was called with servers=2, but d1 with servers=3; every node must"):
+    follower: Any = SimpleNamespace(
+        servers=2, circle=SimpleNamespace(hosts=["d1", "d2"], node=1), leader="d1"
+    )
+    with pytest.raises(
+        UserError, match=r"^d2 was called with servers=2, but d1 with servers=3; every node must"
+    ):
         Follower._start(follower, {}, {"servers": 3})
 
 
@@ -151,7 +176,8 @@ class Fails(Callback):
 
 given = arguments(num_epochs=1, logdir=sys.argv[1], distributed=True, workers=int(sys.argv[2]))
 history = SupervisedRunner(device="cpu").train(**given)
-print("trained", history["step"], float(sum(p.double().sum() for p in given["model"].parameters())), flush=True)
+total = float(sum(p.double().sum() for p in given["model"].parameters()))
+print("trained", history["step"], total, flush=True)
 
 
 def who():
@@ -167,31 +193,46 @@ print("not reached")
 
 
 def test_one_world_over_the_tasks_and_its_failure_ends_all_of_them(tmp_path: Path) -> None:
-    """The tasks of `srun -N 2` with one and two workers, on this machine: 127.0.0.1 is one node and localhost the other."""
+    """The tasks of `srun -N 2` with one and two workers, on this machine: 127.0.0.1 is one node and
+    localhost the other."""
     (tmp_path / "train.py").write_text(SCRIPT)
     step = {
-        "SLURM_JOB_ID": f"test{os.getpid()}", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "127.0.0.1,localhost",
-        "SLURM_LOCALID": "0", "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1",
+        "SLURM_JOB_ID": f"test{os.getpid()}",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "127.0.0.1,localhost",
+        "SLURM_LOCALID": "0",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
         # Slurm's GPUs must not be believed where torch sees none.
         "CUDA_VISIBLE_DEVICES": "0,1",
-    }  # fmt: skip
+    }
     tasks = [
         subprocess.Popen(
             [sys.executable, "train.py", str(tmp_path / "logs"), str(1 + node)],
-            cwd=tmp_path, env=os.environ | step | {"SLURM_PROCID": str(node), "SLURM_NODEID": str(node)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=tmp_path,
+            env=os.environ | step | {"SLURM_PROCID": str(node), "SLURM_NODEID": str(node)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for node in range(2)
-    ]  # fmt: skip
+    ]
     try:
-        (first, first_errors), (second, second_errors) = [task.communicate(timeout=patience(100)) for task in tasks]
+        (first, first_errors), (second, second_errors) = [
+            task.communicate(timeout=patience(100)) for task in tasks
+        ]
     finally:
         for task in tasks:
             task.kill()
             task.wait()
     name = socket.gethostname()
-    assert f"srun started one task on each of 2 nodes: workers 1 on {name}, 2 on {name}" in first, first_errors
+    assert f"srun started one task on each of 2 nodes: workers 1 on {name}, 2 on {name}" in first, (
+        first_errors
+    )
     assert "ddp, 3 workers on cpu" in first
     trained = re.findall(r"trained .*", first + second)
     assert len(trained) == 2
@@ -199,8 +240,15 @@ def test_one_world_over_the_tasks_and_its_failure_ends_all_of_them(tmp_path: Pat
     assert "who [0, 3, 0, 1, 0]" in first
     assert "who [1, 3, 0, 2, 1]" in second
     assert second.startswith("trained")  # the table of epochs is printed once
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["checkpoints", "metrics.csv", "tensorboard"]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+        "checkpoints",
+        "metrics.csv",
+        "tensorboard",
+    ]
     assert [task.returncode for task in tasks] == [1, 1]
     for errors in (first_errors, second_errors):
-        assert re.search(r"WorkerError: rank 2 \(\S+, pid \d+\) failed first: raised ValueError: planted fault", errors)
+        assert re.search(
+            r"WorkerError: rank 2 \(\S+, pid \d+\) failed first: raised ValueError: planted fault",
+            errors,
+        )
     assert "not reached" not in first + second

@@ -21,7 +21,9 @@ def test_prefix_on_every_line(capfdbinary: pytest.CaptureFixture[bytes]) -> None
     assert captured.err == b"[0] problem\n"
 
 
-def test_without_prefix_and_with_files(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_without_prefix_and_with_files(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
     output = Output(prefix=False, log_dir=tmp_path / "deep" / "logs")
     output.write(1, 1, b"to stdout\n")
     output.write(1, 2, b"to stderr\n")
@@ -35,13 +37,17 @@ def test_keeps_the_last_lines() -> None:
     output = Output(prefix=False)
     for index in range(100):
         output.write(0, 1, b"%d\nand\n" % index)
-    assert output.tail(0) == [b"%d" % (90 + i // 2) if i % 2 == 0 else b"and" for i in range(KEPT_LINES)]
+    assert output.tail(0) == [
+        b"%d" % (90 + i // 2) if i % 2 == 0 else b"and" for i in range(KEPT_LINES)
+    ]
     assert output.tail(5) == []
 
 
 def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot write to the log folder '.*file/logs': Not a directory"):
+    with pytest.raises(
+        UserError, match=r"cannot write to the log folder '.*file/logs': Not a directory"
+    ):
         Output(log_dir=tmp_path / "file" / "logs")
 
 

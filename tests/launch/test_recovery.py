@@ -1,5 +1,5 @@
-"""A job with parameter servers goes on where it was told to: without a worker, or with a worker or a server that was started
-again."""
+"""A job with parameter servers goes on where it was told to: without a worker, or with a worker or
+a server that was started again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def until(condition):
 
 
 def lines(name):
-    return [json.loads(line) for line in Path(name).read_text().splitlines()] if Path(name).exists() else []
+    lines = Path(name).read_text().splitlines() if Path(name).exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def kill_self(number=signal.SIGKILL):
@@ -57,7 +58,11 @@ def served(job: Job) -> Job:
 
 
 def reports(err: str) -> list[str]:
-    return [re.sub(r"\(\S+, pid \d+\)", "(HOST)", line) for line in err.splitlines() if line.startswith("allhands: ")]
+    return [
+        re.sub(r"\(\S+, pid \d+\)", "(HOST)", line)
+        for line in err.splitlines()
+        if line.startswith("allhands: ")
+    ]
 
 
 HOST = os.uname().nodename
@@ -73,24 +78,34 @@ for times in range(3):
     newest = {one["ALLHANDS_SERVER"]: one for one in lines("servers")}
     if times == 1:
         secret = newest["0"]["ALLHANDS_KVSTORE_TOKEN"].encode()
-        found = [path.name for path in Path("/proc").glob("[0-9]*/cmdline") if secret in path.read_bytes()]
+        commands = Path("/proc").glob("[0-9]*/cmdline")
+        found = [path.name for path in commands if secret in path.read_bytes()]
         print("in command lines", found, flush=True)
     os.kill(newest["1" if times != 1 else "0"]["pid"], signal.SIGKILL)
 time.sleep(30)
 """
     )
-    code, out, err = served.run("-n", "1", "-s", "2", "--server-restarts", "2", "--no-preload", "--log-dir", "logs", script)
+    code, out, err = served.run(
+        "-n", "1", "-s", "2", "--server-restarts", "2", "--no-preload", "--log-dir", "logs", script
+    )
     assert code == 137
     told = reports(err)
     assert told[:-1] == [
-        f"allhands: server {number} on host {HOST} was killed by SIGKILL{OOM}; started again ({times} of 2)"
+        f"allhands: server {number} on host {HOST} was killed by SIGKILL{OOM}; started again "
+        f"({times} of 2)"
         for number, times in ((1, 1), (0, 2))
     ]
     assert told[-1] == f"allhands: server 1 (HOST) failed first: killed by SIGKILL{OOM}"
     started = [json.loads(line) for line in (served.folder / "servers").read_text().splitlines()]
     names = ("ALLHANDS_SERVER", "ALLHANDS_SERVER_RESTART", "ALLHANDS_ON_WORKER_FAILURE")
-    assert sorted(tuple(one[name] for name in names) for one in started[:2]) == [("0", "0", "stop"), ("1", "0", "stop")]
-    assert [tuple(one[name] for name in names) for one in started[2:]] == [("1", "1", "stop"), ("0", "1", "stop")]
+    assert sorted(tuple(one[name] for name in names) for one in started[:2]) == [
+        ("0", "0", "stop"),
+        ("1", "0", "stop"),
+    ]
+    assert [tuple(one[name] for name in names) for one in started[2:]] == [
+        ("1", "1", "stop"),
+        ("0", "1", "stop"),
+    ]
     (secret,) = {one["ALLHANDS_KVSTORE_TOKEN"] for one in started}
     assert len(secret) == 64
     assert "in command lines []" in out
@@ -112,11 +127,14 @@ if rank == 2:
     raise ValueError("planted")
 if rank == 3:
     kill_self(signal.SIGSTOP)
-until(lambda: not any(Path("/proc", Path(f"pid-{other}").read_text()).exists() for other in (1, 2, 3)))
+others = [Path(f"pid-{other}").read_text() for other in (1, 2, 3)]
+until(lambda: not any(Path("/proc", pid).exists() for pid in others))
 print("alone", os.environ["ALLHANDS_ON_WORKER_FAILURE"], flush=True)
 """
     )
-    code, out, err = served.run("-n", "4", "-s", "1", "--on-worker-failure", "continue", "--no-preload", script)
+    code, out, err = served.run(
+        "-n", "4", "-s", "1", "--on-worker-failure", "continue", "--no-preload", script
+    )
     assert (code, "[0] alone continue" in out) == (0, True), err
     stopped = "no progress for 5 s: it is stopped (state T), by SIGSTOP or a debugger"
     *told, last = reports(err)
@@ -126,7 +144,8 @@ print("alone", os.environ["ALLHANDS_ON_WORKER_FAILURE"], flush=True)
         f"allhands: rank 3 on host {HOST} failed: {stopped}; the others go on",
     ]
     assert last == (
-        f"allhands: 3 of 4 workers failed, and the others came to their end: rank 1 ({HOST}): killed by SIGKILL{OOM}; "
+        f"allhands: 3 of 4 workers failed, and the others came to their end: rank 1 ({HOST}): "
+        f"killed by SIGKILL{OOM}; "
         f"rank 2 ({HOST}): raised ValueError: planted; rank 3 ({HOST}): {stopped}"
     )
     assert "    | ValueError: planted" in err
@@ -134,15 +153,20 @@ print("alone", os.environ["ALLHANDS_ON_WORKER_FAILURE"], flush=True)
 
 def test_when_no_worker_is_left_the_first_failure_decides(served: Job) -> None:
     script = served.script(BEGIN + "time.sleep(rank)\nsys.exit(3 + rank)")
-    code, _, err = served.run("-n", "2", "-s", "1", "--on-worker-failure", "continue", "--no-preload", script)
+    code, _, err = served.run(
+        "-n", "2", "-s", "1", "--on-worker-failure", "continue", "--no-preload", script
+    )
     assert code == 3
     assert reports(err)[-1] == "allhands: rank 0 (HOST) failed first: exit code 3"
     assert "  failed after it: rank 1" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_launcher_that_waits_for_the_others_ends_as_ever(served: Job, number: signal.Signals) -> None:
-    # Rank 0 has begun when it is stopped: a signal that meets a process before its program has begun can be lost.
+def test_a_launcher_that_waits_for_the_others_ends_as_ever(
+    served: Job, number: signal.Signals
+) -> None:
+    # Rank 0 has begun when it is stopped: a signal that meets a process before its program has
+    # begun can be lost.
     script = served.script(
         BEGIN
         + """
@@ -153,13 +177,18 @@ Path("begun").touch()
 time.sleep(60)
 """
     )
-    process = served.start("-n", "2", "-s", "1", "--on-worker-failure", "continue", "--no-preload", script)
+    process = served.start(
+        "-n", "2", "-s", "1", "--on-worker-failure", "continue", "--no-preload", script
+    )
     assert process.stderr is not None
     assert b"rank 1 on host" in process.stderr.readline()
     process.send_signal(number)
     _, err = process.communicate(timeout=patience(20))
     if number == signal.SIGINT:
-        assert (process.returncode, err) == (130, b"allhands: stopped by SIGINT; no worker is left\n")
+        assert (process.returncode, err) == (
+            130,
+            b"allhands: stopped by SIGINT; no worker is left\n",
+        )
     assert wait_until(lambda: not served.alive(), 5)
 
 
@@ -181,15 +210,29 @@ Path("seen").touch()
 time.sleep(30)
 """
     )
-    words = ("-n", "2", "-s", "1", "--on-worker-failure", "restart", "--max-restarts", "2", "--no-preload", script)
+    words = (
+        "-n",
+        "2",
+        "-s",
+        "1",
+        "--on-worker-failure",
+        "restart",
+        "--max-restarts",
+        "2",
+        "--no-preload",
+        script,
+    )
     code, _, err = served.run(*words)
     assert code == 5, err
     assert reports(err) == [
         f"allhands: rank 1 on host {HOST} was killed by SIGKILL{OOM}; started again (1 of 2)",
-        f"allhands: rank 1 on host {HOST} failed: raised KeyError: 'planted'; started again (2 of 2)",
+        f"allhands: rank 1 on host {HOST} failed: raised KeyError: 'planted'; started again (2 of "
+        "2)",
         "allhands: rank 1 (HOST) failed first: exit code 5",
     ]
-    started = [json.loads(line)[:2] for line in (served.folder / "workers").read_text().splitlines()]
+    started = [
+        json.loads(line)[:2] for line in (served.folder / "workers").read_text().splitlines()
+    ]
     assert sorted(started) == [[0, 0], [1, 0], [1, 1], [1, 2]], "rank 0 ran on"
     assert len((served.folder / "servers").read_text().splitlines()) == 1
 
@@ -208,12 +251,19 @@ print("both are back", flush=True)
 """
     )
     # A launcher that is slow to answer, as one on another host may be.
-    served.before += "import time; from allhands.launch.recovery import Recovery as R; again = R._start_again; "
+    served.before += (
+        "import time; from allhands.launch.recovery import Recovery as R; again = R._start_again; "
+    )
     served.before += "R._start_again = lambda *given: (time.sleep(0.5), again(*given)); "
-    words = "-n 1 -s 1 --server-restarts 1 --on-worker-failure restart --max-restarts 1 --no-preload"
+    words = (
+        "-n 1 -s 1 --server-restarts 1 --on-worker-failure restart --max-restarts 1 --no-preload"
+    )
     code, out, err = served.run(*words.split(), script)
     assert (code, out.count("both are back")) == (0, 1), err
-    assert sorted(line.partition(" on ")[0] for line in reports(err)) == ["allhands: rank 0", "allhands: server 0"]
+    assert sorted(line.partition(" on ")[0] for line in reports(err)) == [
+        "allhands: rank 0",
+        "allhands: server 0",
+    ]
 
 
 class Stage:
@@ -223,12 +273,23 @@ class Stage:
         self.said: list[str] = []
         self.sent: list[dict[str, Any]] = []
         self.recovery = Recovery(**options, say=self.said.append)
-        ranks = [[*(-1 - number for number, host in enumerate(servers) if host == index), index] for index in range(2)]
+        ranks = [
+            [*(-1 - number for number, host in enumerate(servers) if host == index), index]
+            for index in range(2)
+        ]
         self.keepers: list[Any] = [
-            SimpleNamespace(ranks=there, lost=False, local=False, host=f"d{index}", send=lambda **asked: self.sent.append(asked))
+            SimpleNamespace(
+                ranks=there,
+                lost=False,
+                local=False,
+                host=f"d{index}",
+                send=lambda **asked: self.sent.append(asked),
+            )
             for index, there in enumerate(ranks)
         ]
-        self.workers = {rank: Worker(rank, keeper.host) for keeper in self.keepers for rank in keeper.ranks}
+        self.workers = {
+            rank: Worker(rank, keeper.host) for keeper in self.keepers for rank in keeper.ranks
+        }
         tasks = [[{"rank": rank, "env": {}} for rank in there] for there in ranks]
         self.recovery.begin(self.keepers, self.workers, tasks, Output(), grace=5.0)
 
@@ -246,9 +307,15 @@ def test_a_lost_host_counts_as_its_workers_unless_it_carries_more() -> None:
     assert going_on.lose(1) == []
     assert going_on.said == ["rank 1 on host d1 failed: no word from it; the others go on"]
     assert [worker.rank for worker in going_on.recovery.excused()] == [1]
-    assert Stage((0,), on_worker_failure="continue").lose(0) == [-1, 0], "the first host carries the store"
-    assert Stage((0, 1), on_worker_failure="continue", server_restarts=9).lose(1) == [-2, 1], "a server is not moved"
-    assert Stage((0,), on_worker_failure="restart", max_restarts=9).lose(1) == [1], "a worker is not moved"
+    assert Stage((0,), on_worker_failure="continue").lose(0) == [-1, 0], (
+        "the first host carries the store"
+    )
+    assert Stage((0, 1), on_worker_failure="continue", server_restarts=9).lose(1) == [-2, 1], (
+        "a server is not moved"
+    )
+    assert Stage((0,), on_worker_failure="restart", max_restarts=9).lose(1) == [1], (
+        "a worker is not moved"
+    )
 
 
 def test_restarts_are_counted_together_and_only_while_they_help() -> None:
@@ -273,11 +340,26 @@ def test_restarts_are_counted_together_and_only_while_they_help() -> None:
     ("options", "message"),
     [
         ({"server_restarts": -1, "servers": 1}, "server_restarts=-1: it must be at least 0"),
-        ({"server_restarts": 3}, "servers=0; start some (-s 1), or write max_restarts (--max-restarts)"),
-        ({"on_worker_failure": "ignore", "servers": 1}, "'ignore': it must be one of stop, continue, restart"),
-        ({"on_worker_failure": "continue"}, "needs parameter servers: workers that talk to one another in collectives cannot"),
-        ({"on_worker_failure": "restart", "max_restarts": 2}, "or write max_restarts (--max-restarts) alone"),
-        ({"on_worker_failure": "restart", "servers": 1}, "without max_restarts: set how many times (--max-restarts 3)"),
+        (
+            {"server_restarts": 3},
+            "servers=0; start some (-s 1), or write max_restarts (--max-restarts)",
+        ),
+        (
+            {"on_worker_failure": "ignore", "servers": 1},
+            "'ignore': it must be one of stop, continue, restart",
+        ),
+        (
+            {"on_worker_failure": "continue"},
+            "needs parameter servers: workers that talk to one another in collectives cannot",
+        ),
+        (
+            {"on_worker_failure": "restart", "max_restarts": 2},
+            "or write max_restarts (--max-restarts) alone",
+        ),
+        (
+            {"on_worker_failure": "restart", "servers": 1},
+            "without max_restarts: set how many times (--max-restarts 3)",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:

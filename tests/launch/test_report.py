@@ -15,8 +15,12 @@ def first(*workers: Worker) -> int | None:
 
 
 def test_the_raise_counts_not_the_end_of_the_process() -> None:
-    slow = Worker(0, "h", raised={"text": "ValueError"}, raised_at=10.0, exit={"code": 1}, exit_at=14.0)
-    quick = Worker(1, "h", raised={"text": "RuntimeError"}, raised_at=10.1, exit={"code": 1}, exit_at=10.2)
+    slow = Worker(
+        0, "h", raised={"text": "ValueError"}, raised_at=10.0, exit={"code": 1}, exit_at=14.0
+    )
+    quick = Worker(
+        1, "h", raised={"text": "RuntimeError"}, raised_at=10.1, exit={"code": 1}, exit_at=10.2
+    )
     assert first(quick, slow) == 0
 
 
@@ -33,8 +37,12 @@ def test_an_abort_may_be_the_answer_to_a_broken_connection() -> None:
 
 
 def test_what_happens_after_a_stop_is_not_a_failure() -> None:
-    raised = Worker(0, "h", raised={"text": "ValueError"}, raised_at=10.0, exit={"code": 1}, exit_at=10.5)
-    stopped = Worker(1, "h", stop_at=10.1, own_end=False, exit={"signal": int(signal.SIGKILL)}, exit_at=15.2)
+    raised = Worker(
+        0, "h", raised={"text": "ValueError"}, raised_at=10.0, exit={"code": 1}, exit_at=10.5
+    )
+    stopped = Worker(
+        1, "h", stop_at=10.1, own_end=False, exit={"signal": int(signal.SIGKILL)}, exit_at=15.2
+    )
     polite = Worker(2, "h", stop_at=10.1, raised={"text": "Terminated"}, raised_at=10.2)
     assert [worker.failed_at() for worker in (stopped, polite)] == [None, None]
     assert first(raised, stopped, polite) == 0
@@ -49,7 +57,10 @@ def test_an_end_that_is_seen_only_after_the_stop_may_be_its_own() -> None:
 def test_exit_0_is_a_failure_only_for_a_function() -> None:
     assert Worker(0, "h", exit={"code": 0}, exit_at=1.0).failed_at() is None
     assert Worker(0, "h", exit={"code": 0}, exit_at=9.0, must_return=True).failed_at() == 8.0
-    assert Worker(0, "h", exit={"code": 0}, must_return=True, returned={"value": 1}).failed_at() is None
+    assert (
+        Worker(0, "h", exit={"code": 0}, must_return=True, returned={"value": 1}).failed_at()
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,13 +81,16 @@ def test_exit_code(worker: Worker, code: int) -> None:
 
 
 def test_report_names_rank_host_cause_lines_and_the_stopped() -> None:
-    bad = Worker(1, "node7", pid=42, exit={"code": 3}, exit_at=10.0, tail=[b"about to fail", b"\xff"])
+    bad = Worker(
+        1, "node7", pid=42, exit={"code": 3}, exit_at=10.0, tail=[b"about to fail", b"\xff"]
+    )
     stopped = Worker(0, "node7", stop_at=10.0, own_end=False, exit={"signal": 9}, exit_at=15.0)
     early = Worker(2, "node7", exit={"code": 0}, exit_at=5.0)
     text = describe(bad, [stopped, bad, early], "logs/rank-1.log", 5.0, with_traceback=False)
     assert text.splitlines() == [
         "allhands: rank 1 (node7, pid 42) failed first: exit code 3",
-        "  rank 2 had already left with exit code 0, 4.0 s earlier: if the others still waited for it, that is the cause",
+        "  rank 2 had already left with exit code 0, 4.0 s earlier: if the others still waited for "
+        "it, that is the cause",
         "  its last lines:",
         "    | about to fail",
         "    | \\xff",
@@ -86,8 +100,13 @@ def test_report_names_rank_host_cause_lines_and_the_stopped() -> None:
 
 
 def test_an_abort_after_the_end_is_told_as_what_it_is() -> None:
-    worker = Worker(1, "h", leaving=0, leaving_at=9.0, exit={"signal": int(signal.SIGABRT)}, exit_at=9.5)
-    assert worker.cause() == "had finished with exit code 0, then SIGABRT ended it while Python shut down"
+    worker = Worker(
+        1, "h", leaving=0, leaving_at=9.0, exit={"signal": int(signal.SIGABRT)}, exit_at=9.5
+    )
+    assert (
+        worker.cause()
+        == "had finished with exit code 0, then SIGABRT ended it while Python shut down"
+    )
     assert worker.exit_code() == 128 + signal.SIGABRT
 
 
@@ -96,13 +115,17 @@ def test_leaving_with_the_code_of_a_request_is_no_failure(number: signal.Signals
     code = 128 + number
     function = Worker(0, "h", leaving=code, exit={"code": code}, must_return=True)
     program = Worker(1, "h", exit={"code": code})
-    assert [(one.stopped_after(), one.failed_at()) for one in (function, program)] == [(number, None)] * 2
+    assert [(one.stopped_after(), one.failed_at()) for one in (function, program)] == [
+        (number, None)
+    ] * 2
 
 
 def test_other_ends_are_no_answer_to_a_request() -> None:
     killed = Worker(0, "h", exit={"signal": int(signal.SIGTERM)}, exit_at=9.0)
     interrupted = Worker(1, "h", leaving=130, leaving_at=8.5, exit={"code": 130}, exit_at=9.0)
-    raised = Worker(2, "h", raised={"text": "OSError"}, raised_at=8.5, exit={"code": 143}, exit_at=9.0)
+    raised = Worker(
+        2, "h", raised={"text": "OSError"}, raised_at=8.5, exit={"code": 143}, exit_at=9.0
+    )
     assert [one.stopped_after() for one in (killed, interrupted, raised)] == [None] * 3
     assert [one.failed_at() for one in (killed, interrupted, raised)] == [8.0, 8.5, 8.5]
 
@@ -112,13 +135,19 @@ def test_the_end_of_a_job_on_request_is_one_line() -> None:
     killed = Worker(1, "h", stop_at=5.0, exit={"signal": int(signal.SIGKILL)})
     assert describe_stop(15, [ended], True) == "allhands: stopped by SIGTERM; no worker is left"
     assert describe_stop(10, [ended, killed], False) == (
-        "allhands: the workers stopped after SIGUSR1; rank 1 had not ended in time and got SIGKILL; no worker is left"
+        "allhands: the workers stopped after SIGUSR1; rank 1 had not ended in time and got "
+        "SIGKILL; no worker is left"
     )
 
 
 def test_a_failure_that_did_not_end_the_job_is_told_apart() -> None:
-    earlier = Worker(1, "h", raised={"text": "ValueError"}, raised_at=10.0, exit={"code": 1}, exit_at=10.5)
+    earlier = Worker(
+        1, "h", raised={"text": "ValueError"}, raised_at=10.0, exit={"code": 1}, exit_at=10.5
+    )
     server = Worker(-1, "h", exit={"signal": 9}, exit_at=30.0)
     later = Worker(0, "h", raised={"text": "no server"}, raised_at=29.5)
     lines = describe(server, [later, earlier, server], None, 5.0, with_traceback=False).splitlines()
-    assert lines[1:] == ["  failed before it, which did not end the job: rank 1", "  failed after it: rank 0"]
+    assert lines[1:] == [
+        "  failed before it, which did not end the job: rank 1",
+        "  failed after it: rank 0",
+    ]

@@ -1,4 +1,5 @@
-"""A world that fails is started again, with a store and a membership of its own, and goes on from its checkpoint."""
+"""A world that fails is started again, with a store and a membership of its own, and goes on from
+its checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from .conftest import Job
 
 pytestmark = pytest.mark.serial
 
-# Raw gloo: a restarted rank that reads what a failed attempt left in the store dials addresses of processes that are gone.
+# Raw gloo: a restarted rank that reads what a failed attempt left in the store dials addresses of
+# processes that are gone.
 WORLD = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
@@ -22,11 +24,13 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 total = torch.tensor([rank + 1.0])
 dist.all_reduce(total)
-print(f"attempt {attempt} rank {rank} of {dist.get_world_size()} sum {total.item():.0f} run {os.environ['TORCHELASTIC_RUN_ID']}")
+size, run = dist.get_world_size(), os.environ["TORCHELASTIC_RUN_ID"]
+print(f"attempt {attempt} rank {rank} of {size} sum {total.item():.0f} run {run}")
 dist.barrier()
 if attempt < 6:
     if rank == attempt % 3:
-        [lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: sys.exit(4), lambda: 1 / 0][attempt % 3]()
+        kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        [kill, lambda: sys.exit(4), lambda: 1 / 0][attempt % 3]()
     dist.barrier()
 dist.destroy_process_group()
 """
@@ -36,14 +40,18 @@ def test_six_restarts_of_gloo_in_six(job: Job) -> None:
     code, out, err = job.run("-n", "3", "--max-restarts", "6", job.script(WORLD))
     assert code == 0, err
     lines = re.findall(r"\[(\d)\] attempt (\d) rank (\d) of 3 sum 6 run (\w+)", out)
-    assert sorted(line[:3] for line in lines) == sorted((str(r), str(a), str(r)) for a in range(7) for r in range(3)), out
+    assert sorted(line[:3] for line in lines) == sorted(
+        (str(r), str(a), str(r)) for a in range(7) for r in range(3)
+    ), out
     assert len({line[3] for line in lines}) == 1, "it is one run"
     assert err.count("failed first") == 6
     assert "restart 6 of 6: the same hosts again" in err
 
 
 def test_restarts_come_to_an_end_and_the_last_failure_decides(job: Job) -> None:
-    code, _, err = job.run("-n", "2", "--no-preload", "--max-restarts", "2", "--", "sh", "-c", "echo try $RANK; exit 5")
+    code, _, err = job.run(
+        "-n", "2", "--no-preload", "--max-restarts", "2", "--", "sh", "-c", "echo try $RANK; exit 5"
+    )
     assert code == 5
     assert err.count("failed first: exit code 5") == 3
     assert err.count("| try") == 3, "the last lines are those of the attempt that failed"
@@ -51,7 +59,9 @@ def test_restarts_come_to_an_end_and_the_last_failure_decides(job: Job) -> None:
 
 
 def test_a_job_that_is_told_to_stop_is_not_restarted(job: Job) -> None:
-    process = job.start("-n", "2", "--no-preload", "--max-restarts", "5", "--", "sh", "-c", "echo up; exec sleep 60")
+    process = job.start(
+        "-n", "2", "--no-preload", "--max-restarts", "5", "--", "sh", "-c", "echo up; exec sleep 60"
+    )
     assert process.stdout is not None
     assert b"up" in process.stdout.readline()
     process.terminate()
@@ -67,7 +77,8 @@ from allhands import Callback, SupervisedRunner
 
 class Die(Callback):
     def on_step_end(self, training):
-        if training.step == 9 and training.world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if training.step == 9 and training.world.rank == 1 and first:
             if "--die" in sys.argv:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -76,12 +87,15 @@ x = torch.randn(101, 4)
 data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
 history = SupervisedRunner().train(
-    model=model, criterion=torch.nn.MSELoss(), optimizer=torch.optim.Adam(model.parameters(), 0.01), num_epochs=3,
-    datasets={"batch_size": 8, "train": data}, logdir=sys.argv[1], save_every=2, callbacks=[Die()], distributed=True,
+    model=model, criterion=torch.nn.MSELoss(), num_epochs=3,
+    optimizer=torch.optim.Adam(model.parameters(), 0.01),
+    datasets={"batch_size": 8, "train": data}, logdir=sys.argv[1], save_every=2,
+    callbacks=[Die()], distributed=True,
 )
 if os.environ["RANK"] == "0":
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    print("END", history["step"], weights.double().sum().item().hex(), weights.double().square().sum().item().hex())
+    weights = weights.double()
+    print("END", history["step"], weights.sum().item().hex(), weights.square().sum().item().hex())
 """
 
 
@@ -115,7 +129,9 @@ print("still there", all(Path("/proc", str(pid)).exists() for pid in pids.values
 """
 
 
-def test_servers_serve_until_the_last_worker_has_ended_and_their_death_is_a_failure(job: Job) -> None:
+def test_servers_serve_until_the_last_worker_has_ended_and_their_death_is_a_failure(
+    job: Job,
+) -> None:
     job.fake_servers()
     words = ["-n", "2", "-s", "2", "--no-preload", job.script(SERVERS)]
     code, out, err = job.run(*words)

@@ -47,7 +47,13 @@ def test_tensors_and_arrays(tmp_path: Path) -> None:
         "state": model.state_dict(),
         "shared": [weight, weight[1:]],
         "parameter": torch.nn.Parameter(torch.ones(2)),
-        "arrays": [np.arange(4, dtype=np.int16), np.float32(1.5), np.bool_(True), np.array(["a", "bc"]), np.array([1 + 2j])],
+        "arrays": [
+            np.arange(4, dtype=np.int16),
+            np.float32(1.5),
+            np.bool_(True),
+            np.array(["a", "bc"]),
+            np.array([1 + 2j]),
+        ],
         "shape": torch.Size([1, 2]),
     }
     got = round_trip(value, tmp_path)

@@ -18,9 +18,10 @@ import sys, os, json, signal, multiprocessing, threading, random
 main = sys.modules["__main__"]
 look = {
     "name": __name__, "file": __file__, "argv": sys.argv, "path": sys.path, "package": __package__,
-    "spec": None if __spec__ is None else [__spec__.name, __spec__.origin], "loader":
-    type(__loader__).__name__, "cached": __cached__, "doc": __doc__, "globals": sorted(k for k in globals() if
-    k.startswith("__")), "main": main.__dict__ is globals(), "cwd": os.getcwd(), "orig_argv": sys.orig_argv,
+    "spec": None if __spec__ is None else [__spec__.name, __spec__.origin],
+    "loader": type(__loader__).__name__, "cached": __cached__, "doc": __doc__,
+    "globals": sorted(k for k in globals() if k.startswith("__")),
+    "main": main.__dict__ is globals(), "cwd": os.getcwd(), "orig_argv": sys.orig_argv,
     "signals": [repr(signal.getsignal(n)) for n in (2, 13, 15, 17, 1)],
     "threads": threading.current_thread().name, "process": multiprocessing.current_process().name,
     "stdout": [sys.stdout.name, sys.stdout.encoding, sys.stdout.errors, sys.stdout.isatty()],
@@ -38,7 +39,13 @@ def look(job: Any, *words: str) -> dict[str, Any]:
 
 
 def plain(job: Any, *words: str) -> dict[str, Any]:
-    out = subprocess.run([sys.executable, *words], cwd=job.folder, capture_output=True, check=True, start_new_session=True).stdout
+    out = subprocess.run(
+        [sys.executable, *words],
+        cwd=job.folder,
+        capture_output=True,
+        check=True,
+        start_new_session=True,
+    ).stdout
     return json.loads(out)
 
 
@@ -59,7 +66,9 @@ def test_a_module(job: Any, name: str) -> None:
     for file in ("mod", "__main__"):
         job.script(LOOK, f"pkg/{file}.py")
     job.script("", "pkg/__init__.py")
-    subprocess.run([sys.executable, "-m", name], cwd=job.folder, capture_output=True, check=True)  # writes the caches
+    subprocess.run(
+        [sys.executable, "-m", name], cwd=job.folder, capture_output=True, check=True
+    )  # writes the caches
     assert look(job, "-m", name, "-m", "x y") == plain(job, "-m", name, "-m", "x y")
 
 
@@ -95,8 +104,14 @@ def test_a_folder(job: Any) -> None:
 def test_exit_codes_and_tracebacks(job: Any, body: str, code: int) -> None:
     script = job.script(f"import sys\nprint('before')\n{body}\n")
     ours = job.run("-n", "1", "--no-prefix", "--no-preload", script)
-    python = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=job.folder)
-    assert ours[0] == code == (python.returncode if python.returncode >= 0 else 128 - python.returncode)
+    python = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, cwd=job.folder
+    )
+    assert (
+        ours[0]
+        == code
+        == (python.returncode if python.returncode >= 0 else 128 - python.returncode)
+    )
     assert ours[1] == python.stdout
     assert ours[2].partition("allhands: ")[0] == python.stderr
 
@@ -107,7 +122,8 @@ def test_teardown_is_pythons_own(job: Any) -> None:
         "class Thing:\n    def __del__(self): print('deleted', __name__)\n"
         "thing = Thing()\n"
         "atexit.register(print, 'atexit')\n"
-        "def work():\n    time.sleep(0.3); print('thread', sys.modules['__main__'].__dict__ is globals())\n"
+        "def work():\n    time.sleep(0.3); print('thread', sys.modules['__main__'].__dict__ is "
+        "globals())\n"
         "threading.Thread(target=work).start()\n"
         "sys.stdout.write('no newline at the end')\n"
         "print(' of this', end='')\n"
@@ -128,7 +144,8 @@ def test_processes_and_loaders_inside_a_worker(job: Any) -> None:
         "def double(x): return 2 * x\n"
         "if __name__ == '__main__':\n"
         "    for method in ('spawn', 'forkserver', 'fork'):\n"
-        "        with mp.get_context(method).Pool(1) as pool: assert pool.map(double, [1, 2]) == [2, 4]\n"
+        "        with mp.get_context(method).Pool(1) as pool: assert pool.map(double, [1, 2]) == "
+        "[2, 4]\n"
         "    for method in ('spawn', 'fork'):\n"
         "        loader = DataLoader(Squares(), 4, num_workers=1, multiprocessing_context=method)\n"
         "        assert sum(b.sum() for b in loader) == 140\n"
@@ -140,7 +157,9 @@ def test_processes_and_loaders_inside_a_worker(job: Any) -> None:
 
 @pytest.mark.serial
 def test_random_numbers_differ_as_in_processes_of_their_own(job: Any) -> None:
-    script = job.script("import random, numpy\nprint(random.random(), numpy.random.rand(), flush=True)")
+    script = job.script(
+        "import random, numpy\nprint(random.random(), numpy.random.rand(), flush=True)"
+    )
     code, out, _ = job.run("-n", "2", "--no-prefix", script)
     (a, b), (c, d) = (line.split() for line in out.splitlines())
     assert code == 0
@@ -149,7 +168,10 @@ def test_random_numbers_differ_as_in_processes_of_their_own(job: Any) -> None:
 
 
 def test_the_world_is_in_the_environment(job: Any) -> None:
-    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR ALLHANDS_LAUNCH OMP_NUM_THREADS"
+    names = (
+        "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR ALLHANDS_LAUNCH "
+        "OMP_NUM_THREADS"
+    )
     script = job.script(f"import os\nprint(*[os.environ[name] for name in '{names}'.split()])")
     _, out, _ = job.run("-n", "2", "--no-prefix", "--no-preload", "--threads", "1", script)
     assert sorted(out.splitlines()) == ["0 0 2 2 0 127.0.0.1 1 1", "1 1 2 2 0 127.0.0.1 1 1"]
@@ -165,8 +187,23 @@ def test_a_script_imports_what_lies_beside_it(job: Any) -> None:
 
 
 def test_a_program_and_its_arguments(job: Any) -> None:
-    code, out, _ = job.run("-n", "2", "--", "sh", "-c", 'echo "$RANK/$WORLD_SIZE:" "$@"', "name", "a b", "'q'", "-n", "9")
-    assert (code, sorted(out.splitlines())) == (0, ["[0] 0/2: a b 'q' -n 9", "[1] 1/2: a b 'q' -n 9"])
+    code, out, _ = job.run(
+        "-n",
+        "2",
+        "--",
+        "sh",
+        "-c",
+        'echo "$RANK/$WORLD_SIZE:" "$@"',
+        "name",
+        "a b",
+        "'q'",
+        "-n",
+        "9",
+    )
+    assert (code, sorted(out.splitlines())) == (
+        0,
+        ["[0] 0/2: a b 'q' -n 9", "[1] 1/2: a b 'q' -n 9"],
+    )
 
 
 def test_a_program_can_use_the_store(job: Any) -> None:

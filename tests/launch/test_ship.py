@@ -1,4 +1,5 @@
-"""What is shipped arrives as it was: identities, views, and memory that workers share until they write."""
+"""What is shipped arrives as it was: identities, views, and memory that workers share until they
+write."""
 
 from __future__ import annotations
 
@@ -45,7 +46,16 @@ def test_an_optimizer_updates_the_model_that_came_with_it(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.complex64, torch.uint16, torch.float8_e4m3fn],
+    [
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int8,
+        torch.bool,
+        torch.complex64,
+        torch.uint16,
+        torch.float8_e4m3fn,
+    ],
 )
 def test_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     tensor = torch.arange(6).reshape(2, 3).to(dtype)
@@ -56,7 +66,9 @@ def test_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_views_share_memory_and_strides_stay(tmp_path: Path) -> None:
     base = torch.arange(24.0).reshape(4, 6)
-    got = round_trip({"base": base, "row": base[1], "columns": base.t()[::2], "again": base}, tmp_path)
+    got = round_trip(
+        {"base": base, "row": base[1], "columns": base.t()[::2], "again": base}, tmp_path
+    )
     got["base"][1, 0] = -1
     assert got["row"][0] == -1
     assert got["columns"][0, 1] == -1
@@ -66,7 +78,13 @@ def test_views_share_memory_and_strides_stay(tmp_path: Path) -> None:
 
 
 def test_special_tensors(tmp_path: Path) -> None:
-    values = [torch.empty(0), torch.empty(0, 3), torch.tensor(5), torch.ones(2, 2).to_sparse(), torch.empty(3, device="meta")]
+    values = [
+        torch.empty(0),
+        torch.empty(0, 3),
+        torch.tensor(5),
+        torch.ones(2, 2).to_sparse(),
+        torch.empty(3, device="meta"),
+    ]
     empty, empty2, scalar, sparse, meta = round_trip(values, tmp_path)
     assert (empty.shape, empty2.shape, int(scalar), meta.device.type) == ((0,), (0, 3), 5, "meta")
     assert torch.equal(sparse.to_dense(), torch.ones(2, 2))
@@ -99,7 +117,9 @@ def test_data_are_aligned_and_private(tmp_path: Path) -> None:
     path = ship.dump([torch.ones(3), torch.ones(5), np.ones(2000)], str(tmp_path))
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     first, second, third = ship.load(path)
-    assert [address % 64 for address in (first.data_ptr(), second.data_ptr(), third.ctypes.data)] == [0, 0, 0]
+    assert [
+        address % 64 for address in (first.data_ptr(), second.data_ptr(), third.ctypes.data)
+    ] == [0, 0, 0]
     first[0] = 9
     assert ship.load(path)[0][0] == 1, "writes do not reach the file"
 
@@ -118,7 +138,9 @@ def test_no_room_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(ship, "_write", full)
-    with pytest.raises(UserError, match=r"cannot write 1 MiB for the workers to .*: No space left on device; free"):
+    with pytest.raises(
+        UserError, match=r"cannot write 1 MiB for the workers to .*: No space left on device; free"
+    ):
         ship.dump(torch.ones(1 << 18), str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
@@ -190,13 +212,20 @@ def test_arguments_have_the_names_of_the_function() -> None:
 
 
 def test_a_part_that_only_fails_with_others() -> None:
-    assert "cannot be sent to the workers together: odd" in str(explain(ValueError("odd"), {"a": 1}))
+    assert "cannot be sent to the workers together: odd" in str(
+        explain(ValueError("odd"), {"a": 1})
+    )
 
 
 def test_a_script_function_that_sets_flags_of_a_backend(tmp_path: Path) -> None:
     script: dict[str, Any] = {"__name__": "__main__", "torch": torch}
-    source = "def fast():\n    torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark\n    return torch.backends.cudnn"
-    exec(source, script)  # as cloudpickle sees a function of a script: by value, with the modules that it names
+    source = (
+        "def fast():\n    torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark\n   "
+        " return torch.backends.cudnn"
+    )
+    exec(
+        source, script
+    )  # as cloudpickle sees a function of a script: by value, with the modules that it names
     script["fast"].__module__ = "__main__"
     assert round_trip(script["fast"], tmp_path)() is torch.backends.cudnn
 
@@ -204,12 +233,18 @@ def test_a_script_function_that_sets_flags_of_a_backend(tmp_path: Path) -> None:
 def test_modules_with_parametrizations_arrive(tmp_path: Path) -> None:
     from torch.nn.utils import parametrizations
 
-    for kind in (parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal):
+    for kind in (
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+        parametrizations.orthogonal,
+    ):
         model = kind(torch.nn.Linear(4, 4)).eval()
         got = round_trip(model, tmp_path)
         x = torch.rand(3, 4)
         assert torch.equal(got(x), model(x))
-        assert [name for name, _ in got.named_parameters()] == [name for name, _ in model.named_parameters()]
+        assert [name for name, _ in got.named_parameters()] == [
+            name for name, _ in model.named_parameters()
+        ]
         with torch.no_grad():
             got.weight = torch.eye(4) * 2
             assert not torch.equal(got(x), model(x)), "the copy has tensors of its own"

@@ -1,4 +1,5 @@
-"""Signals that ask a job to save and leave: they reach the workers, which get the time for it, and that is no failure."""
+"""Signals that ask a job to save and leave: they reach the workers, which get the time for it, and
+that is no failure."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tests.timeouts import patience
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("mark")]
 
-# Workers that save for a while, rank 1 for longer, and leave as a training does. Rank 0 tells rank 1, as ranks that agree do.
+# Workers that save for a while, rank 1 for longer, and leave as a training does. Rank 0 tells rank
+# 1, as ranks that agree do.
 SAVES = """
 import os, signal, sys, time
 rank = int(os.environ["RANK"])
@@ -68,7 +70,9 @@ def finish(process: subprocess.Popen[bytes]) -> tuple[int, list[str], list[str]]
         (signal.SIGTERM, "rank 0", "the workers stopped after SIGTERM"),
     ],
 )
-def test_workers_that_save_and_leave_are_no_failure(job: Any, number: signal.Signals, whom: str, line: str) -> None:
+def test_workers_that_save_and_leave_are_no_failure(
+    job: Any, number: signal.Signals, whom: str, line: str
+) -> None:
     process, pids = start(job, SAVES, "--no-preload")
     os.kill(process.pid if whom == "launcher" else pids[0], number)
     saved = [f"[{rank}] saved after {number.name} 1" for rank in range(2)]
@@ -100,15 +104,19 @@ def test_a_scheduler_may_signal_every_process_of_the_job(job: Any, number: signa
     code, out, err = finish(process)
     line = "stopped by SIGTERM" if number == signal.SIGTERM else "the workers stopped after SIGUSR1"
     assert (code, err) == (128 + number, [f"allhands: {line}; no worker is left"])
-    assert [text[: -len(" 1")] for text in out] == [f"[{rank}] saved after {number.name}" for rank in range(2)]
+    assert [text[: -len(" 1")] for text in out] == [
+        f"[{rank}] saved after {number.name}" for rank in range(2)
+    ]
     if number == signal.SIGUSR1:
         assert [text[-1] for text in out] == ["1", "1"], "each worker got it once"
 
 
 def test_a_signal_that_the_workers_only_note_changes_nothing(job: Any) -> None:
     script = (
-        "import os, signal, time\ngot = []\nsignal.signal(signal.SIGUSR2, lambda *_: got.append(1))\n"
-        "print('up', os.getpid(), flush=True)\nwhile not got: time.sleep(0.02)\ntime.sleep(0.5)\nprint('got', len(got))"
+        "import os, signal, time\ngot = []\nsignal.signal(signal.SIGUSR2, lambda *_: "
+        "got.append(1))\n"
+        "print('up', os.getpid(), flush=True)\nwhile not got: "
+        "time.sleep(0.02)\ntime.sleep(0.5)\nprint('got', len(got))"
     )
     process, _ = start(job, script, "--no-preload")
     process.send_signal(signal.SIGUSR2)
@@ -117,14 +125,18 @@ def test_a_signal_that_the_workers_only_note_changes_nothing(job: Any) -> None:
 
 def test_a_worker_that_does_not_follow_is_ended_after_the_grace(job: Any) -> None:
     script = (
-        "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', os.getpid(), flush=True)\n"
+        "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', "
+        "os.getpid(), flush=True)\n"
         "if os.environ['RANK'] == '0': time.sleep(0.2); sys.exit(143)\ntime.sleep(60)"
     )
     started = time.monotonic()
     process, _ = start(job, script, "--no-preload", "--grace", "1")
     code, _, err = finish(process)
     assert (code, time.monotonic() - started < 15) == (143, True)
-    line = "allhands: the workers stopped after SIGTERM; rank 1 had not ended in time and got SIGKILL; no worker is left"
+    line = (
+        "allhands: the workers stopped after SIGTERM; rank 1 had not ended in time and got "
+        "SIGKILL; no worker is left"
+    )
     assert err == [line]
 
 
@@ -135,7 +147,11 @@ def test_a_worker_that_a_signal_kills_has_failed(job: Any, number: signal.Signal
     os.kill(pids[1], number)
     code, _, err = finish(process)
     assert code == 128 + number
-    assert err[0] == f"allhands: rank 1 ({os.uname().nodename}, pid {pids[1]}) failed first: killed by {number.name}"
+    assert (
+        err[0]
+        == f"allhands: rank 1 ({os.uname().nodename}, pid {pids[1]}) failed first: killed by "
+        f"{number.name}"
+    )
 
 
 def test_a_failure_while_others_stop_is_one(job: Any) -> None:
@@ -175,7 +191,9 @@ def test_a_signal_before_any_worker_is_there_ends_the_job(job: Any, number: sign
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_that_only_the_keeper_gets_before_any_worker_is_there(job: Any, number: signal.Signals) -> None:
+def test_a_signal_that_only_the_keeper_gets_before_any_worker_is_there(
+    job: Any, number: signal.Signals
+) -> None:
     """As from a scheduler that signals the steps of a job, and not the script that started them."""
     slow = (
         SLOW_IMPORT.replace("60", "0.1")
@@ -186,17 +204,29 @@ def test_a_signal_that_only_the_keeper_gets_before_any_worker_is_there(job: Any,
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(job.folder))
         process = job.start("-n", "2", job.script("print('trained')"))
-    assert wait_until(lambda: (job.folder / "importing").exists() and (job.folder / "importing").read_text() != "", 30)
+    assert wait_until(
+        lambda: (
+            (job.folder / "importing").exists() and (job.folder / "importing").read_text() != ""
+        ),
+        30,
+    )
     os.kill(int((job.folder / "importing").read_text()), number)
     (job.folder / "signalled").touch()
     code, out, err = finish(process)
-    assert (code, out, err[-1]) == (128 + number, [], f"allhands: stopped by {number.name}; no worker is left")
+    assert (code, out, err[-1]) == (
+        128 + number,
+        [],
+        f"allhands: stopped by {number.name}; no worker is left",
+    )
 
 
-def test_a_signal_while_the_workers_are_stopped_keeps_them_from_being_started_again(job: Any) -> None:
+def test_a_signal_while_the_workers_are_stopped_keeps_them_from_being_started_again(
+    job: Any,
+) -> None:
     script = (
         "import os, signal, sys, time\n"
-        "def stop(*_):\n    print('stopping 1 1', flush=True)\n    time.sleep(0.5)\n    sys.exit(0)\n"
+        "def stop(*_):\n    print('stopping 1 1', flush=True)\n    time.sleep(0.5)\n    "
+        "sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, stop)\nprint('up', os.getpid(), flush=True)\n"
         "while os.environ['RANK'] == '1': time.sleep(0.05)\n"
         "while not os.path.exists('fail'): time.sleep(0.05)\nraise OSError('disk is full')"
@@ -224,13 +254,19 @@ def test_servers_outlive_the_signals_that_ask_workers_to_save(job: Any) -> None:
 
 def test_signals_wait_until_a_new_process_takes_them() -> None:
     code = (
-        "import sys\nfrom allhands.launch.processes import take_signals\nsys.stdin.readline()\nprint('here', flush=True)\n"
+        "import sys\nfrom allhands.launch.processes import "
+        "take_signals\nsys.stdin.readline()\nprint('here', flush=True)\n"
         "take_signals()\nprint('too far')"
     )
     with processes.held_signals():
-        child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
     child.send_signal(signal.SIGUSR1)
-    assert (child.communicate("go\n", timeout=patience(30))[0], child.returncode) == ("here\n", -signal.SIGUSR1)
+    assert (child.communicate("go\n", timeout=patience(30))[0], child.returncode) == (
+        "here\n",
+        -signal.SIGUSR1,
+    )
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 
 
@@ -308,7 +344,11 @@ def test_a_handler_of_the_callers_own_is_left_in_place() -> None:
             workers=1,
             on_message=lambda *_: os.kill(os.getpid(), signal.SIGUSR1),
         )
-        assert (results, got, signal.getsignal(signal.SIGUSR1)) == (["untouched"], [signal.SIGUSR1], own)
+        assert (results, got, signal.getsignal(signal.SIGUSR1)) == (
+            ["untouched"],
+            [signal.SIGUSR1],
+            own,
+        )
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -346,12 +386,17 @@ def fails_while_another_stops() -> None:
 @pytest.mark.usefixtures("_defaults")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_while_workers_are_stopped_is_for_the_caller(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    number: signal.Signals,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Who catches the failure must not go on as if no signal had come."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as raised:
-        spawn(fails_while_another_stops, workers=2, on_message=lambda *_: os.kill(os.getpid(), number))
+        spawn(
+            fails_while_another_stops, workers=2, on_message=lambda *_: os.kill(os.getpid(), number)
+        )
     assert raised.value.code == 128 + number
     assert "rank 0" in (said := capfd.readouterr().err)
     assert "disk is full" in said

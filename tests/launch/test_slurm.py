@@ -17,8 +17,16 @@ from allhands.launch.slurm import allocation, submit
         (3, "--ntasks=4", r"-n 3 workers, but --sbatch asks for 4 tasks \(--ntasks=4\)"),
         (3, "-n4", "-n 3 workers, but --sbatch asks for 4 tasks"),
         (3, "-N 2 --ntasks-per-node 4", "asks for 8 tasks .--nodes=2 x --ntasks-per-node=4 = 8."),
-        (None, "--ntasks=9 --nodes=2 --ntasks-per-node=4", "--ntasks=9, but --nodes=2 x --ntasks-per-node=4 = 8"),
-        (4, "-n 4 --gpus=2 --gpus-per-task=1", "--gpus=2, but 4 tasks .--ntasks=4. x --gpus-per-task=1 = 4"),
+        (
+            None,
+            "--ntasks=9 --nodes=2 --ntasks-per-node=4",
+            "--ntasks=9, but --nodes=2 x --ntasks-per-node=4 = 8",
+        ),
+        (
+            4,
+            "-n 4 --gpus=2 --gpus-per-task=1",
+            "--gpus=2, but 4 tasks .--ntasks=4. x --gpus-per-task=1 = 4",
+        ),
     ],
 )
 def test_options_of_a_job_that_contradict_each_other(workers, options, message):
@@ -35,7 +43,9 @@ def test_options_of_a_job_that_contradict_each_other(workers, options, message):
         (None, "-N 2"),
     ],
 )
-def test_options_that_agree_are_passed_on(workers, options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_options_that_agree_are_passed_on(
+    workers, options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     seen = tmp_path / "seen"
     program = tmp_path / "sbatch"
     program.write_text(f'#!/bin/sh\ncat > /dev/null\necho "$@" > {seen}\necho 7\n')
@@ -46,7 +56,12 @@ def test_options_that_agree_are_passed_on(workers, options, tmp_path: Path, monk
 
 
 def test_more_tasks_than_the_nodes_may_have():
-    environ = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "6", "SLURM_NTASKS_PER_NODE": "2"}
+    environ = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_NTASKS": "6",
+        "SLURM_NTASKS_PER_NODE": "2",
+    }
     with pytest.raises(UserError, match="6 tasks, but SLURM_NTASKS_PER_NODE=2 on 2 nodes makes 4"):
         allocation(environ)
     found = allocation(environ | {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"})

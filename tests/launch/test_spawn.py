@@ -1,4 +1,5 @@
-"""`spawn` works wherever Python runs, never runs the caller's file again, and leaves nothing behind."""
+"""`spawn` works wherever Python runs, never runs the caller's file again, and leaves nothing
+behind."""
 
 from __future__ import annotations
 
@@ -78,7 +79,13 @@ def test_environment_threads_and_folder(tmp_path: Path, monkeypatch: pytest.Monk
     def work() -> Any:
         import only_here
 
-        return [os.getcwd(), os.environ.get("TO_REMOVE"), os.environ["ADDED"], os.environ["OMP_NUM_THREADS"], only_here.answer()]
+        return [
+            os.getcwd(),
+            os.environ.get("TO_REMOVE"),
+            os.environ["ADDED"],
+            os.environ["OMP_NUM_THREADS"],
+            only_here.answer(),
+        ]
 
     expected = [str(tmp_path), None, "é", "5", 42]
     assert spawn(work, workers=1, env={"TO_REMOVE": None, "ADDED": "é"}, threads=5) == [expected]
@@ -100,7 +107,9 @@ def test_output_is_shown_and_logged(tmp_path: Path, capfd: pytest.CaptureFixture
         (lambda: os.kill(os.getpid(), 9), "killed by SIGKILL", 137),
     ],
 )
-def test_a_failure_is_one_error(how: Any, text: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_one_error(
+    how: Any, text: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def work() -> None:
         if rank() == 1:
             how()
@@ -204,7 +213,9 @@ print(spawn(work, (Point(5),), workers=2))
 def test_from_text_without_a_guard(way: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(BODY)
     words = {"script": ["script.py"], "-c": ["-c", BODY], "stdin": ["-"]}[way]
-    done = subprocess.run([sys.executable, *words], input=BODY, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *words], input=BODY, cwd=tmp_path, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "[10, 11]\n", "")
     assert (tmp_path / "ran").read_text() == "x"
 
@@ -212,9 +223,14 @@ def test_from_text_without_a_guard(way: str, tmp_path: Path) -> None:
 def test_from_a_notebook(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
-    cells = [BODY.replace("print(spawn", "print('out', spawn"), "print(spawn(lambda: print('from a worker'), workers=1))"]
+    cells = [
+        BODY.replace("print(spawn", "print('out', spawn"),
+        "print(spawn(lambda: print('from a worker'), workers=1))",
+    ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    nbclient.NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    nbclient.NotebookClient(
+        notebook, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    ).execute()
     text = "".join(output.get("text", "") for cell in notebook.cells for output in cell.outputs)
     assert text == "out [10, 11]\n[0] from a worker\n[None]\n"
     assert (tmp_path / "ran").read_text() == "x"
@@ -223,7 +239,8 @@ def test_from_a_notebook(tmp_path: Path) -> None:
 def test_the_caller_is_killed(job: Any) -> None:
     script = job.script(
         "import subprocess, time\nfrom allhands.launch import spawn\n"
-        "def work():\n    subprocess.Popen(['sleep', '300']); print('up', flush=True); time.sleep(300)\n"
+        "def work():\n    subprocess.Popen(['sleep', '300']); print('up', flush=True); "
+        "time.sleep(300)\n"
         "spawn(work, workers=2)"
     )
     process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, cwd=job.folder)
@@ -249,7 +266,8 @@ def test_torch_is_not_imported_for_plain_results(tmp_path: Path) -> None:
 def test_a_killed_caller_leaves_nothing_in_shared_memory(job: Any) -> None:
     script = job.script(
         "import time, torch\nfrom allhands.launch import ship, spawn\nmake = ship.make_directory\n"
-        "def make_and_tell(nbytes=0):\n    folder = make(nbytes); print(folder, flush=True); return folder\n"
+        "def make_and_tell(nbytes=0):\n    folder = make(nbytes); print(folder, flush=True); "
+        "return folder\n"
         "ship.make_directory = make_and_tell\n"
         "def work(data):\n    print('up', flush=True); time.sleep(300)\n"
         "spawn(work, (torch.zeros(100),), workers=1)"
@@ -270,7 +288,11 @@ def test_a_killed_caller_leaves_nothing_in_shared_memory(job: Any) -> None:
 
 def test_variables_that_python_reads_at_its_start() -> None:
     assert spawn(lambda: hash("x"), workers=1, env={"PYTHONHASHSEED": "1"}) == [
-        int(subprocess.check_output([sys.executable, "-c", "print(hash('x'))"], env={"PYTHONHASHSEED": "1"}))
+        int(
+            subprocess.check_output(
+                [sys.executable, "-c", "print(hash('x'))"], env={"PYTHONHASHSEED": "1"}
+            )
+        )
     ]
 
 
@@ -292,9 +314,16 @@ def test_exit_handlers_and_threads_of_a_function_are_finished(tmp_path: Any) -> 
 
 
 @pytest.mark.usefixtures("fake_servers")
-def test_servers_serve_while_the_workers_run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_servers_serve_while_the_workers_run(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     def work(count: int) -> Any:
-        return told_servers(count), os.environ["ALLHANDS_KVSTORE_TOKEN"], os.environ["ALLHANDS_NUM_SERVERS"], os.getppid()
+        return (
+            told_servers(count),
+            os.environ["ALLHANDS_KVSTORE_TOKEN"],
+            os.environ["ALLHANDS_NUM_SERVERS"],
+            os.getppid(),
+        )
 
     def kill(count: int) -> None:
         os.kill(told_servers(count)[-1]["pid"], 9)
@@ -302,7 +331,9 @@ def test_servers_serve_while_the_workers_run(monkeypatch: pytest.MonkeyPatch, ca
 
     with warm.kept(30):
         first, second = (spawn(work, (2 * number,), workers=2, servers=2) for number in (1, 2))
-        failed = pytest.raises(WorkerError, match=r"^server [01] \(.* failed first: killed by SIGKILL")
+        failed = pytest.raises(
+            WorkerError, match=r"^server [01] \(.* failed first: killed by SIGKILL"
+        )
         with failed as caught:
             spawn(kill, (6,), workers=1, servers=2)
     assert (caught.value.rank, caught.value.exit_code) == (None, 137)
@@ -310,10 +341,14 @@ def test_servers_serve_while_the_workers_run(monkeypatch: pytest.MonkeyPatch, ca
         (servers, token, number, keeper), other = result
         assert other[1:] == (token, number, keeper), "one secret a job"
         assert len(token) == 64
-        assert {(one["ALLHANDS_KVSTORE_TOKEN"], one["parent"]) for one in servers[mine]} == {(token, keeper)}
+        assert {(one["ALLHANDS_KVSTORE_TOKEN"], one["parent"]) for one in servers[mine]} == {
+            (token, keeper)
+        }
         assert sorted(one["ALLHANDS_SERVER"] for one in servers[mine]) == ["0", "1"]
         assert number == servers[0]["ALLHANDS_NUM_SERVERS"] == "2"
-        assert not any(Path(f"/proc/{one['pid']}").exists() for one in servers), "none outlives its call"
+        assert not any(Path(f"/proc/{one['pid']}").exists() for one in servers), (
+            "none outlives its call"
+        )
     assert first[0][1] != second[0][1]
     assert first[0][3] == second[0][3], "the keeper that waits forks servers as well"
     out = capfd.readouterr().out

@@ -53,7 +53,9 @@ def found() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def test_what_is_as_written_is_not_sent(settings: ModuleType) -> None:
     plain, objects = found()
-    assert not {"SCALE", "PAIR", "SIZE", "NAMES", "RATE", "RANK", "LIMIT"} & (plain.keys() | objects.keys())
+    assert not {"SCALE", "PAIR", "SIZE", "NAMES", "RATE", "RANK", "LIMIT"} & (
+        plain.keys() | objects.keys()
+    )
 
 
 def test_what_was_set_later_is_sent(settings: ModuleType) -> None:
@@ -64,8 +66,11 @@ def test_what_was_set_later_is_sent(settings: ModuleType) -> None:
     settings.RANK = 4  # type: ignore[attr-defined]
     plain, objects = found()
     assert {name: plain[name] for name in ("SIZE", "LIMIT", "NAMES", "TABLE")} == {
-        "SIZE": 5, "LIMIT": 7, "NAMES": ["a", "b"], "TABLE": {"a": 2}
-    }  # fmt: skip
+        "SIZE": 5,
+        "LIMIT": 7,
+        "NAMES": ["a", "b"],
+        "TABLE": {"a": 2},
+    }
     assert math.isnan(plain["RATE"])
     assert objects["CONFIG"].depth == 9
     assert objects["NEW"].tolist() == [1, 1]
@@ -83,7 +88,11 @@ def test_a_fresh_import_gets_them_at_once(settings: ModuleType) -> None:
 
 def test_modules_of_libraries_are_not_looked_at() -> None:
     names = {module.__name__ for module in user_modules._own_modules()}
-    assert not {name for name in names if name.partition(".")[0] in ("torch", "json", "allhands", "numpy", "pytest")}
+    assert not {
+        name
+        for name in names
+        if name.partition(".")[0] in ("torch", "json", "allhands", "numpy", "pytest")
+    }
 
 
 def test_what_a_library_has_written_and_imported_is_not_the_users(

@@ -31,7 +31,9 @@ def keeper() -> int:
 
 
 @pytest.mark.rare
-def test_a_keeper_is_used_again_only_where_nothing_that_it_fixed_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_keeper_is_used_again_only_where_nothing_that_it_fixed_differs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(warm.VARIABLE, "300")
     (first, other) = spawn(keeper, workers=2)
     assert first == other
@@ -56,15 +58,21 @@ def test_a_keeper_is_used_again_only_where_nothing_that_it_fixed_differs(monkeyp
     assert spawn(keeper, workers=2)[0] == first
 
 
-def test_a_call_that_is_refused_leaves_no_answer_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_is_refused_leaves_no_answer_to_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(warm.VARIABLE, "300")
     for _ in range(2):
         with pytest.raises(UserError):
-            spawn(keeper, (threading.Lock(),), workers=2)  # cannot be sent, while the keeper still prepares
+            spawn(
+                keeper, (threading.Lock(),), workers=2
+            )  # cannot be sent, while the keeper still prepares
         assert len(spawn(keeper, workers=2)) == 2
 
 
-def test_workers_are_as_clean_as_those_of_a_new_keeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_workers_are_as_clean_as_those_of_a_new_keeper(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     monkeypatch.setenv(warm.VARIABLE, "300")
 
     def soil() -> bool:
@@ -102,15 +110,26 @@ def test_it_ends_by_itself_and_with_the_context(monkeypatch: pytest.MonkeyPatch)
 def test_it_ends_with_the_process_that_started_it() -> None:
     code = "import os\nfrom allhands.launch import spawn\n"
     code += "print(spawn(os.getppid, workers=1)[0], flush=True)\nos.kill(os.getpid(), 9)"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, warm.VARIABLE: "60"}, capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, warm.VARIABLE: "60"},
+        capture_output=True,
+        check=False,
+    )
     pid = int(done.stdout)
     deadline = time.monotonic() + patience(5)
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+    while (
+        psutil.pid_exists(pid)
+        and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_time_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(warm.VARIABLE, "soon")
-    with pytest.raises(UserError, match="ALLHANDS_KEEPER_IDLE='soon': it must be a number of seconds"):
+    with pytest.raises(
+        UserError, match="ALLHANDS_KEEPER_IDLE='soon': it must be a number of seconds"
+    ):
         spawn(keeper, workers=1)

@@ -28,9 +28,15 @@ def test_a_worker_can_end_itself_from_another_thread(job: Any) -> None:
     code, out, err = job.run("-n", "1", "--no-preload", job.script(BLOCKED))
     assert (code, out) == (1, "[0] printed before\n")
     assert time.monotonic() - started < patience(20)
-    assert err.splitlines()[0].endswith("failed first: raised allhands.errors.WorldError: the ranks do not agree")
+    assert err.splitlines()[0].endswith(
+        "failed first: raised allhands.errors.WorldError: the ranks do not agree"
+    )
 
 
 def test_without_a_launcher_the_reason_is_printed() -> None:
     done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "printed before\n", "allhands: the ranks do not agree\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        1,
+        "printed before\n",
+        "allhands: the ranks do not agree\n",
+    )

@@ -11,9 +11,13 @@ from allhands.models import RandomCrop, RandomFlip
 CPU = torch.device("cpu")
 
 
-def images(count: int, high: int = 6, wide: int = 9, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def images(
+    count: int, high: int = 6, wide: int = 9, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Images of which all pixels differ."""
-    return (torch.arange(3 * high * wide).view(3, high, wide) + 1).expand(count, -1, -1, -1).to(dtype)
+    return (
+        (torch.arange(3 * high * wide).view(3, high, wide) + 1).expand(count, -1, -1, -1).to(dtype)
+    )
 
 
 def windows(x: torch.Tensor, padding: int, mode: str) -> list[torch.Tensor]:
@@ -41,7 +45,9 @@ def test_every_crop_of_the_padded_image_occurs_equally_often_and_nothing_else(mo
 
 def test_all_eighty_one_places_of_the_usual_padding_occur_and_are_those_that_the_numbers_say():
     layer, x = RandomCrop(4), images(81, 8, 8)
-    drawn = torch.tensor([[-(-i * 2**32 // 9), -(-j * 2**32 // 9)] for i in range(9) for j in range(9)])
+    drawn = torch.tensor(
+        [[-(-i * 2**32 // 9), -(-j * 2**32 // 9)] for i in range(9) for j in range(9)]
+    )
     for numbers in (drawn, drawn + 2**32 // 9 - 1):  # the first and the last number of each place
         assert torch.equal(layer.change(x, numbers), torch.stack(windows(x[0], 4, "reflect")))
 
@@ -78,7 +84,10 @@ def test_gradients_reach_the_pixels_that_are_shown():
     x = images(3, 4, 4, torch.float64).clone().requires_grad_()
     torch.manual_seed(1)
     assert torch.autograd.gradcheck(
-        lambda x: RandomFlip(1.0).change(RandomCrop(1).change(x, torch.tensor([[0, 2**32 - 1]] * 3)), torch.zeros(3, 1)), (x,)
+        lambda x: RandomFlip(1.0).change(
+            RandomCrop(1).change(x, torch.tensor([[0, 2**32 - 1]] * 3)), torch.zeros(3, 1)
+        ),
+        (x,),
     )
 
 
@@ -94,7 +103,10 @@ def test_gradients_reach_the_pixels_that_are_shown():
             lambda: RandomCrop(4)(torch.ones(2, 3, 4, 9)),
             "4 x 9 pixels cannot be mirrored over 4; set padding to at most 3, or mode",
         ),
-        (lambda: RandomCrop(1)(torch.ones(3, 8, 8)), r"RandomCrop takes batches of images.*\(3, 8, 8\)"),
+        (
+            lambda: RandomCrop(1)(torch.ones(3, 8, 8)),
+            r"RandomCrop takes batches of images.*\(3, 8, 8\)",
+        ),
         (lambda: RandomFlip()(torch.ones(8, 8)), r"RandomFlip takes batches of images.*\(8, 8\)"),
     ],
 )

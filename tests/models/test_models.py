@@ -7,15 +7,39 @@ import torch
 from torch import nn
 
 from allhands.errors import UserError
-from allhands.models import GPT, MLP, NextToken, ResNet18, SimpleCNN, build, gpt, mlp, names, resnet18, simple_cnn
+from allhands.models import (
+    GPT,
+    MLP,
+    NextToken,
+    ResNet18,
+    SimpleCNN,
+    build,
+    gpt,
+    mlp,
+    names,
+    resnet18,
+    simple_cnn,
+)
 from allhands.step.loss import LossRule
 
 # name, options, shape of a batch of four, shape of the output, parameters counted by hand
 CASES: list[tuple[str, dict[str, Any], tuple[int, ...], tuple[int, ...], int]] = [
-    ("mlp", {"in_features": 10, "hidden": (7, 5), "out_features": 3}, (4, 10), (4, 3), 10 * 7 + 7 + 7 * 5 + 5 + 5 * 3 + 3),
+    (
+        "mlp",
+        {"in_features": 10, "hidden": (7, 5), "out_features": 3},
+        (4, 10),
+        (4, 3),
+        10 * 7 + 7 + 7 * 5 + 5 + 5 * 3 + 3,
+    ),
     ("mlp", {"in_features": 64, "hidden": (), "out_features": 10}, (4, 1, 8, 8), (4, 10), 650),
     ("simple_cnn", {}, (4, 1, 8, 8), (4, 10), 320 + 18_496 + 64 * 4 * 10 + 10),
-    ("simple_cnn", {"image_size": 28}, (4, 1, 28, 28), (4, 10), 320 + 18_496 + 73_856 + 128 * 9 * 10 + 10),
+    (
+        "simple_cnn",
+        {"image_size": 28},
+        (4, 1, 28, 28),
+        (4, 10),
+        320 + 18_496 + 73_856 + 128 * 9 * 10 + 10,
+    ),
     (
         "simple_cnn",
         {"in_channels": 3, "num_classes": 100, "image_size": 32},
@@ -24,7 +48,13 @@ CASES: list[tuple[str, dict[str, Any], tuple[int, ...], tuple[int, ...], int]] =
         896 + 18_496 + 73_856 + 128 * 16 * 100 + 100,
     ),
     ("resnet18", {}, (4, 3, 32, 32), (4, 10), 11_173_962),  # the published count for CIFAR-10
-    ("resnet18", {"norm": "group", "num_classes": 100}, (4, 3, 32, 32), (4, 100), 11_173_962 + 513 * 90),
+    (
+        "resnet18",
+        {"norm": "group", "num_classes": 100},
+        (4, 3, 32, 32),
+        (4, 100),
+        11_173_962 + 513 * 90,
+    ),
     (
         "gpt",
         {"vocab_size": 65, "block_size": 16, "layers": 2, "heads": 2, "width": 32},
@@ -49,7 +79,11 @@ def batch(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "options", "shape", "out", "parameters"), CASES, ids=IDS)
 def test_shapes_and_parameters(
-    name: str, options: dict[str, Any], shape: tuple[int, ...], out: tuple[int, ...], parameters: int
+    name: str,
+    options: dict[str, Any],
+    shape: tuple[int, ...],
+    out: tuple[int, ...],
+    parameters: int,
 ) -> None:
     model = build(name, **options)
     assert model(batch(name, shape)).shape == out
@@ -58,7 +92,11 @@ def test_shapes_and_parameters(
 
 @pytest.mark.parametrize(("name", "options", "shape", "out", "parameters"), CASES, ids=IDS)
 def test_the_seed_decides_the_weights(
-    name: str, options: dict[str, Any], shape: tuple[int, ...], out: tuple[int, ...], parameters: int
+    name: str,
+    options: dict[str, Any],
+    shape: tuple[int, ...],
+    out: tuple[int, ...],
+    parameters: int,
 ) -> None:
     torch.manual_seed(1)
     first = build(name, **options).state_dict()
@@ -79,7 +117,9 @@ def test_the_seed_decides_the_weights(
         ("gpt", {"block_size": 16, "layers": 2, "width": 32}, (8, 16)),
     ],
 )
-def test_a_few_steps_reduce_the_loss(name: str, options: dict[str, Any], shape: tuple[int, ...]) -> None:
+def test_a_few_steps_reduce_the_loss(
+    name: str, options: dict[str, Any], shape: tuple[int, ...]
+) -> None:
     torch.manual_seed(0)
     model = build(name, **options)
     x = batch(name, shape)
@@ -111,7 +151,15 @@ def test_gpt_names_and_tied_weights() -> None:
     assert tied.head.weight is tied.embed.weight
     assert gpt(tied=False).head.weight is not gpt(tied=False).embed.weight
     modules = dict(tied.named_modules())
-    for name in ("embed", "layers.0.attn.qkv", "layers.0.attn.out", "layers.0.mlp.up", "layers.0.mlp.down", "norm", "head"):
+    for name in (
+        "embed",
+        "layers.0.attn.qkv",
+        "layers.0.attn.out",
+        "layers.0.mlp.up",
+        "layers.0.mlp.down",
+        "norm",
+        "head",
+    ):
         assert name in modules
 
 
@@ -138,7 +186,11 @@ def test_names() -> None:
         ("simple_cnn", {"image_size": 3}, "image_size=3 must be at least 4"),
         ("resnet18", {"norm": "layer"}, "norm='layer' must be 'batch' or 'group'"),
         ("resnet18", {"norm": "group", "width": 48}, "width=48 must be a multiple of 32"),
-        ("gpt", {"width": 30, "heads": 4}, "width=30 must be a multiple of heads=4, for example 32"),
+        (
+            "gpt",
+            {"width": 30, "heads": 4},
+            "width=30 must be a multiple of heads=4, for example 32",
+        ),
         ("gpt", {"dropout": 1.0}, r"dropout=1\.0"),
     ],
 )
@@ -148,14 +200,18 @@ def test_wrong_arguments(name: str, options: dict[str, Any], message: str) -> No
 
 
 def test_gpt_refuses_a_longer_sample() -> None:
-    with pytest.raises(UserError, match="9 tokens in a sample, but this GPT was made with block_size=8"):
+    with pytest.raises(
+        UserError, match="9 tokens in a sample, but this GPT was made with block_size=8"
+    ):
         gpt(block_size=8)(torch.zeros(1, 9, dtype=torch.int64))
 
 
 def test_next_token_is_the_mean_over_the_tokens_that_count() -> None:
     torch.manual_seed(0)
     logits, tokens = torch.randn(2, 3, 5), torch.tensor([[1, 4, 0], [2, -100, 3]])
-    by_hand = -logits.log_softmax(-1)[tokens >= 0].gather(1, tokens[tokens >= 0].unsqueeze(1)).mean()
+    by_hand = (
+        -logits.log_softmax(-1)[tokens >= 0].gather(1, tokens[tokens >= 0].unsqueeze(1)).mean()
+    )
     torch.testing.assert_close(NextToken()(logits, tokens), by_hand)
     torch.testing.assert_close(NextToken(reduction="sum")(logits, tokens), 5 * by_hand)
     rule = LossRule(NextToken())

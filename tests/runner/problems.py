@@ -30,7 +30,9 @@ def arguments(**changes: Any) -> dict[str, Any]:
     given = {
         "model": model,
         "criterion": nn.CrossEntropyLoss(),
-        "optimizer": changes["optimizer"] if "optimizer" in changes else torch.optim.Adam(model.parameters(), lr=0.02),
+        "optimizer": changes["optimizer"]
+        if "optimizer" in changes
+        else torch.optim.Adam(model.parameters(), lr=0.02),
         "loaders": {"train": DataLoader(data, 8, shuffle=True), "valid": DataLoader(data, 8)},
         "metrics": ["accuracy"],
         "num_epochs": 3,

@@ -38,7 +38,9 @@ def test_a_signal_is_heeded_at_the_next_step_when_there_is_nobody_to_ask(world: 
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_rounds_come_a_few_times_a_second_whatever_a_step_takes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_come_a_few_times_a_second_whatever_a_step_takes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for seconds, expected in ((0.001, 250), (0.1, 2), (3.0, 1)):
         now = 100.0
         monkeypatch.setattr("time.monotonic", lambda: now)  # noqa: B023
@@ -52,7 +54,9 @@ def test_rounds_come_a_few_times_a_second_whatever_a_step_takes(world: World, mo
         assert agreement.next - step == pytest.approx(expected, abs=1)
 
 
-def test_a_checkpoint_is_due_after_its_time_and_not_before(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_due_after_its_time_and_not_before(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     agreement = Agreement(world, 60.0, ())
@@ -123,14 +127,19 @@ def test_a_signal_saves_and_ends_with_its_code(
 
 def test_without_a_logdir_a_signal_ends_the_process_as_always() -> None:
     code = (
-        "import os, signal\nfrom tests.runner.test_agreement import Send\nfrom tests.runner.problems import fit\n"
+        "import os, signal\nfrom tests.runner.test_agreement import Send\nfrom "
+        "tests.runner.problems import fit\n"
         "fit(callbacks=[Send('step', signal.SIGTERM)])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, cwd=Path(__file__).parents[2]
+    )
     assert done.returncode == -signal.SIGTERM
 
 
-def test_a_stop_within_the_epoch_saves_and_goes_on_from_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_within_the_epoch_saves_and_goes_on_from_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Stop(Callback):
         def on_step_end(self, training: Any) -> None:
             if training.step == 9:
@@ -142,4 +151,6 @@ def test_a_stop_within_the_epoch_saves_and_goes_on_from_there(tmp_path: Path, ca
     whole, _ = fit()
     resumed, history = fit(logdir=tmp_path, callbacks=[Callback()], resume="auto")
     assert history["step"] == [7, 14, 21]
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True)
+    )

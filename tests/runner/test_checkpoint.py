@@ -15,13 +15,21 @@ from tests.runner.problems import fit
 
 
 def write(folder: Path, epoch: int, best: bool = False, value: float = 0.0) -> Path:
-    return checkpoint.save(folder, {"weights": torch.full((4,), value), "epoch": epoch}, {"epoch": epoch}, best)
+    return checkpoint.save(
+        folder, {"weights": torch.full((4,), value), "epoch": epoch}, {"epoch": epoch}, best
+    )
 
 
 def test_last_and_best_point_at_whole_checkpoints(tmp_path: Path) -> None:
     for epoch in range(1, 7):
         write(tmp_path, epoch, best=epoch == 2, value=float(epoch))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "epoch-0002", "epoch-0005", "epoch-0006", "last"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "best",
+        "epoch-0002",
+        "epoch-0005",
+        "epoch-0006",
+        "last",
+    ]
     assert checkpoint.load(tmp_path / "best")["weights"].tolist() == [2.0] * 4
     assert checkpoint.load(tmp_path / "last")["epoch"] == 6
     assert torch.load(tmp_path / "last" / "state.pt", weights_only=True)["epoch"] == 6
@@ -37,9 +45,11 @@ def test_the_same_epoch_can_be_written_again(tmp_path: Path) -> None:
 def test_a_checkpoint_is_found_from_any_of_its_paths(tmp_path: Path, how: str) -> None:
     write(tmp_path / "checkpoints", 3)
     paths = {
-        "folder": tmp_path / "checkpoints" / "epoch-0003", "state file": tmp_path / "checkpoints" / "last" / "state.pt",
-        "checkpoints": tmp_path / "checkpoints", "logdir": tmp_path,
-    }  # fmt: skip
+        "folder": tmp_path / "checkpoints" / "epoch-0003",
+        "state file": tmp_path / "checkpoints" / "last" / "state.pt",
+        "checkpoints": tmp_path / "checkpoints",
+        "logdir": tmp_path,
+    }
     assert checkpoint.load(paths[how])["epoch"] == 3
 
 
@@ -71,7 +81,9 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
-def test_damage_is_refused_by_file_name_and_the_one_before_is_used(tmp_path: Path, damage: Any, message: str) -> None:
+def test_damage_is_refused_by_file_name_and_the_one_before_is_used(
+    tmp_path: Path, damage: Any, message: str
+) -> None:
     write(tmp_path, 1)
     write(tmp_path, 2)
     damage(tmp_path / "epoch-0002")
@@ -102,14 +114,18 @@ class Own:
 
 
 @pytest.mark.parametrize("value", [Own(), np.float64(1.0), np.zeros(2), lambda: 0])
-def test_what_could_not_be_read_back_safely_is_refused_before_writing(tmp_path: Path, value: Any) -> None:
+def test_what_could_not_be_read_back_safely_is_refused_before_writing(
+    tmp_path: Path, value: Any
+) -> None:
     write(tmp_path, 1)
     with pytest.raises(UserError, match=r"callbacks/0/x is a .*cannot store safely"):
         checkpoint.save(tmp_path, {"callbacks": [{"x": value}]}, {"epoch": 2}, False)
     assert checkpoint.load(tmp_path / "last")["epoch"] == 1
 
 
-def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, 1)
 
     def fail(*args: Any) -> None:
@@ -137,7 +153,10 @@ def test_a_checkpoint_is_named_by_a_string_too(tmp_path, monkeypatch):
         "logs/checkpoints/last/state.pt",
     ):
         assert allhands.load_checkpoint(name)["step"] == newest, name
-    assert allhands.load_checkpoint("logs/best")["epoch"] == allhands.load_checkpoint("logs")["best_epoch"]
+    assert (
+        allhands.load_checkpoint("logs/best")["epoch"]
+        == allhands.load_checkpoint("logs")["best_epoch"]
+    )
     for wrong, right in (
         ("logs/checkpoints/bset", r"did you mean logs/checkpoints/best\?"),
         ("logs/lasst", r"did you mean logs/checkpoints/last\?"),

@@ -1,4 +1,5 @@
-"""Training with workers that the runner starts itself: what comes back, from where it works, and how it fails."""
+"""Training with workers that the runner starts itself: what comes back, from where it works, and
+how it fails."""
 
 from __future__ import annotations
 
@@ -37,11 +38,16 @@ def test_the_callers_objects_hold_what_was_trained(tmp_path: Path) -> None:
     history = SupervisedRunner(device="cpu").train(**given)
     assert not torch.equal(before, given["model"][0].weight)
     values = SupervisedRunner(device="cpu").evaluate(
-        model=given["model"], criterion=nn.CrossEntropyLoss(), loaders={"valid": given["loaders"]["valid"]}, metrics=["accuracy"]
+        model=given["model"],
+        criterion=nn.CrossEntropyLoss(),
+        loaders={"valid": given["loaders"]["valid"]},
+        metrics=["accuracy"],
     )
     assert values["valid"]["loss"] == pytest.approx(history["valid"]["loss"][-1], rel=1e-6)
     assert values["valid"]["accuracy"] == history["valid"]["accuracy"][-1]
-    assert int(next(iter(given["optimizer"].state.values()))["step"]) == history["step"][-1] == 4 * 4
+    assert (
+        int(next(iter(given["optimizer"].state.values()))["step"]) == history["step"][-1] == 4 * 4
+    )
     assert given["scheduler"].last_epoch == 4
     assert given["optimizer"].param_groups[0]["lr"] == pytest.approx(0.002)
     assert stop.best == min(history["valid"]["loss"])
@@ -58,7 +64,10 @@ def test_resumed_equals_uninterrupted_on_the_same_world(tmp_path: Path) -> None:
     whole, expected = train(num_epochs=3, dropout=0.3, logdir=tmp_path / "whole")
     train(num_epochs=1, dropout=0.3, logdir=tmp_path / "cut")
     resumed, history = train(num_epochs=3, dropout=0.3, logdir=tmp_path / "cut", resume="auto")
-    assert all(torch.equal(a, b) for a, b in zip(whole["model"].parameters(), resumed["model"].parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(whole["model"].parameters(), resumed["model"].parameters(), strict=True)
+    )
     assert history["valid"] == expected["valid"]
 
 
@@ -85,7 +94,9 @@ class Several(nn.Module):
 
 def test_predict_keeps_the_structure_of_the_output() -> None:
     data = classification(9)
-    rows = SupervisedRunner(device="cpu").predict(model=Several(), dataset=data, batch_size=2, distributed=True, workers=2)
+    rows = SupervisedRunner(device="cpu").predict(
+        model=Several(), dataset=data, batch_size=2, distributed=True, workers=2
+    )
     x = data.tensors[0]
     assert torch.equal(rows["twice"], x * 2)
     assert isinstance(rows["pair"], tuple)
@@ -94,12 +105,19 @@ def test_predict_keeps_the_structure_of_the_output() -> None:
 
 def test_predict_refuses_to_lose_rows() -> None:
     with pytest.raises(UserError, match="drop_last=True"):
-        SupervisedRunner(device="cpu").predict(model=classifier(), loader=DataLoader(classification(), 4, drop_last=True))
+        SupervisedRunner(device="cpu").predict(
+            model=classifier(), loader=DataLoader(classification(), 4, drop_last=True)
+        )
 
 
 def test_evaluate_over_workers_equals_one_process() -> None:
     model, loaders = classifier(), {"valid": DataLoader(classification(), 8)}
-    given: dict[str, Any] = {"model": model, "criterion": nn.CrossEntropyLoss(), "loaders": loaders, "metrics": ["accuracy"]}
+    given: dict[str, Any] = {
+        "model": model,
+        "criterion": nn.CrossEntropyLoss(),
+        "loaders": loaders,
+        "metrics": ["accuracy"],
+    }
     alone = SupervisedRunner(device="cpu").evaluate(**given)
     three = SupervisedRunner(device="cpu").evaluate(**given, distributed=True, workers=3)
     assert three["valid"]["accuracy"] == alone["valid"]["accuracy"]
@@ -188,7 +206,8 @@ model = Own()
 before = model.linear.weight.clone()
 history = SupervisedRunner(device="cpu").train(
     model=model, criterion=own_loss, optimizer=torch.optim.Adam(model.parameters()), num_epochs=2,
-    loaders={"train": DataLoader(data, 8), "valid": DataLoader(data, 8)}, distributed=True, workers=2,
+    loaders={"train": DataLoader(data, 8), "valid": DataLoader(data, 8)},
+    distributed=True, workers=2,
     metrics={"own": lambda output, target: (output - target).abs().mean()},
 )
 assert not torch.equal(before, model.linear.weight)
@@ -231,7 +250,11 @@ def test_data_is_built_only_in_the_workers(tmp_path: Path) -> None:
         x = torch.rand(20, 5)
         return {"train": TensorDataset(x, torch.randint(0, 4, (20,)))}
 
-    train(loaders=None, datasets={"batch_size": 4, "get_datasets_fn": make, "folder": str(tmp_path)}, num_epochs=1)
+    train(
+        loaders=None,
+        datasets={"batch_size": 4, "get_datasets_fn": make, "folder": str(tmp_path)},
+        num_epochs=1,
+    )
     built = {path.name for path in tmp_path.iterdir()}
     assert len(built) == 2
     assert f"built-{os.getpid()}" not in built

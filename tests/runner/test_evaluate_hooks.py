@@ -44,7 +44,9 @@ def test_the_average_is_evaluated_and_the_training_goes_on_with_its_own(tmp_path
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("strategy", ["ddp", FSDP(), LocalSGD(every=3)], ids=lambda one: getattr(one, "name", one))
+@pytest.mark.parametrize(
+    "strategy", ["ddp", FSDP(), LocalSGD(every=3)], ids=lambda one: getattr(one, "name", one)
+)
 def test_it_is_the_same_on_workers(strategy: Any, preloaded: None) -> None:
     own, without = fit(distributed=strategy, workers=2)
     model, history = fit(distributed=strategy, workers=2, callbacks=[Averaged()])
@@ -74,5 +76,7 @@ class Looks(Callback):
 
 
 def test_federated_training_refuses_what_it_does_not_call() -> None:
-    with pytest.raises(UserError, match="Looks.on_evaluate_end is never called in federated training"):
+    with pytest.raises(
+        UserError, match="Looks.on_evaluate_end is never called in federated training"
+    ):
         fit(callbacks=[Looks()], distributed=Federated(clients=2), num_epochs=1)

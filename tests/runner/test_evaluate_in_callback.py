@@ -1,4 +1,5 @@
-"""A plain `evaluate` or `predict` of the model in training, in a callback on all ranks, on every strategy."""
+"""A plain `evaluate` or `predict` of the model in training, in a callback on all ranks, on every
+strategy."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from allhands import FSDP, Callback, KVStore, LocalSGD, Mesh, OverBatch, Pipeline, SupervisedRunner, Tensor
+from allhands import (
+    FSDP,
+    Callback,
+    KVStore,
+    LocalSGD,
+    Mesh,
+    OverBatch,
+    Pipeline,
+    SupervisedRunner,
+    Tensor,
+)
 from allhands.errors import UserError
 from tests.runner.problems import classification
 from tests.worlds import in_world
@@ -30,13 +41,19 @@ CRITERION = nn.CrossEntropyLoss()
 
 def network() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 4), nn.BatchNorm1d(4), nn.Dropout(0.2))
+    return nn.Sequential(
+        nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 4), nn.BatchNorm1d(4), nn.Dropout(0.2)
+    )
 
 
-def measured(model: nn.Module | None, runner: SupervisedRunner) -> tuple[float, float, torch.Tensor]:
+def measured(
+    model: nn.Module | None, runner: SupervisedRunner
+) -> tuple[float, float, torch.Tensor]:
     """The loss and the accuracy over 33 samples, and a row for each."""
     given = {"batch_size": 4, "valid": classification(33, seed=2)}
-    values = runner.evaluate(model=model, criterion=CRITERION, datasets=given, metrics=["accuracy"])["valid"]
+    values = runner.evaluate(
+        model=model, criterion=CRITERION, datasets=given, metrics=["accuracy"]
+    )["valid"]
     rows = runner.predict(model=model, dataset=classification(33, seed=2), batch_size=4)
     return values["loss"], values["accuracy"], rows
 
@@ -52,7 +69,8 @@ class Freezes(Callback):
 
 
 class Measures(Callback):
-    """Measures in every hook, by the training's model or the user's own one; `seen` has the last values of each."""
+    """Measures in every hook, by the training's model or the user's own one; `seen` has the last
+    values of each."""
 
     def __init__(self, own: nn.Module) -> None:
         self.own = own
@@ -79,15 +97,21 @@ def train(strategy: Any, measures: bool) -> tuple[dict[str, torch.Tensor], dict[
     model = network()
     own = Measures(model)
     SupervisedRunner(device="cpu").train(
-        model=model, criterion=CRITERION, optimizer=torch.optim.Adam(model.parameters(), lr=0.02), num_epochs=2,
+        model=model,
+        criterion=CRITERION,
+        optimizer=torch.optim.Adam(model.parameters(), lr=0.02),
+        num_epochs=2,
         datasets={"batch_size": 8, "train": classification(32), "valid": classification(9)},
-        callbacks=[Freezes(), own] if measures else [Freezes()], distributed=copy.deepcopy(strategy),
-    )  # fmt: skip
+        callbacks=[Freezes(), own] if measures else [Freezes()],
+        distributed=copy.deepcopy(strategy),
+    )
     return {name: value.clone() for name, value in model.state_dict().items()}, own.seen
 
 
 def on_all_strategies(names: list[str]) -> dict[str, Any]:
-    return {name: (train(STRATEGIES[name], True), train(STRATEGIES[name], False)[0]) for name in names}
+    return {
+        name: (train(STRATEGIES[name], True), train(STRATEGIES[name], False)[0]) for name in names
+    }
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +120,9 @@ def on_two_ranks() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_it_is_what_one_process_gives_and_the_training_knows_nothing_of_it(on_two_ranks: Any, name: str) -> None:
+def test_it_is_what_one_process_gives_and_the_training_knows_nothing_of_it(
+    on_two_ranks: Any, name: str
+) -> None:
     (weights, seen), without = on_two_ranks[0][name]
     for key, value in weights.items():
         assert torch.equal(value, without[key]), key
@@ -119,7 +145,8 @@ def check(seen: Any, expected: Any) -> None:
 
 
 class Scaled(nn.Module):
-    """A layer inside, and a weight outside of all layers, which fully_shard keeps whole after a call without gradients."""
+    """A layer inside, and a weight outside of all layers, which fully_shard keeps whole after a
+    call without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,10 +186,14 @@ def look(strategy: Any) -> Looks:
     model = Scaled()
     looks = Looks(model)
     SupervisedRunner(device="cpu").train(
-        model=model, criterion=CRITERION, optimizer=torch.optim.Adam(model.parameters()), num_epochs=2,
-        datasets={"batch_size": 4, "train": classification(33), "valid": classification(9)}, callbacks=[looks],
+        model=model,
+        criterion=CRITERION,
+        optimizer=torch.optim.Adam(model.parameters()),
+        num_epochs=2,
+        datasets={"batch_size": 4, "train": classification(33), "valid": classification(9)},
+        callbacks=[looks],
         distributed=strategy,
-    )  # fmt: skip
+    )
     return looks
 
 
@@ -185,16 +216,23 @@ class Whole(Callback):
             return torch.cdist(output, output).mean()
 
         data = {"batch_size": 4, "valid": classification(33)}
-        SupervisedRunner(training.model, device="cpu").evaluate(criterion=OverBatch(distances), datasets=data)
+        SupervisedRunner(training.model, device="cpu").evaluate(
+            criterion=OverBatch(distances), datasets=data
+        )
 
 
 def refused() -> str:
     with pytest.raises(UserError) as raised:
         model = network()
         SupervisedRunner(device="cpu").train(
-            model=model, criterion=CRITERION, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), num_epochs=1,
-            datasets={"batch_size": 8, "train": classification(32)}, callbacks=[Whole()], distributed=Pipeline(),
-        )  # fmt: skip
+            model=model,
+            criterion=CRITERION,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            num_epochs=1,
+            datasets={"batch_size": 8, "train": classification(32)},
+            callbacks=[Whole()],
+            distributed=Pipeline(),
+        )
     return str(raised.value)
 
 

@@ -13,9 +13,13 @@ from allhands.runner.generators import generator_states, set_generator_states
 
 def draws() -> list[float]:
     return [
-        float(torch.rand(())), float(torch.randn(3).sum()), float(np.random.rand()), float(np.random.normal()), random.random(),
+        float(torch.rand(())),
+        float(torch.randn(3).sum()),
+        float(np.random.rand()),
+        float(np.random.normal()),
+        random.random(),
         random.gauss(0, 1),
-    ]  # fmt: skip
+    ]
 
 
 def test_every_generator_goes_on_where_it_was() -> None:
@@ -30,4 +34,7 @@ def test_every_generator_goes_on_where_it_was() -> None:
 
 
 def test_states_are_tensors_that_a_checkpoint_can_hold() -> None:
-    assert all(isinstance(value, torch.Tensor) and value.dtype != torch.bool for value in generator_states().values())
+    assert all(
+        isinstance(value, torch.Tensor) and value.dtype != torch.bool
+        for value in generator_states().values()
+    )

@@ -1,4 +1,5 @@
-"""Training on GPUs: nccl, one process a card, the same weights as one GPU and as a hand-written loop."""
+"""Training on GPUs: nccl, one process a card, the same weights as one GPU and as a hand-written
+loop."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def where() -> list[Any]:
 
 @pytest.mark.gpu(2)
 def test_one_process_a_card_under_nccl() -> None:
-    assert spawn(where, workers=2) == [["cuda:0", "nccl", 0, [2.0] * 3], ["cuda:1", "nccl", 1, [2.0] * 3]]
+    assert spawn(where, workers=2) == [
+        ["cuda:0", "nccl", 0, [2.0] * 3],
+        ["cuda:1", "nccl", 1, [2.0] * 3],
+    ]
 
 
 def by_hand(model: nn.Module, samples: int, size: int, epochs: int, lr: float) -> nn.Module:
@@ -43,7 +47,15 @@ def by_hand(model: nn.Module, samples: int, size: int, epochs: int, lr: float) -
     tensors = (data[0].cuda(), data[1].cuda())
     steps = -(-samples // size) * epochs
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    train_by_hand(model, nn.CrossEntropyLoss(), optimizer, tensors, global_batches(samples, size, seed=42), steps, clip_norm=0.5)
+    train_by_hand(
+        model,
+        nn.CrossEntropyLoss(),
+        optimizer,
+        tensors,
+        global_batches(samples, size, seed=42),
+        steps,
+        clip_norm=0.5,
+    )
     return model.cpu()
 
 
@@ -52,10 +64,16 @@ def by_hand(model: nn.Module, samples: int, size: int, epochs: int, lr: float) -
 def test_ddp_equals_the_hand_written_loop(workers: int, accumulate: int) -> None:
     model = classifier()
     SupervisedRunner().train(
-        model=model, criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), num_epochs=3,
-        loaders={"train": DataLoader(classification(101), 8, shuffle=True)}, accumulate=accumulate, clip_norm=0.5,
-        distributed=True, workers=workers,
-    )  # fmt: skip
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+        num_epochs=3,
+        loaders={"train": DataLoader(classification(101), 8, shuffle=True)},
+        accumulate=accumulate,
+        clip_norm=0.5,
+        distributed=True,
+        workers=workers,
+    )
     expected = by_hand(classifier(), 101, 8 * workers * accumulate, 3, 0.01)
     assert relative_difference(model.state_dict(), expected.state_dict()) < 1e-5
 
@@ -65,17 +83,25 @@ def digits(workers: int, precision: str, batch: int, **options: Any) -> tuple[nn
     model = models.build("simple_cnn", in_channels=1, num_classes=10, image_size=8)
     data = {split: catalogue.load("digits", split) for split in ("train", "valid")}
     history = SupervisedRunner().train(
-        model=model, criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3), num_epochs=8,
-        datasets={"batch_size": batch, **data}, metrics=["accuracy"], precision=precision, distributed=True, workers=workers,
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3),
+        num_epochs=8,
+        datasets={"batch_size": batch, **data},
+        metrics=["accuracy"],
+        precision=precision,
+        distributed=True,
+        workers=workers,
         **options,
-    )  # fmt: skip
+    )
     return model, history
 
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_digits_on_two_cards_agree_with_one(precision: str) -> None:
-    """In fp32 the first epoch's weights agree to rounding; in all formats the curves agree and the digits are learned."""
+    """In fp32 the first epoch's weights agree to rounding; in all formats the curves agree and the
+    digits are learned."""
     _, one = digits(1, precision, 64)
     _, two = digits(2, precision, 32)
     assert two["valid"]["accuracy"][-1] >= 0.97
@@ -93,9 +119,16 @@ def test_cifar10_on_two_cards() -> None:
     model = models.build("simple_cnn", in_channels=3, num_classes=10, image_size=32, width=64)
     data = {split: catalogue.load("cifar10", split) for split in ("train", "valid")}
     history = SupervisedRunner().train(
-        model=model, criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.AdamW(model.parameters(), lr=2e-3), num_epochs=3,
-        datasets={"batch_size": 128, **data}, metrics=["accuracy"], precision="bf16", distributed=True, workers=2,
-    )  # fmt: skip
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=2e-3),
+        num_epochs=3,
+        datasets={"batch_size": 128, **data},
+        metrics=["accuracy"],
+        precision="bf16",
+        distributed=True,
+        workers=2,
+    )
     print(history)
     assert history["valid"]["accuracy"][-1] > 0.65
 
@@ -107,7 +140,9 @@ def test_dp_equals_single() -> None:
         given = arguments(distributed=strategy, num_epochs=2)
         given["optimizer"] = torch.optim.SGD(given["model"].parameters(), lr=0.1)
         SupervisedRunner().train(**given)
-        assert next(given["model"].parameters()).device.type == "cpu", "the model comes back to where it was"
+        assert next(given["model"].parameters()).device.type == "cpu", (
+            "the model comes back to where it was"
+        )
         weights.append(given["model"].state_dict())
     assert relative_difference(*weights) < 1e-5
 
@@ -123,9 +158,14 @@ def test_sync_batchnorm_equals_one_process() -> None:
     for workers, batch, strategy in ((1, 16, DDP()), (2, 8, DDP(sync_batchnorm=True))):
         model = normalized()
         SupervisedRunner().train(
-            model=model, criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), num_epochs=2,
-            loaders={"train": DataLoader(classification(64), batch, shuffle=True)}, distributed=strategy, workers=workers,
-        )  # fmt: skip
+            model=model,
+            criterion=nn.CrossEntropyLoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            num_epochs=2,
+            loaders={"train": DataLoader(classification(64), batch, shuffle=True)},
+            distributed=strategy,
+            workers=workers,
+        )
         states.append({key: value.float() for key, value in model.state_dict().items()})
     assert states[0].keys() == states[1].keys()
     assert relative_difference(*states) < 1e-4
@@ -136,7 +176,9 @@ def test_a_nan_loss_is_noticed_without_reading_every_loss(tmp_path: Path) -> Non
     x = x.clone()
     x[20] = float("nan")
     with pytest.raises(UserError, match="training loss is nan"):
-        SupervisedRunner().train(**arguments(loaders={"train": DataLoader(TensorDataset(x, y), 8)}, logdir=tmp_path))
+        SupervisedRunner().train(
+            **arguments(loaders={"train": DataLoader(TensorDataset(x, y), 8)}, logdir=tmp_path)
+        )
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -144,7 +186,9 @@ def test_a_nan_loss_is_noticed_without_reading_every_loss(tmp_path: Path) -> Non
 @pytest.mark.parametrize("how", ["raise", "SIGKILL"])
 def test_a_failing_rank_ends_the_others_under_nccl(how: str) -> None:
     with pytest.raises(WorkerError) as caught:
-        SupervisedRunner().train(**arguments(distributed=True, workers=2, num_epochs=50, callbacks=[Fails(how)]))
+        SupervisedRunner().train(
+            **arguments(distributed=True, workers=2, num_epochs=50, callbacks=[Fails(how)])
+        )
     assert caught.value.rank == 1
 
 
@@ -163,14 +207,24 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", 4)
     run(tmp_path / "cut", 2)
     resumed = run(tmp_path / "cut", 4)
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True)
+    )
 
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("how", ["raise", "SIGKILL"])
 def test_interrupted_within_an_epoch_on_two_cards_and_resumed(how: str, tmp_path: Path) -> None:
     def run(logdir: Path, **more: Any) -> nn.Module:
-        given = arguments(dropout=0.3, num_epochs=3, logdir=logdir, save_every=2, distributed=True, workers=2, **more)
+        given = arguments(
+            dropout=0.3,
+            num_epochs=3,
+            logdir=logdir,
+            save_every=2,
+            distributed=True,
+            workers=2,
+            **more,
+        )
         SupervisedRunner().train(**given)
         return given["model"]
 
@@ -178,7 +232,9 @@ def test_interrupted_within_an_epoch_on_two_cards_and_resumed(how: str, tmp_path
     with pytest.raises(WorkerError, match="planted fault" if how == "raise" else "SIGKILL"):
         run(tmp_path / "cut", callbacks=[Fails(how)])
     resumed = run(tmp_path / "cut", callbacks=[Callback()], resume="auto")
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True)
+    )
 
 
 @pytest.mark.gpu(2)
@@ -186,7 +242,9 @@ def test_a_loss_that_is_not_finite_ends_both_cards_at_the_same_step() -> None:
     x, y = classification().tensors
     x = x.clone()
     x[20] = float("nan")
-    given = arguments(loaders={"train": DataLoader(TensorDataset(x, y), 8)}, distributed=True, workers=2)
+    given = arguments(
+        loaders={"train": DataLoader(TensorDataset(x, y), 8)}, distributed=True, workers=2
+    )
     before = [parameter.detach().clone() for parameter in given["model"].parameters()]
     with pytest.raises(UserError, match="not finite|is nan"):
         SupervisedRunner().train(**given)
@@ -226,27 +284,41 @@ class Stream(IterableDataset[Any]):
         return iter(self.data)
 
 
-@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), nn.MultiMarginLoss()], ids=["counts targets", "counts samples"])
+@pytest.mark.parametrize(
+    "criterion",
+    [nn.CrossEntropyLoss(), nn.MultiMarginLoss()],
+    ids=["counts targets", "counts samples"],
+)
 @pytest.mark.parametrize("processes", [0, 1])
 @pytest.mark.parametrize("kind", ["map", "stream"])
 def test_no_step_waits_for_the_card(kind: str, processes: int, criterion: nn.Module) -> None:
-    """Batches come from a loader; losses, metrics, clipping and the optimizer leave nothing to be read."""
+    """Batches come from a loader; losses, metrics, clipping and the optimizer leave nothing to be
+    read."""
     data = classification(160)
     rows: Any = Subset(ConcatDataset([data]), range(160)) if kind == "map" else Stream(data)
     model, watched = classifier(), Watched()
     try:
         history = SupervisedRunner().train(
-            model=model, criterion=criterion, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), num_epochs=1,
-            loaders={"train": DataLoader(rows, 4, num_workers=processes)}, metrics=["accuracy"], clip_norm=0.5, accumulate=2,
-            step="eager", callbacks=[watched],
-        )  # fmt: skip
+            model=model,
+            criterion=criterion,
+            optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+            num_epochs=1,
+            loaders={"train": DataLoader(rows, 4, num_workers=processes)},
+            metrics=["accuracy"],
+            clip_norm=0.5,
+            accumulate=2,
+            step="eager",
+            callbacks=[watched],
+        )
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert watched.watched == 9
     assert history["step"] == [20]
 
 
-def test_data_that_does_not_fit_on_the_card_trains_as_data_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_does_not_fit_on_the_card_trains_as_data_that_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     weights = []
     for fits in (True, False):
         monkeypatch.setattr(InMemoryFeed, "_fits_on_device", lambda feed, fits=fits: fits)

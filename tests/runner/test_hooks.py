@@ -1,4 +1,5 @@
-"""A method that looks like a hook and is none is refused with the name to write; what is none of the training's is left alone."""
+"""A method that looks like a hook and is none is refused with the name to write; what is none of
+the training's is left alone."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from allhands.runner.hooks import check_callback, check_runner
 from tests.runner.problems import arguments
 
 
-def method(name: str, function: Callable[..., Any] = lambda self, training: None, base: type = Callback) -> Any:
+def method(
+    name: str, function: Callable[..., Any] = lambda self, training: None, base: type = Callback
+) -> Any:
     return type("Own", (base,), {name: function, "__module__": __name__})()
 
 
@@ -47,10 +50,26 @@ async def waits(self, training):
 @pytest.mark.parametrize(
     ("name", "function", "why"),
     [
-        ("on_epoch_end", lambda self: None, r"too many positional arguments\); write def on_epoch_end\(self, training\)"),
-        ("on_train_start", lambda self, trainer, module: None, "missing a required argument: 'module'"),
-        ("on_epoch_end", lambda self, epoch, logs=None: None, "would get the training as 'epoch'; write def on_epoch_end"),
-        ("on_step_end", lambda self, training: (yield), "is a generator, of which a call runs nothing"),
+        (
+            "on_epoch_end",
+            lambda self: None,
+            r"too many positional arguments\); write def on_epoch_end\(self, training\)",
+        ),
+        (
+            "on_train_start",
+            lambda self, trainer, module: None,
+            "missing a required argument: 'module'",
+        ),
+        (
+            "on_epoch_end",
+            lambda self, epoch, logs=None: None,
+            "would get the training as 'epoch'; write def on_epoch_end",
+        ),
+        (
+            "on_step_end",
+            lambda self, training: (yield),
+            "is a generator, of which a call runs nothing",
+        ),
         ("on_step_end", waits, "is a coroutine, of which a call runs nothing"),
         ("load_state_dict", lambda self: None, r"write def load_state_dict\(self, state\)"),
     ],
@@ -94,7 +113,10 @@ def test_a_hook_that_is_set_on_the_object_is_called():
         ("predict_batch", "write handle_batch"),
         ("handle_batches", "did you mean handle_batch"),
         ("targets_of", "did you mean target_of"),
-        ("on_epoch_end", r"hooks belong to an allhands.Callback, as on_epoch_end\(self, training\)"),
+        (
+            "on_epoch_end",
+            r"hooks belong to an allhands.Callback, as on_epoch_end\(self, training\)",
+        ),
         ("on_batch_end", r"as on_step_end\(self, training\)"),
         ("get_loaders", "write train.loaders="),
     ],
@@ -108,8 +130,12 @@ def test_a_method_of_a_runner_that_is_never_called_is_refused(name, right):
 
 
 def test_a_runner_whose_handle_batch_takes_something_else_is_refused():
-    with pytest.raises(UserError, match=r"Own\.handle_batch\(.*write def handle_batch\(self, model, batch\)"):
-        check_runner(method("handle_batch", lambda self, batch: None, SupervisedRunner), SupervisedRunner)
+    with pytest.raises(
+        UserError, match=r"Own\.handle_batch\(.*write def handle_batch\(self, model, batch\)"
+    ):
+        check_runner(
+            method("handle_batch", lambda self, batch: None, SupervisedRunner), SupervisedRunner
+        )
 
 
 def test_a_runner_may_call_methods_of_its_own():

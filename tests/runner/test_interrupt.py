@@ -33,16 +33,25 @@ class Interrupts(Callback):
 
 
 @pytest.mark.parametrize("logs", [False, True])
-def test_the_weights_of_the_last_step_come_back(logs: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_weights_of_the_last_step_come_back(
+    logs: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = TensorDataset(torch.randn(40, 3), torch.randn(40, 2))
     callback = Interrupts(at=25)
     with pytest.raises(KeyboardInterrupt):
         SupervisedRunner(device="cpu").train(
-            model=model, criterion=nn.MSELoss(), optimizer=optimizer, loaders={"train": DataLoader(data, batch_size=2)},
-            num_epochs=200, callbacks=[callback], distributed=True, workers=2, logdir=tmp_path / "run" if logs else None,
-        )  # fmt: skip
+            model=model,
+            criterion=nn.MSELoss(),
+            optimizer=optimizer,
+            loaders={"train": DataLoader(data, batch_size=2)},
+            num_epochs=200,
+            callbacks=[callback],
+            distributed=True,
+            workers=2,
+            logdir=tmp_path / "run" if logs else None,
+        )
     assert 25 <= len(callback.weights) < 1000
     assert torch.equal(model.weight, callback.weights[-1])
     assert set(optimizer.state) == {model.weight, model.bias}

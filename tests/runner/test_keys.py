@@ -1,4 +1,5 @@
-"""Several inputs and targets by key, batches that are objects, and targets without the output's last dimension."""
+"""Several inputs and targets by key, batches that are objects, and targets without the output's
+last dimension."""
 
 from __future__ import annotations
 
@@ -44,11 +45,20 @@ def plain() -> torch.Tensor:
     return model.weight.detach()
 
 
-def train(model: nn.Module, runner: SupervisedRunner, rows: Any = ROWS, criterion: Any = None, **options: Any) -> Any:
+def train(
+    model: nn.Module,
+    runner: SupervisedRunner,
+    rows: Any = ROWS,
+    criterion: Any = None,
+    **options: Any,
+) -> Any:
     return runner.train(
-        model=model, criterion=criterion or nn.MSELoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.02),
-        loaders={"train": DataLoader(rows, 8 // options.get("workers", 1))}, **options,
-    )  # fmt: skip
+        model=model,
+        criterion=criterion or nn.MSELoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.02),
+        loaders={"train": DataLoader(rows, 8 // options.get("workers", 1))},
+        **options,
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,11 +75,17 @@ def test_several_inputs(keys, kind):
     runner = SupervisedRunner(input_key=keys, target_key="y", device="cpu")
     train(model, runner)
     torch.testing.assert_close(model.weight.detach(), plain(), rtol=0, atol=1e-6)
-    rows = runner.predict(model=model, dataset=[{"user": r["user"], "item": r["item"]} for r in ROWS], batch_size=5)
+    rows = runner.predict(
+        model=model, dataset=[{"user": r["user"], "item": r["item"]} for r in ROWS], batch_size=5
+    )
     torch.testing.assert_close(rows[3], model(ROWS[3]["user"], ROWS[3]["item"]).detach())
-    numbers = runner.evaluate(model=model, criterion=nn.MSELoss(), loaders={"valid": DataLoader(ROWS, 5)})
+    numbers = runner.evaluate(
+        model=model, criterion=nn.MSELoss(), loaders={"valid": DataLoader(ROWS, 5)}
+    )
     whole = torch.stack([r["y"] for r in ROWS])
-    assert numbers["valid"]["loss"] == pytest.approx(float(nn.functional.mse_loss(rows, whole)), abs=1e-6)
+    assert numbers["valid"]["loss"] == pytest.approx(
+        float(nn.functional.mse_loss(rows, whole)), abs=1e-6
+    )
 
 
 @pytest.mark.serial
@@ -77,10 +93,19 @@ def test_several_inputs(keys, kind):
 def test_several_inputs_on_two_workers_and_two_clients():
     for options in (
         {"distributed": "ddp", "workers": 2},
-        {"distributed": Federated(clients=1, partition=[list(range(22))], rounds=1, local_steps=1), "workers": 1},
+        {
+            "distributed": Federated(
+                clients=1, partition=[list(range(22))], rounds=1, local_steps=1
+            ),
+            "workers": 1,
+        },
     ):
         model = Pair()
-        train(model, SupervisedRunner(input_key=["user", "item"], target_key="y", device="cpu"), **options)
+        train(
+            model,
+            SupervisedRunner(input_key=["user", "item"], target_key="y", device="cpu"),
+            **options,
+        )
         if options["distributed"] == "ddp":
             torch.testing.assert_close(model.weight.detach(), plain(), rtol=0, atol=1e-6)
         assert not torch.equal(model.weight, Pair().weight)
@@ -91,10 +116,15 @@ def test_several_targets_are_a_dict():
         return nn.functional.mse_loss(output, target["y"] + target["user"].mean(1, keepdim=True))
 
     seen = []
-    history = SupervisedRunner(input_key={"user": "user", "item": "item"}, target_key=["y", "user"], device="cpu").train(
-        model=(model := Pair()), criterion=criterion, optimizer=torch.optim.SGD(model.parameters(), 0.1),
-        loaders={"train": DataLoader(ROWS, 8)}, metrics={"n": lambda output, target: seen.append(sorted(target)) or 1.0},
-    )  # fmt: skip
+    history = SupervisedRunner(
+        input_key={"user": "user", "item": "item"}, target_key=["y", "user"], device="cpu"
+    ).train(
+        model=(model := Pair()),
+        criterion=criterion,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        loaders={"train": DataLoader(ROWS, 8)},
+        metrics={"n": lambda output, target: seen.append(sorted(target)) or 1.0},
+    )
     assert seen == [["user", "y"]] * 3
     assert history["train"]["n"] == [1.0]
 
@@ -116,15 +146,25 @@ def test_keys_are_checked_when_the_runner_is_made(options, message):
 
 
 def test_a_key_that_batches_do_not_have():
-    with pytest.raises(UserError, match=r"keys 'user', 'item', 'y' and no 'users'; did you mean 'user'\? write .*input_key"):
+    with pytest.raises(
+        UserError,
+        match=r"keys 'user', 'item', 'y' and no 'users'; did you mean 'user'\? write .*input_key",
+    ):
         train(Pair(), SupervisedRunner(input_key=["users", "item"], target_key="y"))
     with pytest.raises(UserError, match=r"no 'label'.*target_key"):
-        train(Pair(), SupervisedRunner(input_key=["user", "item"], target_key="label"), criterion=nn.CrossEntropyLoss())
+        train(
+            Pair(),
+            SupervisedRunner(input_key=["user", "item"], target_key="label"),
+            criterion=nn.CrossEntropyLoss(),
+        )
 
 
 class Batch:
     def __init__(self, rows):
-        self.x, self.y = torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
+        self.x, self.y = (
+            torch.stack([row[0] for row in rows]),
+            torch.stack([row[1] for row in rows]),
+        )
 
 
 class Objects(SupervisedRunner):
@@ -134,17 +174,24 @@ class Objects(SupervisedRunner):
 
 def of_objects(runner: SupervisedRunner) -> nn.Module:
     torch.manual_seed(0)
-    model, data = nn.Linear(4, 2), TensorDataset(torch.eye(4).repeat(4, 1), torch.tensor([0, 1] * 8))
+    model, data = (
+        nn.Linear(4, 2),
+        TensorDataset(torch.eye(4).repeat(4, 1), torch.tensor([0, 1] * 8)),
+    )
     runner.train(
-        model=model, criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
         datasets={"batch_size": 4, "collate_fn": Batch, "train": data},
-    )  # fmt: skip
+    )
     return model
 
 
 def test_batches_that_are_objects():
     with pytest.raises(
-        UserError, match=r"a batch that is a Batch; add to Objects: def target_of\(self, batch\): return batch\.y"
+        UserError,
+        match=r"a batch that is a Batch; add to Objects: def target_of\(self, batch\): return "
+        r"batch\.y",
     ):
         of_objects(Objects())
     told = type("Told", (Objects,), {"target_of": lambda self, batch: batch.y})()
@@ -153,9 +200,11 @@ def test_batches_that_are_objects():
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     tuples.train(
-        model=model, criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
         datasets={"batch_size": 4, "train": data},
-    )  # fmt: skip
+    )
     torch.testing.assert_close(of_objects(told).weight, model.weight, rtol=0, atol=1e-6)
 
 
@@ -165,7 +214,9 @@ class Out:
     logits: torch.Tensor
 
 
-@pytest.mark.parametrize("make", [lambda loss, logits: {"loss": loss, "logits": logits}, Out, lambda *both: list(both)])
+@pytest.mark.parametrize(
+    "make", [lambda loss, logits: {"loss": loss, "logits": logits}, Out, lambda *both: list(both)]
+)
 def test_metrics_beside_an_output_whose_first_member_is_a_number(make):
     class Own(SupervisedRunner):
         def handle_batch(self, model, batch):
@@ -173,7 +224,13 @@ def test_metrics_beside_an_output_whose_first_member_is_a_number(make):
             return make(nn.functional.cross_entropy(logits, batch[1]), logits), batch[1]
 
     def logits(output):
-        return output[1] if isinstance(output, list) else output["logits"] if isinstance(output, dict) else output.logits
+        return (
+            output[1]
+            if isinstance(output, list)
+            else output["logits"]
+            if isinstance(output, dict)
+            else output.logits
+        )
 
     torch.manual_seed(0)
     model, data = nn.Linear(4, 2), TensorDataset(torch.randn(13, 4), torch.randint(0, 2, (13,)))
@@ -183,9 +240,14 @@ def test_metrics_beside_an_output_whose_first_member_is_a_number(make):
         "criterion": lambda o, t: nn.functional.cross_entropy(logits(o), t),
         "datasets": {"batch_size": 4, "v": data},
     }
-    own = Own().evaluate(**given, metrics={"right": lambda o, t: (logits(o).argmax(1) == t).float().mean()})
+    own = Own().evaluate(
+        **given, metrics={"right": lambda o, t: (logits(o).argmax(1) == t).float().mean()}
+    )
     assert own["v"]["right"] == pytest.approx(float(before), abs=1e-6)
-    with pytest.raises(UserError, match=r"metric 'acc', a MulticlassAccuracy, cannot take .* metrics=\{'acc': lambda"):
+    with pytest.raises(
+        UserError,
+        match=r"metric 'acc', a MulticlassAccuracy, cannot take .* metrics=\{'acc': lambda",
+    ):
         Own().evaluate(**given, metrics={"acc": torchmetrics.classification.MulticlassAccuracy(2)})
 
 
@@ -195,13 +257,19 @@ def test_a_target_without_the_outputs_last_dimension_is_read_in_its_shape(flat, 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 1), *([nn.Flatten(0)] if flat == "output" else []))
     reference = nn.Linear(10, 1)
-    reference.load_state_dict({key.removeprefix("0."): value for key, value in model.state_dict().items()})
+    reference.load_state_dict(
+        {key.removeprefix("0."): value for key, value in model.state_dict().items()}
+    )
     loader = DataLoader(TensorDataset(x, y if flat == "target" else y[:, None]), 7)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     history = SupervisedRunner(device="cpu").train(
-        model=model, criterion=nn.MSELoss(), optimizer=optimizer, loaders={"train": loader, "valid": loader},
-        metrics={"mae": torchmetrics.MeanAbsoluteError()}, num_epochs=2,
-    )  # fmt: skip
+        model=model,
+        criterion=nn.MSELoss(),
+        optimizer=optimizer,
+        loaders={"train": loader, "valid": loader},
+        metrics={"mae": torchmetrics.MeanAbsoluteError()},
+        num_epochs=2,
+    )
     optimizer = torch.optim.SGD(reference.parameters(), 0.1)
     for _ in range(2):
         for some, right in zip(x.split(7), y.split(7), strict=True):
@@ -218,9 +286,11 @@ def test_other_shapes_that_differ_stay_refused():
     model = nn.Linear(10, 2)
     with pytest.raises(UserError, match=r"shape \[7, 2\] and the target \[7\]"):
         SupervisedRunner().train(
-            model=model, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(model.parameters(), 0.1),
+            model=model,
+            criterion=nn.MSELoss(),
+            optimizer=torch.optim.SGD(model.parameters(), 0.1),
             datasets={"batch_size": 7, "train": TensorDataset(torch.rand(20, 10), torch.rand(20))},
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("executor", ["serial", "stacked"])
@@ -231,10 +301,17 @@ def test_clients_read_such_targets_too(executor, capsys):
         torch.manual_seed(0)
         model = nn.Linear(10, 1)
         SupervisedRunner(device="cpu").train(
-            model=model, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(model.parameters(), 0.1),
-            datasets={"batch_size": 4, "train": TensorDataset(x, target), "valid": TensorDataset(x, target)},
-            distributed=Federated(clients=3, partition="iid", rounds=2, executor=executor), workers=1,
-        )  # fmt: skip
+            model=model,
+            criterion=nn.MSELoss(),
+            optimizer=torch.optim.SGD(model.parameters(), 0.1),
+            datasets={
+                "batch_size": 4,
+                "train": TensorDataset(x, target),
+                "valid": TensorDataset(x, target),
+            },
+            distributed=Federated(clients=3, partition="iid", rounds=2, executor=executor),
+            workers=1,
+        )
         weights.append(model.weight.detach())
     assert torch.equal(*weights)
     assert "is read in the output's shape" in capsys.readouterr().out

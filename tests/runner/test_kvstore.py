@@ -1,4 +1,5 @@
-"""What the runner does for the strategy "kvstore": run files, servers that it starts, and the proof."""
+"""What the runner does for the strategy "kvstore": run files, servers that it starts, and the
+proof."""
 
 from __future__ import annotations
 
@@ -34,15 +35,22 @@ class NanOnRankOne(nn.Module):
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         world = allhands.current_world()
         assert world is not None
-        return nn.functional.cross_entropy(output, target) * (float("nan") if world.rank == 1 else 1.0)
+        return nn.functional.cross_entropy(output, target) * (
+            float("nan") if world.rank == 1 else 1.0
+        )
 
 
-RUN = "data: {name: digits, batch_size: 64}\nmodel: {name: mlp}\nworkers: 2\ndevice: cpu\ncheck: true\nlogdir: null\n"
+RUN = (
+    "data: {name: digits, batch_size: 64}\nmodel: {name: mlp}\nworkers: 2\ndevice: cpu\ncheck: "
+    "true\nlogdir: null\n"
+)
 
 
 def test_a_run_file_names_it_with_its_settings(tmp_path: Path) -> None:
     path = tmp_path / "run.yml"
-    path.write_text(RUN + "strategy: {name: kvstore, mode: ssp, staleness: 3, servers: 2, damping: true}\n")
+    path.write_text(
+        RUN + "strategy: {name: kvstore, mode: ssp, staleness: 3, servers: 2, damping: true}\n"
+    )
     history = train(read_run([path]))
     assert len(history["train"]["staleness"]) == 3
     for override, said in (
@@ -60,19 +68,29 @@ def test_verify_holds_it_to_one_process() -> None:
     given = arguments(model=classifier())
     loaders = {"train": given["loaders"]["train"]}
     report = allhands.verify(
-        model=given["model"], criterion=given["criterion"], optimizer=given["optimizer"], loaders=loaders, steps=8,
-        clip_norm=0.5, strategies=KVStore(servers=1), workers=(2,),
-    )  # fmt: skip
+        model=given["model"],
+        criterion=given["criterion"],
+        optimizer=given["optimizer"],
+        loaders=loaders,
+        steps=8,
+        clip_norm=0.5,
+        strategies=KVStore(servers=1),
+        workers=(2,),
+    )
     assert [row.verdict for row in report.rows] == ["same"]
 
 
 def test_verify_measures_how_far_compression_drifts() -> None:
     given = arguments(model=classifier())
     report = allhands.verify(
-        model=given["model"], criterion=given["criterion"], optimizer=given["optimizer"],
-        loaders={"train": given["loaders"]["train"]}, steps=8, strategies=KVStore(compress={"name": "topk", "keep": 0.3}),
+        model=given["model"],
+        criterion=given["criterion"],
+        optimizer=given["optimizer"],
+        loaders={"train": given["loaders"]["train"]},
+        steps=8,
+        strategies=KVStore(compress={"name": "topk", "keep": 0.3}),
         workers=(2,),
-    )  # fmt: skip
+    )
     assert [row.verdict for row in report.rows] == ["lossy as declared"]
     assert 1e-4 < report.rows[0].difference < 1.0
 
@@ -84,7 +102,13 @@ def checkpoint_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "workers", "expected"),
-    [(0, 2, [1.0, 2.0]), (1, 2, [10.0, 20.0]), (0, 3, [11.0, 22.0]), (1, 3, None), (0, 1, [11.0, 22.0])],
+    [
+        (0, 2, [1.0, 2.0]),
+        (1, 2, [10.0, 20.0]),
+        (0, 3, [11.0, 22.0]),
+        (1, 3, None),
+        (0, 1, [11.0, 22.0]),
+    ],
 )
 def test_what_compression_left_over_is_lost_on_no_number_of_workers(
     monkeypatch: pytest.MonkeyPatch, rank: int, workers: int, expected: list[float] | None
@@ -98,21 +122,26 @@ def test_what_compression_left_over_is_lost_on_no_number_of_workers(
         return workers != 1
 
     training = SimpleNamespace(
-        world=SimpleNamespace(rank=rank, world_size=workers), reporter=SimpleNamespace(line=lines.append),
+        world=SimpleNamespace(rank=rank, world_size=workers),
+        reporter=SimpleNamespace(line=lines.append),
         settings=SimpleNamespace(strategy=SimpleNamespace(load_own_tensors=load, name="ddp")),
-    )  # fmt: skip
+    )
     loading = object.__new__(memory.Memory)
     loading.training = training  # type: ignore[assignment]
     state = {"world_size": 2, "strategy": {"ddp": {}}}
     loading._load_strategys_own(Path("x"), state, memory.checkpoint.load_own(Path("x"), 0))
-    assert [{name: value.tolist() for name, value in one.items()} for one in given] == [{"w": expected} if expected else {}]
-    assert [line.startswith("note: the checkpoint holds what compression had left over") for line in lines] == [True] * (
-        workers == 1
-    )
+    assert [{name: value.tolist() for name, value in one.items()} for one in given] == [
+        {"w": expected} if expected else {}
+    ]
+    assert [
+        line.startswith("note: the checkpoint holds what compression had left over")
+        for line in lines
+    ] == [True] * (workers == 1)
 
 
 def test_a_worker_that_fails_alone_ends_all() -> None:
-    """Nobody waits for it in a collective: with "async" the error of the one worker ends the training."""
+    """Nobody waits for it in a collective: with "async" the error of the one worker ends the
+    training."""
     with pytest.raises(allhands.AllhandsError, match=r"rank 1"):
         fit(distributed=KVStore("async", servers=1), workers=2, criterion=NanOnRankOne())
 
@@ -137,20 +166,38 @@ class Within(Callback):
 
 
 given = arguments(num_epochs=2, loaders={"train": DataLoader(classification(), 2, shuffle=True)})
-SupervisedRunner(device="cpu").train(**given, distributed="kvstore", logdir="run", resume="auto", callbacks=[Within()])
+SupervisedRunner(device="cpu").train(
+    **given, distributed="kvstore", logdir="run", resume="auto", callbacks=[Within()])
 if os.environ["RANK"] == "1":
-    Path("weights").write_text(json.dumps({name: value.tolist() for name, value in given["model"].state_dict().items()}))
+    state = given["model"].state_dict()
+    Path("weights").write_text(json.dumps({name: value.tolist() for name, value in state.items()}))
 """
 
 
 def job_of_launcher(folder: Path, action: str) -> tuple[int, str]:
-    """Run SCRIPT with two workers and a server; with "wait" the launcher gets SIGTERM after step 3. Code and output."""
+    """Run SCRIPT with two workers and a server; with "wait" the launcher gets SIGTERM after step 3.
+    Code and output."""
     (folder / "script.py").write_text(SCRIPT)
     process = subprocess.Popen(
-        [sys.executable, "-c", "from allhands.cli.main import main; main()", "launch", "-n", "2", "-s", "1", "script.py", action],
-        cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [
+            sys.executable,
+            "-c",
+            "from allhands.cli.main import main; main()",
+            "launch",
+            "-n",
+            "2",
+            "-s",
+            "1",
+            "script.py",
+            action,
+        ],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )  # fmt: skip
+    )
     try:
         end = time.monotonic() + 60
         while action == "wait" and len(list(folder.glob("begun-*"))) < 2:
@@ -165,7 +212,9 @@ def job_of_launcher(folder: Path, action: str) -> tuple[int, str]:
     return process.returncode, told
 
 
-def test_a_job_with_a_server_is_stopped_loses_its_server_and_ends_as_if_it_had_not(tmp_path: Path) -> None:
+def test_a_job_with_a_server_is_stopped_loses_its_server_and_ends_as_if_it_had_not(
+    tmp_path: Path,
+) -> None:
     code, told = job_of_launcher(tmp_path, "wait")
     assert code == 128 + signal.SIGTERM, told
     assert "stopped by SIGTERM after optimizer step" in told, told

@@ -41,7 +41,10 @@ def test_sums_survive_a_stop_within_the_epoch(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_taken_is_refused() -> None:
-    with pytest.raises(UserError, match=r"training\.log\('accuracy', …\): 'accuracy' is a metric of this loader already"):
+    with pytest.raises(
+        UserError,
+        match=r"training\.log\('accuracy', …\): 'accuracy' is a metric of this loader already",
+    ):
         fit(callbacks=[Logs("accuracy")])
 
 
@@ -50,5 +53,7 @@ def test_only_numbers_are_logged() -> None:
         def on_step_end(self, training: Any) -> None:
             training.log("x", torch.zeros(3))
 
-    with pytest.raises(UserError, match=r"training\.log\('x', …\) got shape \[3\]; it takes one number"):
+    with pytest.raises(
+        UserError, match=r"training\.log\('x', …\) got shape \[3\]; it takes one number"
+    ):
         fit(callbacks=[Wrong()])

@@ -1,4 +1,5 @@
-"""Losses that say what they average over, under every strategy, against a plain loop over the global batches."""
+"""Losses that say what they average over, under every strategy, against a plain loop over the
+global batches."""
 
 from __future__ import annotations
 
@@ -12,7 +13,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from allhands import DDP, KVStore, LocalSGD, ModelLoss, OverBatch, PerTarget, Pipeline, SupervisedRunner, Tensor, UserError
+from allhands import (
+    DDP,
+    KVStore,
+    LocalSGD,
+    ModelLoss,
+    OverBatch,
+    PerTarget,
+    Pipeline,
+    SupervisedRunner,
+    Tensor,
+    UserError,
+)
 from tests.reference import relative_difference, train_by_hand
 from tests.worlds import in_world
 
@@ -36,7 +48,8 @@ WHOLE = ("accumulate=2", "tensor", "pipeline")  # every worker sees all samples
 
 
 def tokens() -> TensorDataset:
-    """17 sequences, of whose six tokens the first ones count. With eight in a batch, the last step has one sequence."""
+    """17 sequences, of whose six tokens the first ones count. With eight in a batch, the last step
+    has one sequence."""
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randint(0, 7, (2, 17, 6), generator=generator)
     for row in range(17):
@@ -54,7 +67,9 @@ def token_mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def token_pair(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), (target != -100).sum()
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), (
+        target != -100
+    ).sum()
 
 
 class WithLoss(nn.Module):
@@ -74,7 +89,9 @@ class Labels(SupervisedRunner):
         return model(*batch), batch[1]
 
 
-def trained(criterion: Any, runner: type[SupervisedRunner], make: Callable[[], nn.Module], names: list[str]) -> Any:
+def trained(
+    criterion: Any, runner: type[SupervisedRunner], make: Callable[[], nn.Module], names: list[str]
+) -> Any:
     """The weights and the reported losses by strategy, in this process's world."""
     found = {}
     for name in names:
@@ -82,15 +99,26 @@ def trained(criterion: Any, runner: type[SupervisedRunner], make: Callable[[], n
         model = make()
         size = GLOBAL // cell.get("accumulate", 1) // (1 if name in WHOLE else 2)
         history = runner(device="cpu").train(
-            model=model, criterion=criterion, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), num_epochs=EPOCHS,
-            loaders={"train": DataLoader(tokens(), batch_size=size), "valid": DataLoader(tokens(), batch_size=3)}, **cell,
-        )  # fmt: skip
+            model=model,
+            criterion=criterion,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            num_epochs=EPOCHS,
+            loaders={
+                "train": DataLoader(tokens(), batch_size=size),
+                "valid": DataLoader(tokens(), batch_size=3),
+            },
+            **cell,
+        )
         found[name] = model.state_dict(), history["train"]["loss"], history["valid"]["loss"]
     return found
 
 
-def check(found: Any, by_hand: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor], make: Callable[[], nn.Module],
-          counted: Callable[[torch.Tensor], torch.Tensor]) -> None:  # fmt: skip
+def check(
+    found: Any,
+    by_hand: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor],
+    make: Callable[[], nn.Module],
+    counted: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     model, (x, y), losses = make(), tokens().tensors, []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     batches = torch.arange(len(x)).split(GLOBAL)
@@ -102,7 +130,9 @@ def check(found: Any, by_hand: Callable[[nn.Module, torch.Tensor, torch.Tensor],
             optimizer.step()
             losses.append(loss.item())
     weights = torch.stack([counted(y[rows]).sum() for rows in batches]).double()
-    reported = float((torch.tensor(losses[-len(batches) :]).double() * weights).sum() / weights.sum())
+    reported = float(
+        (torch.tensor(losses[-len(batches) :]).double() * weights).sum() / weights.sum()
+    )
     with torch.no_grad():
         valid = float(by_hand(model, x, y))
     for name, (state, train, validated) in found.items():
@@ -112,17 +142,24 @@ def check(found: Any, by_hand: Callable[[nn.Module, torch.Tensor, torch.Tensor],
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("criterion", [token_pair, PerTarget(token_mean)], ids=["pair", "PerTarget"])
+@pytest.mark.parametrize(
+    "criterion", [token_pair, PerTarget(token_mean)], ids=["pair", "PerTarget"]
+)
 def test_a_loss_over_targets_is_exact_under_every_strategy(criterion: Any) -> None:
     alone = trained(criterion, SupervisedRunner, language_model, ["accumulate=2"])
     several = in_world(2, trained, criterion, SupervisedRunner, language_model, [*STRATEGIES][1:])
     for found in (alone, several[0]):
-        check(found, lambda model, x, y: token_mean(model(x), y), language_model, lambda y: y != -100)
+        check(
+            found, lambda model, x, y: token_mean(model(x), y), language_model, lambda y: y != -100
+        )
 
 
 @pytest.mark.serial
 def test_a_models_own_loss_is_exact() -> None:
-    criterion, names = ModelLoss(shift=True), [name for name in [*STRATEGIES][1:] if name not in WHOLE]
+    criterion, names = (
+        ModelLoss(shift=True),
+        [name for name in [*STRATEGIES][1:] if name not in WHOLE],
+    )
     alone = trained(criterion, Labels, WithLoss, ["accumulate=2"])
     several = in_world(2, trained, criterion, Labels, WithLoss, names)
     for found in (alone, several[0]):
@@ -130,12 +167,16 @@ def test_a_models_own_loss_is_exact() -> None:
 
 
 def first_rank_alone() -> torch.Tensor:
-    """The weights after one step on one sequence, of which rank 1 has none and so has not seen the criterion."""
+    """The weights after one step on one sequence, of which rank 1 has none and so has not seen the
+    criterion."""
     model = language_model()
     SupervisedRunner().train(
-        model=model, criterion=token_pair, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), distributed="ddp",
+        model=model,
+        criterion=token_pair,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        distributed="ddp",
         datasets={"batch_size": 4, "train": TensorDataset(*(t[:1] for t in tokens().tensors))},
-    )  # fmt: skip
+    )
     return model[1].weight.detach()
 
 
@@ -176,29 +217,39 @@ def test_a_pair_must_be_a_sum_and_a_number() -> None:
     model = language_model()
     with pytest.raises(UserError, match=r"\(sum, count\): the sum of the losses"):
         SupervisedRunner(device="cpu").train(
-            model=model, criterion=lambda o, t: (o, 3), optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            model=model,
+            criterion=lambda o, t: (o, 3),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
             loaders={"train": DataLoader(tokens(), batch_size=4)},
-        )  # fmt: skip
+        )
 
 
 def batch_rmse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten()).sqrt()
 
 
-def refusals(names: list[str], criterion: Any, runner: Any = SupervisedRunner, make: Any = language_model) -> dict[str, str]:
+def refusals(
+    names: list[str], criterion: Any, runner: Any = SupervisedRunner, make: Any = language_model
+) -> dict[str, str]:
     """What each strategy says to a criterion, and that no weight was changed."""
     said = {}
     for name in names:
         cell, model = STRATEGIES[name](), make()
         try:
             runner(device="cpu").train(
-                model=model, criterion=criterion, optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-                loaders={"train": DataLoader(tokens(), batch_size=4)}, **cell,
-            )  # fmt: skip
+                model=model,
+                criterion=criterion,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+                loaders={"train": DataLoader(tokens(), batch_size=4)},
+                **cell,
+            )
             said[name] = ""
         except UserError as error:
             said[name] = str(error)
-            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), make().parameters(), strict=True)), name
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(model.parameters(), make().parameters(), strict=True)
+            ), name
     return said
 
 
@@ -211,17 +262,26 @@ def test_what_is_no_mean_is_refused_where_a_batch_is_divided() -> None:
             assert "token_mean is no mean over the samples" in text, name
     own = in_world(2, refusals, ["ddp", "fsdp"], lambda o, t: o["loss"], Labels, WithLoss)
     assert all("allhands.ModelLoss()" in text for strategies in own for text in strategies.values())
-    assert in_world(2, refusals, ["tensor"], token_mean) == [{"tensor": ""}] * 2  # all its workers see the whole batch
+    assert (
+        in_world(2, refusals, ["tensor"], token_mean) == [{"tensor": ""}] * 2
+    )  # all its workers see the whole batch
 
 
-def test_one_process_takes_any_criterion_and_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_process_takes_any_criterion_and_says_so_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     model, by_hand, (x, y) = language_model(), language_model(), tokens().tensors
     SupervisedRunner(device="cpu").train(
-        model=model, criterion=batch_rmse, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), num_epochs=2,
+        model=model,
+        criterion=batch_rmse,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        num_epochs=2,
         loaders={"train": DataLoader(tokens(), batch_size=8)},
-    )  # fmt: skip
+    )
     rows = iter(torch.arange(17).split(8) * 2)
-    train_by_hand(by_hand, batch_rmse, torch.optim.SGD(by_hand.parameters(), lr=0.5), (x, y), rows, 6)
+    train_by_hand(
+        by_hand, batch_rmse, torch.optim.SGD(by_hand.parameters(), lr=0.5), (x, y), rows, 6
+    )
     assert relative_difference(model.state_dict(), by_hand.state_dict()) < 1e-6
     assert capsys.readouterr().out.count("note: with accumulate or several workers") == 1
 
@@ -229,7 +289,10 @@ def test_one_process_takes_any_criterion_and_says_so_once(capsys: pytest.Capture
 def evaluated(criterion: Any) -> str:
     try:
         SupervisedRunner(device="cpu").evaluate(
-            model=language_model(), criterion=criterion, loaders={"valid": DataLoader(tokens(), batch_size=4)}, distributed="ddp"
+            model=language_model(),
+            criterion=criterion,
+            loaders={"valid": DataLoader(tokens(), batch_size=4)},
+            distributed="ddp",
         )
     except UserError as error:
         return str(error)
@@ -242,10 +305,13 @@ def test_evaluate_refuses_it_too() -> None:
 
 
 def contrast(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Each sample among all others of the batch; those that begin with the same token are none of them."""
+    """Each sample among all others of the batch; those that begin with the same token are none of
+    them."""
     features, first = output.flatten(1), target[:, 0]
     same = (first[:, None] == first[None]) & ~torch.eye(len(first), dtype=torch.bool)
-    return F.cross_entropy((features @ features.T).masked_fill(same, -9.0), torch.arange(len(first)))
+    return F.cross_entropy(
+        (features @ features.T).masked_fill(same, -9.0), torch.arange(len(first))
+    )
 
 
 def check_over_batch(found: Any, workers: int) -> None:
@@ -260,7 +326,9 @@ def check_over_batch(found: Any, workers: int) -> None:
     for name, (state, train, valid) in found.items():
         with torch.no_grad():
             parts = torch.arange(17).split(3 * (1 if name in WHOLE else workers))
-            validated = sum(float(contrast(model(x[rows]), y[rows])) * len(rows) / 17 for rows in parts)
+            validated = sum(
+                float(contrast(model(x[rows]), y[rows])) * len(rows) / 17 for rows in parts
+            )
         assert relative_difference(state, model.state_dict()) < 1e-5, name
         assert train[-1] == pytest.approx(sum(losses[3:]), rel=1e-5), name
         assert valid[-1] == pytest.approx(validated, rel=1e-5), name
@@ -268,7 +336,10 @@ def check_over_batch(found: Any, workers: int) -> None:
 
 @pytest.mark.serial
 def test_a_loss_over_the_whole_batch_is_exact_under_every_strategy() -> None:
-    criterion, names = OverBatch(contrast), [name for name in [*STRATEGIES][1:] if name != "pipeline"]
+    criterion, names = (
+        OverBatch(contrast),
+        [name for name in [*STRATEGIES][1:] if name != "pipeline"],
+    )
     check_over_batch(trained(criterion, SupervisedRunner, language_model, ["accumulate=2"]), 1)
     for found in in_world(2, trained, criterion, SupervisedRunner, language_model, names):
         check_over_batch(found, 2)
@@ -282,19 +353,27 @@ def test_a_loss_over_the_whole_batch_is_exact_under_every_strategy() -> None:
         (KVStore(mode="async", servers=1), r"KVStore\(\)"),
     ],
 )
-def test_a_strategy_that_cannot_put_a_batch_together_refuses_it(strategy: Any, instead: str) -> None:
+def test_a_strategy_that_cannot_put_a_batch_together_refuses_it(
+    strategy: Any, instead: str
+) -> None:
     model = language_model()
     with pytest.raises(UserError, match=f"OverBatch.*{instead}"):
         SupervisedRunner(device="cpu").train(
-            model=model, criterion=OverBatch(contrast), optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-            loaders={"train": DataLoader(tokens(), batch_size=4)}, distributed=strategy, workers=2,
-        )  # fmt: skip
+            model=model,
+            criterion=OverBatch(contrast),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            loaders={"train": DataLoader(tokens(), batch_size=4)},
+            distributed=strategy,
+            workers=2,
+        )
 
 
 def test_outputs_without_samples_first_cannot_be_put_together() -> None:
     model = WithLoss()
     with pytest.raises(UserError, match=r"OverBatch.*got shapes \[\], \[8, 6, 7\], \[8, 6\]"):
         Labels(device="cpu").train(
-            model=model, criterion=OverBatch(lambda o, t: o["loss"]), optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            model=model,
+            criterion=OverBatch(lambda o, t: o["loss"]),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
             loaders={"train": DataLoader(tokens(), batch_size=8)},
-        )  # fmt: skip
+        )

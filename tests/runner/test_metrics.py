@@ -39,9 +39,12 @@ def measure(values: list[float], batch: int) -> dict[str, float]:
     }
     del metrics["max"]  # takes one argument; see the F1 below for states that are no sums
     return SupervisedRunner(device="cpu").evaluate(
-        model=Echo(), criterion=mean_loss, loaders={"valid": DataLoader(TensorDataset(x, torch.zeros_like(x)), batch)},
-        metrics=metrics, distributed=torch.distributed.is_initialized(),
-    )["valid"]  # fmt: skip
+        model=Echo(),
+        criterion=mean_loss,
+        loaders={"valid": DataLoader(TensorDataset(x, torch.zeros_like(x)), batch)},
+        metrics=metrics,
+        distributed=torch.distributed.is_initialized(),
+    )["valid"]
 
 
 def measure_many() -> list[dict[str, float]]:
@@ -68,9 +71,12 @@ def rank_metrics() -> list[float]:
     x, y = torch.rand(21, generator=generator), torch.randint(0, 2, (21,), generator=generator)
     y[:4] = 0  # a batch without positives
     values = SupervisedRunner(device="cpu").evaluate(
-        model=Echo(), criterion=mean_loss, loaders={"valid": DataLoader(TensorDataset(x, y), 4)},
-        metrics={"f1": BinaryF1Score(), "auc": BinaryAUROC()}, distributed=torch.distributed.is_initialized(),
-    )["valid"]  # fmt: skip
+        model=Echo(),
+        criterion=mean_loss,
+        loaders={"valid": DataLoader(TensorDataset(x, y), 4)},
+        metrics={"f1": BinaryF1Score(), "auc": BinaryAUROC()},
+        distributed=torch.distributed.is_initialized(),
+    )["valid"]
     f1, auc = BinaryF1Score(sync_on_compute=False), BinaryAUROC(sync_on_compute=False)
     return [values["f1"], float(f1(x, y)), values["auc"], float(auc(x, y))]
 
@@ -102,6 +108,8 @@ def test_a_metric_that_gives_a_vector_is_refused() -> None:
     with pytest.raises(UserError, match=r"metric 'rows' returned shape \[3\]"):
         x = torch.ones(3)
         SupervisedRunner(device="cpu").evaluate(
-            model=Echo(), criterion=mean_loss, loaders={"valid": DataLoader(TensorDataset(x, x), 4)},
+            model=Echo(),
+            criterion=mean_loss,
+            loaders={"valid": DataLoader(TensorDataset(x, x), 4)},
             metrics={"rows": lambda output, target: output},
-        )  # fmt: skip
+        )

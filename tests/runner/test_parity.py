@@ -58,10 +58,17 @@ def train_all_cases(strategy: Any) -> list[dict[str, torch.Tensor]]:
         keep = StopAt(STEPS)
         options = {"collate_fn": own_collate} if kind == "loader" else {}
         SupervisedRunner(device="cpu").train(
-            model=model, criterion=nn.CrossEntropyLoss(), optimizer=OPTIMIZERS[optimizer_name](model.parameters()),
-            loaders={"train": DataLoader(data, batch_size=4, shuffle=True, **options)}, callbacks=[keep], num_epochs=50,
-            accumulate=accumulate, clip_norm=clip_norm, seed=SEED, distributed=strategy,
-        )  # fmt: skip
+            model=model,
+            criterion=nn.CrossEntropyLoss(),
+            optimizer=OPTIMIZERS[optimizer_name](model.parameters()),
+            loaders={"train": DataLoader(data, batch_size=4, shuffle=True, **options)},
+            callbacks=[keep],
+            num_epochs=50,
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+            seed=SEED,
+            distributed=strategy,
+        )
         results.append(keep.weights)
     return results
 
@@ -77,7 +84,9 @@ def test_workers_equal_the_hand_written_loop(workers: int) -> None:
             model = make_model()
             optimizer = OPTIMIZERS[optimizer_name](model.parameters())
             batches = global_batches(SAMPLES, 4 * workers * accumulate, SEED)
-            train_by_hand(model, nn.CrossEntropyLoss(), optimizer, make_data(), batches, STEPS, clip_norm)
+            train_by_hand(
+                model, nn.CrossEntropyLoss(), optimizer, make_data(), batches, STEPS, clip_norm
+            )
             assert relative_difference(weights, model.state_dict()) < 1e-6, (rank, case)
 
 
@@ -88,5 +97,13 @@ def test_single_equals_the_hand_written_loop_bit_for_bit() -> None:
             continue
         model = make_model()
         optimizer = OPTIMIZERS[optimizer_name](model.parameters())
-        train_by_hand(model, nn.CrossEntropyLoss(), optimizer, make_data(), global_batches(SAMPLES, 4, SEED), STEPS, clip_norm)
+        train_by_hand(
+            model,
+            nn.CrossEntropyLoss(),
+            optimizer,
+            make_data(),
+            global_batches(SAMPLES, 4, SEED),
+            STEPS,
+            clip_norm,
+        )
         assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items()), case

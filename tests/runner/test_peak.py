@@ -20,12 +20,17 @@ from tests.worlds import in_world
 
 def test_a_training_says_what_its_process_took(capsys: pytest.CaptureFixture[str]) -> None:
     fit(num_epochs=1)
-    found = re.search(r"^peak memory: (\d+) MiB of the process$|^peak memory: ([\d.]+) GiB of the process$",
-                      capsys.readouterr().out, re.MULTILINE)  # fmt: skip
+    found = re.search(
+        r"^peak memory: (\d+) MiB of the process$|^peak memory: ([\d.]+) GiB of the process$",
+        capsys.readouterr().out,
+        re.MULTILINE,
+    )
     assert found is not None
     size = float(found[1]) / 1024 if found[1] else float(found[2])
     assert 0.05 < size < 64
-    assert size == pytest.approx(peak.taken(World(0, 0, 0, 1, 1, torch.device("cpu"), "none", "alone")) / 2**30, rel=0.05)
+    assert size == pytest.approx(
+        peak.taken(World(0, 0, 0, 1, 1, torch.device("cpu"), "none", "alone")) / 2**30, rel=0.05
+    )
 
 
 def hog() -> Any:
@@ -52,9 +57,14 @@ def test_on_a_gpu_it_is_what_tensors_took(capsys: pytest.CaptureFixture[str]) ->
     model = nn.Linear(4096, 4096, bias=False)
     data = TensorDataset(torch.randn(16, 4096), torch.randn(16, 4096))
     SupervisedRunner(device="cuda").train(
-        model=model, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), step="eager",
+        model=model,
+        criterion=nn.MSELoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        step="eager",
         loaders={"train": DataLoader(data, 8)},
-    )  # fmt: skip
-    found = re.search(r"peak memory: (\d+) MiB of tensors on the GPU$", capsys.readouterr().out, re.MULTILINE)
+    )
+    found = re.search(
+        r"peak memory: (\d+) MiB of tensors on the GPU$", capsys.readouterr().out, re.MULTILINE
+    )
     assert found is not None
     assert 128 <= int(found[1]) - held < 400, "weights and gradients are 128 MiB"

@@ -1,4 +1,5 @@
-"""What a callback calls on rank 0 alone, and all ranks are needed for, is told by name within seconds."""
+"""What a callback calls on rank 0 alone, and all ranks are needed for, is told by name within
+seconds."""
 
 from __future__ import annotations
 
@@ -103,13 +104,19 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "call", "hook", "name"), CASES, ids=lambda value: getattr(value, "__name__", value))
-def test_it_is_named_on_every_strategy(strategy: str, call: Any, hook: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "call", "hook", "name"), CASES, ids=lambda value: getattr(value, "__name__", value)
+)
+def test_it_is_named_on_every_strategy(
+    strategy: str, call: Any, hook: str, name: str, tmp_path: Path
+) -> None:
     with pytest.raises(WorkerError, match="the ranks do not make the same calls") as raised:
         SupervisedRunner(device="cpu").train(
-            **arguments(callbacks=[Alone(call, tmp_path / "at", hook)]), logdir=tmp_path / "log",
-            distributed=STRATEGIES[strategy](), workers=2,
-        )  # fmt: skip
+            **arguments(callbacks=[Alone(call, tmp_path / "at", hook)]),
+            logdir=tmp_path / "log",
+            distributed=STRATEGIES[strategy](),
+            workers=2,
+        )
     assert time.time() - float((tmp_path / "at").read_text()) < 10
     text = str(raised.value)
     line = call.__code__.co_firstlineno + 1

@@ -1,4 +1,5 @@
-"""A training in a Slurm job that a signal ends and that Slurm starts again. The real Slurm is in tests/cluster."""
+"""A training in a Slurm job that a signal ends and that Slurm starts again. The real Slurm is in
+tests/cluster."""
 
 from __future__ import annotations
 
@@ -43,9 +44,14 @@ def test_a_requeued_job_goes_on_where_it_was_stopped(
 
     job.setenv("SLURM_RESTART_COUNT", "1")
     resumed, history = fit(dropout=0.3, logdir=tmp_path / "run", callbacks=[Callback()])
-    assert "job 9 was requeued (restart 1): going on with its own newest checkpoint" in capsys.readouterr().out
+    assert (
+        "job 9 was requeued (restart 1): going on with its own newest checkpoint"
+        in capsys.readouterr().out
+    )
     assert history["step"] == [7, 14, 21]
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True)
+    )
     assert not (tmp_path / "run" / "earlier-1").exists()
 
 
@@ -57,7 +63,10 @@ def test_the_checkpoints_of_another_job_are_set_aside(
     job.setenv("SLURM_RESTART_COUNT", "2")
     _, history = fit(logdir=tmp_path, num_epochs=1)
     assert history["epoch"] == [1]
-    assert f"the logdir held an earlier run, now in {tmp_path / 'earlier-1'}" in capsys.readouterr().out
+    assert (
+        f"the logdir held an earlier run, now in {tmp_path / 'earlier-1'}"
+        in capsys.readouterr().out
+    )
     assert (tmp_path / "checkpoints" / "job").read_text() == "slurm 10\n"
 
 
@@ -71,7 +80,10 @@ def test_nothing_is_requeued_unasked_and_a_useless_wish_is_told(
     assert asked == []
     job.setenv("ALLHANDS_REQUEUE", "1")
     fit(num_epochs=1)
-    assert "note: ALLHANDS_REQUEUE=1 has no effect here: without a logdir nothing is saved" in capsys.readouterr().out
+    assert (
+        "note: ALLHANDS_REQUEUE=1 has no effect here: without a logdir nothing is saved"
+        in capsys.readouterr().out
+    )
     job.setenv("ALLHANDS_REQUEUE", "please")
     with pytest.raises(UserError, match="ALLHANDS_REQUEUE='please'"):
         fit(num_epochs=1)
@@ -85,13 +97,22 @@ def test_workers_that_are_started_again_go_on(
     first = tmp_path / "first"
     fit(logdir=first, num_epochs=1, callbacks=[Callback()])
     with pytest.raises(SystemExit):
-        fit(logdir=tmp_path / "run", resume=first / "checkpoints" / "last", callbacks=[Send("epoch", signal.SIGUSR1)])
+        fit(
+            logdir=tmp_path / "run",
+            resume=first / "checkpoints" / "last",
+            callbacks=[Send("epoch", signal.SIGUSR1)],
+        )
     job.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     capsys.readouterr()
     # What the command line says was for the first start; this run has come further since.
-    _, history = fit(logdir=tmp_path / "run", resume=first / "checkpoints" / "last", callbacks=[Callback()])
+    _, history = fit(
+        logdir=tmp_path / "run", resume=first / "checkpoints" / "last", callbacks=[Callback()]
+    )
     told = capsys.readouterr().out
-    assert "the workers were started again (attempt 2): going on with its own newest checkpoint" in told
+    assert (
+        "the workers were started again (attempt 2): going on with its own newest checkpoint"
+        in told
+    )
     assert f"resuming from {tmp_path / 'run'}" in told
     assert history["step"] == [7, 14, 21]
     # Another job's restart is another matter.

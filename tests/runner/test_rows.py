@@ -44,8 +44,11 @@ def as_often(batch: list[tuple[float, int]]) -> Pair | None:
     return (torch.tensor(rows)[:, None], torch.tensor(rows)) if rows else None
 
 
-def gradients(times: list[int], batch_size: int, cells: list[dict[str, Any]], stream: bool = False) -> list[list[float]]:
-    """By cell: the gradients of the mean of the values by step (one that is left out has none), and the losses of the epoch."""
+def gradients(
+    times: list[int], batch_size: int, cells: list[dict[str, Any]], stream: bool = False
+) -> list[list[float]]:
+    """By cell: the gradients of the mean of the values by step (one that is left out has none), and
+    the losses of the epoch."""
     data = Stream(times) if stream else Numbers(times)
     found = []
     for cell in cells:
@@ -53,12 +56,20 @@ def gradients(times: list[int], batch_size: int, cells: list[dict[str, Any]], st
         weight = next(model.parameters())
         torch.nn.init.ones_(weight)
         history = SupervisedRunner(device="cpu").train(
-            model=model, criterion=mean_output, optimizer=torch.optim.SGD([weight], lr=1.0), metrics={"mean": mean_output},
-            loaders={"train": DataLoader(data, batch_size=batch_size, collate_fn=as_often),
-                     "valid": DataLoader(data, batch_size=batch_size, collate_fn=as_often)}, **cell,
-        )  # fmt: skip
+            model=model,
+            criterion=mean_output,
+            optimizer=torch.optim.SGD([weight], lr=1.0),
+            metrics={"mean": mean_output},
+            loaders={
+                "train": DataLoader(data, batch_size=batch_size, collate_fn=as_often),
+                "valid": DataLoader(data, batch_size=batch_size, collate_fn=as_often),
+            },
+            **cell,
+        )
         values = history["valid"]
-        found.append([1 - weight.item(), history["train"]["loss"][0], values["loss"][0], values["mean"][0]])
+        found.append(
+            [1 - weight.item(), history["train"]["loss"][0], values["loss"][0], values["mean"][0]]
+        )
     return found
 
 
@@ -74,7 +85,9 @@ class Line(nn.Module):
 
 
 def mean(times: list[int], first: int = 0, last: int = 6) -> float:
-    return sum(v * n for v, n in zip(VALUES[first:last], times[first:last], strict=False)) / max(1, sum(times[first:last]))
+    return sum(v * n for v, n in zip(VALUES[first:last], times[first:last], strict=False)) / max(
+        1, sum(times[first:last])
+    )
 
 
 def right(times: list[int], size: int) -> tuple[float, float, float]:
@@ -84,14 +97,24 @@ def right(times: list[int], size: int) -> tuple[float, float, float]:
         count = sum(times[first : first + size])
         if count:
             gradient = mean(times, first, first + size)
-            losses, rows, weight = losses + weight * gradient * count, rows + count, weight - gradient
+            losses, rows, weight = (
+                losses + weight * gradient * count,
+                rows + count,
+                weight - gradient,
+            )
     return 1 - weight, losses / rows, weight * mean(times)
 
 
 KINDS = pytest.mark.parametrize(
     "times",
     [[1, 0, 1, 1], [1, 3, 0, 2], [1, 1, 0, 0], [0, 0, 1, 2], [0, 0, 0, 0, 1, 1]],
-    ids=["one dropped", "some more", "second half dropped", "first half dropped", "a step without a row"],
+    ids=[
+        "one dropped",
+        "some more",
+        "second half dropped",
+        "first half dropped",
+        "a step without a row",
+    ],
 )
 
 
@@ -106,9 +129,12 @@ def test_rows_count_in_one_process(times: list[int]) -> None:
 @KINDS
 def test_rows_count_under_every_strategy(times: list[int]) -> None:
     cells: list[dict[str, Any]] = [
-        {"distributed": "ddp"}, {"distributed": "kvstore"}, {"distributed": KVStore(update="worker")},
-        {"distributed": LocalSGD(every=1)}, {"distributed": "fsdp"},
-    ]  # fmt: skip
+        {"distributed": "ddp"},
+        {"distributed": "kvstore"},
+        {"distributed": KVStore(update="worker")},
+        {"distributed": LocalSGD(every=1)},
+        {"distributed": "fsdp"},
+    ]
     for found in in_world(2, gradients, times, 2, cells):
         for cell, numbers in zip(cells, found, strict=True):
             assert numbers == pytest.approx([*right(times, 4), right(times, 4)[2]]), cell
@@ -119,7 +145,12 @@ def test_rows_count_under_every_strategy(times: list[int]) -> None:
 def predicted(times: list[int], workers: int | None) -> list[float]:
     loader = DataLoader(Numbers(times), batch_size=2, collate_fn=as_often)
     distributed = {} if workers is None else {"distributed": "ddp"}
-    return SupervisedRunner(device="cpu").predict(model=nn.Identity(), loader=loader, **distributed).flatten().tolist()
+    return (
+        SupervisedRunner(device="cpu")
+        .predict(model=nn.Identity(), loader=loader, **distributed)
+        .flatten()
+        .tolist()
+    )
 
 
 @pytest.mark.serial
@@ -145,18 +176,27 @@ def test_a_runner_says_itself_how_many_rows_there_are() -> None:
 
     model = Slope()
     Named(device="cpu").train(
-        model=model, criterion=mean_output, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), accumulate=2,
+        model=model,
+        criterion=mean_output,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        accumulate=2,
         loaders={"train": DataLoader(Numbers([1, 1, 1]), batch_size=2, collate_fn=collate)},
-    )  # fmt: skip
+    )
     assert -model.w.item() == pytest.approx(7 / 3)
 
 
 @pytest.mark.parametrize(
     ("batch", "rows"),
     [
-        (None, 0), ((), 0), ((torch.rand(3, 2), torch.rand(3)), 3), ((torch.rand(3, 2), None), 3), (torch.rand(5), 5),
-        ({"features": torch.rand(4, 2), "targets": ["a"]}, 4), (([torch.rand(3, 8, 8)], [{}]), None), (object(), None),
+        (None, 0),
+        ((), 0),
+        ((torch.rand(3, 2), torch.rand(3)), 3),
+        ((torch.rand(3, 2), None), 3),
+        (torch.rand(5), 5),
+        ({"features": torch.rand(4, 2), "targets": ["a"]}, 4),
+        (([torch.rand(3, 8, 8)], [{}]), None),
+        (object(), None),
     ],
-)  # fmt: skip
+)
 def test_rows_of_a_batch(batch: Any, rows: int | None) -> None:
     assert SupervisedRunner().rows_of(batch) == rows

@@ -27,11 +27,20 @@ def nested(optimizer: torch.optim.Optimizer, kind: Any = lr_scheduler.ChainedSch
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda o: lr_scheduler.StepLR(o, 1), r"scheduler StepLR was made for another .*scheduler=StepLR\(optimizer, …\)"),
-        (lambda o: (lr_scheduler.StepLR(o, 1), "step"), r"scheduler=\(StepLR\(optimizer, …\), 'step'\)"),
+        (
+            lambda o: lr_scheduler.StepLR(o, 1),
+            r"scheduler StepLR was made for another .*scheduler=StepLR\(optimizer, …\)",
+        ),
+        (
+            lambda o: (lr_scheduler.StepLR(o, 1), "step"),
+            r"scheduler=\(StepLR\(optimizer, …\), 'step'\)",
+        ),
         (lr_scheduler.ReduceLROnPlateau, "scheduler ReduceLROnPlateau was made for another"),
         (nested, "was made for another optimizer .a SGD."),
-        (lambda o: nested(o, lr_scheduler.SequentialLR), "scheduler SequentialLR was made for another"),
+        (
+            lambda o: nested(o, lr_scheduler.SequentialLR),
+            "scheduler SequentialLR was made for another",
+        ),
     ],
 )
 def test_a_scheduler_of_another_optimizer_is_refused(make, message):
@@ -42,9 +51,13 @@ def test_a_scheduler_of_another_optimizer_is_refused(make, message):
 
 def test_a_part_of_another_optimizer_is_named_with_the_whole():
     mine = sgd()
-    chained = lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(mine, 1), lr_scheduler.StepLR(mine, 2)])
+    chained = lr_scheduler.ChainedScheduler(
+        [lr_scheduler.StepLR(mine, 1), lr_scheduler.StepLR(mine, 2)]
+    )
     chained._schedulers[1].optimizer = sgd()
-    with pytest.raises(UserError, match="scheduler StepLR, inside of ChainedScheduler, was made for another"):
+    with pytest.raises(
+        UserError, match="scheduler StepLR, inside of ChainedScheduler, was made for another"
+    ):
         Schedule(chained).check_optimizer(mine)
 
 
@@ -64,13 +77,25 @@ def note(scheduler: Any, steps: int | None = 21, epochs: int = 3, **done: Any) -
     ("make", "said"),
     [
         (lambda o: lr_scheduler.CosineAnnealingLR(o, 3), ""),
-        (lambda o: lr_scheduler.CosineAnnealingLR(o, 10), r"CosineAnnealingLR\(T_max=10\) steps once an epoch.* 3 epochs"),
-        (lambda o: lr_scheduler.CosineAnnealingLR(o, 21), r"T_max=21.* 3 epochs; to step once an optimizer step, write.*'step'"),
+        (
+            lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+            r"CosineAnnealingLR\(T_max=10\) steps once an epoch.* 3 epochs",
+        ),
+        (
+            lambda o: lr_scheduler.CosineAnnealingLR(o, 21),
+            r"T_max=21.* 3 epochs; to step once an optimizer step, write.*'step'",
+        ),
         (lambda o: (lr_scheduler.CosineAnnealingLR(o, 21), "step"), ""),
-        (lambda o: (lr_scheduler.LinearLR(o, total_iters=5), "step"), r"total_iters=5\) steps once an optimizer step.* 21 opt"),
+        (
+            lambda o: (lr_scheduler.LinearLR(o, total_iters=5), "step"),
+            r"total_iters=5\) steps once an optimizer step.* 21 opt",
+        ),
         (lambda o: lr_scheduler.PolynomialLR(o, 4), r"PolynomialLR\(total_iters=4\).* 3 epochs"),
         (lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=21), ""),
-        (lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=40), r"OneCycleLR\(total_steps=40\).* 21 optimizer steps"),
+        (
+            lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=40),
+            r"OneCycleLR\(total_steps=40\).* 21 optimizer steps",
+        ),
         (lambda o: lr_scheduler.MultiStepLR(o, [1, 2]), ""),
         (lambda o: lr_scheduler.MultiStepLR(o, [1, 9]), r"last milestone=9.* 3 epochs"),
         (lambda o: lr_scheduler.StepLR(o, 1), ""),
@@ -78,13 +103,17 @@ def note(scheduler: Any, steps: int | None = 21, epochs: int = 3, **done: Any) -
         (lambda o: nested(o, lr_scheduler.SequentialLR), ""),
         (
             lambda o: lr_scheduler.SequentialLR(
-                o, [lr_scheduler.LinearLR(o, total_iters=1), lr_scheduler.CosineAnnealingLR(o, 2)], [1]
+                o,
+                [lr_scheduler.LinearLR(o, total_iters=1), lr_scheduler.CosineAnnealingLR(o, 2)],
+                [1],
             ),
             "",
         ),
         (
             lambda o: lr_scheduler.SequentialLR(
-                o, [lr_scheduler.LinearLR(o, total_iters=1), lr_scheduler.CosineAnnealingLR(o, 8)], [1]
+                o,
+                [lr_scheduler.LinearLR(o, total_iters=1), lr_scheduler.CosineAnnealingLR(o, 8)],
+                [1],
             ),
             r"1 \+ T_max=9.* 3 epochs",
         ),
@@ -115,7 +144,11 @@ def test_one_cycle_that_ends_too_early_is_refused_before_the_first_step():
     optimizer = sgd(model)
     scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(UserError, match=r"total_steps=20\).* 21 optimizer steps: it fails after step 20; write total_steps=21"):
+    with pytest.raises(
+        UserError,
+        match=r"total_steps=20\).* 21 optimizer steps: it fails after step 20; write "
+        r"total_steps=21",
+    ):
         fit(model=model, optimizer=optimizer, scheduler=scheduler)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -123,15 +156,28 @@ def test_one_cycle_that_ends_too_early_is_refused_before_the_first_step():
 def test_the_note_and_the_seed_are_printed(capsys):
     model = classifier()
     optimizer = sgd(model)
-    fit(model=model, optimizer=optimizer, scheduler=lr_scheduler.CosineAnnealingLR(optimizer, 50), seed=7)
+    fit(
+        model=model,
+        optimizer=optimizer,
+        scheduler=lr_scheduler.CosineAnnealingLR(optimizer, 50),
+        seed=7,
+    )
     printed = capsys.readouterr().out
     assert "; seed 7\n" in printed
-    assert "note: CosineAnnealingLR(T_max=50) steps once an epoch, and the training has 3 epochs\n" in printed
+    assert (
+        "note: CosineAnnealingLR(T_max=50) steps once an epoch, and the training has 3 epochs\n"
+        in printed
+    )
 
 
 def test_a_schedule_of_rounds_is_compared_with_the_rounds(capsys):
     given = arguments(num_epochs=1)
     scheduler = lr_scheduler.CosineAnnealingLR(given["optimizer"], 50)
     rounds = Federated(clients=2, partition="iid", rounds=2)
-    SupervisedRunner(device="cpu").train(**given, scheduler=scheduler, distributed=rounds, workers=1)
-    assert "note: CosineAnnealingLR(T_max=50) steps once a round, and the training has 2 rounds" in capsys.readouterr().out
+    SupervisedRunner(device="cpu").train(
+        **given, scheduler=scheduler, distributed=rounds, workers=1
+    )
+    assert (
+        "note: CosineAnnealingLR(T_max=50) steps once a round, and the training has 2 rounds"
+        in capsys.readouterr().out
+    )

@@ -1,4 +1,5 @@
-"""Epochs of a number of optimizer steps: they go on in the data, over its passes, and end for streams without an end."""
+"""Epochs of a number of optimizer steps: they go on in the data, over its passes, and end for
+streams without an end."""
 
 from __future__ import annotations
 
@@ -41,16 +42,27 @@ class Endless(IterableDataset[Any]):
         return ((torch.tensor([float(number)]), torch.zeros(1)) for number in itertools.count(1))
 
 
-def train(steps: int | None, epochs: int, data: Any = None, **options: Any) -> tuple[Seen, nn.Module, Any]:
+def train(
+    steps: int | None, epochs: int, data: Any = None, **options: Any
+) -> tuple[Seen, nn.Module, Any]:
     runner, model = Seen(), nn.Linear(1, 1)
     nn.init.constant_(model.weight, 1.0)
     nn.init.zeros_(model.bias)
-    given: dict[str, Any] = {"loaders": {"train": DataLoader(data or TensorDataset(ROWS, ROWS * 2), 2), "valid": DataLoader(
-        TensorDataset(ROWS, ROWS * 2), 5)}, "distributed": False}  # fmt: skip
+    given: dict[str, Any] = {
+        "loaders": {
+            "train": DataLoader(data or TensorDataset(ROWS, ROWS * 2), 2),
+            "valid": DataLoader(TensorDataset(ROWS, ROWS * 2), 5),
+        },
+        "distributed": False,
+    }
     history = runner.train(
-        model=model, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.5),
-        num_epochs=epochs, steps_per_epoch=steps, **given | options,
-    )  # fmt: skip
+        model=model,
+        criterion=nn.MSELoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.5),
+        num_epochs=epochs,
+        steps_per_epoch=steps,
+        **given | options,
+    )
     return runner, model, history
 
 
@@ -104,7 +116,9 @@ class Stop(Callback):
 @pytest.mark.parametrize("within", [False, True])
 def test_a_resumed_training_goes_on_in_the_data(tmp_path: Path, data: Any, within: bool) -> None:
     whole, model, history = train(3, 4, data)
-    first, _, _ = train(3, 4 if within else 2, data, logdir=tmp_path, callbacks=[Stop()] if within else [Callback()])
+    first, _, _ = train(
+        3, 4 if within else 2, data, logdir=tmp_path, callbacks=[Stop()] if within else [Callback()]
+    )
     rest, again, resumed = train(3, 4, data, logdir=tmp_path, callbacks=[Callback()], resume="auto")
     assert first.samples + rest.samples == whole.samples
     assert torch.equal(model.weight, again.weight)
@@ -113,7 +127,9 @@ def test_a_resumed_training_goes_on_in_the_data(tmp_path: Path, data: Any, withi
 
 def test_a_checkpoint_within_a_pass_needs_steps_per_epoch(tmp_path: Path) -> None:
     train(3, 2, logdir=tmp_path)
-    with pytest.raises(UserError, match=r"written with steps_per_epoch.*pass steps_per_epoch here too"):
+    with pytest.raises(
+        UserError, match=r"written with steps_per_epoch.*pass steps_per_epoch here too"
+    ):
         train(None, 4, logdir=tmp_path, resume="auto")
 
 
@@ -142,7 +158,10 @@ def test_federated_rounds_have_none() -> None:
 
 
 def on_two_workers() -> Any:
-    return [train(steps, epochs, data)[0].samples for steps, epochs, data in ((3, 3, Endless()), (4, 2, None))]
+    return [
+        train(steps, epochs, data)[0].samples
+        for steps, epochs, data in ((3, 3, Endless()), (4, 2, None))
+    ]
 
 
 @pytest.mark.serial
@@ -162,10 +181,14 @@ def test_the_length_of_a_schedule_is_compared_with_these_epochs(length: int, fit
 
     def run() -> Any:
         return SupervisedRunner(device="cpu").train(
-            model=model, criterion=nn.MSELoss(), optimizer=optimizer, num_epochs=2, steps_per_epoch=3,
+            model=model,
+            criterion=nn.MSELoss(),
+            optimizer=optimizer,
+            num_epochs=2,
+            steps_per_epoch=3,
             scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=length),
             loaders={"train": DataLoader(Endless(), 2)},
-        )  # fmt: skip
+        )
 
     if fits:
         assert run()["step"] == [3, 6]

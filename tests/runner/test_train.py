@@ -1,4 +1,5 @@
-"""`SupervisedRunner.train` in one process: history, schedules, callbacks, files, resume, randomness."""
+"""`SupervisedRunner.train` in one process: history, schedules, callbacks, files, resume,
+randomness."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from tests.runner.problems import arguments, classification, classifier, fit
 
 
 def same(first: nn.Module, second: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True))
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    )
 
 
 def test_history_is_plain_and_complete() -> None:
@@ -29,7 +33,11 @@ def test_history_is_plain_and_complete() -> None:
     assert history["epoch"] == [1, 2, 3]
     assert history["step"] == [7, 14, 21]
     assert set(history) == {"epoch", "step", "lr", "seconds", "train", "valid"}
-    assert all(len(history[loader][name]) == 3 for loader in ("train", "valid") for name in ("loss", "accuracy"))
+    assert all(
+        len(history[loader][name]) == 3
+        for loader in ("train", "valid")
+        for name in ("loss", "accuracy")
+    )
     assert history["valid"]["loss"][-1] < history["valid"]["loss"][0]
     json.dumps(history)
 
@@ -39,8 +47,12 @@ def test_valid_loss_is_that_of_the_trained_model() -> None:
     x, y = classification().tensors
     model.eval()
     with torch.no_grad():
-        assert history["valid"]["loss"][-1] == pytest.approx(float(nn.functional.cross_entropy(model(x), y)), rel=1e-6)
-        assert history["valid"]["accuracy"][-1] == pytest.approx(float((model(x).argmax(1) == y).double().mean()))
+        assert history["valid"]["loss"][-1] == pytest.approx(
+            float(nn.functional.cross_entropy(model(x), y)), rel=1e-6
+        )
+        assert history["valid"]["accuracy"][-1] == pytest.approx(
+            float((model(x).argmax(1) == y).double().mean())
+        )
 
 
 class Rates(Callback):
@@ -67,7 +79,10 @@ def test_a_step_scheduler_steps_once_an_optimizer_step(form: str) -> None:
         given["scheduler"] = lr_scheduler.OneCycleLR(given["optimizer"], max_lr=0.1, total_steps=8)
         expected = _one_cycle(8)
     else:
-        given["scheduler"] = (lr_scheduler.LambdaLR(given["optimizer"], lambda step: 1 / (1 + step)), "step")
+        given["scheduler"] = (
+            lr_scheduler.LambdaLR(given["optimizer"], lambda step: 1 / (1 + step)),
+            "step",
+        )
         expected = [0.02 / (1 + step) for step in range(1, 5)]
     SupervisedRunner(device="cpu").train(**given)
     assert len(rates.seen) == 4, "53 samples, batch 8 x 2 accumulated"
@@ -100,14 +115,19 @@ def test_any_object_with_step_is_a_scheduler() -> None:
 
 def test_reduce_on_plateau_sees_the_main_metric() -> None:
     given = arguments(num_epochs=4, main_metric="accuracy", minimize_metric=False)
-    schedule = lr_scheduler.ReduceLROnPlateau(given["optimizer"], mode="min", patience=0, threshold=0.0)
+    schedule = lr_scheduler.ReduceLROnPlateau(
+        given["optimizer"], mode="min", patience=0, threshold=0.0
+    )
     given["scheduler"] = schedule
     history = SupervisedRunner(device="cpu").train(**given)
     assert schedule.best == min(history["valid"]["accuracy"])
 
 
 def test_early_stopping_ends_after_its_patience() -> None:
-    _, history = fit(num_epochs=30, callbacks=[EarlyStopping(2, metric="accuracy", minimize=False, min_delta=1.0)])
+    _, history = fit(
+        num_epochs=30,
+        callbacks=[EarlyStopping(2, metric="accuracy", minimize=False, min_delta=1.0)],
+    )
     assert history["epoch"] == [1, 2, 3]
 
 
@@ -131,7 +151,14 @@ class Recorder(Callback):
 def test_callbacks_are_called_in_order() -> None:
     recorder = Recorder()
     fit(num_epochs=2, callbacks=[recorder])
-    assert recorder.calls == ["train_start", "epoch_start", "epoch_end 1", "epoch_start", "epoch_end 2", "train_end"]
+    assert recorder.calls == [
+        "train_start",
+        "epoch_start",
+        "epoch_end 1",
+        "epoch_start",
+        "epoch_end 2",
+        "train_end",
+    ]
 
 
 def test_files_under_the_logdir(tmp_path: Path) -> None:
@@ -145,7 +172,9 @@ def test_files_under_the_logdir(tmp_path: Path) -> None:
 
 
 def test_best_is_the_best_epochs_weights_not_the_last(tmp_path: Path) -> None:
-    model, history = fit(logdir=tmp_path, num_epochs=4, minimize_metric=False)  # the first epoch's loss is the largest
+    model, history = fit(
+        logdir=tmp_path, num_epochs=4, minimize_metric=False
+    )  # the first epoch's loss is the largest
     assert max(history["valid"]["loss"]) == history["valid"]["loss"][0]
     state = allhands.load_checkpoint(tmp_path / "checkpoints" / "best")
     assert state["epoch"] == 1
@@ -154,9 +183,16 @@ def test_best_is_the_best_epochs_weights_not_the_last(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("with_logdir", [False, True])
 def test_load_best_on_end(tmp_path: Path, with_logdir: bool) -> None:
-    model, history = fit(num_epochs=4, load_best_on_end=True, minimize_metric=False, logdir=tmp_path if with_logdir else None)
+    model, history = fit(
+        num_epochs=4,
+        load_best_on_end=True,
+        minimize_metric=False,
+        logdir=tmp_path if with_logdir else None,
+    )
     values = SupervisedRunner(device="cpu").evaluate(
-        model=model, criterion=nn.CrossEntropyLoss(), loaders={"valid": DataLoader(classification(), 8)}
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        loaders={"valid": DataLoader(classification(), 8)},
     )
     assert values["valid"]["loss"] == pytest.approx(history["valid"]["loss"][0])
 
@@ -180,7 +216,9 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, stop_after: in
     assert [row["epoch"] for row in rows] == ["1", "2", "3", "4", "5"]
 
 
-def test_resume_auto_starts_anew_in_an_empty_logdir(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_auto_starts_anew_in_an_empty_logdir(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, history = fit(logdir=tmp_path, resume="auto", num_epochs=1)
     assert history["epoch"] == [1]
     assert "starting anew" in capsys.readouterr().out
@@ -203,7 +241,9 @@ def test_best_so_far_survives_a_resume(tmp_path: Path) -> None:
 def test_an_earlier_run_in_the_logdir_is_kept(tmp_path: Path) -> None:
     fit(logdir=tmp_path, num_epochs=2)
     fit(logdir=tmp_path, num_epochs=1)
-    kept = json.loads((tmp_path / "earlier-1" / "checkpoints" / "last" / "manifest.json").read_text())
+    kept = json.loads(
+        (tmp_path / "earlier-1" / "checkpoints" / "last" / "manifest.json").read_text()
+    )
     new = json.loads((tmp_path / "checkpoints" / "last" / "manifest.json").read_text())
     assert (kept["epoch"], new["epoch"]) == (2, 1)
 
@@ -243,17 +283,22 @@ def test_dict_batches_and_several_inputs() -> None:
 
     model = nn.Linear(2, 1)
     history = SupervisedRunner(device="cpu", input_key="image", target_key="label").train(
-        model=model, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(model.parameters(), lr=1e-3), num_epochs=2,
+        model=model,
+        criterion=nn.MSELoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+        num_epochs=2,
         loaders={"train": DataLoader(Pairs(), 4)},
-    )  # fmt: skip
+    )
     assert history["train"]["loss"][1] < history["train"]["loss"][0]
 
     both = nn.Bilinear(2, 2, 1)
     x = torch.rand(8, 2)
     SupervisedRunner(device="cpu").train(
-        model=both, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(both.parameters(), lr=0.1),
+        model=both,
+        criterion=nn.MSELoss(),
+        optimizer=torch.optim.SGD(both.parameters(), lr=0.1),
         loaders={"train": DataLoader(TensorDataset(x, x, x[:, :1]), 4)},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -263,7 +308,9 @@ def test_low_precision_trains(precision: str) -> None:
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
-def test_bar_and_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bar_and_table_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("TTY_INTERACTIVE", "1")
     fit(verbose=True, num_epochs=2)
@@ -286,10 +333,15 @@ def test_ignored_targets_of_one_loader_do_not_disturb_another() -> None:
     x, y = classification().tensors
     ignored = y.clone()
     ignored[:20] = -100
-    loaders = {"train": DataLoader(TensorDataset(x, y), 8, shuffle=True), "valid": DataLoader(TensorDataset(x, ignored), 8)}
+    loaders = {
+        "train": DataLoader(TensorDataset(x, y), 8, shuffle=True),
+        "valid": DataLoader(TensorDataset(x, ignored), 8),
+    }
     model, history = fit(loaders=loaders, metrics=None, num_epochs=1)
     with torch.no_grad():
-        assert history["valid"]["loss"][0] == pytest.approx(float(nn.functional.cross_entropy(model(x), ignored)), rel=1e-6)
+        assert history["valid"]["loss"][0] == pytest.approx(
+            float(nn.functional.cross_entropy(model(x), ignored)), rel=1e-6
+        )
 
 
 def test_a_target_that_comes_first_is_counted_where_the_runner_finds_it() -> None:
@@ -305,10 +357,14 @@ def test_a_target_that_comes_first_is_counted_where_the_runner_finds_it() -> Non
     ignored[::2] = -100
     model = classifier()
     values = Backwards(device="cpu").evaluate(
-        model=model, criterion=nn.CrossEntropyLoss(), loaders={"valid": DataLoader(TensorDataset(ignored, x), 8)}
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        loaders={"valid": DataLoader(TensorDataset(ignored, x), 8)},
     )
     with torch.no_grad():
-        assert values["valid"]["loss"] == pytest.approx(float(nn.functional.cross_entropy(model(x), ignored)), rel=1e-6)
+        assert values["valid"]["loss"] == pytest.approx(
+            float(nn.functional.cross_entropy(model(x), ignored)), rel=1e-6
+        )
 
 
 def test_a_runner_may_use_another_device_later() -> None:

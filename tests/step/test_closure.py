@@ -20,7 +20,8 @@ WEIGHT = [nn.Parameter(torch.zeros(2))]
 
 
 class Sharp(torch.optim.SGD):
-    """SAM as it is published: the gradients are there when its step is called. It changes weights past autograd."""
+    """SAM as it is published: the gradients are there when its step is called. It changes weights
+    past autograd."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
@@ -42,21 +43,30 @@ def network() -> nn.Module:
 
 def samples() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(SAMPLES, 6, generator=generator).double(), torch.randint(0, 3, (SAMPLES,), generator=generator)
+    return torch.randn(SAMPLES, 6, generator=generator).double(), torch.randint(
+        0, 3, (SAMPLES,), generator=generator
+    )
 
 
 MAKERS: dict[str, Callable[[nn.Module], Any]] = {
     "sharp": lambda model: Sharp(model.parameters(), lr=0.1, momentum=0.9),
-    "line search": lambda model: torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe"),
+    "line search": lambda model: torch.optim.LBFGS(
+        model.parameters(), max_iter=3, line_search_fn="strong_wolfe"
+    ),
 }
 
 
 def trained(name: str, strategy: Any, **options: Any) -> Any:
     model = network()
     history = SupervisedRunner(device="cpu").train(
-        model=model, criterion=nn.CrossEntropyLoss(), optimizer=MAKERS[name](model), num_epochs=2, distributed=strategy,
-        loaders={"train": DataLoader(TensorDataset(*samples()), BATCH // (2 if strategy else 1))}, **options,
-    )  # fmt: skip
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=MAKERS[name](model),
+        num_epochs=2,
+        distributed=strategy,
+        loaders={"train": DataLoader(TensorDataset(*samples()), BATCH // (2 if strategy else 1))},
+        **options,
+    )
     return model.state_dict(), history["train"]["loss"]
 
 
@@ -111,7 +121,9 @@ def test_two_workers_take_the_same() -> None:
         (False, {"precision": "fp16"}, "write precision='bf16'"),
     ],
 )
-def test_where_there_is_no_place_for_it_is_refused(strategy: Any, options: dict[str, Any], message: str) -> None:
+def test_where_there_is_no_place_for_it_is_refused(
+    strategy: Any, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match="LBFGS computes the loss several times.*" + message):
         trained("line search", strategy, **options)
 

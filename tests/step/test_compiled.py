@@ -1,4 +1,5 @@
-"""Compiled models: the training that an eager one is, and the model as it was afterwards. The compiler is PyTorch's own."""
+"""Compiled models: the training that an eager one is, and the model as it was afterwards. The
+compiler is PyTorch's own."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from tests.worlds import in_world
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(
-    compiler_missing(CPU) is not None, reason="torch.compile needs g++ and the headers of Python (python3-dev) on a CPU"
+    compiler_missing(CPU) is not None,
+    reason="torch.compile needs g++ and the headers of Python (python3-dev) on a CPU",
 )
 
 
@@ -56,26 +58,39 @@ class Network(nn.Module):
 
 def data(samples: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
-    return TensorDataset(torch.randn(samples, 6, generator=generator), torch.randint(0, 4, (samples,), generator=generator))
+    return TensorDataset(
+        torch.randn(samples, 6, generator=generator),
+        torch.randint(0, 4, (samples,), generator=generator),
+    )
 
 
-def train(step: str, samples: int = 96, device: str = "cpu", **changes: Any) -> tuple[nn.Module, Any]:
+def train(
+    step: str, samples: int = 96, device: str = "cpu", **changes: Any
+) -> tuple[nn.Module, Any]:
     width = changes.pop("width", 16)
     model = changes.pop("model") if "model" in changes else Network(width)
     given: dict[str, Any] = {
-        "model": model, "criterion": nn.CrossEntropyLoss(), "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01),
-        "loaders": {"train": DataLoader(data(samples), 8, shuffle=True)}, "clip_norm": 0.5, "num_epochs": 2, "step": step,
-    }  # fmt: skip
+        "model": model,
+        "criterion": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01),
+        "loaders": {"train": DataLoader(data(samples), 8, shuffle=True)},
+        "clip_norm": 0.5,
+        "num_epochs": 2,
+        "step": step,
+    }
     history = SupervisedRunner(device=device).train(**given | changes)
     return model, history
 
 
 def compiled_modules(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+    return [
+        name for name, module in model.named_modules() if module._compiled_call_impl is not None
+    ]
 
 
 class Watches(Callback):
-    """Which modules were compiled during the training, and how many graphs the compiler has made of them."""
+    """Which modules were compiled during the training, and how many graphs the compiler has made of
+    them."""
 
     def __init__(self, fail_at: int = 0) -> None:
         self.modules: list[str] = []
@@ -86,21 +101,32 @@ class Watches(Callback):
         counters.clear()
 
     def on_step_end(self, training: Any) -> None:
-        self.modules, self.keys = compiled_modules(training.model), list(training.model.state_dict())
+        self.modules, self.keys = (
+            compiled_modules(training.model),
+            list(training.model.state_dict()),
+        )
         self.graphs = counters["stats"]["unique_graphs"]
         if training.step == self.fail_at:
             raise ArithmeticError("of the callback's own")
 
 
 @needs_compiler
-def test_a_compiled_training_is_the_eager_one_to_rounding(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_compiled_training_is_the_eager_one_to_rounding(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """With dropout, accumulation, a short last batch and evaluation; 20 steps."""
     watch = Watches()
     loaders = {"train": DataLoader(data(77), 8, shuffle=True), "valid": DataLoader(data(72), 8)}
 
     def result(step: str, *callbacks: Callback) -> dict[str, torch.Tensor]:
         model, history = train(
-            step, samples=77, accumulate=2, num_epochs=4, loaders=loaders, callbacks=list(callbacks), model=models.pop()
+            step,
+            samples=77,
+            accumulate=2,
+            num_epochs=4,
+            loaders=loaders,
+            callbacks=list(callbacks),
+            model=models.pop(),
         )
         assert history["step"][-1] == 20
         return {**model.state_dict(), "the loss": torch.tensor(history["valid"]["loss"])}
@@ -110,7 +136,9 @@ def test_a_compiled_training_is_the_eager_one_to_rounding(capsys: pytest.Capture
     found = result("compile", watch)
     said = capsys.readouterr().out
     expected = result("eager")
-    assert relative_difference(found, expected) < rounding_limit(lambda nudge: result("eager", nudge), expected)
+    assert relative_difference(found, expected) < rounding_limit(
+        lambda nudge: result("eager", nudge), expected
+    )
     assert "step: the whole model and the loss compiled" in said
     assert "eager, since" not in said, "on a CPU nothing is said of graphs"
     assert watch.modules == [""]
@@ -124,12 +152,17 @@ def test_a_resumed_training_draws_the_same_dropout(tmp_path: Path) -> None:
     whole, _ = train("compile", num_epochs=2)
     train("compile", num_epochs=1, logdir=tmp_path)
     resumed, _ = train("compile", num_epochs=2, logdir=tmp_path, resume="auto")
-    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in resumed.state_dict().items())
+    assert all(
+        torch.equal(value, whole.state_dict()[name]) for name, value in resumed.state_dict().items()
+    )
 
 
 def limit() -> float:
     """How far rounding may move the trainings of two workers below, which are this one."""
-    return rounding_limit(lambda nudge: train("eager", callbacks=[nudge])[0].state_dict(), train("eager")[0].state_dict())
+    return rounding_limit(
+        lambda nudge: train("eager", callbacks=[nudge])[0].state_dict(),
+        train("eager")[0].state_dict(),
+    )
 
 
 def in_two(strategies: list[Any]) -> list[Any]:
@@ -138,7 +171,13 @@ def in_two(strategies: list[Any]) -> list[Any]:
         watch = Watches()
         model, _ = train("compile", distributed=strategy, callbacks=[watch])
         expected, _ = train("eager", distributed=strategy)
-        found.append((relative_difference(model.state_dict(), expected.state_dict()), watch.modules, watch.graphs))
+        found.append(
+            (
+                relative_difference(model.state_dict(), expected.state_dict()),
+                watch.modules,
+                watch.graphs,
+            )
+        )
     return found
 
 
@@ -151,7 +190,9 @@ def test_workers_compile_layers_or_the_whole() -> None:
         for difference, _, graphs in rank:
             assert difference < bound
             assert graphs >= 1
-        assert ddp[1] == fsdp[1] == ["blocks.0", "blocks.1"], "so that gradients are exchanged while others are computed"
+        assert ddp[1] == fsdp[1] == ["blocks.0", "blocks.1"], (
+            "so that gradients are exchanged while others are computed"
+        )
         assert local_sgd[1] == [""]
 
 
@@ -188,7 +229,10 @@ class Opaque(nn.Linear):
 @needs_compiler
 def test_a_model_that_the_compiler_cannot_take_is_refused_with_the_line() -> None:
     model = nn.Sequential(nn.Linear(6, 4), Opaque(4, 4))
-    with pytest.raises(UserError, match=r"step='compile': the model cannot be compiled.*test_compiled.py:\d+ \(return halved"):
+    with pytest.raises(
+        UserError,
+        match=r"step='compile': the model cannot be compiled.*test_compiled.py:\d+ \(return halved",
+    ):
         train("compile", model=model)
     assert compiled_modules(model) == []
 
@@ -205,14 +249,21 @@ def test_an_error_of_the_model_is_its_own() -> None:
 
 def test_without_a_compiler_it_is_refused_before_the_first_step() -> None:
     match = r"there is no C\+\+ compiler.*install g\+\+.*or write step='auto'"
-    with inductor_config.patch({"cpp.cxx": ("/nowhere/compiler",)}), pytest.raises(UserError, match=match):
+    with (
+        inductor_config.patch({"cpp.cxx": ("/nowhere/compiler",)}),
+        pytest.raises(UserError, match=match),
+    ):
         train("compile")
 
 
-@pytest.mark.parametrize("strategy", [Pipeline(), Tensor(), DP()], ids=lambda strategy: strategy.name)
+@pytest.mark.parametrize(
+    "strategy", [Pipeline(), Tensor(), DP()], ids=lambda strategy: strategy.name
+)
 def test_strategies_that_it_is_not_for(strategy: Any) -> None:
     workers = None if strategy.name == "dp" else 2
-    with pytest.raises(UserError, match=f"step='compile' is not for strategy '{strategy.name}'.*write step='auto'"):
+    with pytest.raises(
+        UserError, match=f"step='compile' is not for strategy '{strategy.name}'.*write step='auto'"
+    ):
         train("compile", distributed=strategy, workers=workers)
 
 
@@ -227,13 +278,19 @@ def test_layers_without_parts_are_compiled_as_one() -> None:
         assert list(Compiled(model, True, CPU).modules) == [model]
 
 
-def test_names_of_the_users_script_are_seen_by_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_the_users_script_are_seen_by_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A class from `__main__` comes to a worker with globals that are of no module."""
     home = types.ModuleType("script")
     home.here = "its own"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "script", home)
     names = {"__name__": "script", "here": "another", "helper": 3}
-    kind = type("FromScript", (nn.Linear,), {"forward": types.FunctionType((lambda self, x: x).__code__, names)})
+    kind = type(
+        "FromScript",
+        (nn.Linear,),
+        {"forward": types.FunctionType((lambda self, x: x).__code__, names)},
+    )
     with compiled.ExitStack() as stack:
         compiled._show_globals(nn.Sequential(kind(2, 2)), stack)
         assert vars(home)["helper"] == 3
@@ -246,8 +303,16 @@ def test_names_of_the_users_script_are_seen_by_the_compiler(monkeypatch: pytest.
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 2e-2)])
-def test_on_a_gpu_compiled_steps_are_recorded(precision: str, tolerance: float, capsys: pytest.CaptureFixture[str]) -> None:
-    given: dict[str, Any] = {"device": "cuda", "samples": 101, "num_epochs": 3, "precision": precision, "width": 64}
+def test_on_a_gpu_compiled_steps_are_recorded(
+    precision: str, tolerance: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: dict[str, Any] = {
+        "device": "cuda",
+        "samples": 101,
+        "num_epochs": 3,
+        "precision": precision,
+        "width": 64,
+    }
     expected, eager = train("eager", **given)
     capsys.readouterr()
     model, history = train("compile", **given)
@@ -255,7 +320,11 @@ def test_on_a_gpu_compiled_steps_are_recorded(precision: str, tolerance: float, 
     print(said)
     assert "step: the whole model and the loss compiled" in said
     assert "recorded in a CUDA graph" in said
-    if precision == "fp32":  # what is compiled rounds to bf16 less often than what is eager, and its weights are 0.1 apart
+    if (
+        precision == "fp32"
+        # what is compiled rounds to bf16 less often than what is eager, and its weights are 0.1
+        # apart
+    ):
         assert relative_difference(model.state_dict(), expected.state_dict()) < tolerance
     assert history["train"]["loss"] == pytest.approx(eager["train"]["loss"], rel=tolerance)
     assert compiled_modules(model) == []
@@ -265,11 +334,22 @@ def on_cards(strategy: Any, precision: str) -> tuple[float, float, list[str], in
     allhands.init(device="cuda")
     try:
         watch = Watches()
-        given: dict[str, Any] = {"device": "cuda", "num_epochs": 3, "precision": precision, "width": 64, "distributed": strategy}
+        given: dict[str, Any] = {
+            "device": "cuda",
+            "num_epochs": 3,
+            "precision": precision,
+            "width": 64,
+            "distributed": strategy,
+        }
         model, history = train("compile", callbacks=[watch], **given)
         expected, eager = train("eager", **given)
         losses = abs(history["train"]["loss"][-1] / eager["train"]["loss"][-1] - 1)
-        return relative_difference(model.state_dict(), expected.state_dict()), losses, watch.modules, watch.graphs
+        return (
+            relative_difference(model.state_dict(), expected.state_dict()),
+            losses,
+            watch.modules,
+            watch.graphs,
+        )
     finally:
         allhands.finalize()
 

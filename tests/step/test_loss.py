@@ -24,7 +24,10 @@ def test_class_weights_are_what_counts() -> None:
     counted = rule.count_targets([target])
     assert counted is not None
     assert counted.tolist() == [11.0]
-    assert torch.allclose(rule.call(output, target) / counted[0], nn.CrossEntropyLoss(weight=weights)(output, target).double())
+    assert torch.allclose(
+        rule.call(output, target) / counted[0],
+        nn.CrossEntropyLoss(weight=weights)(output, target).double(),
+    )
 
 
 def test_class_probabilities_count_samples() -> None:
@@ -33,7 +36,9 @@ def test_class_probabilities_count_samples() -> None:
     counted = rule.count_targets([target])
     assert counted is not None
     output = torch.randn(4, 3)
-    assert torch.allclose(rule.call(output, target) / counted[0], nn.CrossEntropyLoss()(output, target).double())
+    assert torch.allclose(
+        rule.call(output, target) / counted[0], nn.CrossEntropyLoss()(output, target).double()
+    )
 
 
 @pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), F.cross_entropy])

@@ -33,7 +33,9 @@ class Teacher(nn.Module):
         self.inner = nn.Linear(5, 5)
 
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(output, self.inner(output)).sqrt() * 0 + F.mse_loss(output, self.inner(output))
+        return F.mse_loss(output, self.inner(output)).sqrt() * 0 + F.mse_loss(
+            output, self.inner(output)
+        )
 
 
 def triplet(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -43,7 +45,10 @@ def triplet(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def elbo(output: Any, target: torch.Tensor) -> torch.Tensor:
     made, mu, log_variance = output
-    return F.mse_loss(made, target, reduction="sum") - 0.5 * (1 + log_variance - mu.square() - log_variance.exp()).sum()
+    return (
+        F.mse_loss(made, target, reduction="sum")
+        - 0.5 * (1 + log_variance - mu.square() - log_variance.exp()).sum()
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,11 +78,15 @@ def test_a_mean_over_samples_passes(criterion: Any, output: Any, target: Any) ->
         (lambda o, t: -F.log_softmax(o @ o.T, 1).diagonal().mean(), X.half(), None),
     ],
 )
-def test_what_is_neither_mean_nor_sum_is_named_with_three_ways_to_say_it(criterion: Any, output: Any, target: Any) -> None:
+def test_what_is_neither_mean_nor_sum_is_named_with_three_ways_to_say_it(
+    criterion: Any, output: Any, target: Any
+) -> None:
     said = found(criterion, output, target)
     assert said is not None
     assert "no mean over the samples: on 12 samples" in said
-    assert all(way in said for way in ("allhands.PerTarget(", "(sum, count)", "allhands.OverBatch("))
+    assert all(
+        way in said for way in ("allhands.PerTarget(", "(sum, count)", "allhands.OverBatch(")
+    )
 
 
 def test_a_sum_is_told_from_a_mean() -> None:
@@ -111,7 +120,11 @@ def test_dataclasses_are_cut() -> None:
         (lambda o, t: o[0].mean().sqrt(), [X.abs()] * 3, None),  # a list of samples, perhaps
         (lambda o, t: len(t) * o.mean(), X, ["name"] * 12),
         (lambda o, t: F.dropout(o).square().mean().sqrt(), X, Y),  # it draws
-        (lambda o, t: torch.autograd.grad(o.square().sum(), o)[0].norm(), X.clone().requires_grad_(), Y),
+        (
+            lambda o, t: torch.autograd.grad(o.square().sum(), o)[0].norm(),
+            X.clone().requires_grad_(),
+            Y,
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_not_accused(criterion: Any, output: Any, target: Any) -> None:
@@ -123,7 +136,10 @@ def test_what_cannot_be_compared_is_not_accused(criterion: Any, output: Any, tar
 
 def test_micro_batches_of_one_sample_are_put_together() -> None:
     check = MeanCheck(lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()))
-    output, target = torch.randn(2, 6, 3), torch.tensor([[0, 1, 2, 0, 1, 2], [1, -100, -100, -100, -100, -100]])
+    output, target = (
+        torch.randn(2, 6, 3),
+        torch.tensor([[0, 1, 2, 0, 1, 2], [1, -100, -100, -100, -100, -100]]),
+    )
     check.look(output[:1], target[:1])
     assert check.found is None
     assert check.waits

@@ -10,7 +10,13 @@ from torch import nn
 from allhands import MuonAdamW, UserError
 from allhands.models import gpt, mlp
 
-OPTIONS: dict[str, Any] = {"lr": 0.01, "muon_lr": 0.04, "betas": (0.8, 0.9), "momentum": 0.9, "weight_decay": 0.1}
+OPTIONS: dict[str, Any] = {
+    "lr": 0.01,
+    "muon_lr": 0.04,
+    "betas": (0.8, 0.9),
+    "momentum": 0.9,
+    "weight_decay": 0.1,
+}
 
 
 def small(**options: Any) -> nn.Module:
@@ -34,7 +40,9 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 @pytest.mark.parametrize("tied", [True, False])
 def test_it_is_the_two_optimizers_of_torch(tied: bool) -> None:
     ours, theirs = small(tied=tied), small(tied=tied)
-    inside = [p for name, p in theirs.named_parameters() if name.startswith("layers") and p.dim() == 2]
+    inside = [
+        p for name, p in theirs.named_parameters() if name.startswith("layers") and p.dim() == 2
+    ]
     others = [p for p in theirs.parameters() if not any(p is matrix for matrix in inside)]
     assert len(inside) == 8, "qkv, out, up and down, but no embedding and no head"
     optimizer = MuonAdamW(ours, **OPTIONS)
@@ -75,7 +83,10 @@ def test_state_that_is_loaded_copied_or_exchanged_is_gone_on_with() -> None:
 def test_groups_choose_for_themselves() -> None:
     first, last = nn.Linear(3, 4, bias=False), nn.Linear(4, 2)
     before = [first.weight.clone(), last.weight.clone()]
-    groups = [{"params": [first.weight], "muon": True, "lr": 0.0}, {"params": list(last.parameters()), "muon": False}]
+    groups = [
+        {"params": [first.weight], "muon": True, "lr": 0.0},
+        {"params": list(last.parameters()), "muon": False},
+    ]
     optimizer = MuonAdamW(groups, lr=0.01)
     assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.01]
     last(first(torch.ones(1, 3))).sum().backward()
@@ -85,7 +96,9 @@ def test_groups_choose_for_themselves() -> None:
 
 
 def test_what_it_cannot_train_is_refused() -> None:
-    with pytest.raises(UserError, match="Linear has no linear layer before the last one.*write AdamW"):
+    with pytest.raises(
+        UserError, match="Linear has no linear layer before the last one.*write AdamW"
+    ):
         MuonAdamW(nn.Linear(3, 2))
     model = mlp(in_features=4, out_features=2)
     with pytest.raises(UserError, match="pass the model itself, or groups"):

@@ -1,4 +1,5 @@
-"""One step on tiny numbers: loss = mean(w * x) with w = 0 and SGD(lr=1), so that -w after a step is its gradient."""
+"""One step on tiny numbers: loss = mean(w * x) with w = 0 and SGD(lr=1), so that -w after a step is
+its gradient."""
 
 from __future__ import annotations
 
@@ -16,18 +17,30 @@ from tests.reference import Slope, mean_output
 ALONE = World(0, 0, 0, 1, 1, torch.device("cpu"), "none", "alone")
 
 
-def step_for(model: nn.Module, criterion: Any = mean_output, precision: str = "fp32", **options: Any) -> OptimizerStep:
+def step_for(
+    model: nn.Module, criterion: Any = mean_output, precision: str = "fp32", **options: Any
+) -> OptimizerStep:
     optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=1.0)
     return OptimizerStep(
-        model.parameters(), optimizer, LossRule(criterion), Single(), ALONE, Precision(precision, ALONE.device),
-        lambda batch: (model(batch), batch), lambda *result: None, lambda batch: batch, **options,
-    )  # fmt: skip
+        model.parameters(),
+        optimizer,
+        LossRule(criterion),
+        Single(),
+        ALONE,
+        Precision(precision, ALONE.device),
+        lambda batch: (model(batch), batch),
+        lambda *result: None,
+        lambda batch: batch,
+        **options,
+    )
 
 
 def gradient_of(batches: list[list[float]], **options: Any) -> float:
     model = Slope()
     rows = [torch.tensor(batch) for batch in batches]
-    step_for(model, **options)(rows, [len(row) for row in rows], sum(len(row) for row in rows), False)
+    step_for(model, **options)(
+        rows, [len(row) for row in rows], sum(len(row) for row in rows), False
+    )
     return -float(model.w.detach())
 
 
@@ -64,7 +77,8 @@ def test_autocast_reaches_the_forward_pass(precision: str) -> None:
 
 
 def test_a_frozen_parameter_loses_its_last_gradient() -> None:
-    """The optimizer would apply it again in every step: it skips parameters without a gradient, not frozen ones."""
+    """The optimizer would apply it again in every step: it skips parameters without a gradient, not
+    frozen ones."""
     model = nn.Linear(2, 2)
     model(torch.rand(3, 2)).sum().backward()
     model.bias.requires_grad_(False)

@@ -1,4 +1,5 @@
-"""Layers that are computed again in the backward pass: the same numbers to the bit, and the model as it was afterwards."""
+"""Layers that are computed again in the backward pass: the same numbers to the bit, and the model
+as it was afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.inner, self.dropout = nn.BatchNorm1d(width), nn.Linear(width, width), nn.Dropout(0.2)
+        self.norm, self.inner, self.dropout = (
+            nn.BatchNorm1d(width),
+            nn.Linear(width, width),
+            nn.Dropout(0.2),
+        )
         self.register_buffer("scale", torch.full((), 0.5))
         self.calls = 0
 
@@ -61,8 +66,12 @@ def passes(model: nn.Module, times: int = 2) -> None:
 
 def equal(one: nn.Module, other: nn.Module) -> bool:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
-    gradients = all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
-    return gradients and all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+    gradients = all(
+        p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs
+    )
+    return gradients and all(
+        torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items()
+    )
 
 
 def test_gradients_dropout_and_running_statistics_are_those_of_one_pass() -> None:
@@ -99,22 +108,32 @@ def test_a_layer_that_changes_a_buffer_is_refused_by_name() -> None:
 
     model = Network()
     model.blocks[1] = Counts(8)
-    with recomputed([("blocks.1", model.blocks[1])]), pytest.raises(UserError, match=r"'blocks.1' changes its buffer 'scale'"):
+    with (
+        recomputed([("blocks.1", model.blocks[1])]),
+        pytest.raises(UserError, match=r"'blocks.1' changes its buffer 'scale'"),
+    ):
         passes(model)
 
 
 def data(samples: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
-    return TensorDataset(torch.randn(samples, 6, generator=generator), torch.randint(0, 4, (samples,), generator=generator))
+    return TensorDataset(
+        torch.randn(samples, 6, generator=generator),
+        torch.randint(0, 4, (samples,), generator=generator),
+    )
 
 
 def train(again: Any, samples: int = 53, device: str = "cpu", **changes: Any) -> nn.Module:
     model = changes.pop("model", None) or Network()
     given: dict[str, Any] = {
-        "model": model, "criterion": nn.CrossEntropyLoss(), "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01),
-        "loaders": {"train": DataLoader(data(samples), 8, shuffle=True)}, "clip_norm": 0.5, "num_epochs": 2,
+        "model": model,
+        "criterion": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01),
+        "loaders": {"train": DataLoader(data(samples), 8, shuffle=True)},
+        "clip_norm": 0.5,
+        "num_epochs": 2,
         "activation_checkpointing": again,
-    }  # fmt: skip
+    }
     SupervisedRunner(device=device).train(**given | changes)
     return model
 
@@ -130,7 +149,10 @@ class Text(torch.utils.data.Dataset):
 
 def train_text(again: Any, **changes: Any) -> nn.Module:
     torch.manual_seed(3)
-    given: dict[str, Any] = {"criterion": NextToken(), "loaders": {"train": DataLoader(Text(), 4, shuffle=True)}}
+    given: dict[str, Any] = {
+        "criterion": NextToken(),
+        "loaders": {"train": DataLoader(Text(), 4, shuffle=True)},
+    }
     return train(again, model=GPT(32, 8, 2, 2, 8, dropout=0.1), **given | changes)
 
 
@@ -144,27 +166,45 @@ def test_a_training_is_the_plain_one_to_the_bit(again: Any) -> None:
 
 
 def in_two(cases: list[tuple[Any, Any]]) -> list[bool]:
-    pairs = [[fit(again, distributed=copy.deepcopy(strategy)) for again in (True, False)] for fit, strategy in cases]
+    pairs = [
+        [fit(again, distributed=copy.deepcopy(strategy)) for again in (True, False)]
+        for fit, strategy in cases
+    ]
     return [equal_weights(*pair) for pair in pairs]
 
 
 def equal_weights(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+    return all(
+        torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items()
+    )
 
 
 @pytest.mark.serial
 def test_under_every_strategy() -> None:
-    cases = [(train, DDP()), (train_text, FSDP()), (train_text, Tensor(sequence_parallel=True)), (train_text, Pipeline()),
-             (train, "local_sgd")]  # fmt: skip
+    cases = [
+        (train, DDP()),
+        (train_text, FSDP()),
+        (train_text, Tensor(sequence_parallel=True)),
+        (train_text, Pipeline()),
+        (train, "local_sgd"),
+    ]
     for equal_ones in in_world(2, in_two, cases):
         assert equal_ones == [True] * len(cases)
 
 
-@pytest.mark.skipif(compiler_missing(torch.device("cpu")) is not None, reason="torch.compile needs g++ and python3-dev on a CPU")
+@pytest.mark.skipif(
+    compiler_missing(torch.device("cpu")) is not None,
+    reason="torch.compile needs g++ and python3-dev on a CPU",
+)
 def test_compiled() -> None:
     """Samples make full batches only, so that there is one shape to compile."""
     given: dict[str, Any] = {"samples": 48, "step": "compile"}
-    assert relative_difference(train(True, **given).state_dict(), train(False, samples=48).state_dict()) < 1e-5
+    assert (
+        relative_difference(
+            train(True, **given).state_dict(), train(False, samples=48).state_dict()
+        )
+        < 1e-5
+    )
 
 
 class Fails(Callback):
@@ -186,10 +226,19 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
         ({"again": "blocks"}, "a ModuleList, which is never called; name its members"),
         ({"again": 3}, "it must be True, False, the name of a class"),
         ({"again": []}, "it must be True, False, the name of a class"),
-        ({"again": True, "model": nn.Sequential(nn.Linear(6, 4))}, "that have parts, and the model has none"),
+        (
+            {"again": True, "model": nn.Sequential(nn.Linear(6, 4))},
+            "that have parts, and the model has none",
+        ),
         ({"again": True, "distributed": DP()}, "write distributed='ddp'"),
-        ({"again": True, "distributed": FSDP(activation_checkpointing=True)}, r"write FSDP\(\), or leave"),
-        ({"again": True, "distributed": Mesh(dp=1, fsdp=FSDP(activation_checkpointing=True))}, r"write FSDP\(\), or leave"),
+        (
+            {"again": True, "distributed": FSDP(activation_checkpointing=True)},
+            r"write FSDP\(\), or leave",
+        ),
+        (
+            {"again": True, "distributed": Mesh(dp=1, fsdp=FSDP(activation_checkpointing=True))},
+            r"write FSDP\(\), or leave",
+        ),
         (
             {"again": True, "distributed": Federated(), "num_epochs": 1},
             "activation_checkpointing=True with distributed=Federated",
@@ -207,13 +256,19 @@ def test_what_cannot_be_honoured_is_refused(given: dict[str, Any], message: str)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("step", ["auto", "compile"])
-def test_on_a_gpu_layers_draw_the_same_dropout_again(step: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Steps are eager then, and computed again with the dropout that they would draw without checkpointing."""
+def test_on_a_gpu_layers_draw_the_same_dropout_again(
+    step: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps are eager then, and computed again with the dropout that they would draw without
+    checkpointing."""
     given: dict[str, Any] = {"device": "cuda", "samples": 101, "num_epochs": 3}
     expected = train(False, step="eager", **given)
     capsys.readouterr()
     model = train("Block", step=step, **given)
-    assert "step: eager, since activation_checkpointing keeps the state of the random generators" in capsys.readouterr().out
+    assert (
+        "step: eager, since activation_checkpointing keeps the state of the random generators"
+        in capsys.readouterr().out
+    )
     assert relative_difference(model.state_dict(), expected.state_dict()) < 1e-4
     with pytest.raises(UserError, match="step='graph': .* since activation_checkpointing keeps"):
         train("Block", step="graph", **given)
@@ -226,8 +281,15 @@ def peaks(again: Any) -> int:
     torch.manual_seed(3)
     model = GPT(64, 256, 8, 4, 256)
     tokens = torch.randint(0, 64, (96, 257), generator=torch.Generator().manual_seed(1))
-    train(again, model=model, device="cuda", criterion=NextToken(), num_epochs=1, step="eager",
-          loaders={"train": DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), 32)})  # fmt: skip
+    train(
+        again,
+        model=model,
+        device="cuda",
+        criterion=NextToken(),
+        num_epochs=1,
+        step="eager",
+        loaders={"train": DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), 32)},
+    )
     return torch.cuda.max_memory_allocated()
 
 
@@ -239,8 +301,15 @@ def test_on_a_gpu_it_takes_less_memory() -> None:
 def on_cards(strategy: Any) -> float:
     allhands.init(device="cuda")
     try:
-        given: dict[str, Any] = {"device": "cuda", "samples": 96, "num_epochs": 3, "distributed": strategy}
-        return relative_difference(train(True, **given).state_dict(), train(False, step="eager", **given).state_dict())
+        given: dict[str, Any] = {
+            "device": "cuda",
+            "samples": 96,
+            "num_epochs": 3,
+            "distributed": strategy,
+        }
+        return relative_difference(
+            train(True, **given).state_dict(), train(False, step="eager", **given).state_dict()
+        )
     finally:
         allhands.finalize()
 

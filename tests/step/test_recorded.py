@@ -1,5 +1,5 @@
-"""Recorded optimizer steps: what is looked for before a step is recorded, and that a replay is the step. On a processor a record
-is the function itself; on a GPU (marked so) it is a CUDA graph."""
+"""Recorded optimizer steps: what is looked for before a step is recorded, and that a replay is the
+step. On a processor a record is the function itself; on a GPU (marked so) it is a CUDA graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from allhands.world import World
 
 CPU = torch.device("cpu")
 MOMENTUM = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
-OPTIMIZERS = [(torch.optim.SGD, MOMENTUM), (torch.optim.Adam, {"lr": 1e-3}), (torch.optim.AdamW, {"lr": 1e-3})]
+OPTIMIZERS = [
+    (torch.optim.SGD, MOMENTUM),
+    (torch.optim.Adam, {"lr": 1e-3}),
+    (torch.optim.AdamW, {"lr": 1e-3}),
+]
 
 
 def world_on(device: torch.device) -> World:
@@ -27,14 +31,29 @@ def world_on(device: torch.device) -> World:
 
 def network() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(6, 16, bias=False),
+        nn.BatchNorm1d(16),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(16, 3),
+    )
 
 
 class Trained:
     """A model with an optimizer, and its steps recorded or not."""
 
-    def __init__(self, model: nn.Module, kind: Any, options: dict[str, Any], device: torch.device = CPU, recorded: bool = True,
-                 insist: bool = False, capture: Callable[..., Any] | None = None, clip: float | None = 0.5) -> None:  # fmt: skip
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: Any,
+        options: dict[str, Any],
+        device: torch.device = CPU,
+        recorded: bool = True,
+        insist: bool = False,
+        capture: Callable[..., Any] | None = None,
+        clip: float | None = 0.5,
+    ) -> None:
         self.model = model.to(device)
         self.optimizer = kind(self.model.parameters(), **options)
         self.losses: list[float] = []
@@ -45,7 +64,9 @@ class Trained:
         world = world_on(device)
         strategy.prepare(self.model, world)
 
-        def observe(output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any) -> None:
+        def observe(
+            output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any
+        ) -> None:
             self.losses.append(float(loss.detach()) * factor)
             self.outputs.append(output.detach())
 
@@ -54,22 +75,39 @@ class Trained:
 
             def replay() -> None:
                 assert self.recorded is not None
-                with self.recorded.optimizer.recordable():  # a graph keeps what the optimizer was when it was recorded
+                with (
+                    self.recorded.optimizer.recordable()
+                ):  # a graph keeps what the optimizer was when it was recorded
                     function()
 
             return replay
 
         self.make = lambda: OptimizerStep(
-            self.model.parameters(), self.optimizer, LossRule(nn.CrossEntropyLoss()), strategy, world, Precision("fp32", device),
-            lambda batch: (self.model(batch[0].to(device)), batch[1].to(device)), observe, lambda batch: batch[1].to(device),
+            self.model.parameters(),
+            self.optimizer,
+            LossRule(nn.CrossEntropyLoss()),
+            strategy,
+            world,
+            Precision("fp32", device),
+            lambda batch: (self.model(batch[0].to(device)), batch[1].to(device)),
+            observe,
+            lambda batch: batch[1].to(device),
             clip,
-        )  # fmt: skip
+        )
         self.recorded = None
         if recorded:
             given = capture or (record if device.type == "cpu" else None)
             self.recorded = RecordedSteps(
-                self.model, None, self.optimizer, device, True, device.type == "cuda", insist, self.said.append, given
-            )  # fmt: skip
+                self.model,
+                None,
+                self.optimizer,
+                device,
+                True,
+                device.type == "cuda",
+                insist,
+                self.said.append,
+                given,
+            )
             self.recorded.begin()
         self.take = self.make()
 
@@ -84,16 +122,24 @@ class Trained:
                 self.recorded(self.take, micro, counts, sum(counts), False)
 
 
-def data(steps: int, sizes: tuple[int, ...] = (8,), seed: int = 0) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+def data(
+    steps: int, sizes: tuple[int, ...] = (8,), seed: int = 0
+) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     drawn = torch.Generator().manual_seed(seed)
     return [
-        [(torch.randn(size, 6, generator=drawn), torch.randint(3, (size,), generator=drawn)) for size in sizes]
+        [
+            (torch.randn(size, 6, generator=drawn), torch.randint(3, (size,), generator=drawn))
+            for size in sizes
+        ]
         for _ in range(steps)
     ]
 
 
 def apart(one: nn.Module, other: nn.Module) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+    return max(
+        float((a - b).abs().max())
+        for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    )
 
 
 def without_dropout() -> nn.Module:
@@ -105,7 +151,9 @@ def without_dropout() -> nn.Module:
 def test_a_layer_that_is_unfrozen_later_begins_its_momentum() -> None:
     """Fused SGD takes momentum of all parameters or of none."""
     batches = data(16)
-    recorded, plain = (Trained(without_dropout(), torch.optim.SGD, MOMENTUM, recorded=r) for r in (True, False))
+    recorded, plain = (
+        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, recorded=r) for r in (True, False)
+    )
     for one in (recorded, plain):
         one.model[0].requires_grad_(False)  # type: ignore[index, union-attr]
         one.take = one.make()
@@ -130,7 +178,9 @@ def test_a_replay_is_the_step(kind: Any, options: dict[str, Any]) -> None:
     assert apart(recorded.model, plain.model) < 1e-6
     assert recorded.losses == pytest.approx(plain.losses, rel=1e-5)
     assert len(recorded.outputs) == len(plain.outputs)
-    assert all((a - b).abs().max() < 1e-5 for a, b in zip(recorded.outputs, plain.outputs, strict=True))
+    assert all(
+        (a - b).abs().max() < 1e-5 for a, b in zip(recorded.outputs, plain.outputs, strict=True)
+    )
 
 
 def test_the_optimizer_stays_as_its_owner_knows_it() -> None:
@@ -140,11 +190,16 @@ def test_the_optimizer_stays_as_its_owner_knows_it() -> None:
     trained.recorded.finish()
     group = trained.optimizer.param_groups[0]
     assert (group["lr"], group["fused"], group["foreach"]) == (1e-3, None, None)
-    assert all(state["step"].device.type == "cpu" and float(state["step"]) == 8 for state in trained.optimizer.state.values())
+    assert all(
+        state["step"].device.type == "cpu" and float(state["step"]) == 8
+        for state in trained.optimizer.state.values()
+    )
 
 
 def test_a_changed_option_or_a_frozen_weight_is_recorded_anew() -> None:
-    trained, plain = (Trained(without_dropout(), torch.optim.SGD, MOMENTUM, recorded=r) for r in (True, False))
+    trained, plain = (
+        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, recorded=r) for r in (True, False)
+    )
     for one in (trained, plain):
         one.steps(data(6))
         one.optimizer.param_groups[0]["momentum"] = 0.5
@@ -172,7 +227,11 @@ class Draws(nn.Linear):
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
-        (Counts, "the forward pass of Sequential.0 changes its attribute 'calls', which a replay would not"),
+        (
+            Counts,
+            "the forward pass of Sequential.0 changes its attribute 'calls', which a replay would "
+            "not",
+        ),
         (Draws, "it draws from random on the processor, which a replay would not"),
     ],
 )
@@ -188,7 +247,11 @@ def test_what_a_step_does_on_the_host_keeps_it_eager(layer: Any, reason: str) ->
     assert made[0].captured == 0
     assert apart(made[0].model, made[1].model) < 1e-6
     assert made[0].losses == pytest.approx(made[1].losses, rel=1e-6)
-    with pytest.raises(UserError, match="step='graph': the step cannot be recorded, since .*; change that, or write step='auto'"):
+    with pytest.raises(
+        UserError,
+        match="step='graph': the step cannot be recorded, since .*; change that, or write "
+        "step='auto'",
+    ):
         Trained(nn.Sequential(layer(6, 3)), torch.optim.SGD, MOMENTUM, insist=True).steps(data(8))
 
 
@@ -198,10 +261,14 @@ def test_hooks_keep_it_eager_unless_it_is_asked_for() -> None:
     model[0].register_forward_hook(lambda *_: seen.append(1))
     trained = Trained(model, torch.optim.SGD, MOMENTUM)
     trained.steps(data(6))
-    assert trained.said == ["step: eager, since Sequential.0 has hooks, which a replay would not call"]
+    assert trained.said == [
+        "step: eager, since Sequential.0 has hooks, which a replay would not call"
+    ]
     assert len(seen) == 6
     asked = Trained(model, torch.optim.SGD, MOMENTUM, insist=True)
-    computes = Trained(nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 3))), torch.optim.SGD, MOMENTUM)
+    computes = Trained(
+        nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 3))), torch.optim.SGD, MOMENTUM
+    )
     for recorded in (asked, computes):
         recorded.steps(data(6))
         assert recorded.captured == 1
@@ -219,20 +286,33 @@ def test_too_little_memory_for_a_record() -> None:
     def capture(function: Callable[[], None]) -> Callable[[], None]:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    trained, plain = (Trained(without_dropout(), torch.optim.SGD, MOMENTUM, recorded=r, capture=capture) for r in (True, False))
+    trained, plain = (
+        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, recorded=r, capture=capture)
+        for r in (True, False)
+    )
     for one in (trained, plain):
         one.steps(data(8))
-    assert trained.said[0].startswith("step: eager, since the GPU's memory is too small for it, at ")
+    assert trained.said[0].startswith(
+        "step: eager, since the GPU's memory is too small for it, at "
+    )
     assert apart(trained.model, plain.model) < 1e-6
-    with pytest.raises(UserError, match="step='graph': the step cannot be recorded, since the GPU's memory is too small"):
-        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, insist=True, capture=capture).steps(data(8))
+    with pytest.raises(
+        UserError,
+        match="step='graph': the step cannot be recorded, since the GPU's memory is too small",
+    ):
+        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, insist=True, capture=capture).steps(
+            data(8)
+        )
 
 
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (torch.optim.Adagrad, "the update of Adagrad cannot be recorded"),
-        (lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1)), "the optimizer's learning rate is a tensor; pass a number"),
+        (
+            lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1)),
+            "the optimizer's learning rate is a tensor; pass a number",
+        ),
         (lambda p: torch.optim.Adam(p, foreach=True), "made with foreach=True"),
     ],
 )
@@ -250,7 +330,9 @@ def test_optimizers_that_cannot_be_recorded(make: Any, reason: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
 @pytest.mark.parametrize("sizes", [(8,), (8, 5)], ids=str)
-def test_weights_after_fifty_steps_equal_eager_ones(kind: Any, options: dict[str, Any], sizes: tuple[int, ...]) -> None:
+def test_weights_after_fifty_steps_equal_eager_ones(
+    kind: Any, options: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
     device = torch.device("cuda", 0)
     made = []
     for recorded in (True, False):
@@ -269,7 +351,10 @@ def test_weights_after_fifty_steps_equal_eager_ones(kind: Any, options: dict[str
 @pytest.mark.gpu
 def test_gradients_are_those_of_the_last_step() -> None:
     device = torch.device("cuda", 0)
-    trained, plain = (Trained(without_dropout(), torch.optim.SGD, MOMENTUM, device, recorded=r) for r in (True, False))
+    trained, plain = (
+        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, device, recorded=r)
+        for r in (True, False)
+    )
     for batches in (data(6), data(1, (3,), seed=1), data(1, seed=2)):
         for one in (trained, plain):
             one.steps(batches)
@@ -298,11 +383,19 @@ def test_a_model_that_waits_for_the_device_trains_eagerly_and_names_the_line(lay
     made = []
     for recorded in (True, False):
         torch.manual_seed(4)
-        one = Trained(nn.Sequential(nn.BatchNorm1d(6), layer(6, 3)), torch.optim.SGD, MOMENTUM, device, recorded=recorded)
+        one = Trained(
+            nn.Sequential(nn.BatchNorm1d(6), layer(6, 3)),
+            torch.optim.SGD,
+            MOMENTUM,
+            device,
+            recorded=recorded,
+        )
         one.steps(data(9))
         made.append(one)
     assert "it waits for the device at" in made[0].said[0]
     assert "test_recorded.py" in made[0].said[0]
     assert apart(made[0].model, made[1].model) < 1e-6
     with pytest.raises(UserError, match=r"step='graph'.*test_recorded\.py"):
-        Trained(nn.Sequential(layer(6, 3)), torch.optim.SGD, MOMENTUM, device, insist=True).steps(data(9))
+        Trained(nn.Sequential(layer(6, 3)), torch.optim.SGD, MOMENTUM, device, insist=True).steps(
+            data(9)
+        )

@@ -1,4 +1,5 @@
-"""Steps of several workers recorded in CUDA graphs, with the exchange under nccl: the weights of eager steps, and of one GPU."""
+"""Steps of several workers recorded in CUDA graphs, with the exchange under nccl: the weights of
+eager steps, and of one GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ from tests.reference import global_batches, relative_difference, train_by_hand
 
 pytestmark = [pytest.mark.gpu, pytest.mark.serial]
 
-CARDS = [pytest.param(1), pytest.param(2, marks=pytest.mark.gpu(2)), pytest.param(4, marks=pytest.mark.gpu(4))]
+CARDS = [
+    pytest.param(1),
+    pytest.param(2, marks=pytest.mark.gpu(2)),
+    pytest.param(4, marks=pytest.mark.gpu(4)),
+]
 SAMPLES = 203  # uneven over any number of cards
 
 
@@ -45,44 +50,69 @@ def convolutions(normalised: bool = False) -> nn.Module:
     torch.manual_seed(1)
     norm = nn.BatchNorm2d(8) if normalised else nn.GroupNorm(2, 8)
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, bias=False), norm, nn.ReLU(), nn.Dropout(0.1 if normalised else 0.0), nn.Conv2d(8, 8, 3), nn.ReLU(),
-        nn.Flatten(), nn.Linear(8 * 16, 5),
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 3, bias=False),
+        norm,
+        nn.ReLU(),
+        nn.Dropout(0.1 if normalised else 0.0),
+        nn.Conv2d(8, 8, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 16, 5),
+    )
 
 
 def train(step: str, workers: int, model: nn.Module, **options: Any) -> nn.Module:
     made: dict[str, Any] = {
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), "num_epochs": 8, "clip_norm": 0.5,
-        "loaders": {"train": DataLoader(images(), 16 // workers, shuffle=True)}, "distributed": DDP(bucket_cap_mb=0.01),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        "num_epochs": 8,
+        "clip_norm": 0.5,
+        "loaders": {"train": DataLoader(images(), 16 // workers, shuffle=True)},
+        "distributed": DDP(bucket_cap_mb=0.01),
         "callbacks": [Exact()],
-    }  # fmt: skip
-    SupervisedRunner().train(model=model, criterion=nn.CrossEntropyLoss(), workers=workers, step=step, **made | options)
+    }
+    SupervisedRunner().train(
+        model=model, criterion=nn.CrossEntropyLoss(), workers=workers, step=step, **made | options
+    )
     return model
 
 
 @pytest.mark.parametrize("workers", CARDS)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_recorded_steps_equal_the_hand_written_loop(workers: int, accumulate: int) -> None:
-    model, by_hand = train("graph", workers, convolutions(), accumulate=accumulate), convolutions().cuda()
+    model, by_hand = (
+        train("graph", workers, convolutions(), accumulate=accumulate),
+        convolutions().cuda(),
+    )
     data = tuple(tensor.cuda() for tensor in images().tensors)
     size = 16 * accumulate
     train_by_hand(
-        by_hand, nn.CrossEntropyLoss(), torch.optim.SGD(by_hand.parameters(), lr=0.05, momentum=0.9), data,
-        global_batches(SAMPLES, size, seed=42), 8 * -(-SAMPLES // size), clip_norm=0.5,
-    )  # fmt: skip
+        by_hand,
+        nn.CrossEntropyLoss(),
+        torch.optim.SGD(by_hand.parameters(), lr=0.05, momentum=0.9),
+        data,
+        global_batches(SAMPLES, size, seed=42),
+        8 * -(-SAMPLES // size),
+        clip_norm=0.5,
+    )
     assert relative_difference(model.state_dict(), by_hand.cpu().state_dict()) < 1e-5
 
 
 @pytest.mark.parametrize("workers", CARDS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_recorded_steps_equal_eager_ones(workers: int, precision: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_recorded_steps_equal_eager_ones(
+    workers: int, precision: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     """BatchNorm's statistics, dropout and a schedule included."""
     models = []
     for step in ("graph", "eager"):
         model = convolutions(normalised=True).to(memory_format=torch.channels_last)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
-        models.append(train(step, workers, model, optimizer=optimizer, scheduler=schedule, precision=precision))
+        models.append(
+            train(
+                step, workers, model, optimizer=optimizer, scheduler=schedule, precision=precision
+            )
+        )
     assert "step: recorded in a CUDA graph" in capfd.readouterr().out
     found = relative_difference(models[0].state_dict(), models[1].state_dict())
     assert found < (1e-5 if precision == "fp32" else 2e-2), found
@@ -92,8 +122,13 @@ def test_recorded_steps_equal_eager_ones(workers: int, precision: str, capfd: py
 def test_a_resumed_training_goes_on_to_the_bit(tmp_path: Any) -> None:
     whole = train("graph", 2, convolutions(), num_epochs=6, logdir=tmp_path / "whole")
     train("graph", 2, convolutions(), num_epochs=3, logdir=tmp_path / "parts")
-    parts = train("graph", 2, convolutions(), num_epochs=6, logdir=tmp_path / "parts", resume="auto")
-    assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), parts.state_dict().values(), strict=True))
+    parts = train(
+        "graph", 2, convolutions(), num_epochs=6, logdir=tmp_path / "parts", resume="auto"
+    )
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(whole.state_dict().values(), parts.state_dict().values(), strict=True)
+    )
 
 
 class ReadsOnOne(nn.Linear):
@@ -117,7 +152,9 @@ def test_one_rank_may_be_eager() -> None:
     one, other = train("auto", 2, linear(ReadsOnOne)), train("eager", 2, linear(nn.Linear))
     assert relative_difference(one.state_dict(), other.state_dict()) < 1e-5
     with pytest.raises(
-        UserError, match=r"step='graph': the step cannot be recorded, since it waits for the device at .*test_recorded_workers"
+        UserError,
+        match=r"step='graph': the step cannot be recorded, since it waits for the device at "
+        r".*test_recorded_workers",
     ):
         train("graph", 2, linear(ReadsOnOne))
 
@@ -135,14 +172,24 @@ def test_gradients_after_a_step_are_the_exchanged_ones() -> None:
         model = convolutions()
         loaders = {"train": DataLoader(images(), 8, shuffle=True)}
         history = SupervisedRunner().train(
-            model=model, criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.05), num_epochs=3,
-            loaders=loaders, distributed="ddp", workers=2, step=step, callbacks=[Looks()],
-        )  # fmt: skip
+            model=model,
+            criterion=nn.CrossEntropyLoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.05),
+            num_epochs=3,
+            loaders=loaders,
+            distributed="ddp",
+            workers=2,
+            step=step,
+            callbacks=[Looks()],
+        )
         norms.append(history["train"]["norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
 @pytest.mark.gpu(2)
 def test_what_cannot_be_recorded_on_several_cards() -> None:
-    with pytest.raises(UserError, match=re.escape("DDP(find_unused_parameters=True) decides on the host; write DDP()")):
+    with pytest.raises(
+        UserError,
+        match=re.escape("DDP(find_unused_parameters=True) decides on the host; write DDP()"),
+    ):
         train("graph", 2, convolutions(), distributed=DDP(find_unused_parameters=True))

@@ -10,7 +10,12 @@ from torch import nn
 
 import allhands
 from allhands import UserError
-from allhands.strategies.alike import check_buffers_equal, check_parameter_hooks, make_buffers_equal, own_memory
+from allhands.strategies.alike import (
+    check_buffers_equal,
+    check_parameter_hooks,
+    make_buffers_equal,
+    own_memory,
+)
 from tests.worlds import in_world
 
 
@@ -66,7 +71,10 @@ def checks() -> dict[str, Any]:
 @pytest.mark.serial
 def test_buffers_of_two_ranks() -> None:
     for found in in_world(2, checks):
-        assert "writes the buffer 'own' from the samples of its own rank" in found["written from own samples"]
+        assert (
+            "writes the buffer 'own' from the samples of its own rank"
+            in found["written from own samples"]
+        )
         assert "persistent=False" in found["written from own samples"]
         assert not found["alike"]
         assert not found["only one took part"]
@@ -89,5 +97,7 @@ def test_a_hook_on_a_gradient_is_refused(kind: str) -> None:
     model = nn.Linear(2, 2)
     check_parameter_hooks(model)
     getattr(model.bias, kind)(lambda gradient: None)
-    with pytest.raises(UserError, match=r"'bias' has a hook on its gradient.*register_step_pre_hook"):
+    with pytest.raises(
+        UserError, match=r"'bias' has a hook on its gradient.*register_step_pre_hook"
+    ):
         check_parameter_hooks(model)

@@ -1,4 +1,5 @@
-"""The exchange of gradients in buckets, eager and where steps are recorded: the same training, on gloo workers."""
+"""The exchange of gradients in buckets, eager and where steps are recorded: the same training, on
+gloo workers."""
 
 from __future__ import annotations
 
@@ -34,7 +35,17 @@ def recorded(run: Callable[..., Any], *args: Any) -> Any:
 
             return replay
 
-        made = RecordedSteps(of.model, of.criterion, of.optimizer, of.world.device, False, True, False, print, capture)
+        made = RecordedSteps(
+            of.model,
+            of.criterion,
+            of.optimizer,
+            of.world.device,
+            False,
+            True,
+            False,
+            print,
+            capture,
+        )
         return made
 
     training.records_steps = lambda *_: True  # type: ignore[assignment]
@@ -56,7 +67,9 @@ class TestOnWorkers:
 
 def tall() -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4))
+    return nn.Sequential(
+        nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4)
+    )
 
 
 def samples() -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,9 +79,20 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
 
 def small_buckets() -> dict[str, torch.Tensor]:
     model = tall()
-    train(model, samples(), 4, nn.CrossEntropyLoss(), strategy=DDP(bucket_cap_mb=0.002), epochs=3, accumulate=2, clip_norm=0.5,
-          optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))  # fmt: skip
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())  # they are left alone in the end
+    train(
+        model,
+        samples(),
+        4,
+        nn.CrossEntropyLoss(),
+        strategy=DDP(bucket_cap_mb=0.002),
+        epochs=3,
+        accumulate=2,
+        clip_norm=0.5,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+    )
+    assert not any(
+        parameter._post_accumulate_grad_hooks for parameter in model.parameters()
+    )  # they are left alone in the end
     return model.state_dict()
 
 
@@ -78,7 +102,13 @@ def test_many_buckets_with_micro_batches_and_clipping() -> None:
     model = tall()
     batches = global_batches(83, 16, seed=0, shuffle=False)
     train_by_hand(
-        model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters(), lr=0.01), samples(), batches, 18, clip_norm=0.5
+        model,
+        nn.CrossEntropyLoss(),
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        samples(),
+        batches,
+        18,
+        clip_norm=0.5,
     )
     first, second = in_world(2, recorded, small_buckets)
     assert relative_difference(first, model.state_dict()) < 1e-6
@@ -111,7 +141,15 @@ class CountsOnOne(nn.Linear):
 def one_is_eager() -> dict[str, torch.Tensor]:
     model = nn.Sequential(tall(), nn.Tanh(), CountsOnOne(4, 4))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    train(model, samples(), 4, nn.CrossEntropyLoss(), epochs=6, optimizer=optimizer, strategy=DDP(check_weights_every=1))
+    train(
+        model,
+        samples(),
+        4,
+        nn.CrossEntropyLoss(),
+        epochs=6,
+        optimizer=optimizer,
+        strategy=DDP(check_weights_every=1),
+    )
     return model.state_dict()
 
 
@@ -150,7 +188,8 @@ def test_ranks_that_make_gradients_in_another_order_exchange_alike() -> None:
 
 
 def some_unused() -> list[list[float] | None]:
-    """Gradients of three parameters: rank 0 makes the first, rank 1 the first and the second, nobody the third."""
+    """Gradients of three parameters: rank 0 makes the first, rank 1 the first and the second,
+    nobody the third."""
     world = allhands.current_world()
     assert world is not None
     weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
@@ -167,7 +206,7 @@ def some_unused() -> list[list[float] | None]:
 
 @pytest.mark.serial
 @pytest.mark.usefixtures("preloaded")
-def test_a_gradient_that_a_rank_has_not_made_counts_as_zero_and_one_that_nobody_has_stays_none() -> None:
+def test_a_gradient_that_a_rank_has_not_made_is_zero_and_one_that_nobody_has_stays_none():
     for found in in_world(2, some_unused):
         assert found == [[3.0, 3.0], [2.0, 2.0], None]
 

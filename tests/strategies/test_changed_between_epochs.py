@@ -1,4 +1,5 @@
-"""Callbacks that change the groups of a sharded model's optimizer in ways that shards cannot follow are refused."""
+"""Callbacks that change the groups of a sharded model's optimizer in ways that shards cannot follow
+are refused."""
 
 from __future__ import annotations
 
@@ -33,16 +34,27 @@ class Foreign(Callback):
 
 
 def refusal(change: type[Callback]) -> str:
-    model, data = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), TensorDataset(torch.rand(8, 4), torch.rand(8, 2))
+    model, data = (
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)),
+        TensorDataset(torch.rand(8, 4), torch.rand(8, 2)),
+    )
     with pytest.raises(UserError) as caught:
         SupervisedRunner(device="cpu").train(
-            model=model, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(model[2].parameters(), lr=0.1), num_epochs=2,
-            loaders={"train": DataLoader(data, 4), "valid": DataLoader(data, 4)}, callbacks=[change()], distributed="fsdp",
-        )  # fmt: skip
+            model=model,
+            criterion=nn.MSELoss(),
+            optimizer=torch.optim.SGD(model[2].parameters(), lr=0.1),
+            num_epochs=2,
+            loaders={"train": DataLoader(data, 4), "valid": DataLoader(data, 4)},
+            callbacks=[change()],
+            distributed="fsdp",
+        )
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("change", "said"), [(Regroup, "optimizer.add_param_group"), (Foreign, "add those of `training.model`")])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(Regroup, "optimizer.add_param_group"), (Foreign, "add those of `training.model`")],
+)
 def test_groups_that_shards_cannot_follow_are_named(change: type[Callback], said: str) -> None:
     for text in in_world(2, refusal, change):
         assert said in text

@@ -1,4 +1,5 @@
-"""What ranks exchange: uneven and empty shares, counted targets, buffers, faults. Two and three gloo workers."""
+"""What ranks exchange: uneven and empty shares, counted targets, buffers, faults. Two and three
+gloo workers."""
 
 from __future__ import annotations
 
@@ -23,20 +24,36 @@ class SumOutput(nn.Module):
         return output.sum()
 
 
-def train(model: nn.Module, tensors: Any, batch: int, criterion: Any, lr: float = 1.0, epochs: int = 1, **options: Any) -> Any:
+def train(
+    model: nn.Module,
+    tensors: Any,
+    batch: int,
+    criterion: Any,
+    lr: float = 1.0,
+    epochs: int = 1,
+    **options: Any,
+) -> Any:
     strategy = options.pop("strategy", None) or DDP()
     optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=lr)
     return SupervisedRunner(device="cpu").train(
-        model=model, criterion=criterion, optimizer=optimizer, num_epochs=epochs, distributed=strategy,
-        loaders={"train": DataLoader(TensorDataset(*tensors), batch)}, **options,
-    )  # fmt: skip
+        model=model,
+        criterion=criterion,
+        optimizer=optimizer,
+        num_epochs=epochs,
+        distributed=strategy,
+        loaders={"train": DataLoader(TensorDataset(*tensors), batch)},
+        **options,
+    )
 
 
 def slopes() -> list[float]:
     found = []
     for samples, batch, accumulate, criterion in (
-        (5, 3, 1, mean_output), (10, 1, 5, mean_output), (1, 4, 1, mean_output), (4, 2, 1, SumOutput()),
-    ):  # fmt: skip
+        (5, 3, 1, mean_output),
+        (10, 1, 5, mean_output),
+        (1, 4, 1, mean_output),
+        (4, 2, 1, SumOutput()),
+    ):
         model, x = Slope(), torch.arange(1.0, samples + 1)
         train(model, (x, x), batch, criterion, accumulate=accumulate)
         found.append(-float(model.w.detach()))
@@ -45,7 +62,8 @@ def slopes() -> list[float]:
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_gradients_are_means_over_samples(workers: int) -> None:
-    """Each case is one global batch on two and more workers but not on one, where it takes several steps of lr 1."""
+    """Each case is one global batch on two and more workers but not on one, where it takes several
+    steps of lr 1."""
     expected = {
         1: [2 + 4.5, 3 + 8, 1.0, 3 + 7],
         2: [3.0, 5.5, 1.0, 10.0],
@@ -71,7 +89,9 @@ def labelled() -> tuple[torch.Tensor, torch.Tensor]:
 CRITERIA = {
     "ignore_index": nn.CrossEntropyLoss(),
     "class weights": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.5, 2.0])),
-    "label smoothing": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.5, 2.0]), label_smoothing=0.1),
+    "label smoothing": nn.CrossEntropyLoss(
+        weight=torch.tensor([1.0, 5.0, 0.5, 2.0]), label_smoothing=0.1
+    ),
     "functional": nn.functional.cross_entropy,
 }
 
@@ -89,14 +109,25 @@ def counted_trainings() -> list[dict[str, torch.Tensor]]:
 def check_counted_trainings(by_rank: list[list[dict[str, torch.Tensor]]]) -> None:
     """What `counted_trainings` gave on each rank is what a loop by hand gives."""
     workers = len(by_rank)
-    cases = [(name, criterion, accumulate) for name, criterion in CRITERIA.items() for accumulate in (1, 2)]
+    cases = [
+        (name, criterion, accumulate)
+        for name, criterion in CRITERIA.items()
+        for accumulate in (1, 2)
+    ]
     for weights in by_rank:
         for (name, criterion, accumulate), found in zip(cases, weights, strict=True):
             model = make_classifier()
             size = 3 * workers * accumulate
             batches = global_batches(23, size, seed=0, shuffle=False)
             steps = 4 * -(-23 // size)
-            train_by_hand(model, criterion, torch.optim.SGD(model.parameters(), lr=0.3), labelled(), batches, steps)
+            train_by_hand(
+                model,
+                criterion,
+                torch.optim.SGD(model.parameters(), lr=0.3),
+                labelled(),
+                batches,
+                steps,
+            )
             assert relative_difference(found, model.state_dict()) < 1e-6, (name, accumulate)
 
 
@@ -108,7 +139,12 @@ def test_what_the_criterion_counts_is_what_is_averaged(workers: int) -> None:
 def batch_norm_statistics() -> dict[str, torch.Tensor]:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
     model.register_buffer("constant", torch.tensor([0.1, 0.7]))
-    x = torch.cat([torch.zeros(8, 2), torch.ones(8, 2) * 4]).reshape(2, 8, 2).transpose(0, 1).reshape(16, 2)
+    x = (
+        torch.cat([torch.zeros(8, 2), torch.ones(8, 2) * 4])
+        .reshape(2, 8, 2)
+        .transpose(0, 1)
+        .reshape(16, 2)
+    )
     train(model, (x, torch.rand(16, 1)), 4, nn.MSELoss(), lr=0.01)
     return dict(model.named_buffers())
 
@@ -144,7 +180,9 @@ def test_a_layer_that_is_never_used_is_left_alone_as_in_one_process() -> None:
     torch.manual_seed(0)
     model, x = Forgetful(), torch.rand(10, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    train_by_hand(model, nn.MSELoss(), optimizer, (x, x[:, :1]), global_batches(10, 4, 0, shuffle=False), 6)
+    train_by_hand(
+        model, nn.MSELoss(), optimizer, (x, x[:, :1]), global_batches(10, 4, 0, shuffle=False), 6
+    )
     for found in in_world(2, forgetful):
         assert relative_difference(found, model.state_dict()) < 1e-6
         assert torch.equal(found["never_used.weight"], model.never_used.weight)
@@ -161,9 +199,12 @@ def in_parts() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model, x = Forgetful(), torch.rand(10, 2)
     Parts(device="cpu").train(
-        model=model, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), distributed="ddp",
+        model=model,
+        criterion=nn.MSELoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        distributed="ddp",
         loaders={"train": DataLoader(TensorDataset(x, x[:, :1]), 2)},
-    )  # fmt: skip
+    )
     return model.state_dict()
 
 
@@ -171,7 +212,9 @@ def test_parts_of_the_model_may_be_called() -> None:
     torch.manual_seed(0)
     model, x = Forgetful(), torch.rand(10, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train_by_hand(model, nn.MSELoss(), optimizer, (x, x[:, :1]), global_batches(10, 4, 0, shuffle=False), 3)
+    train_by_hand(
+        model, nn.MSELoss(), optimizer, (x, x[:, :1]), global_batches(10, 4, 0, shuffle=False), 3
+    )
     for found in in_world(2, in_parts):
         assert relative_difference(found, model.state_dict()) < 1e-6
 
@@ -190,15 +233,31 @@ class Drift(Callback):
 
 def drifting() -> None:
     x = torch.rand(40, 2)
-    train(nn.Linear(2, 1), (x, x[:, :1]), 2, nn.MSELoss(), strategy=DDP(check_weights_every=2), callbacks=[Drift()])
+    train(
+        nn.Linear(2, 1),
+        (x, x[:, :1]),
+        2,
+        nn.MSELoss(),
+        strategy=DDP(check_weights_every=2),
+        callbacks=[Drift()],
+    )
 
 
 def test_weights_are_compared_every_few_steps() -> None:
-    with pytest.raises(AllhandsError, match="at step 4: the ranks' weights differ in 1 parameter.*first 'weight'"):
+    with pytest.raises(
+        AllhandsError, match="at step 4: the ranks' weights differ in 1 parameter.*first 'weight'"
+    ):
         in_world(2, drifting)
 
 
 def test_sync_batchnorm_needs_gpus() -> None:
     with pytest.raises(UserError, match="sync_batchnorm=True\\) needs GPUs"):
         x = torch.rand(4, 2)
-        train(nn.Linear(2, 1), (x, x[:, :1]), 2, nn.MSELoss(), strategy=DDP(sync_batchnorm=True), workers=2)
+        train(
+            nn.Linear(2, 1),
+            (x, x[:, :1]),
+            2,
+            nn.MSELoss(),
+            strategy=DDP(sync_batchnorm=True),
+            workers=2,
+        )

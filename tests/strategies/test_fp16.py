@@ -1,4 +1,5 @@
-"""fp16 where ranks hold parts of gradients: one loss scale, and a step that one rank's overflow leaves out on all."""
+"""fp16 where ranks hold parts of gradients: one loss scale, and a step that one rank's overflow
+leaves out on all."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ def network() -> nn.Module:
 def overflowing() -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of one sample, of the last rank, is too large at the first scales."""
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(SAMPLES, 6, generator=generator), torch.randn(SAMPLES, 3, generator=generator)
+    x, y = (
+        torch.randn(SAMPLES, 6, generator=generator),
+        torch.randn(SAMPLES, 3, generator=generator),
+    )
     y[11] = 60.0
     return x, y
 
@@ -63,10 +67,18 @@ def trained(name: str, folder: Path) -> tuple[Any, list[float]]:
     for epochs in (1, 2):
         model = network()
         SupervisedRunner(device="cpu").train(
-            model=model, criterion=nn.MSELoss(), optimizer=optimizer_of(model), num_epochs=epochs, clip_norm=CLIP,
-            loaders={"train": DataLoader(TensorDataset(*overflowing()), BATCH // shares)}, precision="fp16", resume="auto",
-            distributed=strategy, callbacks=[scales], logdir=folder / name.replace(" ", "-"),
-        )  # fmt: skip
+            model=model,
+            criterion=nn.MSELoss(),
+            optimizer=optimizer_of(model),
+            num_epochs=epochs,
+            clip_norm=CLIP,
+            loaders={"train": DataLoader(TensorDataset(*overflowing()), BATCH // shares)},
+            precision="fp16",
+            resume="auto",
+            distributed=strategy,
+            callbacks=[scales],
+            logdir=folder / name.replace(" ", "-"),
+        )
     return model.state_dict(), scales.seen
 
 
@@ -104,6 +116,12 @@ def test_scales_and_clipped_steps_are_those_of_one_process(tmp_path: Path) -> No
 def test_workers_that_do_not_wait_would_have_scales_of_their_own() -> None:
     with pytest.raises(UserError, match=r"mode='async'.*write precision='bf16', or mode='sync'"):
         SupervisedRunner(device="cpu").train(
-            model=(model := network()), criterion=nn.MSELoss(), optimizer=optimizer_of(model), precision="fp16", num_epochs=1,
-            loaders={"train": DataLoader(TensorDataset(*overflowing()), 4)}, distributed=KVStore("async", servers=1), workers=2,
-        )  # fmt: skip
+            model=(model := network()),
+            criterion=nn.MSELoss(),
+            optimizer=optimizer_of(model),
+            precision="fp16",
+            num_epochs=1,
+            loaders={"train": DataLoader(TensorDataset(*overflowing()), 4)},
+            distributed=KVStore("async", servers=1),
+            workers=2,
+        )

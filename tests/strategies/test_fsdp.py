@@ -1,4 +1,5 @@
-"""Sharded training: what is wrapped, parity on three workers, checkpoints between strategies, bad input."""
+"""Sharded training: what is wrapped, parity on three workers, checkpoints between strategies, bad
+input."""
 
 from __future__ import annotations
 
@@ -36,14 +37,23 @@ def small_gpt(vocabulary: int = 20) -> nn.Module:
 class TestWhatIsGatheredTogether:
     def test_layers_of_lists(self) -> None:
         assert names(FSDP(), small_gpt()) == ["layers.0", "layers.1"]
-        assert names(FSDP(), nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == ["0", "2"]
+        assert names(FSDP(), nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == [
+            "0",
+            "2",
+        ]
 
     def test_names_of_classes_and_modules(self) -> None:
         assert names(FSDP(wrap="Attention"), small_gpt()) == ["layers.0.attn", "layers.1.attn"]
-        assert names(FSDP(wrap=["Layer", "layers.1.mlp"]), small_gpt()) == ["layers.1.mlp", "layers.0", "layers.1"]
+        assert names(FSDP(wrap=["Layer", "layers.1.mlp"]), small_gpt()) == [
+            "layers.1.mlp",
+            "layers.0",
+            "layers.1",
+        ]
 
     def test_size(self) -> None:
-        model = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(3, 3), nn.Linear(10, 9)), nn.Linear(2, 2))
+        model = nn.Sequential(
+            nn.Linear(10, 10), nn.Sequential(nn.Linear(3, 3), nn.Linear(10, 9)), nn.Linear(2, 2)
+        )
         assert names(FSDP(wrap={"min_params": 100}), model) == ["0", "1"]
         assert names(FSDP(wrap={"min_params": 90}), model) == ["0", "1.1"]
 
@@ -51,7 +61,10 @@ class TestWhatIsGatheredTogether:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
         model[2].weight = model[0].weight
         assert names(FSDP(), model) == ["1"]
-        with pytest.raises(UserError, match=r"'0', whose parameter 'weight' is also used outside of it \(tied weights\)"):
+        with pytest.raises(
+            UserError,
+            match=r"'0', whose parameter 'weight' is also used outside of it \(tied weights\)",
+        ):
             names(FSDP(wrap=["0"]), model)
 
     @pytest.mark.parametrize(
@@ -73,7 +86,8 @@ class TestWhatIsGatheredTogether:
 
 
 class Tail(nn.Module):
-    """A linear layer, a frozen one, a scalar parameter, one that is never used, and a norm with statistics of its own."""
+    """A linear layer, a frozen one, a scalar parameter, one that is never used, and a norm with
+    statistics of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +105,10 @@ class Tail(nn.Module):
 
 def tensors(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(samples, 6, generator=generator), torch.randint(0, 7, (samples,), generator=generator)
+    x, y = (
+        torch.randn(samples, 6, generator=generator),
+        torch.randint(0, 7, (samples,), generator=generator),
+    )
     y[torch.rand(samples, generator=generator) < 0.3] = -100
     return x, y
 
@@ -102,7 +119,14 @@ CASES: dict[str, tuple[Strategy, int, int, int, float | None, Any]] = {
     "uneven": (FSDP(), 41, 4, 1, None, ADAM),
     "accumulated and clipped": (FSDP(wrap={"min_params": 60}), 41, 2, 2, 0.3, SGD),
     "fewer samples than workers": (FSDP(reshard_after_forward=False), 2, 4, 1, 0.1, SGD),
-    "one sample a batch": (FSDP(wrap="Linear", activation_checkpointing=True), 11, 1, 3, None, ADAM),
+    "one sample a batch": (
+        FSDP(wrap="Linear", activation_checkpointing=True),
+        11,
+        1,
+        3,
+        None,
+        ADAM,
+    ),
     "copies": (Mesh(dp=3), 41, 4, 2, 0.3, SGD),
 }
 
@@ -115,10 +139,15 @@ def trainings() -> dict[str, Any]:
         optimizer = kind(model.parameters(), **options)
         loaders = {"train": DataLoader(TensorDataset(*tensors(samples)), batch)}
         SupervisedRunner(device="cpu").train(
-            model=model, criterion=nn.CrossEntropyLoss(), optimizer=optimizer, distributed=strategy,
+            model=model,
+            criterion=nn.CrossEntropyLoss(),
+            optimizer=optimizer,
+            distributed=strategy,
             num_epochs=20 // -(-samples // (3 * batch * accumulate)),
-            accumulate=accumulate, clip_norm=clip_norm, loaders=loaders,
-        )  # fmt: skip
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+            loaders=loaders,
+        )
         # The user's own objects: the same parameters as before, and the optimizer over them.
         assert all(parameters[key] is parameter for key, parameter in model.named_parameters())
         assert optimizer.param_groups[0]["params"] == list(model.parameters())
@@ -149,22 +178,31 @@ class Notes(Callback):
 def draws() -> list[list[float]]:
     model, notes = Draws(), Notes()
     SupervisedRunner(device="cpu").train(
-        model=model, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), distributed=FSDP(),
-        loaders={"train": DataLoader(TensorDataset(torch.rand(6, 4), torch.rand(6)), 1)}, callbacks=[notes],
-    )  # fmt: skip
+        model=model,
+        criterion=nn.MSELoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        distributed=FSDP(),
+        loaders={"train": DataLoader(TensorDataset(torch.rand(6, 4), torch.rand(6)), 1)},
+        callbacks=[notes],
+    )
     return notes.drawn
 
 
 def not_a_number() -> str:
-    """A loss that is not finite on one rank, which takes part in the others' backward passes nonetheless."""
+    """A loss that is not finite on one rank, which takes part in the others' backward passes
+    nonetheless."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
     x = torch.rand(6, 6)
     x[3] = float("nan")
     try:
         SupervisedRunner(device="cpu").train(
-            model=model, criterion=nn.MSELoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), distributed=FSDP(),
-            loaders={"train": DataLoader(TensorDataset(x, x[:, :1].nan_to_num()), 1)}, accumulate=2,
-        )  # fmt: skip
+            model=model,
+            criterion=nn.MSELoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            distributed=FSDP(),
+            loaders={"train": DataLoader(TensorDataset(x, x[:, :1].nan_to_num()), 1)},
+            accumulate=2,
+        )
     except UserError as error:
         return str(error)
     return ""
@@ -179,7 +217,9 @@ def test_shards_train_as_one_process_does() -> None:
         optimizer = kind(model.parameters(), **options)
         size = 3 * batch * accumulate
         batches = global_batches(samples, size, seed=42, shuffle=False)
-        train_by_hand(model, nn.CrossEntropyLoss(), optimizer, tensors(samples), batches, 20, clip_norm)
+        train_by_hand(
+            model, nn.CrossEntropyLoss(), optimizer, tensors(samples), batches, 20, clip_norm
+        )
         for rank, found in enumerate(ranks):
             assert relative_difference(found[name], model.state_dict()) < 1e-6, (name, rank)
     assert len({tuple(map(tuple, found["dropout"])) for found in ranks}) == 3
@@ -187,7 +227,7 @@ def test_shards_train_as_one_process_does() -> None:
         assert "the training loss is nan on rank 1" in found["nan"]
 
 
-# ---------------------------------------------------------------------- checkpoints between strategies
+# ------------------------------------------------------------------- checkpoints between strategies
 
 VOCABULARY = 2003  # a prime: no number of workers divides it
 
@@ -197,16 +237,31 @@ class Tokens(nn.Module):
         return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def train_tokens(strategy: Strategy, logdir: str, epochs: int, shares: int, resume: str | None = None, **options: Any) -> Any:
+def train_tokens(
+    strategy: Strategy,
+    logdir: str,
+    epochs: int,
+    shares: int,
+    resume: str | None = None,
+    **options: Any,
+) -> Any:
     model = small_gpt(VOCABULARY)
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(0, VOCABULARY, (30, 4), generator=generator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
     SupervisedRunner(device="cpu").train(
-        model=model, criterion=Tokens(), optimizer=optimizer, scheduler=scheduler, num_epochs=epochs, distributed=strategy,
-        loaders={"train": DataLoader(TensorDataset(x, x.roll(-1, 1)), 12 // shares)}, logdir=logdir, resume=resume, **options,
-    )  # fmt: skip
+        model=model,
+        criterion=Tokens(),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        num_epochs=epochs,
+        distributed=strategy,
+        loaders={"train": DataLoader(TensorDataset(x, x.roll(-1, 1)), 12 // shares)},
+        logdir=logdir,
+        resume=resume,
+        **options,
+    )
     momentum = {name: optimizer.state[p]["momentum_buffer"] for name, p in model.named_parameters()}
     return model.state_dict(), momentum, optimizer.param_groups[0]["lr"]
 
@@ -223,11 +278,21 @@ class LeaveAfter(Callback):
 @pytest.mark.serial
 @pytest.mark.usefixtures("preloaded")
 def test_a_checkpoint_of_four_shards_goes_on_under_anything(tmp_path: Path) -> None:
-    """From the middle of the second epoch, with the same samples, to the same weights and momentum."""
-    weights, momentum, rate = train_tokens(Single(), str(tmp_path / "whole"), 3, 1, callbacks=[LeaveAfter(100)])
+    """From the middle of the second epoch, with the same samples, to the same weights and
+    momentum."""
+    weights, momentum, rate = train_tokens(
+        Single(), str(tmp_path / "whole"), 3, 1, callbacks=[LeaveAfter(100)]
+    )
     left = str(tmp_path / "left")
     in_world(4, _leaving, left)
-    goes_on: list[tuple[int, Strategy]] = [(2, FSDP()), (3, FSDP()), (2, DDP()), (2, Mesh(tp=2)), (2, Mesh(pp=2)), (1, Single())]
+    goes_on: list[tuple[int, Strategy]] = [
+        (2, FSDP()),
+        (3, FSDP()),
+        (2, DDP()),
+        (2, Mesh(tp=2)),
+        (2, Mesh(pp=2)),
+        (1, Single()),
+    ]
     for number, (workers, strategy) in enumerate(goes_on):
         logdir = str(tmp_path / f"on-{number}")
         resume = str(Path(left) / "checkpoints" / "last")
@@ -266,9 +331,13 @@ def _another(logdir: str) -> list[str]:
     for model in (MLP(2, (4,), 2), small_gpt(VOCABULARY - 1)):
         try:
             SupervisedRunner(device="cpu").train(
-                model=model, criterion=Tokens(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), distributed=FSDP(),
-                loaders={"train": DataLoader(TensorDataset(torch.zeros(4, 2)), 2)}, resume=logdir,
-            )  # fmt: skip
+                model=model,
+                criterion=Tokens(),
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                distributed=FSDP(),
+                loaders={"train": DataLoader(TensorDataset(torch.zeros(4, 2)), 2)},
+                resume=logdir,
+            )
         except UserError as error:
             said.append(str(error))
     return said
@@ -279,7 +348,9 @@ def _another(logdir: str) -> list[str]:
 
 @pytest.mark.serial
 @pytest.mark.usefixtures("preloaded")
-def test_a_model_on_the_meta_device_begins_with_the_weights_of_plain_building(tmp_path: Path) -> None:
+def test_a_model_on_the_meta_device_begins_with_the_weights_of_plain_building(
+    tmp_path: Path,
+) -> None:
     torch.manual_seed(derive_seed(42, "model"))
     plain = MLP(6, (8, 9), 7)
     x, y = tensors(8)
@@ -287,12 +358,24 @@ def test_a_model_on_the_meta_device_begins_with_the_weights_of_plain_building(tm
         model = MLP(6, (8, 9), 7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     SupervisedRunner(device="cpu").train(
-        model=model, criterion=nn.CrossEntropyLoss(), optimizer=optimizer, distributed=FSDP(), workers=3, logdir=tmp_path,
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=optimizer,
+        distributed=FSDP(),
+        workers=3,
+        logdir=tmp_path,
         loaders={"train": DataLoader(TensorDataset(x, y), 2)},
-    )  # fmt: skip
+    )
     assert all(parameter.is_meta for parameter in model.parameters())
     by_hand = torch.optim.SGD(plain.parameters(), lr=0.5)
-    train_by_hand(plain, nn.CrossEntropyLoss(), by_hand, (x, y), global_batches(8, 6, seed=42, shuffle=False), 2)
+    train_by_hand(
+        plain,
+        nn.CrossEntropyLoss(),
+        by_hand,
+        (x, y),
+        global_batches(8, 6, seed=42, shuffle=False),
+        2,
+    )
     assert relative_difference(load(tmp_path)["model"], plain.state_dict()) < 1e-6
 
 
@@ -303,7 +386,9 @@ def test_values_are_those_of_plain_building_in_any_order(tied: bool) -> None:
     with torch.device("meta"):
         model = GPT(20, 4, 2, 2, 8, tied=tied)
     before = torch.get_rng_state()
-    values = Values(model, model, World(0, 0, 0, 1, 1, torch.device("cpu"), "none", "alone"), seed=7)
+    values = Values(
+        model, model, World(0, 0, 0, 1, 1, torch.device("cpu"), "none", "alone"), seed=7
+    )
     values.settle(model, list(model.layers[1].parameters()))
     values.settle(model)
     assert torch.equal(torch.get_rng_state(), before)
@@ -320,7 +405,10 @@ def test_values_that_cannot_be_known_are_named(kind: str) -> None:
     if kind == "parameter":
         model[1].shift = torch.zeros(7)
     with pytest.raises(
-        UserError, match="'1' \\(Tail\\) has parameters but no" if kind == "parameter" else r"its buffer '1\.running_mean'"
+        UserError,
+        match="'1' \\(Tail\\) has parameters but no"
+        if kind == "parameter"
+        else r"its buffer '1\.running_mean'",
     ):
         Values(model, model, World(0, 0, 0, 1, 1, torch.device("cpu"), "none", "alone"), seed=7)
 
@@ -331,19 +419,28 @@ def test_a_model_on_the_meta_device_needs_a_place_for_its_weights() -> None:
     for strategy, said in ((FSDP(), "pass logdir="), (DDP(), "distributed='fsdp'")):
         with pytest.raises(UserError, match=said):
             SupervisedRunner(device="cpu").train(
-                model=model, criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-                loaders={"train": DataLoader(TensorDataset(*tensors(8)), 2)}, distributed=strategy, workers=2,
-            )  # fmt: skip
+                model=model,
+                criterion=nn.CrossEntropyLoss(),
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+                loaders={"train": DataLoader(TensorDataset(*tensors(8)), 2)},
+                distributed=strategy,
+                workers=2,
+            )
 
 
 def test_a_model_on_the_meta_device_cannot_be_applied() -> None:
     with torch.device("meta"):
         runner = SupervisedRunner(MLP(6, (8,), 7), device="cpu")
     x, y = tensors(8)
-    with pytest.raises(UserError, match=r"predict computes with the whole model.*load_checkpoint\(logdir\)"):
+    with pytest.raises(
+        UserError, match=r"predict computes with the whole model.*load_checkpoint\(logdir\)"
+    ):
         runner.predict(dataset=TensorDataset(x))
     with pytest.raises(UserError, match="evaluate computes with the whole model"):
-        runner.evaluate(criterion=nn.CrossEntropyLoss(), datasets={"batch_size": 4, "valid": TensorDataset(x, y)})
+        runner.evaluate(
+            criterion=nn.CrossEntropyLoss(),
+            datasets={"batch_size": 4, "valid": TensorDataset(x, y)},
+        )
 
 
 # ---------------------------------------------------------------------- refused
@@ -353,9 +450,14 @@ def refuse(strategy: Strategy, optimizer: Any = None, workers: int = 2, **option
     model = Tail()
     with pytest.raises(UserError) as caught:
         SupervisedRunner(device="cpu").train(
-            model=model, criterion=nn.CrossEntropyLoss(), optimizer=(optimizer or torch.optim.SGD)(model.parameters(), lr=0.1),
-            loaders={"train": DataLoader(TensorDataset(*tensors(8)), 2)}, distributed=strategy, workers=workers, **options,
-        )  # fmt: skip
+            model=model,
+            criterion=nn.CrossEntropyLoss(),
+            optimizer=(optimizer or torch.optim.SGD)(model.parameters(), lr=0.1),
+            loaders={"train": DataLoader(TensorDataset(*tensors(8)), 2)},
+            distributed=strategy,
+            workers=workers,
+            **options,
+        )
     return str(caught.value)
 
 
@@ -364,11 +466,17 @@ class Odd(torch.optim.SGD):
 
 
 def test_before_any_worker_is_started() -> None:
-    assert "Adafactor may need whole ones. Use one of SGD, Adam" in refuse(FSDP(), torch.optim.Adafactor)
+    assert "Adafactor may need whole ones. Use one of SGD, Adam" in refuse(
+        FSDP(), torch.optim.Adafactor
+    )
     assert "write `elementwise = True` into the class Odd" in refuse(FSDP(), Odd)
     assert "no class of that name" in refuse(FSDP(wrap="Layer"))
-    assert "pp 1 x dp 4 x tp 1 = 4, but there are 2 workers; set dp to 2, or start 4" in refuse(Mesh(dp=4))
-    assert "the device is 'cpu'; set cpu_offload to False" in refuse(FSDP(cpu_offload=True), workers=1)
+    assert "pp 1 x dp 4 x tp 1 = 4, but there are 2 workers; set dp to 2, or start 4" in refuse(
+        Mesh(dp=4)
+    )
+    assert "the device is 'cpu'; set cpu_offload to False" in refuse(
+        FSDP(cpu_offload=True), workers=1
+    )
 
 
 def test_an_optimizer_that_says_so_is_taken() -> None:
@@ -380,7 +488,10 @@ def test_an_optimizer_that_says_so_is_taken() -> None:
 def test_offloading_needs_memory() -> None:
     model = nn.Linear(1024, 1024, bias=False)
     fsdp._check_memory(model, shards=4, here=2, free=8 << 20)
-    with pytest.raises(UserError, match=r"of 2 workers in this machine's memory, about 0\.0 GiB.*set cpu_offload to False"):
+    with pytest.raises(
+        UserError,
+        match=r"of 2 workers in this machine's memory, about 0\.0 GiB.*set cpu_offload to False",
+    ):
         fsdp._check_memory(model, shards=4, here=2, free=(8 << 20) - 1)
 
 
@@ -394,8 +505,13 @@ def test_rows_in_another_order_are_pieces_of_the_plain_tensor() -> None:
     local = whole[order]
     kept = held(local, {"tp": (0, 1)}, order)
     assert [(piece.offsets[0], piece.sizes[0], piece.start) for piece in kept.pieces] == [
-        (0, 2, 0), (4, 2, 2), (8, 2, 4), (2, 2, 6), (6, 2, 8), (10, 2, 10),
-    ]  # fmt: skip
+        (0, 2, 0),
+        (4, 2, 2),
+        (8, 2, 4),
+        (2, 2, 6),
+        (6, 2, 8),
+        (10, 2, 10),
+    ]
     taken = torch.zeros_like(local)
     kept.take(whole, taken)
     assert torch.equal(taken, local)
@@ -424,11 +540,21 @@ def trained_on(device: str, cases: dict[str, tuple[Strategy, float]]) -> list[fl
     apart = []
     for strategy, _ in cases.values():
         model, plain = Tail(), Tail()
-        loaders = {"train": DataLoader(TensorDataset(*tensors(41)), 4), "valid": DataLoader(TensorDataset(*tensors(41)), 20)}
+        loaders = {
+            "train": DataLoader(TensorDataset(*tensors(41)), 4),
+            "valid": DataLoader(TensorDataset(*tensors(41)), 20),
+        }
         SupervisedRunner(device=device).train(
-            model=model, criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
-            distributed=strategy, workers=2, num_epochs=4, accumulate=2, clip_norm=0.3, loaders=loaders,
-        )  # fmt: skip
+            model=model,
+            criterion=nn.CrossEntropyLoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
+            distributed=strategy,
+            workers=2,
+            num_epochs=4,
+            accumulate=2,
+            clip_norm=0.3,
+            loaders=loaders,
+        )
         by_hand = torch.optim.SGD(plain.parameters(), lr=0.2, momentum=0.9)
         batches = global_batches(41, 16, seed=42, shuffle=False)
         train_by_hand(plain, nn.CrossEntropyLoss(), by_hand, tensors(41), batches, 12, 0.3)
@@ -444,5 +570,8 @@ def test_two_gpus() -> None:
 
 
 def test_the_old_name_of_activation_checkpointing_warns() -> None:
-    with pytest.warns(FutureWarning, match=r"FSDP\(checkpoint_activations=…\).*write FSDP\(activation_checkpointing=…\)"):
+    with pytest.warns(
+        FutureWarning,
+        match=r"FSDP\(checkpoint_activations=…\).*write FSDP\(activation_checkpointing=…\)",
+    ):
         assert FSDP(checkpoint_activations=True).activation_checkpointing is True

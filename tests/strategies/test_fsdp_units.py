@@ -1,4 +1,5 @@
-"""fsdp where ranks use other parts of the model: experts, heads of tasks, skipped blocks; and layers that nobody uses."""
+"""fsdp where ranks use other parts of the model: experts, heads of tasks, skipped blocks; and
+layers that nobody uses."""
 
 from __future__ import annotations
 
@@ -18,14 +19,18 @@ pytestmark = pytest.mark.serial
 
 
 class Routed(nn.Module):
-    """Each sample passes one of three experts, by its first feature; `way` says how the experts are called."""
+    """Each sample passes one of three experts, by its first feature; `way` says how the experts are
+    called."""
 
     def __init__(self, way: str = "in order") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.way = way
         self.first = nn.Linear(4, 4)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4))) for _ in range(3))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)))
+            for _ in range(3)
+        )
         self.last = nn.Linear(4, 2)
         self.unused = nn.ModuleList([nn.Linear(3, 3)])
         self.scale = nn.Parameter(torch.tensor(0.5))
@@ -35,7 +40,9 @@ class Routed(nn.Module):
         expert = (x[:, 0] > -0.4).long() + (x[:, 0] > 0.4).long()
         if self.way == "all at once":  # called on every rank, and used for the loss on some
             made = [e(h) for e in self.experts]
-            return self.last(torch.stack([made[k][row] for row, k in enumerate(expert.tolist())]) * self.scale)
+            return self.last(
+                torch.stack([made[k][row] for row, k in enumerate(expert.tolist())]) * self.scale
+            )
         order = [2, 0, 1] if self.way == "other order" else [0, 1, 2]
         for _ in range(2 if self.way == "twice" else 1):
             for k in order:
@@ -48,7 +55,9 @@ class Routed(nn.Module):
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(24, 4, generator=generator), torch.randn(24, 2, generator=generator)
-    x[:, 0] = torch.tensor([-1.0, 0, 1, -1, 0, 0, 1, 1, -1, -1, 1, 0]).repeat_interleave(2)  # a rank has few of them
+    x[:, 0] = torch.tensor([-1.0, 0, 1, -1, 0, 0, 1, 1, -1, -1, 1, 0]).repeat_interleave(
+        2
+    )  # a rank has few of them
     return TensorDataset(x, y)
 
 
@@ -73,17 +82,26 @@ def train(strategy: Any, way: str, shares: int, accumulate: int = 1, **options: 
     loader = DataLoader(data(), batch_size=4 // shares // accumulate)
     options = {"accumulate": accumulate, "num_epochs": 2, "distributed": strategy} | options
     SupervisedRunner(device="cpu").train(
-        model=model, criterion=nn.MSELoss(), optimizer=momentum(model), loaders={"train": loader}, **options
+        model=model,
+        criterion=nn.MSELoss(),
+        optimizer=momentum(model),
+        loaders={"train": loader},
+        **options,
     )
     return relative_difference(model.state_dict(), by_hand(Routed(way), 4))
 
 
 def train_each() -> dict[str, float]:
-    """On two workers: units called in several ways, units inside of units, and layers that are computed again."""
-    found = {way: train(FSDP(), way, 2) for way in ("in order", "other order", "twice", "all at once")}
+    """On two workers: units called in several ways, units inside of units, and layers that are
+    computed again."""
+    found = {
+        way: train(FSDP(), way, 2) for way in ("in order", "other order", "twice", "all at once")
+    }
     wrap = ["experts.0", "experts.0.1", "experts.1.1", "experts.2", "unused.0"]
     found["nested"] = train(FSDP(wrap=wrap), "in order", 2)
-    found["recomputed, 2 micro-batches"] = train(FSDP(activation_checkpointing=True), "in order", 2, 2)
+    found["recomputed, 2 micro-batches"] = train(
+        FSDP(activation_checkpointing=True), "in order", 2, 2
+    )
     return found
 
 
@@ -101,7 +119,11 @@ def refused(runner: type[SupervisedRunner]) -> str:
     loader = DataLoader(data(), batch_size=4)
     with pytest.raises(UserError) as caught:
         runner(device="cpu").train(
-            model=model, criterion=nn.MSELoss(), optimizer=momentum(model), loaders={"train": loader}, distributed="fsdp"
+            model=model,
+            criterion=nn.MSELoss(),
+            optimizer=momentum(model),
+            loaders={"train": loader},
+            distributed="fsdp",
         )
     return str(caught.value)
 
@@ -127,19 +149,32 @@ def refused_output() -> str:
     model = Wrapping()
     with pytest.raises(UserError) as caught:
         SupervisedRunner(device="cpu").train(
-            model=model, criterion=lambda output, y: nn.functional.mse_loss(output.value, y), optimizer=momentum(model),
-            loaders={"train": DataLoader(data(), batch_size=4)}, distributed="fsdp",
-        )  # fmt: skip
+            model=model,
+            criterion=lambda output, y: nn.functional.mse_loss(output.value, y),
+            optimizer=momentum(model),
+            loaders={"train": DataLoader(data(), batch_size=4)},
+            distributed="fsdp",
+        )
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("call", "args", "said"),
     [
-        (refused, (PartCalled,), "gathers 'experts.0' within a call of the model, and it is called outside of one"),
-        (refused_output, (), "the loss has no gradient with respect to the tensors in the model's output"),
+        (
+            refused,
+            (PartCalled,),
+            "gathers 'experts.0' within a call of the model, and it is called outside of one",
+        ),
+        (
+            refused_output,
+            (),
+            "the loss has no gradient with respect to the tensors in the model's output",
+        ),
     ],
 )
-def test_what_cannot_be_gathered_is_refused(call: Callable[..., str], args: tuple[Any, ...], said: str) -> None:
+def test_what_cannot_be_gathered_is_refused(
+    call: Callable[..., str], args: tuple[Any, ...], said: str
+) -> None:
     for message in in_world(2, call, *args):
         assert said in message

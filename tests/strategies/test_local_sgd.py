@@ -1,4 +1,5 @@
-"""Local SGD against a loop by hand in one process that plays all workers; resumed, evaluated and saved between two exchanges."""
+"""Local SGD against a loop by hand in one process that plays all workers; resumed, evaluated and
+saved between two exchanges."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ from tests.reference import global_batches, relative_difference
 from tests.runner.problems import classification, classifier
 from tests.worlds import in_world
 
-SAMPLES, BATCH, EPOCHS = 50, 4, 3  # with 3 workers, the last step of an epoch has two samples, so that one of them is idle
+SAMPLES, BATCH, EPOCHS = (
+    50,
+    4,
+    3,
+)  # with 3 workers, the last step of an epoch has two samples, so that one of them is idle
 NESTEROV = {"name": "nesterov", "lr": 0.5, "momentum": 0.8}
 CASES: dict[str, dict[str, Any]] = {
     "uneven": {"every": 3},
@@ -33,7 +38,10 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16": {"every": 2, "compress": "fp16"},
     "muon": {"every": 3, "outer": NESTEROV, "optimizer": "muon"},
 }
-FRAGMENTS = {1: [["0.weight", "0.bias", "3.weight", "3.bias"]], 2: [["0.weight", "0.bias"], ["3.weight", "3.bias"]]}
+FRAGMENTS = {
+    1: [["0.weight", "0.bias", "3.weight", "3.bias"]],
+    2: [["0.weight", "0.bias"], ["3.weight", "3.bias"]],
+}
 
 Vector = torch.Tensor
 Weights = dict[str, torch.Tensor]
@@ -44,15 +52,32 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=0.02)
     if name == "muon":
         return MuonAdamW(model, lr=0.02)
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 if name == "momentum" else 0.0, weight_decay=0.01)
+    return torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9 if name == "momentum" else 0.0, weight_decay=0.01
+    )
 
 
 class ByHand:
     """All workers of a world, one after another in plain PyTorch."""
 
-    def __init__(self, workers: int, every: int, outer: Any = "average", fragments: int = 1, compress: Any = None,
-                 mix: float = 0.0, optimizer: str = "sgd", clip_norm: float | None = None) -> None:  # fmt: skip
-        self.every, self.outer, self.compress, self.mix, self.clip_norm = every, outer, compress, mix, clip_norm
+    def __init__(
+        self,
+        workers: int,
+        every: int,
+        outer: Any = "average",
+        fragments: int = 1,
+        compress: Any = None,
+        mix: float = 0.0,
+        optimizer: str = "sgd",
+        clip_norm: float | None = None,
+    ) -> None:
+        self.every, self.outer, self.compress, self.mix, self.clip_norm = (
+            every,
+            outer,
+            compress,
+            mix,
+            clip_norm,
+        )
         self.fragments = FRAGMENTS[fragments]
         self.models = [classifier() for _ in range(workers)]
         self.optimizers = [make_optimizer(optimizer, model) for model in self.models]
@@ -70,7 +95,9 @@ class ByHand:
                     self.step(worker, share)
             self.steps += 1
             for number in range(len(self.fragments)):
-                if (self.steps - (number + 1) * self.every // len(self.fragments)) % self.every == 0:
+                if (
+                    self.steps - (number + 1) * self.every // len(self.fragments)
+                ) % self.every == 0:
                     self.bring_together(number)
         return self
 
@@ -91,7 +118,9 @@ class ByHand:
         seen, before = self.seen[number], self.vector(number, self.anchor)
         deltas = [before - self.vector(number, model.state_dict()) for model in self.models]
         if self.compress is None:
-            mean = torch.stack([delta * (n / sum(seen)) for delta, n in zip(deltas, seen, strict=True)]).sum(0)
+            mean = torch.stack(
+                [delta * (n / sum(seen)) for delta, n in zip(deltas, seen, strict=True)]
+            ).sum(0)
         else:
             mean = self.through_narrow_wires(number, deltas)
         names, velocity = self.fragments[number], self.vector(number, self.velocity)
@@ -104,7 +133,10 @@ class ByHand:
         with torch.no_grad():
             for name in names:
                 shape, stop = self.anchor[name].shape, start + self.anchor[name].numel()
-                self.anchor[name], self.velocity[name] = after[start:stop].view(shape), velocity[start:stop].view(shape)
+                self.anchor[name], self.velocity[name] = (
+                    after[start:stop].view(shape),
+                    velocity[start:stop].view(shape),
+                )
                 for model in self.models:
                     own = dict(model.named_parameters())[name]
                     own.copy_(self.mix * own + (1 - self.mix) * self.anchor[name])
@@ -115,7 +147,9 @@ class ByHand:
         """The mean of what arrives: each worker takes the mean of one part, and sends it on."""
         seen, workers, size = self.seen[number], len(deltas), len(deltas[0])
         length = -(-size // workers)
-        pieces = [slice(worker * length, min((worker + 1) * length, size)) for worker in range(workers)]
+        pieces = [
+            slice(worker * length, min((worker + 1) * length, size)) for worker in range(workers)
+        ]
         mean = torch.zeros(size)
         for worker, delta in enumerate(deltas):
             if not seen[worker]:
@@ -136,7 +170,10 @@ class ByHand:
         for names, seen in zip(self.fragments, self.seen, strict=True):
             parts = [n / sum(seen) if sum(seen) else 1 / len(seen) for n in seen]
             for name in names:
-                found[name] = sum(part * model.state_dict()[name] for part, model in zip(parts, self.models, strict=True))
+                found[name] = sum(
+                    part * model.state_dict()[name]
+                    for part, model in zip(parts, self.models, strict=True)
+                )
         return {name: found[name] for name in self.anchor}
 
 
@@ -159,7 +196,12 @@ def steps_of(workers: int, count: int) -> list[torch.Tensor]:
 
 
 def train(
-    strategy: Any, optimizer: str = "sgd", epochs: int = EPOCHS, samples: int = SAMPLES, norm: bool = False, **options: Any
+    strategy: Any,
+    optimizer: str = "sgd",
+    epochs: int = EPOCHS,
+    samples: int = SAMPLES,
+    norm: bool = False,
+    **options: Any,
 ) -> Any:
     model = classifier()
     if norm:
@@ -169,7 +211,13 @@ def train(
     loaders = {"train": DataLoader(data, BATCH, shuffle=True), "valid": DataLoader(data, BATCH)}
     options = {"criterion": nn.CrossEntropyLoss()} | options
     history = SupervisedRunner(device="cpu").train(
-        model=model, optimizer=chosen, num_epochs=epochs, distributed=strategy, loaders=loaders, verbose=False, **options
+        model=model,
+        optimizer=chosen,
+        num_epochs=epochs,
+        distributed=strategy,
+        loaders=loaders,
+        verbose=False,
+        **options,
     )
     return model, chosen, history
 
@@ -188,7 +236,8 @@ class Save(Callback):
 
 
 class Fails(Callback):
-    """Saves in the middle of the first evaluation, as a signal does, and fails there. It is the criterion, too."""
+    """Saves in the middle of the first evaluation, as a signal does, and fails there. It is the
+    criterion, too."""
 
     def on_train_start(self, training: Any) -> None:
         self.run, self.evaluated = training, 0
@@ -211,7 +260,9 @@ class Change(Callback):
 def same(ours: Any, theirs: Any) -> bool:
     """To the bit, in a tree of dicts and lists."""
     if isinstance(ours, dict):
-        return ours.keys() == theirs.keys() and all(same(value, theirs[key]) for key, value in ours.items())
+        return ours.keys() == theirs.keys() and all(
+            same(value, theirs[key]) for key, value in ours.items()
+        )
     if isinstance(ours, list):
         return len(ours) == len(theirs) and all(map(same, ours, theirs))
     return torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
@@ -224,13 +275,18 @@ def loss_of(weights: Weights) -> float:
 
 
 def parity() -> dict[str, Any]:
-    """Differences from the loop by hand, of the weights that are handed back and of the loss that was evaluated; and ddp's."""
+    """Differences from the loop by hand, of the weights that are handed back and of the loss that
+    was evaluated; and ddp's."""
     workers = torch.distributed.get_world_size()
     steps = EPOCHS * -(-SAMPLES // (BATCH * workers))
     found: dict[str, Any] = {}
     for name, case in CASES.items():
-        settings = {key: value for key, value in case.items() if key not in ("optimizer", "clip_norm")}
-        model, _, history = train(LocalSGD(**settings), case.get("optimizer", "sgd"), clip_norm=case.get("clip_norm"))
+        settings = {
+            key: value for key, value in case.items() if key not in ("optimizer", "clip_norm")
+        }
+        model, _, history = train(
+            LocalSGD(**settings), case.get("optimizer", "sgd"), clip_norm=case.get("clip_norm")
+        )
         mean = ByHand(workers, **case).train(steps_of(workers, steps)).mean()
         found[name] = relative_difference(model.state_dict(), mean)
         found[f"{name} evaluated"] = abs(history["valid"]["loss"][-1] / loss_of(mean) - 1)
@@ -251,14 +307,16 @@ def test_the_same_as_by_hand(workers: int) -> None:
             assert found[f"{name} evaluated"] < 1e-5, (name, found[f"{name} evaluated"])
         assert found["ddp"] < 1e-6
         assert found["ddp, every 3"] > 1e-4
-        # 164 numbers in 7 or 5 steps of the first epoch, of which 2 or 1 exchange; and the numbers of samples.
+        # 164 numbers in 7 or 5 steps of the first epoch, of which 2 or 1 exchange; and the numbers
+        # of samples.
         exchanged, epoch = (2, 7) if workers == 2 else (1, 5)
         sent = 2 * (workers - 1) * 4 * 164 // workers + 16 * (workers - 1)
         assert found["uneven bytes"][0] == pytest.approx(exchanged * sent / epoch)
 
 
 def resumed(folder: str) -> dict[str, Any]:
-    """What an interruption changes: in the middle of H, in the middle of an epoch and at its end."""
+    """What an interruption changes: in the middle of H, in the middle of an epoch and at its
+    end."""
     found: dict[str, Any] = {}
     hard = {"every": 4, "outer": NESTEROV, "fragments": 2, "compress": "int8", "mix": 0.25}
     for name, settings, optimizer in (
@@ -267,7 +325,9 @@ def resumed(folder: str) -> dict[str, Any]:
         ("norm", {"every": 3}, "sgd"),
         ("muon", {"every": 3}, "muon"),
     ):
-        data: dict[str, Any] = {"norm": True, "samples": 52} if name == "norm" else {}  # BatchNorm needs two samples
+        data: dict[str, Any] = (
+            {"norm": True, "samples": 52} if name == "norm" else {}
+        )  # BatchNorm needs two samples
         model, chosen, history = train(LocalSGD(**settings), optimizer, **data)
         found[f"{name} weights"] = model.state_dict()
         for where, step in (("middle", 5), ("end", None)):
@@ -275,45 +335,85 @@ def resumed(folder: str) -> dict[str, Any]:
             if step is None:
                 train(LocalSGD(**settings), optimizer, epochs=1, logdir=logdir, **data)
             else:
-                train(LocalSGD(**settings), optimizer, logdir=logdir, callbacks=[Save(step, ends=True)], **data)
+                train(
+                    LocalSGD(**settings),
+                    optimizer,
+                    logdir=logdir,
+                    callbacks=[Save(step, ends=True)],
+                    **data,
+                )
             again, own, theirs = train(
-                LocalSGD(**settings), optimizer, logdir=logdir, resume="auto", callbacks=[Callback()] if step else [], **data
-            )  # fmt: skip
+                LocalSGD(**settings),
+                optimizer,
+                logdir=logdir,
+                resume="auto",
+                callbacks=[Callback()] if step else [],
+                **data,
+            )
             found[f"{name} {where}"] = same(again.state_dict(), model.state_dict())
-            # The run that was not interrupted has no logdir, and hands back rank 0's means all the same.
-            found[f"{name} {where} optimizer"] = same(own.state_dict()["state"], chosen.state_dict()["state"])
+            # The run that was not interrupted has no logdir, and hands back rank 0's means all the
+            # same.
+            found[f"{name} {where} optimizer"] = same(
+                own.state_dict()["state"], chosen.state_dict()["state"]
+            )
             seconds = {key: value for key, value in theirs.items() if key != "seconds"}
             found[f"{name} {where} history"] = same(seconds, {key: history[key] for key in seconds})
-    train(LocalSGD(every=4, outer=NESTEROV), "momentum", logdir=f"{folder}/other", callbacks=[Save(5, ends=True)])
+    train(
+        LocalSGD(every=4, outer=NESTEROV),
+        "momentum",
+        logdir=f"{folder}/other",
+        callbacks=[Save(5, ends=True)],
+    )
     # Saved within the evaluation after step 7, whose model is the mean, and gone on from there.
     model, _, _ = train(LocalSGD(**hard), "adamw")
     with pytest.raises(RuntimeError, match="in the middle"):
-        train(LocalSGD(**hard), "adamw", logdir=f"{folder}/evaluating", criterion=(fails := Fails()), callbacks=[fails])
+        train(
+            LocalSGD(**hard),
+            "adamw",
+            logdir=f"{folder}/evaluating",
+            criterion=(fails := Fails()),
+            callbacks=[fails],
+        )
     torch.distributed.barrier()
     position = allhands.load_checkpoint(Path(folder) / "evaluating")["position"]
     found["evaluating"] = position is not None and position["evaluating"]
     again, _, _ = train(
-        LocalSGD(**hard), "adamw", logdir=f"{folder}/evaluating", save_minutes=1e-9, resume="auto", callbacks=[Callback()]
+        LocalSGD(**hard),
+        "adamw",
+        logdir=f"{folder}/evaluating",
+        save_minutes=1e-9,
+        resume="auto",
+        callbacks=[Callback()],
     )
     found["evaluated"] = same(again.state_dict(), model.state_dict())
-    # With one sample, rank 1 takes no step, and has no state of an optimizer that could be averaged.
+    # With one sample, rank 1 takes no step, and has no state of an optimizer that could be
+    # averaged.
     model, own, _ = train(LocalSGD(every=2), "adamw", samples=1, logdir=f"{folder}/one")
     alone, theirs, _ = train(LocalSGD(every=2), "adamw", samples=1)
-    found["one sample"] = same([model.state_dict(), own.state_dict()], [alone.state_dict(), theirs.state_dict()])
+    found["one sample"] = same(
+        [model.state_dict(), own.state_dict()], [alone.state_dict(), theirs.state_dict()]
+    )
     found["steps of one"] = {float(state["step"]) for state in own.state.values()}
     return found
 
 
 def on_another_number(folder: str) -> dict[str, Any]:
-    """Three go on from what two have saved after step 5, between the exchanges after steps 4 and 8."""
+    """Three go on from what two have saved after step 5, between the exchanges after steps 4 and
+    8."""
     found: dict[str, Any] = {}
     by_hand = ByHand(2, 4, NESTEROV, optimizer="momentum").train(steps_of(2, 5))
     start = by_hand.mean()
-    found["saved"] = relative_difference(allhands.load_checkpoint(Path(folder) / "other")["model"], start)
+    found["saved"] = relative_difference(
+        allhands.load_checkpoint(Path(folder) / "other")["model"], start
+    )
     momentum = [
-        sum(optimizer.state[p]["momentum_buffer"] for optimizer, p in zip(by_hand.optimizers, ps, strict=True)) / 2
+        sum(
+            optimizer.state[p]["momentum_buffer"]
+            for optimizer, p in zip(by_hand.optimizers, ps, strict=True)
+        )
+        / 2
         for ps in zip(*(model.parameters() for model in by_hand.models), strict=True)
-    ]  # fmt: skip
+    ]
     three = ByHand(3, 4, NESTEROV, optimizer="momentum")
     three.anchor, three.velocity, three.steps = by_hand.anchor, by_hand.velocity, 5
     for model, optimizer in zip(three.models, three.optimizers, strict=True):
@@ -326,11 +426,19 @@ def on_another_number(folder: str) -> dict[str, Any]:
     model, _, _ = train(LocalSGD(every=4, outer=NESTEROV), resume=f"{folder}/other", **options)
     found["went on"] = relative_difference(model.state_dict(), expected)
     model, _, _ = train(DDP(), resume=f"{folder}/other", **options)
-    found["under ddp"] = bool(torch.isfinite(torch.cat([p.flatten() for p in model.parameters()])).all())
+    found["under ddp"] = bool(
+        torch.isfinite(torch.cat([p.flatten() for p in model.parameters()])).all()
+    )
     train(DDP(), epochs=1, logdir=f"{folder}/ddp")
-    ddp, ours = (train(strategy, epochs=2, resume=f"{folder}/ddp")[0] for strategy in (DDP(), LocalSGD(every=1)))
+    ddp, ours = (
+        train(strategy, epochs=2, resume=f"{folder}/ddp")[0]
+        for strategy in (DDP(), LocalSGD(every=1))
+    )
     found["from ddp"] = relative_difference(ours.state_dict(), ddp.state_dict())
-    for name, strategy in (("fragments", LocalSGD(4, NESTEROV, fragments=2)), ("outer", LocalSGD(4))):
+    for name, strategy in (
+        ("fragments", LocalSGD(4, NESTEROV, fragments=2)),
+        ("outer", LocalSGD(4)),
+    ):
         with pytest.raises(UserError) as error:
             train(strategy, resume=f"{folder}/other", **options)
         found[name] = str(error.value)

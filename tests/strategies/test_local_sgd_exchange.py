@@ -1,4 +1,5 @@
-"""What local SGD refuses, how it cuts a model, and what is left of numbers that travel in fewer bits."""
+"""What local SGD refuses, how it cuts a model, and what is left of numbers that travel in fewer
+bits."""
 
 from __future__ import annotations
 
@@ -29,16 +30,28 @@ def world_of(size: int, rank: int = 0) -> World:
     [
         ({"every": 0}, "at least 1, such as every=32"),
         ({"every": 2.5}, "whole number of steps"),
-        ({"outer": "adam"}, "it must be 'average' or {'name': 'nesterov', 'lr': 0.7, 'momentum': 0.9}"),
+        (
+            {"outer": "adam"},
+            "it must be 'average' or {'name': 'nesterov', 'lr': 0.7, 'momentum': 0.9}",
+        ),
         ({"outer": {"lr": 0.7}}, "it must be 'average' or"),
-        ({"outer": {"name": "average", "lr": 1.0}}, "'average' has no options; write outer='average'"),
+        (
+            {"outer": {"name": "average", "lr": 1.0}},
+            "'average' has no options; write outer='average'",
+        ),
         ({"outer": {"name": "nesterov", "beta": 0.9}}, "no option 'beta'; it has lr and momentum"),
         ({"outer": {"name": "nesterov", "lr": 0}}, "lr must be a positive number"),
-        ({"outer": {"name": "nesterov", "momentum": 1.0}}, "momentum must be at least 0 and below 1"),
+        (
+            {"outer": {"name": "nesterov", "momentum": 1.0}},
+            "momentum must be at least 0 and below 1",
+        ),
         ({"fragments": 0}, "whole number, at least 1"),
         ({"every": 2, "fragments": 3}, "set fragments to 2 or less, or every to 3"),
         ({"compress": "fp8"}, r"LocalSGD\(compress='fp8'\): there is no codec 'fp8'"),
-        ({"compress": "2bit"}, "chosen for gradients, and weights change by other amounts; write 'int8'"),
+        (
+            {"compress": "2bit"},
+            "chosen for gradients, and weights change by other amounts; write 'int8'",
+        ),
         ({"compress": "powersgd"}, "which only DDP has; write 'int8'"),
         ({"exchange": "bf16", "compress": "bf16"}, "leave exchange out"),
         ({"mix": 1}, "at least 0 and below 1"),
@@ -50,14 +63,20 @@ def test_settings_that_cannot_be(settings: dict[str, Any], said: str) -> None:
 
 
 def test_trainings_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="2 layers with trained parameters of their own; set fragments to 2 or less"):
+    with pytest.raises(
+        UserError, match="2 layers with trained parameters of their own; set fragments to 2 or less"
+    ):
         LocalSGD(fragments=3).prepare(classifier(), world_of(1))
     with pytest.raises(UserError, match="no parameter is trained; write distributed='ddp'"):
         LocalSGD().prepare(nn.ReLU(), world_of(1))
-    for changes, said in (({"precision": "fp16"}, "write precision='bf16'"),
-                          ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, "write reduction='mean'")):  # fmt: skip
+    for changes, said in (
+        ({"precision": "fp16"}, "write precision='bf16'"),
+        ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, "write reduction='mean'"),
+    ):
         with pytest.raises(UserError, match=said):
-            SupervisedRunner(device="cpu").train(**arguments(**changes), distributed=LocalSGD(), workers=2)
+            SupervisedRunner(device="cpu").train(
+                **arguments(**changes), distributed=LocalSGD(), workers=2
+            )
     monkeypatch.setenv("ALLHANDS_ON_WORKER_FAILURE", "continue")
     with pytest.raises(UserError, match="write --on-worker-failure stop, with --max-restarts 3"):
         LocalSGD().check(world_of(2))
@@ -68,7 +87,9 @@ def test_exact_where_the_mathematics_says_so() -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
     assert LocalSGD(every=1).exact_for(sgd, None)
     assert not LocalSGD(every=1).exact_for(sgd, 1.0)
-    assert not LocalSGD(every=1).exact_for(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None)
+    assert not LocalSGD(every=1).exact_for(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None
+    )
     assert not LocalSGD(every=1).exact_for(torch.optim.Adam(model.parameters()), None)
     for other in ({"every": 2}, {"outer": "nesterov"}, {"compress": "bf16"}, {"mix": 0.5}):
         assert not LocalSGD(**({"every": 1} | other)).exact_for(sgd, None)
@@ -79,17 +100,24 @@ def test_exact_where_the_mathematics_says_so() -> None:
 def test_verify_tells_the_exact_from_the_lossy() -> None:
     model = classifier()
     report = allhands.verify(
-        model=model, criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), workers=2, steps=7,
-        loaders={"train": DataLoader(classification(50), 4, shuffle=True)}, runner=SupervisedRunner(device="cpu"),
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        workers=2,
+        steps=7,
+        loaders={"train": DataLoader(classification(50), 4, shuffle=True)},
+        runner=SupervisedRunner(device="cpu"),
         strategies=[LocalSGD(every=1), LocalSGD(every=3)],
-    )  # fmt: skip
+    )
     exact, lossy = report.rows
     assert (exact.verdict, lossy.verdict) == (SAME, LOSSY)
     assert exact.difference < 1e-6 < lossy.difference
 
 
 def test_layers_are_dealt_in_their_order_to_fragments_of_about_one_size() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 100), nn.Linear(100, 4), nn.LayerNorm(4))
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 100), nn.Linear(100, 4), nn.LayerNorm(4)
+    )
     model[1].weight.requires_grad_(False)
     layers = layers_of(model)
     assert [len(layer) for layer in layers] == [2, 1, 2, 2, 2]
@@ -113,30 +141,49 @@ def test_old_names_of_formats_warn() -> None:
         assert LocalSGD(exchange="fp32").compress is None
 
 
-def test_one_worker_averages_nothing_and_has_an_outer_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SupervisedRunner, "_plan", lambda self, strategy, count: Plan(strategy or Single(), 0, "cpu"))
+def test_one_worker_averages_nothing_and_has_an_outer_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        SupervisedRunner,
+        "_plan",
+        lambda self, strategy, count: Plan(strategy or Single(), 0, "cpu"),
+    )
     ours, _ = fit(distributed=LocalSGD(every=2))
     alone, _ = fit(distributed=None)
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), alone.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(ours.parameters(), alone.parameters(), strict=True)
+    )
     strategy = LocalSGD(every=1, outer={"name": "nesterov", "lr": 1.0, "momentum": 0.5})
     model, data = nn.Linear(1, 1, bias=False), torch.ones(3, 1)
     nn.init.zeros_(model.weight)
     SupervisedRunner(device="cpu").train(
-        model=model, criterion=lambda output, target: -output.mean(), optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        loaders={"train": DataLoader(TensorDataset(data, data), 1)}, num_epochs=1, distributed=strategy,
-    )  # fmt: skip
+        model=model,
+        criterion=lambda output, target: -output.mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        loaders={"train": DataLoader(TensorDataset(data, data), 1)},
+        num_epochs=1,
+        distributed=strategy,
+    )
     # Each change is 1 upwards; the velocity is 1, 1.5 and 1.75, and a step is 1 + velocity / 2.
     assert model.weight.item() == pytest.approx(1.5 + 1.75 + 1.875)
 
 
 def test_what_was_lost_is_owed_by_others() -> None:
-    """Two have saved in int8; rank 0 of three, and each of two in fp32, add what all have lost to their next changes."""
+    """Two have saved in int8; rank 0 of three, and each of two in fp32, add what all have lost to
+    their next changes."""
     saved = LocalSGD(every=4, compress="int8")
     saved.prepare(classifier(), world_of(1))
     (part,) = saved._parts
     zeros = torch.zeros_like(part.anchor)
-    state = {"workers": 2, "fragments": 1, "outer": {"name": "average"}, "anchor": part.by_name(part.anchor), "momentum": {},
-             "epoch": [0, 0]}  # fmt: skip
+    state = {
+        "workers": 2,
+        "fragments": 1,
+        "outer": {"name": "average"},
+        "anchor": part.by_name(part.anchor),
+        "momentum": {},
+        "epoch": [0, 0],
+    }
     lost = {f"residual/{name}": value for name, value in part.by_name(zeros + 0.25).items()}
     lost |= {f"owed/{name}": value for name, value in part.by_name(zeros + 0.125).items()}
     for strategy, workers, tensors, expected in (
@@ -151,13 +198,22 @@ def test_what_was_lost_is_owed_by_others() -> None:
         assert strategy.load_own_tensors(tensors)
         strategy.begin(torch.optim.SGD(model.parameters(), lr=0.1), 5)
         residual = strategy._parts[0].residual
-        assert (None if residual is None else residual.unique().tolist()) == (None if expected is None else [expected])
+        assert (None if residual is None else residual.unique().tolist()) == (
+            None if expected is None else [expected]
+        )
 
 
 def test_an_optimizers_state_in_tensors_and_back() -> None:
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
     optimizer = torch.optim.Adam(parameters, lr=0.1)
-    state: Any = {parameters[0]: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "count": 5, "flag": None}}
+    state: Any = {
+        parameters[0]: {
+            "step": torch.tensor(3.0),
+            "exp_avg": torch.ones(2),
+            "count": 5,
+            "flag": None,
+        }
+    }
     optimizer.state.update(state)
     tensors = own_state(state, optimizer)
     assert sorted(tensors) == ["number/0/count", "optimizer/0/exp_avg", "optimizer/0/step"]
@@ -166,7 +222,12 @@ def test_an_optimizers_state_in_tensors_and_back() -> None:
     back = take_own_state(tensors, optimizer)
     assert list(back) == parameters[:1]
     found = back[parameters[0]]
-    assert (float(found["step"]), found["count"], found["flag"], found["exp_avg"].tolist()) == (3.0, 5, None, [1.0, 1.0])
+    assert (float(found["step"]), found["count"], found["flag"], found["exp_avg"].tolist()) == (
+        3.0,
+        5,
+        None,
+        [1.0, 1.0],
+    )
 
 
 def test_the_run_file_chooses_it() -> None:

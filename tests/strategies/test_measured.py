@@ -1,4 +1,5 @@
-"""Sizes of buckets that are measured: the choice, what it leaves alone, and that a resumed training keeps it."""
+"""Sizes of buckets that are measured: the choice, what it leaves alone, and that a resumed training
+keeps it."""
 
 from __future__ import annotations
 
@@ -30,8 +31,13 @@ def test_sizes_that_lay_the_gradients_out_alike_are_tried_once() -> None:
 def test_the_choice_in_words() -> None:
     times = {None: 0.0021, 1: 0.0032, 5: 0.0021}
     assert said(5, times) == "bucket_cap_mb=5 (measured: 1: 3.2 ms, 5: 2.1 ms, 25: 2.1 ms)"
-    assert said(None, times) == "bucket_cap_mb=None, which is 25 (measured: 1: 3.2 ms, 5: 2.1 ms, 25: 2.1 ms)"
-    assert said(None, {}).startswith("bucket_cap_mb=None, which is 25 (not measured: all gradients are less than 1 MB")
+    assert (
+        said(None, times)
+        == "bucket_cap_mb=None, which is 25 (measured: 1: 3.2 ms, 5: 2.1 ms, 25: 2.1 ms)"
+    )
+    assert said(None, {}).startswith(
+        "bucket_cap_mb=None, which is 25 (not measured: all gradients are less than 1 MB"
+    )
 
 
 def test_the_backward_pass_is_from_all_outputs() -> None:
@@ -44,7 +50,10 @@ def test_the_backward_pass_is_from_all_outputs() -> None:
 
 @pytest.mark.parametrize("cap", [0, -1, True, "fast", float("inf"), float("nan")])
 def test_sizes_that_there_are_not(cap: Any) -> None:
-    with pytest.raises(UserError, match=r"bucket_cap_mb=.*it must be a positive number of MB, such as 25, or 'measured'"):
+    with pytest.raises(
+        UserError,
+        match=r"bucket_cap_mb=.*it must be a positive number of MB, such as 25, or 'measured'",
+    ):
         DDP(bucket_cap_mb=cap)
 
 
@@ -55,7 +64,13 @@ class Normalised(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.layers = nn.Sequential(
-            nn.Linear(5, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Dropout(0.2), nn.Linear(512, 600), nn.ReLU(), nn.Linear(600, 4)
+            nn.Linear(5, 512),
+            nn.BatchNorm1d(512),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(512, 600),
+            nn.ReLU(),
+            nn.Linear(600, 4),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,11 +83,18 @@ calls: list[int] = []
 
 def train(cap: Any, **options: Any) -> tuple[dict[str, torch.Tensor], DDP]:
     model, strategy = Normalised(), DDP(bucket_cap_mb=cap)
-    options = {"num_epochs": 2, "loaders": {"train": DataLoader(classification(50), 5, shuffle=True)}} | options
+    options = {
+        "num_epochs": 2,
+        "loaders": {"train": DataLoader(classification(50), 5, shuffle=True)},
+    } | options
     SupervisedRunner(device="cpu").train(
-        model=model, criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.05),
-        distributed=strategy, verbose=False, **options,
-    )  # fmt: skip
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.05),
+        distributed=strategy,
+        verbose=False,
+        **options,
+    )
     return {**model.state_dict()}, strategy
 
 
@@ -89,7 +111,8 @@ class Inner(SupervisedRunner):
 
 
 def by_own_buckets(world: Any) -> tuple[float, list[str]]:
-    """Of steps that may be recorded: the largest difference of a gradient from the mean of the ranks' in bf16."""
+    """Of steps that may be recorded: the largest difference of a gradient from the mean of the
+    ranks' in bf16."""
     model, strategy = Normalised().eval(), DDP(bucket_cap_mb="measured", compress="bf16")
     x = classification(50).tensors[0][world.rank :: world.world_size]
     strategy.records, strategy.try_on = True, lambda module, _: module(x)
@@ -118,7 +141,9 @@ def measured(folder: str) -> dict[str, Any]:
     seconds = {None: 0.05, 1: 0.08 if rank else 0.01, 5: 0.03, 100: 0.0301}
     world = allhands.current_world()
     assert world is not None
-    found["chosen"], found["times"] = fastest(lambda cap: lambda: time.sleep(seconds[cap]), [None, 1, 5, 100], world)
+    found["chosen"], found["times"] = fastest(
+        lambda cap: lambda: time.sleep(seconds[cap]), [None, 1, 5, 100], world
+    )
 
     found["own buckets"], found["notes of own buckets"] = by_own_buckets(world)
     weights, strategy = train("measured", logdir=f"{folder}/whole", callbacks=[Callback()])
@@ -128,7 +153,9 @@ def measured(folder: str) -> dict[str, Any]:
     found["same"] = all(torch.equal(value, by_name[key]) for key, value in weights.items())
     train("measured", logdir=f"{folder}/parts", num_epochs=1, callbacks=[Callback()])
     before = len(calls)
-    again, strategy = train("measured", logdir=f"{folder}/parts", resume="auto", callbacks=[Callback()])
+    again, strategy = train(
+        "measured", logdir=f"{folder}/parts", resume="auto", callbacks=[Callback()]
+    )
     found["calls"] = (tried, len(calls) - before)
     found["resumed"] = all(torch.equal(value, again[key]) for key, value in weights.items())
     found["notes of the resumed"] = strategy.notes()
@@ -138,9 +165,14 @@ def measured(folder: str) -> dict[str, Any]:
     model = Normalised()
     with pytest.raises(UserError) as error:
         Inner(device="cpu").train(
-            model=model, criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.05), num_epochs=1,
-            distributed=DDP(bucket_cap_mb="measured"), verbose=False, loaders={"train": DataLoader(classification(50), 5)},
-        )  # fmt: skip
+            model=model,
+            criterion=nn.CrossEntropyLoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.05),
+            num_epochs=1,
+            distributed=DDP(bucket_cap_mb="measured"),
+            verbose=False,
+            loaders={"train": DataLoader(classification(50), 5)},
+        )
     found["inner"] = str(error.value)
     return found
 

@@ -16,7 +16,10 @@ from allhands.strategies.degrees import Degrees
 from tests.reference import global_batches, relative_difference, train_by_hand
 from tests.worlds import in_world
 
-SAMPLES, BATCH = 53, 16  # the last batch of an epoch has 5 samples, which leaves some of eight ranks without one
+SAMPLES, BATCH = (
+    53,
+    16,
+)  # the last batch of an epoch has 5 samples, which leaves some of eight ranks without one
 
 
 class Tokens(nn.Module):
@@ -25,14 +28,19 @@ class Tokens(nn.Module):
     reduction = "sum"
 
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum") / 50
+        return (
+            nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+            / 50
+        )
 
 
 def gpt() -> nn.Module:
     torch.manual_seed(3)
     model = GPT(vocab_size=20, block_size=4, layers=2, heads=2, width=8)
     with torch.no_grad():
-        for parameter in model.parameters():  # biases that stay near 0 would be compared relative to rounding
+        for (
+            parameter
+        ) in model.parameters():  # biases that stay near 0 would be compared relative to rounding
             parameter.add_(0.05 * torch.randn(parameter.shape))
     return model
 
@@ -49,7 +57,10 @@ def problem(name: str) -> tuple[nn.Module, Any, tuple[torch.Tensor, torch.Tensor
         y = x.roll(-1, 1)
         y[torch.rand(y.shape, generator=generator) < 0.3] = -100
         return gpt(), Tokens(), (x, y)
-    x, y = torch.randn(SAMPLES, 6, generator=generator), torch.randint(0, 8, (SAMPLES,), generator=generator)
+    x, y = (
+        torch.randn(SAMPLES, 6, generator=generator),
+        torch.randint(0, 8, (SAMPLES,), generator=generator),
+    )
     y[torch.rand(SAMPLES, generator=generator) < 0.3] = -100
     y[48:50] = -100  # all that some ranks have in the last batch
     return mlp(), nn.CrossEntropyLoss(weight=torch.linspace(0.5, 2, 8)), (x, y)
@@ -77,12 +88,23 @@ def trained() -> dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor
         model, criterion, tensors = problem(name)
         optimizer = optimizer_of(model)
         data = TensorDataset(*tensors)
-        loaders = {"train": DataLoader(data, BATCH // 2 // strategy.shares(8)), "valid": DataLoader(data, 20)}
+        loaders = {
+            "train": DataLoader(data, BATCH // 2 // strategy.shares(8)),
+            "valid": DataLoader(data, 20),
+        }
         history = SupervisedRunner(device="cpu").train(
-            model=model, criterion=criterion, optimizer=optimizer, num_epochs=5, distributed=strategy, accumulate=2,
-            clip_norm=0.5, loaders=loaders,
-        )  # fmt: skip
-        momentum = {name: optimizer.state[p]["momentum_buffer"] for name, p in model.named_parameters()}
+            model=model,
+            criterion=criterion,
+            optimizer=optimizer,
+            num_epochs=5,
+            distributed=strategy,
+            accumulate=2,
+            clip_norm=0.5,
+            loaders=loaders,
+        )
+        momentum = {
+            name: optimizer.state[p]["momentum_buffer"] for name, p in model.named_parameters()
+        }
         found[case] = model.state_dict(), momentum, history
     return found
 
@@ -91,7 +113,8 @@ def trained() -> dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor
 @pytest.mark.usefixtures("preloaded")
 @pytest.mark.rare
 def test_every_mesh_trains_as_one_process_does() -> None:
-    """Weights, momentum and losses after 20 steps, with uneven batches, accumulation, clipping, and targets that do not count."""
+    """Weights, momentum and losses after 20 steps, with uneven batches, accumulation, clipping, and
+    targets that do not count."""
     ranks = in_world(8, trained)
     expected = {}
     for name in ("gpt", "mlp"):
@@ -99,9 +122,15 @@ def test_every_mesh_trains_as_one_process_does() -> None:
         optimizer = optimizer_of(model)
         batches = global_batches(SAMPLES, BATCH, seed=42, shuffle=False)
         train_by_hand(model, criterion, optimizer, tensors, batches, 20, clip_norm=0.5)
-        momentum = {key: optimizer.state[p]["momentum_buffer"] for key, p in model.named_parameters()}
+        momentum = {
+            key: optimizer.state[p]["momentum_buffer"] for key, p in model.named_parameters()
+        }
         with torch.no_grad():
-            expected[name] = model.state_dict(), momentum, float(criterion(model(tensors[0]), tensors[1]))
+            expected[name] = (
+                model.state_dict(),
+                momentum,
+                float(criterion(model(tensors[0]), tensors[1])),
+            )
     for case, (name, _) in CASES.items():
         weights, momentum, loss = expected[name]
         for rank, found in enumerate(ranks):

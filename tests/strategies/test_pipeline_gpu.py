@@ -1,4 +1,5 @@
-"""Stages on GPUs under nccl: the same weights as a loop by hand on one GPU, alone and with copies and shards; bf16."""
+"""Stages on GPUs under nccl: the same weights as a loop by hand on one GPU, alone and with copies
+and shards; bf16."""
 
 from __future__ import annotations
 
@@ -30,10 +31,21 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def train(strategy: Any, workers: int, epochs: int, **options: Any) -> tuple[nn.Module, Any]:
     model, tensors = make_gpt(), TensorDataset(*words())
     history = SupervisedRunner().train(
-        model=model, criterion=NextToken(), optimizer=sgd(model), num_epochs=epochs, accumulate=2, clip_norm=0.5,
-        loaders={"train": DataLoader(tensors, BATCH, shuffle=True), "valid": DataLoader(tensors, BATCH)},
-        distributed=strategy, workers=workers, verbose=False, **options,
-    )  # fmt: skip
+        model=model,
+        criterion=NextToken(),
+        optimizer=sgd(model),
+        num_epochs=epochs,
+        accumulate=2,
+        clip_norm=0.5,
+        loaders={
+            "train": DataLoader(tensors, BATCH, shuffle=True),
+            "valid": DataLoader(tensors, BATCH),
+        },
+        distributed=strategy,
+        workers=workers,
+        verbose=False,
+        **options,
+    )
     return model, history
 
 
@@ -53,7 +65,9 @@ def test_stages_on_two_cards_equal_the_hand_written_loop(schedule: str) -> None:
     assert relative_difference(model.state_dict(), expected.state_dict()) < 1e-5
     x, y = words()
     with torch.no_grad():
-        assert history["valid"]["loss"][-1] == pytest.approx(float(NextToken()(expected(x), y)), rel=1e-4)
+        assert history["valid"]["loss"][-1] == pytest.approx(
+            float(NextToken()(expected(x), y)), rel=1e-4
+        )
 
 
 @pytest.mark.gpu(4)

@@ -13,18 +13,31 @@ from torch.nn import functional as F
 
 from allhands import UserError
 from allhands.models import GPT, ResNet18
-from allhands.strategies.pipeline_parts import balanced, by_parameters, chain_of, cut, measured, pruned
+from allhands.strategies.pipeline_parts import (
+    balanced,
+    by_parameters,
+    chain_of,
+    cut,
+    measured,
+    pruned,
+)
 from allhands.strategies.pipeline_stage import check_all_used, shared_parameters
 
 WORDS = torch.arange(24).view(3, 8) % 11
 
 
 class Residual(nn.Module):
-    """A skip connection between children, functions between them, a parameter of its own, and a module used twice."""
+    """A skip connection between children, functions between them, a parameter of its own, and a
+    module used twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.inner, self.norm, self.last = nn.Linear(4, 6), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 2)
+        self.first, self.inner, self.norm, self.last = (
+            nn.Linear(4, 6),
+            nn.Linear(6, 6),
+            nn.LayerNorm(6),
+            nn.Linear(6, 2),
+        )
         self.scale = nn.Parameter(torch.full((6,), 0.5))
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -38,15 +51,24 @@ class Residual(nn.Module):
 
 CHAINS = {
     "sequential": (
-        lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 5), nn.ReLU()), nn.Dropout(0.5), nn.Linear(5, 2)),
-        torch.randn(3, 4), ["0.0", "0.1", "1", "2"],
+        lambda: nn.Sequential(
+            nn.Sequential(nn.Linear(4, 5), nn.ReLU()), nn.Dropout(0.5), nn.Linear(5, 2)
+        ),
+        torch.randn(3, 4),
+        ["0.0", "0.1", "1", "2"],
     ),
     "residual": (Residual, torch.randn(3, 4), ["first", "inner", "norm", "inner:2", "last"]),
     "resnet": (
-        lambda: ResNet18(width=4), torch.randn(2, 3, 16, 16), ["conv", "norm", *(f"blocks.{n}" for n in range(8)), "head"],
+        lambda: ResNet18(width=4),
+        torch.randn(2, 3, 16, 16),
+        ["conv", "norm", *(f"blocks.{n}" for n in range(8)), "head"],
     ),
-    "gpt": (lambda: GPT(11, 8, layers=2, heads=2, width=8), WORDS, ["begin", "layers.0", "layers.1", "norm", "head"]),
-}  # fmt: skip
+    "gpt": (
+        lambda: GPT(11, 8, layers=2, heads=2, width=8),
+        WORDS,
+        ["begin", "layers.0", "layers.1", "norm", "head"],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -114,7 +136,11 @@ def hooked() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Branching, r"chain of its children.*Branching.*torch\.fx says.*nn\.Sequential, or give Branching a method chain\(\)"),
+        (
+            Branching,
+            r"chain of its children.*Branching.*torch\.fx says.*nn\.Sequential, or give Branching "
+            r"a method chain\(\)",
+        ),
         (TwoInputs, "it takes x, y, and a chain takes one input"),
         (Dropping, r"something else in training than in evaluation \(use nn\.Dropout"),
         (Misnamed, r"Misnamed\.chain\(\) names 'layers', which is no submodule"),
@@ -142,7 +168,10 @@ def test_the_most_expensive_stage_is_as_cheap_as_it_can_be() -> None:
         def worst(bounds: tuple[int, ...], costs: list[float] = costs) -> float:
             return max(sum(costs[start:stop]) for start, stop in itertools.pairwise(bounds))
 
-        best = min(worst((0, *inner, count)) for inner in itertools.combinations(range(1, count), stages - 1))
+        best = min(
+            worst((0, *inner, count))
+            for inner in itertools.combinations(range(1, count), stages - 1)
+        )
         assert worst((0, *itertools.accumulate(sizes))) == pytest.approx(best, abs=1e-9)
 
 
@@ -163,18 +192,38 @@ def test_by_parameters_and_by_name_and_by_function() -> None:
     assert names(["1"]) == [["0"], ["1", "2", "3"]]
     assert names(lambda model, count: [str(len(model) - count)], 2) == [["0", "1"], ["2", "3"]]
     for stages, count, message in (
-        (["1"], 3, r"stages=\['1'\] names the beginning of 1 stages after the first, and there are 3 stages: name 2"),
-        (["1", "layer.2"], 3, "no part of the Sequential is named 'layer.2'.*Its parts are 0, 1, 2, 3"),
+        (
+            ["1"],
+            3,
+            r"stages=\['1'\] names the beginning of 1 stages after the first, and there are 3 "
+            r"stages: name 2",
+        ),
+        (
+            ["1", "layer.2"],
+            3,
+            "no part of the Sequential is named 'layer.2'.*Its parts are 0, 1, 2, 3",
+        ),
         (["2", "1"], 3, "must name parts in their order"),
         (["0"], 2, "must name parts in their order, none twice and not the first"),
-        ("auto", 5, "pipeline of 5 stages needs at least as many parts, and the Sequential is a chain of 4: 0, 1, 2, 3"),
+        (
+            "auto",
+            5,
+            "pipeline of 5 stages needs at least as many parts, and the Sequential is a chain of "
+            "4: 0, 1, 2, 3",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             names(stages, count)
 
 
 def test_measured_costs_tell_a_slow_part_and_leave_the_model_alone() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1500), nn.Linear(1500, 1500), nn.Linear(1500, 2))
+    model = nn.Sequential(
+        nn.Linear(8, 8),
+        nn.BatchNorm1d(8),
+        nn.Linear(8, 1500),
+        nn.Linear(1500, 1500),
+        nn.Linear(1500, 2),
+    )
     before = copy.deepcopy(model.state_dict())
     costs = measured(model, chain_of(model), torch.randn(64, 8), torch.device("cpu"))
     assert costs.index(max(costs)) == 3
@@ -186,7 +235,9 @@ def test_measured_costs_tell_a_slow_part_and_leave_the_model_alone() -> None:
 def test_shared_parameters_are_found_under_the_name_that_each_stage_has() -> None:
     model = GPT(11, 8, layers=2, heads=2, width=8)
     parts = chain_of(model)
-    assert shared_parameters(model, [parts[:2], parts[2:3], parts[3:]]) == {"embed.weight": {0: "embed.weight", 2: "head.weight"}}
+    assert shared_parameters(model, [parts[:2], parts[2:3], parts[3:]]) == {
+        "embed.weight": {0: "embed.weight", 2: "head.weight"}
+    }
     assert shared_parameters(model, [parts]) == {}
     untied = GPT(11, 8, layers=2, heads=2, width=8, tied=False)
     parts = chain_of(untied)

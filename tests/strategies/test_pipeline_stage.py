@@ -38,9 +38,18 @@ def test_stages_hold_their_share_under_the_models_names_and_compute_it() -> None
     named = dict(model.named_parameters(remove_duplicate=False))
     for module in modules:
         assert all(named[name] is parameter for name, parameter in module.named_parameters())
-    first, last = StagedModel(modules[:1], {}), StagedModel([modules[0], modules[2]], {"head.weight": "embed.weight"})
-    assert [name for name, _ in first.named_parameters()][:3] == ["embed.weight", "position.weight", "layers.0.attn_norm.weight"]
-    assert {name for name, _ in last.named_parameters()} == {n for n in named if not n.startswith(("layers.1", "head"))}
+    first, last = (
+        StagedModel(modules[:1], {}),
+        StagedModel([modules[0], modules[2]], {"head.weight": "embed.weight"}),
+    )
+    assert [name for name, _ in first.named_parameters()][:3] == [
+        "embed.weight",
+        "position.weight",
+        "layers.0.attn_norm.weight",
+    ]
+    assert {name for name, _ in last.named_parameters()} == {
+        n for n in named if not n.startswith(("layers.1", "head"))
+    }
     last.train()
     assert all(module.training for stage in (0, 2) for module in modules[stage].modules())
     assert not modules[1].training
@@ -52,11 +61,14 @@ def test_the_shapes_between_stages_are_known_without_running_them() -> None:
     before = torch.get_rng_state()
     shapes = ghost.between(torch.zeros(3, 5, dtype=torch.int64), training=True)
     assert torch.equal(torch.get_rng_state(), before)
-    assert [(list(shape.shape), shape.dtype, shape.is_meta, shape.requires_grad) for shape in shapes] == [
-        ([3, 5, 8], torch.float32, True, True)
-    ] * 2
+    assert [
+        (list(shape.shape), shape.dtype, shape.is_meta, shape.requires_grad) for shape in shapes
+    ] == [([3, 5, 8], torch.float32, True, True)] * 2
     with torch.autocast("cpu", torch.bfloat16):
-        assert ghost.between(torch.zeros(3, 5, dtype=torch.int64), training=True)[0].dtype == torch.float32  # a residual sum
+        assert (
+            ghost.between(torch.zeros(3, 5, dtype=torch.int64), training=True)[0].dtype
+            == torch.float32
+        )  # a residual sum
     chain = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 1))
     cut = Ghost(chain, [[part] for part in chain_of(chain)], CPU)
     with torch.autocast("cpu", torch.bfloat16):
@@ -68,7 +80,9 @@ def test_a_staged_model_takes_one_input() -> None:
     staged = StagedModel([nn.Sequential(nn.Linear(1, 1))], {})
     staged.answer = lambda value: value
     assert staged(3) == 3
-    with pytest.raises(UserError, match=r"called with its one input; handle_batch calls it with \(…, mask=…\)"):
+    with pytest.raises(
+        UserError, match=r"called with its one input; handle_batch calls it with \(…, mask=…\)"
+    ):
         staged(1, mask=2)
 
 

@@ -1,4 +1,5 @@
-"""PowerSGD: its arithmetic in one process, trainings against a loop by hand, and what an interruption changes."""
+"""PowerSGD: its arithmetic in one process, trainings against a loop by hand, and what an
+interruption changes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from allhands.data import derive_seed
 from allhands.step.loss import NonFiniteLossError
 from allhands.strategies.powersgd import PowerSGD
 from tests.reference import relative_difference
-from tests.strategies.workers_by_hand import Gradients, Poisoned, Stop, exact, network, train, train_by_hand
+from tests.strategies.workers_by_hand import (
+    Gradients,
+    Poisoned,
+    Stop,
+    exact,
+    network,
+    train,
+    train_by_hand,
+)
 from tests.worlds import in_world
 
 
@@ -30,26 +39,43 @@ def alone(rank: int, *shapes: tuple[int, ...]) -> PowerSGD:
 def approximated(state: PowerSGD, *gradients: torch.Tensor) -> list[torch.Tensor]:
     flat = {str(number): gradient.flatten().clone() for number, gradient in enumerate(gradients)}
     state._approximate(flat)
-    return [value.view_as(gradient) for value, gradient in zip(flat.values(), gradients, strict=True)]
+    return [
+        value.view_as(gradient) for value, gradient in zip(flat.values(), gradients, strict=True)
+    ]
 
 
 def low_rank(rows: int, columns: int, rank: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, rank, generator=generator) @ torch.randn(rank, columns, generator=generator)
+    return torch.randn(rows, rank, generator=generator) @ torch.randn(
+        rank, columns, generator=generator
+    )
 
 
 def test_what_has_the_rank_is_exact() -> None:
-    for rank, held in ((1, 1), (2, 2), (4, 4), (4, 1)):  # of the last, three columns have no direction of their own
+    for rank, held in (
+        (1, 1),
+        (2, 2),
+        (4, 4),
+        (4, 1),
+    ):  # of the last, three columns have no direction of their own
         matrix = low_rank(24, 40, held)
         (found,) = approximated(alone(rank, (24, 40)), matrix)
         assert float((found - matrix).norm() / matrix.norm()) < 1e-5, (rank, held)
 
 
 def test_vectors_and_small_matrices_travel_whole() -> None:
-    gradients = [torch.randn(64), torch.randn(3, 3), torch.randn(()), torch.randn(0, 5), torch.randn(16, 4, 3, 3)]
+    gradients = [
+        torch.randn(64),
+        torch.randn(3, 3),
+        torch.randn(()),
+        torch.randn(0, 5),
+        torch.randn(16, 4, 3, 3),
+    ]
     state = alone(1, *(tuple(gradient.shape) for gradient in gradients))
     *whole, compressed = approximated(state, *gradients)
-    assert all(torch.equal(found, gradient) for found, gradient in zip(whole, gradients, strict=False))
+    assert all(
+        torch.equal(found, gradient) for found, gradient in zip(whole, gradients, strict=False)
+    )
     assert torch.linalg.matrix_rank(compressed.view(16, 36)) == 1
 
 
@@ -76,7 +102,10 @@ class ByHand:
 
     def __init__(self, rank: int, start: int, workers: int) -> None:
         self.rank, self.start, self.steps = rank, start, 0
-        self.left = [{name: torch.zeros_like(p) for name, p in network().named_parameters()} for _ in range(workers)]
+        self.left = [
+            {name: torch.zeros_like(p) for name, p in network().named_parameters()}
+            for _ in range(workers)
+        ]
         self.factors: dict[str, torch.Tensor] = {}
 
     def __call__(self, gradients: list[Gradients]) -> Gradients:
@@ -84,12 +113,16 @@ class ByHand:
         mean = exact(gradients)
         if self.steps <= self.start:
             return mean
-        gradients = [{name: value * len(gradients) for name, value in own.items()} for own in gradients]
+        gradients = [
+            {name: value * len(gradients) for name, value in own.items()} for own in gradients
+        ]
         for name in mean:
             rows, columns = mean[name].shape if mean[name].dim() == 2 else (1, 1)
             if 2 * self.rank * (rows + columns) > rows * columns:
                 continue
-            wanted = [own[name] + left[name] for own, left in zip(gradients, self.left, strict=True)]
+            wanted = [
+                own[name] + left[name] for own, left in zip(gradients, self.left, strict=True)
+            ]
             whole = torch.stack(wanted).mean(0).double()
             if name not in self.factors:
                 generator = torch.Generator().manual_seed(derive_seed(42, "powersgd", name))
@@ -110,13 +143,21 @@ def trained(folder: str) -> dict[str, Any]:
         ours = train(DDP(compress={"name": "powersgd", "rank": rank, "start": start})).state_dict()
         found[f"by hand {rank}"] = relative_difference(ours, by_hand)
         found[f"from exact {rank}"] = relative_difference(ours, train(DDP()).state_dict())
-    options: dict[str, Any] = {"compress": {"name": "powersgd", "start": 2}, "bucket_cap_mb": 0.002}  # a few buckets
+    options: dict[str, Any] = {
+        "compress": {"name": "powersgd", "start": 2},
+        "bucket_cap_mb": 0.002,
+    }  # a few buckets
     whole = train(DDP(**options), callbacks=[Callback()])
-    for where, shorter in (("middle", {"callbacks": [Stop()]}), ("end", {"epochs": 2, "callbacks": [Callback()]})):
+    for where, shorter in (
+        ("middle", {"callbacks": [Stop()]}),
+        ("end", {"epochs": 2, "callbacks": [Callback()]}),
+    ):
         logdir = f"{folder}/{workers}-{where}"
         train(DDP(**options), logdir=logdir, **shorter)
         again = train(DDP(**options), logdir=logdir, resume="auto", callbacks=[Callback()])
-        found[where] = all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+        found[where] = all(
+            torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True)
+        )
     with pytest.raises(NonFiniteLossError) as error:
         train(DDP(compress={"name": "powersgd", "start": 0}), criterion=Poisoned(3))
     found["nan"] = str(error.value)
@@ -126,7 +167,13 @@ def trained(folder: str) -> dict[str, Any]:
 def gone_on(folder: str) -> dict[str, Any]:
     """Three workers go on from what two have saved after step 5."""
     strategy = DDP(compress={"name": "powersgd", "start": 2})
-    train(strategy, logdir=f"{folder}/three", resume=f"{folder}/2-middle", epochs=1, callbacks=[Callback()])
+    train(
+        strategy,
+        logdir=f"{folder}/three",
+        resume=f"{folder}/2-middle",
+        epochs=1,
+        callbacks=[Callback()],
+    )
     assert isinstance(strategy._coded, PowerSGD)
     return {"exchanges": strategy._coded.exchanges, "left": strategy.own_tensors()}
 
@@ -148,5 +195,9 @@ def test_trained_the_same_as_by_hand_and_resumed_to_the_bit(tmp_path: Path) -> N
 def test_what_was_left_over_keeps_its_part_of_the_mean() -> None:
     state = alone(1, (16, 16))
     state.world.world_size = 3
-    state.load_own_tensors({"left/0": torch.full((256,), 2.0), "ranks": torch.tensor(2.0)})  # of two ranks, added up
-    assert torch.equal(state.own_tensors()["left/0"], torch.full((256,), 3.0))  # 2 / 2 ranks == 3 / 3 ranks
+    state.load_own_tensors(
+        {"left/0": torch.full((256,), 2.0), "ranks": torch.tensor(2.0)}
+    )  # of two ranks, added up
+    assert torch.equal(
+        state.own_tensors()["left/0"], torch.full((256,), 3.0)
+    )  # 2 / 2 ranks == 3 / 3 ranks

@@ -28,7 +28,9 @@ def network() -> nn.Module:
 
 def samples() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(SAMPLES, 6, generator=generator), torch.randn(SAMPLES, 3, generator=generator))
+    return TensorDataset(
+        torch.randn(SAMPLES, 6, generator=generator), torch.randn(SAMPLES, 3, generator=generator)
+    )
 
 
 def lookahead(model: nn.Module) -> Any:
@@ -40,13 +42,22 @@ def schedule_free(model: nn.Module) -> Any:
 
 
 def twice(make: Any, strategy: Any) -> tuple[Any, list[float]]:
-    """Two trainings of the same objects, one after another: the second goes on with the state of the first."""
+    """Two trainings of the same objects, one after another: the second goes on with the state of
+    the first."""
     model = network()
     optimizer, losses = make(model), []
-    loaders = {"train": DataLoader(samples(), BATCH // 2), "valid": DataLoader(samples(), BATCH // 2)}
+    loaders = {
+        "train": DataLoader(samples(), BATCH // 2),
+        "valid": DataLoader(samples(), BATCH // 2),
+    }
     for _ in range(2):
         history = SupervisedRunner(device="cpu").train(
-            model=model, criterion=nn.MSELoss(), optimizer=optimizer, loaders=loaders, num_epochs=1, distributed=strategy
+            model=model,
+            criterion=nn.MSELoss(),
+            optimizer=optimizer,
+            loaders=loaders,
+            num_epochs=1,
+            distributed=strategy,
         )
         losses.append(history["valid"]["loss"][-1])
     return model.state_dict(), losses
@@ -61,7 +72,9 @@ def by_hand(make: Any) -> tuple[Any, list[float]]:
             optimizer.train()
         for first in range(0, SAMPLES, BATCH):
             optimizer.zero_grad()
-            nn.functional.mse_loss(model(x[first : first + BATCH]), y[first : first + BATCH]).backward()
+            nn.functional.mse_loss(
+                model(x[first : first + BATCH]), y[first : first + BATCH]
+            ).backward()
             optimizer.step()
         if hasattr(optimizer, "eval"):
             optimizer.eval()
@@ -71,11 +84,16 @@ def by_hand(make: Any) -> tuple[Any, list[float]]:
 
 def all_of_them() -> dict[tuple[str, str], Any]:
     makers = {"lookahead": lookahead, "schedule-free": schedule_free}
-    return {(kind, name): twice(make, given) for kind, make in makers.items() for name, given in STRATEGIES.items()}
+    return {
+        (kind, name): twice(make, given)
+        for kind, make in makers.items()
+        for name, given in STRATEGIES.items()
+    }
 
 
 def test_what_an_optimizer_keeps_goes_on_in_a_second_training() -> None:
-    """Lookahead's momentum lies in the optimizer that it holds; evaluation sees the weights that a mode makes, on all ranks."""
+    """Lookahead's momentum lies in the optimizer that it holds; evaluation sees the weights that a
+    mode makes, on all ranks."""
     right = {"lookahead": by_hand(lookahead), "schedule-free": by_hand(schedule_free)}
     for found in in_world(2, all_of_them):
         for (kind, name), (weights, losses) in found.items():
@@ -99,15 +117,24 @@ class Apart(Lookahead):
 
 
 def test_what_a_rank_with_parts_would_not_see_is_refused() -> None:
-    with pytest.raises(UserError, match=r"Own has a state_dict\(\) of its own.*write distributed='ddp'"):
+    with pytest.raises(
+        UserError, match=r"Own has a state_dict\(\) of its own.*write distributed='ddp'"
+    ):
         check_optimizer(Own(network().parameters(), lr=0.1), "fsdp")
     with pytest.raises(UserError, match=r"Apart holds a SGD that has groups.*Share them"):
         check_optimizer(Apart(torch.optim.SGD(network().parameters(), lr=0.1)), "fsdp")
-    with pytest.raises(UserError, match=r"write `elementwise = True` into the class Unsaid; or write DDP\(\)"):
+    with pytest.raises(
+        UserError, match=r"write `elementwise = True` into the class Unsaid; or write DDP\(\)"
+    ):
         SupervisedRunner(device="cpu").train(
-            model=(model := network()), criterion=nn.MSELoss(), optimizer=Unsaid(model.parameters(), lr=0.1),
-            loaders={"train": DataLoader(samples(), BATCH)}, num_epochs=1, distributed=DDP(optimizer_state="sharded"), workers=2,
-        )  # fmt: skip
+            model=(model := network()),
+            criterion=nn.MSELoss(),
+            optimizer=Unsaid(model.parameters(), lr=0.1),
+            loaders={"train": DataLoader(samples(), BATCH)},
+            num_epochs=1,
+            distributed=DDP(optimizer_state="sharded"),
+            workers=2,
+        )
 
 
 class Unsaid(torch.optim.SGD):

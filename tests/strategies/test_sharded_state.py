@@ -1,4 +1,5 @@
-"""The optimizer's state dealt out to the workers of ddp: the same training to the bit, and the plain optimizer's checkpoints."""
+"""The optimizer's state dealt out to the workers of ddp: the same training to the bit, and the
+plain optimizer's checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ OPTIMIZERS: dict[str, Any] = {
 
 def network() -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 4))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 4)
+    )
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -37,7 +40,9 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 def samples() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
-    return torch.randn(SAMPLES, 6, generator=generator), torch.randint(0, 4, (SAMPLES,), generator=generator)
+    return torch.randn(SAMPLES, 6, generator=generator), torch.randint(
+        0, 4, (SAMPLES,), generator=generator
+    )
 
 
 class Watches(Callback):
@@ -47,17 +52,27 @@ class Watches(Callback):
 
     def on_epoch_end(self, training: Any) -> None:
         values = [value for state in training.optimizer.state.values() for value in state.values()]
-        self.numbers = sum(value.numel() for value in values if torch.is_tensor(value) and value.dim())
+        self.numbers = sum(
+            value.numel() for value in values if torch.is_tensor(value) and value.dim()
+        )
 
 
-def train(strategy: Any, kind: str = "adamw", model: nn.Module | None = None, **changes: Any) -> Any:
+def train(
+    strategy: Any, kind: str = "adamw", model: nn.Module | None = None, **changes: Any
+) -> Any:
     model = network() if model is None else model
     made = OPTIMIZERS[kind](groups(model))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(made, 0.9)
     given: dict[str, Any] = {
-        "model": model, "criterion": nn.CrossEntropyLoss(), "optimizer": made, "scheduler": scheduler, "clip_norm": 0.1,
-        "loaders": {"train": DataLoader(TensorDataset(*samples()), 4, shuffle=True)}, "num_epochs": 2, "seed": 7,
-    }  # fmt: skip
+        "model": model,
+        "criterion": nn.CrossEntropyLoss(),
+        "optimizer": made,
+        "scheduler": scheduler,
+        "clip_norm": 0.1,
+        "loaders": {"train": DataLoader(TensorDataset(*samples()), 4, shuffle=True)},
+        "num_epochs": 2,
+        "seed": 7,
+    }
     SupervisedRunner(device="cpu").train(**given | changes, distributed=strategy)
     return model.state_dict(), made.state_dict()
 
@@ -66,7 +81,9 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(
+            same(value, other[key]) for key, value in one.items()
+        )
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
@@ -76,17 +93,24 @@ def beside_plain(accumulate: int) -> list[Any]:
     found = []
     for kind in OPTIMIZERS:
         watch, plain = Watches(), Watches()
-        sharded = train(DDP(optimizer_state="sharded"), kind, accumulate=accumulate, callbacks=[watch])
-        found.append((same(sharded, train(DDP(), kind, accumulate=accumulate, callbacks=[plain])), watch.numbers,
-                      plain.numbers))  # fmt: skip
+        sharded = train(
+            DDP(optimizer_state="sharded"), kind, accumulate=accumulate, callbacks=[watch]
+        )
+        found.append(
+            (
+                same(sharded, train(DDP(), kind, accumulate=accumulate, callbacks=[plain])),
+                watch.numbers,
+                plain.numbers,
+            )
+        )
     return found
 
 
 @pytest.mark.serial
 @pytest.mark.parametrize(("workers", "accumulate"), [(2, 3), (3, 1), (7, 1)])
 def test_it_is_plain_ddp_to_the_bit(workers: int, accumulate: int) -> None:
-    """Weights and the optimizer's whole state at the end, of uneven data with clipping; with seven workers for six parameters,
-    one has none, and some steps leave workers without a sample."""
+    """Weights and the optimizer's whole state at the end, of uneven data with clipping; with seven
+    workers for six parameters, one has none, and some steps leave workers without a sample."""
     by_rank = in_world(workers, beside_plain, accumulate)
     for rank in by_rank:
         assert all(equal for equal, _, _ in rank)
@@ -110,8 +134,15 @@ def test_it_is_the_loop_by_hand() -> None:
     model = network()
     model[2] = nn.Identity()
     steps = 2 * -(-SAMPLES // 8)
-    train_by_hand(model, nn.CrossEntropyLoss(), OPTIMIZERS["adamw"](groups(model)), samples(), global_batches(SAMPLES, 8, 7),
-                  steps, clip_norm=0.1)  # fmt: skip
+    train_by_hand(
+        model,
+        nn.CrossEntropyLoss(),
+        OPTIMIZERS["adamw"](groups(model)),
+        samples(),
+        global_batches(SAMPLES, 8, 7),
+        steps,
+        clip_norm=0.1,
+    )
     for weights in in_world(2, by_hand_weights, DDP(optimizer_state="sharded")):
         assert relative_difference(weights, model.state_dict()) < 1e-6
 
@@ -122,7 +153,8 @@ def going_on(strategy: Any, folder: str, epochs: int, resume: str | None = None)
 
 @pytest.mark.serial
 def test_checkpoints_are_the_plain_optimizers(tmp_path: Path) -> None:
-    """Saved by the sharded one on three workers, they go on under others, and the other way round."""
+    """Saved by the sharded one on three workers, they go on under others, and the other way
+    round."""
     sharded = DDP(optimizer_state="sharded")
     whole = in_world(3, going_on, DDP(), str(tmp_path / "plain"), 2)[0]
     in_world(3, going_on, sharded, str(tmp_path / "sharded"), 1)
@@ -166,12 +198,22 @@ class Other(torch.optim.Adam):
 @pytest.mark.parametrize(
     ("strategy", "changes", "message"),
     [
-        ({"optimizer_state": "zero"}, {}, r"optimizer_state='zero'\); it must be one of 'whole', 'sharded'"),
-        ({"optimizer_state": "sharded"}, {"optimizer": Other}, "may look at all of them. Use one of SGD"),
+        (
+            {"optimizer_state": "zero"},
+            {},
+            r"optimizer_state='zero'\); it must be one of 'whole', 'sharded'",
+        ),
+        (
+            {"optimizer_state": "sharded"},
+            {"optimizer": Other},
+            "may look at all of them. Use one of SGD",
+        ),
         ({"optimizer_state": "sharded"}, {"optimizer": torch.optim.Adafactor}, r"or write DDP\(\)"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(strategy: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_honoured_is_refused(
+    strategy: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
     model = network()
     if "optimizer" in changes:
         changes = {"optimizer": changes["optimizer"](model.parameters(), lr=0.1), "scheduler": None}
@@ -200,9 +242,14 @@ def on_cards(_: Any = None) -> tuple[bool, int, int]:
             torch.cuda.reset_peak_memory_stats()
             inputs = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
             SupervisedRunner(device="cuda").train(
-                model=model, criterion=nn.MSELoss(), optimizer=optimizer, num_epochs=1, step="eager", distributed=strategy,
+                model=model,
+                criterion=nn.MSELoss(),
+                optimizer=optimizer,
+                num_epochs=1,
+                step="eager",
+                distributed=strategy,
                 loaders={"train": DataLoader(TensorDataset(inputs, inputs), 8)},
-            )  # fmt: skip
+            )
             peaks.append(torch.cuda.max_memory_allocated())
             results.append(model.state_dict())
         return same(*results), peaks[0], peaks[1]

@@ -1,4 +1,5 @@
-"""Slices of layers on 2, 3 and 4 workers against the plain model in one process. One start of four processes for all of it."""
+"""Slices of layers on 2, 3 and 4 workers against the plain model in one process. One start of four
+processes for all of it."""
 
 from __future__ import annotations
 
@@ -25,10 +26,18 @@ from tests.worlds import in_world
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 
 VOCAB, LENGTH, SAMPLES, BATCH = 37, 7, 23, 3
-STEPS = 20  # 4 an epoch for one share of the samples, the last of 5 samples; 2 for two shares, the last of 11
+# 4 an epoch for one share of the samples, the last of 5 samples; 2 for two shares, the last of 11
+STEPS = 20
 PLANS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "by name": {"plan": {"layers.*.attn.qkv": "colwise", "layers.*.attn.out": "rowwise", "head": "vocab", "embed": "vocab"}},
+    "by name": {
+        "plan": {
+            "layers.*.attn.qkv": "colwise",
+            "layers.*.attn.out": "rowwise",
+            "head": "vocab",
+            "embed": "vocab",
+        }
+    },
     "sequence": {"sequence_parallel": True},
     "loss": {"loss_parallel": True},
     "both": {"sequence_parallel": True, "loss_parallel": True},
@@ -36,7 +45,8 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def started(model: nn.Module) -> nn.Module:
-    """Biases start at 0 and stay near it, so that their relative differences would be rounding alone; these do not."""
+    """Biases start at 0 and stay near it, so that their relative differences would be rounding
+    alone; these do not."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -46,7 +56,14 @@ def started(model: nn.Module) -> nn.Module:
 
 def gpt(**options: Any) -> nn.Module:
     torch.manual_seed(0)
-    return started(GPT(**({"vocab_size": VOCAB, "block_size": LENGTH, "layers": 2, "heads": 12, "width": 24} | options)))
+    return started(
+        GPT(
+            **(
+                {"vocab_size": VOCAB, "block_size": LENGTH, "layers": 2, "heads": 12, "width": 24}
+                | options
+            )
+        )
+    )
 
 
 def mlp() -> nn.Module:
@@ -64,7 +81,9 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 def features() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(SAMPLES, 4, generator=generator), torch.randint(10, (SAMPLES,), generator=generator)
+    return torch.randn(SAMPLES, 4, generator=generator), torch.randint(
+        10, (SAMPLES,), generator=generator
+    )
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -79,38 +98,87 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 TRAININGS: dict[str, tuple[Callable[[], Any], int, Any, Any, Any, Any]] = {
     "tensor 4": (Tensor, 1, gpt, tokens, NextToken(), sgd),
     "tensor 4, sequence and loss": (
-        lambda: Tensor(sequence_parallel=True, loss_parallel=True), 1, gpt, tokens,
-        NextToken(weight=torch.linspace(0.5, 1.5, VOCAB), label_smoothing=0.1), sgd,
+        lambda: Tensor(sequence_parallel=True, loss_parallel=True),
+        1,
+        gpt,
+        tokens,
+        NextToken(weight=torch.linspace(0.5, 1.5, VOCAB), label_smoothing=0.1),
+        sgd,
     ),
-    "copies 2 x tensor 2": (lambda: Mesh(dp=2, tp=2), 2, lambda: gpt(tied=False), tokens, NextToken(), sgd),
+    "copies 2 x tensor 2": (
+        lambda: Mesh(dp=2, tp=2),
+        2,
+        lambda: gpt(tied=False),
+        tokens,
+        NextToken(),
+        sgd,
+    ),
     "shards 2 x tensor 2": (lambda: Mesh(dp={"shard": 2}, tp=2), 2, gpt, tokens, NextToken(), sgd),
     "shards 2 x tensor 2, sequence and loss": (
-        lambda: Mesh(dp={"shard": 2}, tp=2, tensor=Tensor(sequence_parallel=True, loss_parallel=True)), 2, gpt, tokens,
-        NextToken(), sgd,
+        lambda: Mesh(
+            dp={"shard": 2}, tp=2, tensor=Tensor(sequence_parallel=True, loss_parallel=True)
+        ),
+        2,
+        gpt,
+        tokens,
+        NextToken(),
+        sgd,
     ),
     "stages 2 x tensor 2, sequence and loss": (
-        lambda: Mesh(pp=2, tp=2, tensor=Tensor(sequence_parallel=True, loss_parallel=True)), 1, gpt, tokens, NextToken(), sgd,
+        lambda: Mesh(pp=2, tp=2, tensor=Tensor(sequence_parallel=True, loss_parallel=True)),
+        1,
+        gpt,
+        tokens,
+        NextToken(),
+        sgd,
     ),
-    "mlp": (lambda: Mesh(dp=2, tp=2, tensor=Tensor(loss_parallel=True)), 2, mlp, features, nn.CrossEntropyLoss(), adamw),
-}  # fmt: skip
+    "mlp": (
+        lambda: Mesh(dp=2, tp=2, tensor=Tensor(loss_parallel=True)),
+        2,
+        mlp,
+        features,
+        nn.CrossEntropyLoss(),
+        adamw,
+    ),
+}
 
 
-def train(name: str, epochs: int | None = None, strategy: Any = None, **options: Any) -> tuple[dict[str, torch.Tensor], Any]:
+def train(
+    name: str, epochs: int | None = None, strategy: Any = None, **options: Any
+) -> tuple[dict[str, torch.Tensor], Any]:
     made, shares, make, data, criterion, optimizer = TRAININGS[name]
     model, samples = make(), TensorDataset(*data())
     history = SupervisedRunner(device="cpu").train(
-        model=model, criterion=criterion, optimizer=optimizer(model), num_epochs=epochs or 5 * shares,
-        accumulate=2, clip_norm=0.5,
-        loaders={"train": DataLoader(samples, BATCH, shuffle=True), "valid": DataLoader(samples, 8)},
-        metrics=["accuracy"] if make is mlp else [], distributed=strategy or made(), verbose=False, **options,
-    )  # fmt: skip
+        model=model,
+        criterion=criterion,
+        optimizer=optimizer(model),
+        num_epochs=epochs or 5 * shares,
+        accumulate=2,
+        clip_norm=0.5,
+        loaders={
+            "train": DataLoader(samples, BATCH, shuffle=True),
+            "valid": DataLoader(samples, 8),
+        },
+        metrics=["accuracy"] if make is mlp else [],
+        distributed=strategy or made(),
+        verbose=False,
+        **options,
+    )
     return model.state_dict(), {key: values[-1] for key, values in history["valid"].items()}
 
 
 def by_hand(name: str) -> tuple[dict[str, torch.Tensor], Any]:
     _, shares, make, data, criterion, optimizer = TRAININGS[name]
     model, size = make(), BATCH * shares * 2
-    train_by_hand(model, criterion, optimizer(model), data(), global_batches(SAMPLES, size, 42), STEPS, clip_norm=0.5)
+    train_by_hand(
+        model,
+        criterion,
+        optimizer(model),
+        data(),
+        global_batches(SAMPLES, size, 42),
+        STEPS,
+        clip_norm=0.5,
+    )
     with torch.no_grad():
         output, target = model.eval()(data()[0]), data()[1]
         values = {"loss": float(criterion(output, target))}
@@ -131,16 +199,24 @@ def resumed_by_hand() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-# ---------------------------------------------------------------------- sliced models without the runner
+# ----------------------------------------------------------------- sliced models without the runner
 
 
-def sliced(tensor: Tensor, model: nn.Module, mesh: DeviceMesh) -> tuple[Any, dict[str, torch.Tensor]]:
+def sliced(
+    tensor: Tensor, model: nn.Module, mesh: DeviceMesh
+) -> tuple[Any, dict[str, torch.Tensor]]:
     model = copy.deepcopy(model)
     tensor.check_model(model, mesh.size())
     return model, tensor.parallelize(model, mesh)
 
 
-def compared(mesh: DeviceMesh, options: dict[str, Any], make: Callable[..., nn.Module], data: Any, criterion: Any) -> float:
+def compared(
+    mesh: DeviceMesh,
+    options: dict[str, Any],
+    make: Callable[..., nn.Module],
+    data: Any,
+    criterion: Any,
+) -> float:
     """After 5 steps in float64, the largest difference of any parameter to the plain model's."""
     plain, (x, y) = make().double(), data
     tensor = Tensor(**options)
@@ -154,24 +230,35 @@ def compared(mesh: DeviceMesh, options: dict[str, Any], make: Callable[..., nn.M
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         whole = parameter.full_tensor().detach()
-        found[name] = torch.empty_like(whole).index_copy_(0, orders[name], whole) if name in orders else whole
-    return relative_difference(found, {n: p.detach() for n, p in plain.named_parameters(remove_duplicate=False)})
+        found[name] = (
+            torch.empty_like(whole).index_copy_(0, orders[name], whole) if name in orders else whole
+        )
+    return relative_difference(
+        found, {n: p.detach() for n, p in plain.named_parameters(remove_duplicate=False)}
+    )
 
 
 def losses(mesh: DeviceMesh) -> dict[str, float]:
-    """The largest difference of a split cross entropy and its gradient to PyTorch's own, by case."""
+    """The largest difference of a split cross entropy and its gradient to PyTorch's own, by
+    case."""
     generator = torch.Generator().manual_seed(3)
     found = {}
     weight = torch.rand(10, generator=generator, dtype=torch.float64)
     for shape in ((7, 10), (3, 10, 4), (10,)):
         logits = 3 * torch.randn(shape, generator=generator, dtype=torch.float64)
-        target = torch.randint(10, (*shape[:1], *shape[2:]) if len(shape) > 1 else (), generator=generator)
+        target = torch.randint(
+            10, (*shape[:1], *shape[2:]) if len(shape) > 1 else (), generator=generator
+        )
         if target.dim():
             target.view(-1)[::3] = 4
         for options in (
-            {}, {"reduction": "sum"}, {"reduction": "none"}, {"ignore_index": 4, "weight": weight},
-            {"label_smoothing": 0.2, "weight": weight, "ignore_index": 4}, {"label_smoothing": 0.3, "reduction": "sum"},
-        ):  # fmt: skip
+            {},
+            {"reduction": "sum"},
+            {"reduction": "none"},
+            {"ignore_index": 4, "weight": weight},
+            {"label_smoothing": 0.2, "weight": weight, "ignore_index": 4},
+            {"label_smoothing": 0.3, "reduction": "sum"},
+        ):
             if not target.dim() and "ignore_index" in options:
                 continue  # nothing would count
             plain = logits.clone().requires_grad_()
@@ -180,15 +267,23 @@ def losses(mesh: DeviceMesh) -> dict[str, float]:
             dim = 1 if len(shape) > 1 else 0
             length = -(-10 // mesh.size())
             rank = mesh.get_local_rank()
-            own = logits.narrow(dim, rank * length, max(0, min(length, 10 - rank * length))).clone().requires_grad_()
-            whole = DTensor.from_local(own, mesh, [Shard(dim)], shape=logits.shape, stride=logits.stride())
+            own = (
+                logits.narrow(dim, rank * length, max(0, min(length, 10 - rank * length)))
+                .clone()
+                .requires_grad_()
+            )
+            whole = DTensor.from_local(
+                own, mesh, [Shard(dim)], shape=logits.shape, stride=logits.stride()
+            )
             call = functools.partial(F.cross_entropy, **options)
             loss = Tensor(loss_parallel=True).loss_function(call)(whole, target)
             loss.sum().backward()
             assert plain.grad is not None
             gradient = plain.grad.narrow(dim, rank * length, own.shape[dim])
             assert own.grad is not None
-            difference = max(float((loss - expected).abs().max()), float((own.grad - gradient).abs().max()))
+            difference = max(
+                float((loss - expected).abs().max()), float((own.grad - gradient).abs().max())
+            )
             found[f"{shape} {options}"] = difference
     return found
 
@@ -227,21 +322,33 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         "colwise twice": forward(("a", "b"), {"a": "colwise", "b": "colwise"}),
         "rowwise alone": forward(("a",), {"a": "rowwise"}),
         "token": said(lambda: model(x + 30)),
-        "few tokens": said(lambda: sliced(Tensor(sequence_parallel=True), gpt(), mesh)[0](x[:, :5])),
+        "few tokens": said(
+            lambda: sliced(Tensor(sequence_parallel=True), gpt(), mesh)[0](x[:, :5])
+        ),
         "target": said(lambda: tensor.loss_function(NextToken())(model(x), y.clamp_min(0) + 30)),
         "probabilities": said(
-            lambda: tensor.loss_function(nn.CrossEntropyLoss())(model(x).flatten(0, 1), torch.rand(SAMPLES * LENGTH, VOCAB))
+            lambda: tensor.loss_function(nn.CrossEntropyLoss())(
+                model(x).flatten(0, 1), torch.rand(SAMPLES * LENGTH, VOCAB)
+            )
         ),
-        "another loss": said(lambda: tensor.loss_function(lambda output, _: output.full_tensor().mean())(model(x), y)),
+        "another loss": said(
+            lambda: tensor.loss_function(lambda output, _: output.full_tensor().mean())(model(x), y)
+        ),
     }
 
 
 class Dropped(nn.Module):
-    """Dropout on parts of the features, between two Linear modules, and on whole ones after them."""
+    """Dropout on parts of the features, between two Linear modules, and on whole ones after
+    them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.inner, self.down, self.outer = nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5)
+        self.up, self.inner, self.down, self.outer = (
+            nn.Linear(4, 64),
+            nn.Dropout(0.5),
+            nn.Linear(64, 64),
+            nn.Dropout(0.5),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.mask = self.inner(self.up(x))
@@ -274,20 +381,35 @@ def dropout(mesh: DeviceMesh) -> dict[str, Any]:
                 torch.manual_seed(12)
                 gpts[name] = model(tokens()[0][:2])
                 gpts[name].square().mean().backward()
-            gradients.append([parameter.grad.full_tensor().clone() for parameter in model.parameters()])
+            gradients.append(
+                [parameter.grad.full_tensor().clone() for parameter in model.parameters()]
+            )
             model.zero_grad()
-            for layer in model.layers:  # the second time, they are computed again in the backward pass
+            for (
+                layer
+            ) in model.layers:  # the second time, they are computed again in the backward pass
                 layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         same_again &= all(map(torch.equal, *gradients))
         gpts[name] = gpts[name].detach()
-    return {"output": output.detach(), "mask": mask, "after": after, "same again": same_again, **gpts}
+    return {
+        "output": output.detach(),
+        "mask": mask,
+        "after": after,
+        "same again": same_again,
+        **gpts,
+    }
 
 
 def encoder(mesh: DeviceMesh) -> float:
-    """PyTorch's own encoder layers, whose attention stays whole: outputs, gradients, and outputs in evaluation."""
+    """PyTorch's own encoder layers, whose attention stays whole: outputs, gradients, and outputs in
+    evaluation."""
     torch.manual_seed(0)
-    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2).double()
-    model, _ = sliced(Tensor({"layers.*.linear1": "colwise", "layers.*.linear2": "rowwise"}), plain, mesh)
+    plain = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2
+    ).double()
+    model, _ = sliced(
+        Tensor({"layers.*.linear1": "colwise", "layers.*.linear2": "rowwise"}), plain, mesh
+    )
     x = torch.randn(3, 5, 8, dtype=torch.float64)
     expected, found = plain(x), model(x)
     expected.square().sum().backward()
@@ -312,7 +434,9 @@ def everything(logdir: str) -> dict[str, Any]:
         if size == 3:
             for name, options in PLANS.items():
                 found[name] = compared(mesh, options, gpt, tokens(), NextToken())
-            found["mlp"] = compared(mesh, {}, mlp, (features()[0].double(), features()[1]), nn.CrossEntropyLoss())
+            found["mlp"] = compared(
+                mesh, {}, mlp, (features()[0].double(), features()[1]), nn.CrossEntropyLoss()
+            )
     # Here `mesh` is the whole world's.
     return found | {"refused": refused(mesh), "dropout": dropout(mesh), "encoder": encoder(mesh)}
 
@@ -338,23 +462,32 @@ def test_a_training_equals_the_hand_written_loop(results: list[dict[str, Any]], 
         assert values == pytest.approx(expected_values, rel=1e-5)
 
 
-def test_a_checkpoint_of_slices_goes_on_on_another_mesh_and_alone(results: list[dict[str, Any]], logdir: str) -> None:
+def test_a_checkpoint_of_slices_goes_on_on_another_mesh_and_alone(
+    results: list[dict[str, Any]], logdir: str
+) -> None:
     """It holds q, k and v in the model's own order, and the optimizer's momentum likewise."""
     expected = resumed_by_hand()
     for found in results:
         assert relative_difference(found["resumed"], expected) < 1e-6
     model = gpt()
     model.load_state_dict(load_checkpoint(Path(logdir))["model"])
-    assert all(torch.equal(value, results[0]["resumed"][name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, results[0]["resumed"][name])
+        for name, value in model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("name", [*PLANS, "mlp"])
-def test_slices_on_three_workers_compute_what_the_whole_model_does(results: list[dict[str, Any]], name: str) -> None:
+def test_slices_on_three_workers_compute_what_the_whole_model_does(
+    results: list[dict[str, Any]], name: str
+) -> None:
     for found in results[:3]:
         assert found[name] < 1e-12
 
 
-def test_pytorchs_encoder_layers_are_sliced_with_their_attention_whole(results: list[dict[str, Any]]) -> None:
+def test_pytorchs_encoder_layers_are_sliced_with_their_attention_whole(
+    results: list[dict[str, Any]],
+) -> None:
     for found in results:
         assert found["encoder"] < 1e-12
 
@@ -369,12 +502,25 @@ def test_a_split_cross_entropy_is_pytorchs(results: list[dict[str, Any]], size: 
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("open at the end", "'a' is colwise, and no rowwise module brings its parts together again"),
-        ("a norm inside", "'norm' (replicate) runs after 'a' (colwise) and before a rowwise module"),
+        (
+            "open at the end",
+            "'a' is colwise, and no rowwise module brings its parts together again",
+        ),
+        (
+            "a norm inside",
+            "'norm' (replicate) runs after 'a' (colwise) and before a rowwise module",
+        ),
         ("colwise twice", "'b' (colwise) takes 8 features and got 2"),
-        ("rowwise alone", "'a' (rowwise) takes this worker's part of the features, 2 of 8, and got 8"),
+        (
+            "rowwise alone",
+            "'a' (rowwise) takes this worker's part of the features, 2 of 8, and got 8",
+        ),
         ("token", "'embed' has 37 rows, and got tokens from"),
-        ("few tokens", "splits 5 tokens over tp=4, which leaves 1 of the workers without any; set tp to 3 or less"),
+        (
+            "few tokens",
+            "splits 5 tokens over tp=4, which leaves 1 of the workers without any; set tp to 3 or "
+            "less",
+        ),
         ("target", "a target is not from 0 to 36"),
         ("probabilities", "set loss_parallel=False"),
         ("another loss", "loss_parallel=True is for a criterion that calls cross_entropy"),
@@ -387,7 +533,9 @@ def test_what_a_plan_gets_wrong_is_refused_in_the_first_forward_pass(
         assert message in found["refused"][case]
 
 
-def test_dropout_is_the_same_where_activations_are_and_apart_where_they_are_not(results: list[dict[str, Any]]) -> None:
+def test_dropout_is_the_same_where_activations_are_and_apart_where_they_are_not(
+    results: list[dict[str, Any]],
+) -> None:
     first, *others = (found["dropout"] for found in results)
     masks = {tuple(found["dropout"]["mask"].flatten().tolist()) for found in results}
     assert len(masks) == 4

@@ -1,4 +1,5 @@
-"""Slices of layers on GPUs under nccl: the same weights as a hand-written loop on one GPU; bf16; dropout."""
+"""Slices of layers on GPUs under nccl: the same weights as a hand-written loop on one GPU; bf16;
+dropout."""
 
 from __future__ import annotations
 
@@ -20,10 +21,18 @@ SPLIT: dict[str, Any] = {"sequence_parallel": True, "loss_parallel": True}
 def train(strategy: Any, workers: int, epochs: int, **options: Any) -> tuple[Any, Any]:
     model = gpt(width=32, heads=4, dropout=options.pop("dropout", 0.0))
     history = SupervisedRunner().train(
-        model=model, criterion=NextToken(), optimizer=sgd(model), num_epochs=epochs, accumulate=2, clip_norm=0.5,
-        loaders={"train": DataLoader(TensorDataset(*tokens()), BATCH, shuffle=True)}, distributed=strategy, workers=workers,
-        verbose=False, **options,
-    )  # fmt: skip
+        model=model,
+        criterion=NextToken(),
+        optimizer=sgd(model),
+        num_epochs=epochs,
+        accumulate=2,
+        clip_norm=0.5,
+        loaders={"train": DataLoader(TensorDataset(*tokens()), BATCH, shuffle=True)},
+        distributed=strategy,
+        workers=workers,
+        verbose=False,
+        **options,
+    )
     return model, history
 
 

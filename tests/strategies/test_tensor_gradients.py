@@ -27,18 +27,24 @@ def network() -> nn.Module:
 
 def words() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(7, 6, sparse=True), nn.Flatten(), nn.Linear(12, 4), nn.Tanh(), nn.Linear(4, 3))
+    return nn.Sequential(
+        nn.Embedding(7, 6, sparse=True), nn.Flatten(), nn.Linear(12, 4), nn.Tanh(), nn.Linear(4, 3)
+    )
 
 
 def hooked() -> nn.Module:
-    """The weight is computed in a hook before the forward pass, as torch.nn.utils.spectral_norm does."""
+    """The weight is computed in a hook before the forward pass, as torch.nn.utils.spectral_norm
+    does."""
     model = network()
 
     def compute(layer: Any, inputs: Any) -> None:
         layer.weight = layer.raw * layer.size
 
     layer: Any = model[4]
-    layer.raw, layer.size = nn.Parameter(layer.weight.detach().clone()), nn.Parameter(torch.ones(3, 1))
+    layer.raw, layer.size = (
+        nn.Parameter(layer.weight.detach().clone()),
+        nn.Parameter(torch.ones(3, 1)),
+    )
     del layer._parameters["weight"]
     layer.weight = layer.raw.detach()
     layer.register_forward_pre_hook(compute)
@@ -47,16 +53,24 @@ def hooked() -> nn.Module:
 
 def real() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(SAMPLES, 6, generator=generator), torch.randn(SAMPLES, 3, generator=generator))
+    return TensorDataset(
+        torch.randn(SAMPLES, 6, generator=generator), torch.randn(SAMPLES, 3, generator=generator)
+    )
 
 
 def ids() -> TensorDataset:
-    return TensorDataset(torch.randint(0, 7, (SAMPLES, 2), generator=torch.Generator().manual_seed(1)), real().tensors[1])
+    return TensorDataset(
+        torch.randint(0, 7, (SAMPLES, 2), generator=torch.Generator().manual_seed(1)),
+        real().tensors[1],
+    )
 
 
 # name -> (model, data, criterion, runner, plan)
 TRAININGS: dict[str, tuple[Any, Any, Any, Any, Any]] = {
-    **{f"penalty, {name}": (network, real, penalized, GradientPenalty, plan) for name, plan in PLANS.items()},
+    **{
+        f"penalty, {name}": (network, real, penalized, GradientPenalty, plan)
+        for name, plan in PLANS.items()
+    },
     "sparse": (words, ids, nn.MSELoss(), SupervisedRunner, {"2": "colwise", "4": "rowwise"}),
     "hooked": (hooked, real, nn.MSELoss(), SupervisedRunner, PLANS["in and out"]),
 }
@@ -66,9 +80,13 @@ def trained(name: str) -> Any:
     make, data, criterion, runner, plan = TRAININGS[name]
     model = make()
     runner(device="cpu").train(
-        model=model, criterion=criterion, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), num_epochs=2,
-        loaders={"train": DataLoader(data(), BATCH)}, distributed=Tensor(plan=plan),
-    )  # fmt: skip
+        model=model,
+        criterion=criterion,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        num_epochs=2,
+        loaders={"train": DataLoader(data(), BATCH)},
+        distributed=Tensor(plan=plan),
+    )
     return {key: value.detach().clone() for key, value in model.state_dict().items()}
 
 

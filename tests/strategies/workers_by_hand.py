@@ -1,4 +1,5 @@
-"""The workers of ddp, one after another in one process in plain PyTorch, with an exchange of gradients that a test gives."""
+"""The workers of ddp, one after another in one process in plain PyTorch, with an exchange of
+gradients that a test gives."""
 
 from __future__ import annotations
 
@@ -14,28 +15,43 @@ from allhands import Callback, SupervisedRunner
 from tests.reference import global_batches
 from tests.runner.problems import classification
 
-SAMPLES, BATCH, ACCUMULATE, EPOCHS, CLIP = 50, 4, 2, 3, 0.4  # with 3 workers, one has no sample in the last step of an epoch
+SAMPLES, BATCH, ACCUMULATE, EPOCHS, CLIP = (
+    50,
+    4,
+    2,
+    3,
+    0.4,
+)  # with 3 workers, one has no sample in the last step of an epoch
 
 Gradients = dict[str, torch.Tensor]
 
 
 def network() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+    return nn.Sequential(
+        nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)
+    )
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.8)
 
 
-def train(strategy: Any, model: nn.Module | None = None, epochs: int = EPOCHS, **options: Any) -> nn.Module:
+def train(
+    strategy: Any, model: nn.Module | None = None, epochs: int = EPOCHS, **options: Any
+) -> nn.Module:
     """By the package, in a world that is there already."""
     model = model or network()
     SupervisedRunner(device="cpu").train(
-        model=model, optimizer=optimizer_of(model), num_epochs=epochs, distributed=strategy,
-        loaders={"train": DataLoader(classification(SAMPLES), BATCH, shuffle=True)}, verbose=False,
-        **{"criterion": nn.CrossEntropyLoss(), "accumulate": ACCUMULATE, "clip_norm": CLIP} | options,
-    )  # fmt: skip
+        model=model,
+        optimizer=optimizer_of(model),
+        num_epochs=epochs,
+        distributed=strategy,
+        loaders={"train": DataLoader(classification(SAMPLES), BATCH, shuffle=True)},
+        verbose=False,
+        **{"criterion": nn.CrossEntropyLoss(), "accumulate": ACCUMULATE, "clip_norm": CLIP}
+        | options,
+    )
     return model
 
 
@@ -43,8 +59,9 @@ def train_by_hand(workers: int, exchange: Callable[[list[Gradients]], Gradients]
     """The same by hand.
 
     Args:
-        exchange: the workers' gradients, each the sum over its samples of 1 / M times the sample's, where M samples are in the
-            step, to their sum; not asked in steps in which a worker has no sample.
+        exchange: the workers' gradients, each the sum over its samples of 1 / M times the sample's,
+            where M samples are in the step, to their sum; not asked in steps in which a worker has
+            no sample.
     """
     model = network()
     optimizer = optimizer_of(model)
@@ -59,10 +76,15 @@ def train_by_hand(workers: int, exchange: Callable[[list[Gradients]], Gradients]
             for micro_batch in share.split(BATCH):
                 if len(micro_batch):
                     weight = torch.tensor(len(micro_batch) / len(rows))
-                    nn.functional.cross_entropy(model(x[micro_batch]), y[micro_batch]).backward(weight)
-            gradients.append({
-                name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
-            })  # fmt: skip
+                    nn.functional.cross_entropy(model(x[micro_batch]), y[micro_batch]).backward(
+                        weight
+                    )
+            gradients.append(
+                {
+                    name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                    for name, p in model.named_parameters()
+                }
+            )
         total = exchange(gradients) if all(map(len, shares)) else exact(gradients)
         for name, parameter in model.named_parameters():
             parameter.grad = total[name].clone()

@@ -19,7 +19,8 @@ def network() -> nn.Module:
 
 
 def data(samples: int = 53, ignored: int = 0) -> TensorDataset:
-    """Four classes that can be told apart; the targets of the first `ignored` samples do not count."""
+    """Four classes that can be told apart; the targets of the first `ignored` samples do not
+    count."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(samples, 5, generator=generator)
     y = (x[:, 0] > 0).long() * 2 + (x[:, 1] > 0).long()

@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 def test_dropout() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.3), nn.Linear(16, 4))
-    row = only(verified(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), steps=3))
+    row = only(
+        verified(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
+    )
     assert (row.verdict, row.step, row.what) == ("DIFFERS", 1, "loss")
     assert row.causes[0].startswith("dropout: with 1 off the difference disappears")
 
@@ -39,9 +41,13 @@ class DrawsByHand(nn.Module):
 def test_random_numbers_in_the_forward_pass() -> None:
     torch.manual_seed(1)
     model = DrawsByHand()
-    row = only(verified(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), steps=3))
+    row = only(
+        verified(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
+    )
     assert row.verdict == "DIFFERS"
-    assert row.causes[0].startswith("training mode: the model draws random numbers in its forward pass")
+    assert row.causes[0].startswith(
+        "training mode: the model draws random numbers in its forward pass"
+    )
 
 
 class Augmented(Dataset[Any]):
@@ -62,7 +68,9 @@ class Augmented(Dataset[Any]):
 def test_a_data_set_with_a_generator_of_its_own() -> None:
     row = only(verified(loaders={"train": DataLoader(Augmented(), 6, shuffle=True)}, steps=3))
     assert (row.verdict, row.step, row.what) == ("DIFFERS", 1, "samples")
-    assert row.causes[0].startswith("random data: the data set of loader 'train' gives another sample when it is read again")
+    assert row.causes[0].startswith(
+        "random data: the data set of loader 'train' gives another sample when it is read again"
+    )
 
 
 def root_mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -70,7 +78,9 @@ def root_mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 
 
 def test_a_loss_that_is_no_mean_over_samples_is_refused_as_by_the_training() -> None:
-    with pytest.raises(UserError, match="root_mean_square is no mean over the samples.*PerTarget.*OverBatch"):
+    with pytest.raises(
+        UserError, match="root_mean_square is no mean over the samples.*PerTarget.*OverBatch"
+    ):
         verified(criterion=root_mean_square, steps=3)
 
 
@@ -87,9 +97,17 @@ class Unrepeatable(nn.Module):
 
 def test_a_training_that_cannot_be_repeated() -> None:
     model = Unrepeatable()
-    row = only(verified(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), workers=1, steps=3))
+    row = only(
+        verified(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), workers=1, steps=3
+        )
+    )
     assert row.verdict == "DIFFERS"
-    assert [text for text in row.causes if text.startswith("not repeatable: one process that simply trains again differs too")]
+    assert [
+        text
+        for text in row.causes
+        if text.startswith("not repeatable: one process that simply trains again differs too")
+    ]
 
 
 class HalvesGradients(DDP):
@@ -106,7 +124,9 @@ def test_what_no_experiment_explains_is_said_to_be_so() -> None:
     assert (row.verdict, row.step, row.what) == ("DIFFERS", 1, "gradient of 2.bias")
     assert row.difference == pytest.approx(0.5)
     (cause,) = row.causes
-    assert cause.startswith("no cause could be confirmed; in that step it is in 1 of 4 parameters: 2.bias")
+    assert cause.startswith(
+        "no cause could be confirmed; in that step it is in 1 of 4 parameters: 2.bias"
+    )
 
 
 class Rounds(DDP):
@@ -145,10 +165,16 @@ class UnregisteredLayers(nn.Module):
 
 def test_tensors_that_are_no_parameters_and_parameters_that_are_not_trained() -> None:
     model = UnregisteredLayers()
-    report = verified(model=model, optimizer=torch.optim.SGD([model.first.weight], lr=0.1), workers=1, steps=2)
+    report = verified(
+        model=model, optimizer=torch.optim.SGD([model.first.weight], lr=0.1), workers=1, steps=2
+    )
     assert report.ok
     assert [note.partition(" (")[0] for note in report.notes[:1]] == [
         "the training cannot run in float64"
     ]  # a layer stays behind
-    assert report.notes[1].startswith("the loss depends on more[0].weight, more[0].bias, scale, which the model keeps in a plain")
-    assert report.notes[2].startswith("the optimizer does not hold first.bias: it gets gradients and is never updated")
+    assert report.notes[1].startswith(
+        "the loss depends on more[0].weight, more[0].bias, scale, which the model keeps in a plain"
+    )
+    assert report.notes[2].startswith(
+        "the optimizer does not hold first.bias: it gets gradients and is never updated"
+    )

@@ -25,21 +25,29 @@ from tests.verify.problems import arguments, data, network, verified
     [
         "import allhands; f = allhands.verify; import allhands.verify; g = allhands.verify",
         "import allhands.verify; import allhands; f = g = allhands.verify",
-        "from allhands import verify as f; import allhands.verify.report; import allhands; g = allhands.verify",
-        "import allhands.verify.noise as n; from allhands import verify as f; import allhands; g = allhands.verify",
+        "from allhands import verify as f; import allhands.verify.report; import allhands; g = "
+        "allhands.verify",
+        "import allhands.verify.noise as n; from allhands import verify as f; import allhands; g = "
+        "allhands.verify",
     ],
 )
 def test_the_name_can_be_called_whatever_was_imported_first(code: str) -> None:
     check = (
-        "\nfor h in (f, g):\n    try:\n        h(model=None, steps=0)\n    except ValueError as error:\n        print(error)"
+        "\nfor h in (f, g):\n    try:\n        h(model=None, steps=0)\n    except ValueError as "
+        "error:\n        print(error)"
         "\nfrom allhands.verify import Report"
     )
     done = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["steps=0; it must be a whole number of optimizer steps, at least 1"] * 2, done.stderr
+    assert (
+        done.stdout.splitlines()
+        == ["steps=0; it must be a whole number of optimizer steps, at least 1"] * 2
+    ), done.stderr
 
 
 def test_the_signature_is_the_functions() -> None:
-    assert list(inspect.signature(allhands.verify).parameters) == list(inspect.signature(compare.verify).parameters)
+    assert list(inspect.signature(allhands.verify).parameters) == list(
+        inspect.signature(compare.verify).parameters
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +122,10 @@ def test_the_callers_objects_and_generators_are_left_alone() -> None:
     before = {name: p.detach().clone() for name, p in given["model"].named_parameters()}
     state = torch.get_rng_state()
     report = allhands.verify(**given)
-    assert [(row.strategy, row.verdict, row.difference) for row in report.rows] == [("single", "same", 0), ("ddp", "same", 0)]
+    assert [(row.strategy, row.verdict, row.difference) for row in report.rows] == [
+        ("single", "same", 0),
+        ("ddp", "same", 0),
+    ]
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[name], p) for name, p in given["model"].named_parameters())
     assert not given["optimizer"].state
@@ -127,7 +138,9 @@ def test_the_callers_objects_and_generators_are_left_alone() -> None:
 def test_trainings_of_special_kinds_are_the_same(kind: str) -> None:
     changes: dict[str, Any] = {}
     if kind == "batch sampler":
-        changes["loaders"] = {"train": DataLoader(data(), batch_sampler=Fives(SequentialSampler(range(53)), 5, False))}
+        changes["loaders"] = {
+            "train": DataLoader(data(), batch_sampler=Fives(SequentialSampler(range(53)), 5, False))
+        }
     if kind == "stream":
         changes["loaders"] = {"train": DataLoader(Stream(), 6)}
     if kind == "bf16":
@@ -139,7 +152,13 @@ def test_trainings_of_special_kinds_are_the_same(kind: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
         loaders = {"train": DataLoader(data(), 9), "valid": DataLoader(data(), 9)}
-        changes |= {"model": model, "optimizer": optimizer, "scheduler": plateau, "loaders": loaders, "steps": 8}
+        changes |= {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": plateau,
+            "loaders": loaders,
+            "steps": 8,
+        }
     report = verified(criterion=nn.CrossEntropyLoss(), **changes)
     assert report.ok, report.table()
     assert report.rows[0].workers == 2

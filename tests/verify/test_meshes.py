@@ -24,8 +24,14 @@ class OtherOnRankOne(nn.Module):
 
 
 def test_parts_are_the_same_training() -> None:
-    report = verified(strategies=[FSDP(), Mesh(pp=2), Mesh(dp=2)], workers=2, steps=4, accumulate=2, clip_norm=0.5,
-                      loaders={"train": DataLoader(data(ignored=5), 5)})  # fmt: skip
+    report = verified(
+        strategies=[FSDP(), Mesh(pp=2), Mesh(dp=2)],
+        workers=2,
+        steps=4,
+        accumulate=2,
+        clip_norm=0.5,
+        loaders={"train": DataLoader(data(ignored=5), 5)},
+    )
     assert [row.verdict for row in report.rows] == ["same"] * 3
     assert report.ok
 

@@ -13,7 +13,9 @@ from allhands.verify.recording import ALL_GRADIENTS, ALL_PARAMETERS
 from allhands.verify.runs import Trace
 
 
-def step(loss: float = 0.0, gradient: float = 0.0, parameter: float = 0.0, **changes: Any) -> dict[str, Any]:
+def step(
+    loss: float = 0.0, gradient: float = 0.0, parameter: float = 0.0, **changes: Any
+) -> dict[str, Any]:
     distance = {
         "loss": loss,
         "gradient of w": gradient,
@@ -21,7 +23,13 @@ def step(loss: float = 0.0, gradient: float = 0.0, parameter: float = 0.0, **cha
         "parameter w": parameter,
         ALL_PARAMETERS: parameter,
     }
-    known = {"samples": 8, "content": 5, "shares": [4, 4], "rates": [0.1], "apart": {"parameters": [], "buffers": []}}
+    known = {
+        "samples": 8,
+        "content": 5,
+        "shares": [4, 4],
+        "rates": [0.1],
+        "apart": {"parameters": [], "buffers": []},
+    }
     return known | {"distance": distance} | changes
 
 
@@ -71,8 +79,15 @@ def test_a_parameter_that_is_all_noise_does_not_hide_a_fault_in_the_others() -> 
 def test_differences_beyond_the_factor_are_found_where_they_begin() -> None:
     limit = FACTOR * 1e-6
     assert judged(step(gradient=0.9 * limit), step(), step(parameter=0.9 * limit)) is None
-    found = judged(step(gradient=0.9 * limit), step(gradient=1.1 * limit, parameter=1.0), step(loss=1.0))
-    assert (found.step, found.what, found.kind, found.names) == (2, "gradient of w", "rounding", ["w"])
+    found = judged(
+        step(gradient=0.9 * limit), step(gradient=1.1 * limit, parameter=1.0), step(loss=1.0)
+    )
+    assert (found.step, found.what, found.kind, found.names) == (
+        2,
+        "gradient of w",
+        "rounding",
+        ["w"],
+    )
     assert found.times == pytest.approx(22)
 
 
@@ -103,7 +118,10 @@ def test_samples_that_cannot_be_told_apart_are_not_compared() -> None:
 
 def test_causes_come_before_what_follows_from_them() -> None:
     assert judged(step(loss=1.0, gradient=1.0, parameter=1.0, rates=[0.2])).what == "learning rate"
-    assert judged(step(gradient=1.0, parameter=1.0, apart={"parameters": ["w"], "buffers": []})).what == "gradient of w"
+    assert (
+        judged(step(gradient=1.0, parameter=1.0, apart={"parameters": ["w"], "buffers": []})).what
+        == "gradient of w"
+    )
 
 
 def test_another_number_of_steps() -> None:

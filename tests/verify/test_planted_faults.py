@@ -1,4 +1,5 @@
-"""Faults that are built in on purpose must be found and named, and sound trainings must not be accused."""
+"""Faults that are built in on purpose must be found and named, and sound trainings must not be
+accused."""
 
 from __future__ import annotations
 
@@ -23,15 +24,28 @@ pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 # ---------------------------------------------------------------------- sound trainings
 
 
-def test_a_sound_training_is_the_same_at_1_2_and_3_workers(capsys: pytest.CaptureFixture[str]) -> None:
-    """Uneven last batches (53 samples), accumulation, clipping, Adam, class weights and targets that do not count."""
+def test_a_sound_training_is_the_same_at_1_2_and_3_workers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Uneven last batches (53 samples), accumulation, clipping, Adam, class weights and targets
+    that do not count."""
     model = network()
     report = verified(
-        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.02), workers=(1, 2, 3), steps=12, accumulate=2,
-        clip_norm=0.5, criterion=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.5, 2.0])),
-        loaders={"train": DataLoader(data(ignored=9), 4, shuffle=True), "valid": DataLoader(data(), 4)},
-    )  # fmt: skip
-    assert [(row.strategy, row.workers, row.verdict) for row in report.rows] == [("ddp", n, "same") for n in (1, 2, 3)]
+        model=model,
+        optimizer=torch.optim.Adam(model.parameters(), lr=0.02),
+        workers=(1, 2, 3),
+        steps=12,
+        accumulate=2,
+        clip_norm=0.5,
+        criterion=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.5, 2.0])),
+        loaders={
+            "train": DataLoader(data(ignored=9), 4, shuffle=True),
+            "valid": DataLoader(data(), 4),
+        },
+    )
+    assert [(row.strategy, row.workers, row.verdict) for row in report.rows] == [
+        ("ddp", n, "same") for n in (1, 2, 3)
+    ]
     assert report.ok
     assert not report.notes
     assert all(row.times < 20 for row in report.rows if row.noise)
@@ -48,14 +62,21 @@ class NextToken(SupervisedRunner):
 
 
 def test_a_gpt_with_gradients_that_are_zero_but_for_rounding_is_the_same() -> None:
-    """The bias of attention keys has no gradient but rounding, and Adam makes full steps of that."""
+    """The bias of attention keys has no gradient but rounding, and Adam makes full steps of
+    that."""
     torch.manual_seed(0)
     model = GPT(vocab_size=17, block_size=8, layers=2, heads=2, width=16)
     tokens = torch.randint(17, (40, 9), generator=torch.Generator().manual_seed(3))
     report = verified(
-        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), workers=3, runner=NextToken(device="cpu"),
-        loaders={"train": DataLoader(torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:]), 3)}, steps=10,
-    )  # fmt: skip
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        workers=3,
+        runner=NextToken(device="cpu"),
+        loaders={
+            "train": DataLoader(torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:]), 3)
+        },
+        steps=10,
+    )
     assert report.ok, report.table()
 
 
@@ -66,7 +87,9 @@ class ForgetsOneLayer(DDP):
     """Does not exchange the gradient of the first layer's weight."""
 
     def exchanged(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        return [(name, parameter) for name, parameter in super().exchanged(model) if name != "0.weight"]
+        return [
+            (name, parameter) for name, parameter in super().exchanged(model) if name != "0.weight"
+        ]
 
 
 def test_a_layer_whose_gradient_is_not_exchanged() -> None:
@@ -74,7 +97,10 @@ def test_a_layer_whose_gradient_is_not_exchanged() -> None:
     assert (row.verdict, row.step, row.what) == ("DIFFERS", 1, "gradient of 0.weight")
     assert row.difference > 0.01
     (cause,) = row.causes
-    assert "not exchanged: the ranks hold different weights after step 1, in 1 of 4 parameters: 0.weight" in cause
+    assert (
+        "not exchanged: the ranks hold different weights after step 1, in 1 of 4 parameters: "
+        "0.weight" in cause
+    )
 
 
 class AveragesOverRanks(DDP):
@@ -101,7 +127,10 @@ def test_gradients_averaged_over_ranks_and_not_over_samples() -> None:
     assert (row.verdict, row.step) == ("DIFFERS", 5)
     assert row.what.startswith("gradient of ")
     (cause,) = row.causes
-    assert "uneven shares: step 5 is the first in which the ranks have different numbers of samples (3, 2)" in cause
+    assert (
+        "uneven shares: step 5 is the first in which the ranks have different numbers of samples "
+        "(3, 2)" in cause
+    )
 
 
 class KeepsBuffersApart(DDP):
@@ -118,7 +147,11 @@ def with_batch_norm() -> nn.Module:
 
 def normalised(**changes: Any) -> Any:
     model = with_batch_norm()
-    return only(verified(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), steps=4, **changes))
+    return only(
+        verified(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), steps=4, **changes
+        )
+    )
 
 
 def test_batch_norm_buffers_that_are_not_shared() -> None:
@@ -132,7 +165,9 @@ def test_batch_norm_buffers_that_are_not_shared() -> None:
 def test_batch_norm_of_a_sound_strategy() -> None:
     row = normalised()
     assert (row.verdict, row.step, row.what) == ("DIFFERS", 1, "loss")
-    assert row.causes[0].startswith("BatchNorm: with 1 in evaluation mode the difference disappears")
+    assert row.causes[0].startswith(
+        "BatchNorm: with 1 in evaluation mode the difference disappears"
+    )
     assert not [text for text in row.causes if text.startswith(("buffers: ", "not exchanged: "))]
 
 
@@ -163,13 +198,17 @@ def test_a_forward_pass_through_the_unwrapped_module() -> None:
     row = only(verified(strategies=Wraps(), runner=AroundTheModule(device="cpu")))
     assert (row.verdict, row.step) == ("DIFFERS", 1)
     assert row.what.startswith("gradient of ")
-    assert row.causes[0].startswith("unwrapped module: the ranks hold different weights after step 1, in 4 of 4 parameters")
+    assert row.causes[0].startswith(
+        "unwrapped module: the ranks hold different weights after step 1, in 4 of 4 parameters"
+    )
 
 
 def test_what_the_training_itself_refuses_is_told_with_the_row_that_it_happened_in() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.SyncBatchNorm(4))
-    with pytest.raises(UserError, match="ddp with 2 workers: layer '1' is a SyncBatchNorm, which needs GPUs"):
+    with pytest.raises(
+        UserError, match="ddp with 2 workers: layer '1' is a SyncBatchNorm, which needs GPUs"
+    ):
         verified(model=model)
 
 
@@ -190,11 +229,14 @@ def test_a_schedule_that_advances_once_a_worker() -> None:
     assert (row.verdict, row.step, row.what) == ("DIFFERS", 2, "learning rate")
     assert row.difference == pytest.approx(0.05)
     (cause,) = row.causes
-    assert cause.startswith("learning rate: step 2 is taken with 0.05 by 2 workers, and with 0.1 alone. The scheduler")
+    assert cause.startswith(
+        "learning rate: step 2 is taken with 0.05 by 2 workers, and with 0.1 alone. The scheduler"
+    )
 
 
 class Pads:
-    """A sampler that repeats samples until the workers get equally many, as torch's DistributedSampler does."""
+    """A sampler that repeats samples until the workers get equally many, as torch's
+    DistributedSampler does."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -210,6 +252,9 @@ def test_a_last_batch_that_is_padded_with_duplicates() -> None:
     row = only(verified(loaders={"train": DataLoader(data(), 6, sampler=Pads(53))}))
     assert (row.verdict, row.step, row.what) == ("DIFFERS", 5, "number of samples")
     assert row.causes[0].startswith(
-        "samples: step 5 trains 2 workers on 6 samples (by rank: 3, 3), and alone on 5: some are repeated"
+        "samples: step 5 trains 2 workers on 6 samples (by rank: 3, 3), and alone on 5: some are "
+        "repeated"
     )
-    assert row.causes[1].startswith("sampler: the order of loader 'train' in epoch 1 is another one with 2 workers than alone")
+    assert row.causes[1].startswith(
+        "sampler: the order of loader 'train' in epoch 1 is another one with 2 workers than alone"
+    )

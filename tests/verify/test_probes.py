@@ -37,7 +37,11 @@ def test_unregistered_tensors_are_found_by_path() -> None:
 def test_an_optimizer_that_trains_an_unregistered_tensor_is_refused_by_its_name() -> None:
     model = Hidden()
     refuse_strangers(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(UserError, match=r"the optimizer holds scale, which the model keeps in a plain attribute.*nn\.ModuleList"):
+    with pytest.raises(
+        UserError,
+        match=r"the optimizer holds scale, which the model keeps in a plain "
+        r"attribute.*nn\.ModuleList",
+    ):
         refuse_strangers(model, torch.optim.SGD([*model.parameters(), model.scale], lr=0.1))
 
 
@@ -66,8 +70,14 @@ class DrawsBatches(Draws):
     [
         (DataLoader(data(), 4), ""),
         (DataLoader(Draws(), 4), ""),
-        (DataLoader(DrawsBatches(), 4), "the data set of loader 'train' draws random numbers in __getitems__"),
-        (DataLoader(data(), 4, collate_fn=mixed), "the collate_fn of loader 'train' draws random numbers for a whole batch"),
+        (
+            DataLoader(DrawsBatches(), 4),
+            "the data set of loader 'train' draws random numbers in __getitems__",
+        ),
+        (
+            DataLoader(data(), 4, collate_fn=mixed),
+            "the collate_fn of loader 'train' draws random numbers for a whole batch",
+        ),
         (DataLoader(data(), 4, collate_fn=default_collate), ""),
     ],
 )

@@ -14,17 +14,24 @@ from allhands.verify import Report, Row
 
 
 def curves(values: list[float]) -> dict[str, dict[str, list[float]]]:
-    return {kind: {"difference": values, "limit": [1e-5] * len(values)} for kind in ("gradients", "parameters")}
+    return {
+        kind: {"difference": values, "limit": [1e-5] * len(values)}
+        for kind in ("gradients", "parameters")
+    }
 
 
 SAME = Row("ddp", 1, "same", None, "", 0.0, 0.0, curves=curves([0.0, 0.0]))
 NEAR = Row("ddp", 2, "same", None, "gradient of w", 4e-7, 5e-7, curves=curves([1e-7, 4e-7]))
-WRONG = Row("ddp", 3, "DIFFERS", 4, "gradient of w", 0.25, 5e-7, ["not exchanged: w"], curves([1e-7, 0.2]))
+WRONG = Row(
+    "ddp", 3, "DIFFERS", 4, "gradient of w", 0.25, 5e-7, ["not exchanged: w"], curves([1e-7, 0.2])
+)
 APART = Row("ddp", 4, "DIFFERS", 1, "samples", math.nan, 0.0, ["random data: …"])
 
 
 def test_ok_is_that_no_row_differs() -> None:
-    assert Report([SAME, NEAR, Row("h", 2, "lossy as declared", None, "all parameters", 0.1, 1e-6)]).ok
+    assert Report(
+        [SAME, NEAR, Row("h", 2, "lossy as declared", None, "all parameters", 0.1, 1e-6)]
+    ).ok
     assert not Report([SAME, WRONG]).ok
 
 
@@ -32,12 +39,18 @@ def test_the_table() -> None:
     text = Report([SAME, NEAR, WRONG, APART], about="20 steps", notes=["seen"]).table()
     assert text == (
         "20 steps\n"
-        "strategy  workers  first differing step  quantity       difference    noise  times noise  verdict\n"
-        "ddp             1                     -  -                       0        -            -  same\n"
-        "ddp             2                     -  gradient of w     4.0e-07  5.0e-07          0.8  same\n"
-        "ddp             3                     4  gradient of w        0.25  5.0e-07      5.0e+05  DIFFERS\n"
-        "ddp             4                     1  samples                 -        -            -  DIFFERS\n"
-        "\nddp with 3 workers:\n  * not exchanged: w\n\nddp with 4 workers:\n  * random data: …\n\nNoticed:\n  * seen"
+        "strategy  workers  first differing step  quantity       difference    noise  times noise  "
+        "verdict\n"
+        "ddp             1                     -  -                       0        -            -  "
+        "same\n"
+        "ddp             2                     -  gradient of w     4.0e-07  5.0e-07          0.8  "
+        "same\n"
+        "ddp             3                     4  gradient of w        0.25  5.0e-07      5.0e+05  "
+        "DIFFERS\n"
+        "ddp             4                     1  samples                 -        -            -  "
+        "DIFFERS\n"
+        "\nddp with 3 workers:\n  * not exchanged: w\n\nddp with 4 workers:\n  * random data: "
+        "…\n\nNoticed:\n  * seen"
     )
 
 

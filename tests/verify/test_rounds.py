@@ -1,4 +1,5 @@
-"""Federated rounds on several numbers of workers: the same, and a planted difference that is found."""
+"""Federated rounds on several numbers of workers: the same, and a planted difference that is
+found."""
 
 from __future__ import annotations
 
@@ -32,9 +33,11 @@ class OfTheRank(nn.MSELoss):
 def objects(criterion: nn.Module | None = None) -> dict[str, Any]:
     net = sim.model()
     return {
-        "model": net, "criterion": criterion or nn.MSELoss(), "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
+        "model": net,
+        "criterion": criterion or nn.MSELoss(),
+        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
         "datasets": {"batch_size": 4, "train": TensorDataset(*sim.data())},
-    }  # fmt: skip
+    }
 
 
 def test_the_same_training_is_called_so(monkeypatch, capsys):

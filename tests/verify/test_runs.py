@@ -41,7 +41,13 @@ verified(runner=Slow(device="cpu"), steps=50)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_no_file_behind(number: signal.Signals) -> None:
     root = Path(__file__).parents[2]
-    process = subprocess.Popen([sys.executable, "-c", SLOW], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     folder = Path(process.stdout.readline().strip())
     assert process.stdout.readline() == "training\n"

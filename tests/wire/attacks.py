@@ -1,4 +1,5 @@
-"""Thirteen attacks on every TCP port that a job's processes listen on; the kernel says which those are."""
+"""Thirteen attacks on every TCP port that a job's processes listen on; the kernel says which those
+are."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from allhands import wire
 from allhands.wire.proof import GREETING, introduction
 
 IDLE = 500
-# Gloo keeps a stranger's connection open for ever, which is not ours to mend; so its ports get fewer.
+# Gloo keeps a stranger's connection open for ever, which is not ours to mend; so its ports get
+# fewer.
 IDLE_OF_TORCH = 10
 # The ranks add numbers, over gloo and over Horovod's coordinator, until they are told to stop.
 JOB = """
@@ -34,7 +36,8 @@ hvd.init()
 rank, size, step, over = hvd.rank(), hvd.size(), 0, False
 while not over:
     step += 1
-    found = torch.tensor([float(step * (1 + rank)), float((folder / "stop").exists())], dtype=torch.float64)
+    words = [float(step * (1 + rank)), float((folder / "stop").exists())]
+    found = torch.tensor(words, dtype=torch.float64)
     total, stop = hvd.allreduce(found, op=hvd.Sum, name=f"step {step % 7}").tolist()
     assert total == step * size * (size + 1) / 2, (step, total)
     over = stop > 0
@@ -87,14 +90,27 @@ class Attacks:
         self.port, self.draw, self.ours = port, draw, speaks_first(port)
         self.bomb = pickle.dumps(_Bomb(bomb))
         self.all: list[Callable[[], None]] = [
-            self.garbage, self.deep_json, self.endless_json, self.half_handshake, self.huge_lengths, self.a_byte_at_a_time,
-            self.idle, self.replay, self.wrong_token, self.a_pickle, self.connect_and_close, self.a_rank, self.tls,
-        ]  # fmt: skip
+            self.garbage,
+            self.deep_json,
+            self.endless_json,
+            self.half_handshake,
+            self.huge_lengths,
+            self.a_byte_at_a_time,
+            self.idle,
+            self.replay,
+            self.wrong_token,
+            self.a_pickle,
+            self.connect_and_close,
+            self.a_rank,
+            self.tls,
+        ]
 
     def run(self) -> None:
         """Each of them once, in any order."""
         for attack in self.draw.sample(self.all, len(self.all)):
-            with contextlib.suppress(OSError, EOFError, wire.RefusedError):  # the listener may hang up at any time
+            with contextlib.suppress(
+                OSError, EOFError, wire.RefusedError
+            ):  # the listener may hang up at any time
                 attack()
 
     def knock(self) -> socket.socket:
@@ -152,7 +168,10 @@ class Attacks:
         self.knock().close()
 
     def a_rank(self) -> None:
-        self.say(b'{"rank": 1, "name": "x"}\n{"failed": "planted"}\n', b'{"rank": 1, "token": ""}\n{"leave": []}\n')
+        self.say(
+            b'{"rank": 1, "name": "x"}\n{"failed": "planted"}\n',
+            b'{"rank": 1, "token": ""}\n{"leave": []}\n',
+        )
 
     def tls(self) -> None:
         self.say(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + self.draw.randbytes(600))
@@ -163,7 +182,11 @@ def world(folder: Path, kind: str) -> Iterator[list[subprocess.Popen[str]]]:
     """A job of two ranks: "srun" or "launch", the latter with a parameter server."""
     (folder / "job.py").write_text(JOB)
     words = [sys.executable, str(folder / "job.py"), str(folder)]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MASTER_", "RANK", "WORLD_"))}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "MASTER_", "RANK", "WORLD_"))
+    }
     clean |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if kind == "launch":
         program = str(Path(sys.executable).with_name("allhands"))
@@ -171,17 +194,33 @@ def world(folder: Path, kind: str) -> Iterator[list[subprocess.Popen[str]]]:
         started = [({}, words)]
     else:
         step = {
-            "SLURM_JOB_ID": f"attacked{os.getpid()}", "SLURM_STEP_ID": "0", "SLURM_JOB_UID": "0", "SLURM_NTASKS": "2",
-            "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2",
-            "SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0",
-        }  # fmt: skip
-        started = [(step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}, words) for rank in range(2)]
+            "SLURM_JOB_ID": f"attacked{os.getpid()}",
+            "SLURM_STEP_ID": "0",
+            "SLURM_JOB_UID": "0",
+            "SLURM_NTASKS": "2",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_NUM_NODES": "1",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_NODEID": "0",
+        }
+        started = [
+            (step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}, words)
+            for rank in range(2)
+        ]
     processes = []
     try:
         for extra, command in started:
             files = [(folder / f"{name}-{len(processes)}").open("w") for name in ("out", "err")]
             processes.append(
-                subprocess.Popen(command, env=clean | extra, stdout=files[0], stderr=files[1], text=True, cwd=folder)
+                subprocess.Popen(
+                    command,
+                    env=clean | extra,
+                    stdout=files[0],
+                    stderr=files[1],
+                    text=True,
+                    cwd=folder,
+                )
             )
             for file in files:
                 file.close()
@@ -220,7 +259,10 @@ def attacked(folder: Path, kind: str, seconds: float, seed: int) -> list[str]:
                 grown = one.memory_info().rss - before[one.pid][0]
                 files = one.num_fds() - before[one.pid][1]
                 if grown > 64 << 20 or files > 200:
-                    wrong.append(f"process {one.pid} has {grown >> 20} MiB and {files} descriptors more: {one.cmdline()}")
+                    wrong.append(
+                        f"process {one.pid} has {grown >> 20} MiB and {files} descriptors more: "
+                        f"{one.cmdline()}"
+                    )
         (folder / "stop").touch()
         for one in started:
             try:

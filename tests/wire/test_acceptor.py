@@ -1,4 +1,5 @@
-"""Strangers before a listener: they are bounded, named and change nothing for those who know the token."""
+"""Strangers before a listener: they are bounded, named and change nothing for those who know the
+token."""
 
 from __future__ import annotations
 
@@ -65,12 +66,19 @@ def test_who_knows_the_token_comes_in(service: Service) -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        b"", b"\x80\x05", b"[" * 100_000, b"{", b'{"rank": 1}\n', b"\x16\x03\x01\x02\x00\x01" + bytes(600),
+        b"",
+        b"\x80\x05",
+        b"[" * 100_000,
+        b"{",
+        b'{"rank": 1}\n',
+        b"\x16\x03\x01\x02\x00\x01" + bytes(600),
         proof.GREETING + b"\xff" * 300,
     ],
     ids=["nothing", "pickle", "deep", "cut", "a rank", "tls", "huge length"],
-)  # fmt: skip
-def test_a_stranger_is_named_and_the_next_comes_in(service: Service, said: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+)
+def test_a_stranger_is_named_and_the_next_comes_in(
+    service: Service, said: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
     with service.connect() as link:
         name = link.getsockname()
         with contextlib.suppress(OSError):  # the rest was not read
@@ -79,7 +87,9 @@ def test_a_stranger_is_named_and_the_next_comes_in(service: Service, said: bytes
             while link.recv(4096):
                 pass
     service.comes({})
-    assert f"refused a connection from 127.0.0.1:{name[1]} to the test: it " in capfd.readouterr().err
+    assert (
+        f"refused a connection from 127.0.0.1:{name[1]} to the test: it " in capfd.readouterr().err
+    )
 
 
 def test_another_token_is_told_apart_from_a_closed_connection(service: Service) -> None:
@@ -121,7 +131,9 @@ def test_a_byte_now_and_then_does_not_hold_a_place(
     assert "it proved nothing within " in capfd.readouterr().err
 
 
-def test_the_oldest_of_many_strangers_goes_and_lines_are_rare(service: Service, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_oldest_of_many_strangers_goes_and_lines_are_rare(
+    service: Service, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = len(os.listdir("/proc/self/fd"))
     idle = [service.connect() for _ in range(300)]
     service.comes({"rank": 1})
@@ -141,7 +153,9 @@ def test_a_child_keeps_nothing_open(service: Service) -> None:
         child = os.fork()
         if child == 0:
             refused = socket.socket().connect_ex(("127.0.0.1", service.port)) == 0
-            os._exit(len([one for one in wire.listeners._open if one.fileno() >= 0]) + 10 * (not refused))
+            os._exit(
+                len([one for one in wire.listeners._open if one.fileno() >= 0]) + 10 * (not refused)
+            )
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

@@ -9,7 +9,9 @@ import allhands
 
 # Sent as text to hosts that may not have allhands, so it cannot import it.
 ALONE = "doctor/agent.py"
-LISTENS = re.compile(r"\.listen\(|create_server\(|start_server\(|\.bind\(\s*[(\"']|HTTPServer\(|SocketServer|\bTCPServer\b")
+LISTENS = re.compile(
+    r"\.listen\(|create_server\(|start_server\(|\.bind\(\s*[(\"']|HTTPServer\(|SocketServer|\bTCPServer\b"
+)
 
 
 def test_nothing_but_the_wire_binds_or_listens() -> None:

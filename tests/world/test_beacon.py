@@ -68,7 +68,10 @@ def test_tells_the_port_whoever_comes_first() -> None:
 
 
 def test_jobs_on_colliding_ports_find_their_own(same_ports: list[int]) -> None:
-    first, second = beacon.Beacon("job 1", 1111, local=True), beacon.Beacon("job 2", 2222, local=True)
+    first, second = (
+        beacon.Beacon("job 1", 1111, local=True),
+        beacon.Beacon("job 2", 2222, local=True),
+    )
     assert (first.port, second.port) == (same_ports[0], same_ports[1])
     assert beacon.ask("job 1", HERE, 10)[1] == 1111
     assert beacon.ask("job 2", HERE, 10)[1] == 2222
@@ -76,8 +79,12 @@ def test_jobs_on_colliding_ports_find_their_own(same_ports: list[int]) -> None:
     second.close()
 
 
-@pytest.mark.parametrize("say", [b"SSH-2.0-OpenSSH_9.2\r\n", b"", b"x" * 5000, b"0" * 64 + b" 99\n", None])
-def test_a_foreign_service_is_passed_over(same_ports: list[int], say: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "say", [b"SSH-2.0-OpenSSH_9.2\r\n", b"", b"x" * 5000, b"0" * 64 + b" 99\n", None]
+)
+def test_a_foreign_service_is_passed_over(
+    same_ports: list[int], say: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(beacon, "_ANSWER_S", 0.3)
     with foreign_service(same_ports[0], say):
         light = beacon.Beacon("job", 4242, local=True)
@@ -97,14 +104,20 @@ def test_a_silent_caller_does_not_keep_the_ranks_waiting() -> None:
 
 def test_rank_0_may_be_on_any_host_of_the_step() -> None:
     light = beacon.Beacon("dealt out", 4242, local=True)
-    assert beacon.ask("dealt out", ["127.0.0.2", "127.0.0.3", "127.0.0.1"], 10) == ("127.0.0.1", 4242)
+    assert beacon.ask("dealt out", ["127.0.0.2", "127.0.0.3", "127.0.0.1"], 10) == (
+        "127.0.0.1",
+        4242,
+    )
     light.close()
 
 
 def test_nobody_there_is_an_error_in_time_that_says_what_was_met(same_ports: list[int]) -> None:
     with foreign_service(same_ports[0], b"hello\n"):
         started = time.monotonic()
-        with pytest.raises(WorldError, match=rf"waited 1 s for rank 0 on 127.0.0.1.*{same_ports[0]}: another service"):
+        with pytest.raises(
+            WorldError,
+            match=rf"waited 1 s for rank 0 on 127.0.0.1.*{same_ports[0]}: another service",
+        ):
             beacon.ask("job", HERE, 1)
         assert time.monotonic() - started < patience(3)
 

@@ -1,4 +1,5 @@
-"""What ends a world under srun when one rank fails: real processes over real sockets, without torch and without Slurm."""
+"""What ends a world under srun when one rank fails: real processes over real sockets, without torch
+and without Slurm."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ import atexit, os, signal, sys, time
 from pathlib import Path
 from allhands.world import guard
 
-folder, rank, size, how, who = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
+folder, how = Path(sys.argv[1]), sys.argv[4]
+rank, size, who = int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[5])
 
 
 class Store:
@@ -71,18 +73,29 @@ time.sleep(2.5 if "leave" in how else 40)
 
 
 def run(folder: Path, how: str, who: int, size: int = 3) -> tuple[list[int], str, float]:
-    """Exit codes by rank, all that was printed, and seconds until the last rank that is not stopped has ended."""
+    """Exit codes by rank, all that was printed, and seconds until the last rank that is not stopped
+    has ended."""
     folder.mkdir()
     (folder / "rank.py").write_text(RANK)
     started = time.monotonic()
     with (folder / "said").open("ab") as said:
         ranks = [
             subprocess.Popen(
-                [sys.executable, str(folder / "rank.py"), str(folder), str(rank), str(size), how, str(who)],
-                stdout=subprocess.DEVNULL, stderr=said, env=os.environ | {"SLURM_LOCALID": "0"},
+                [
+                    sys.executable,
+                    str(folder / "rank.py"),
+                    str(folder),
+                    str(rank),
+                    str(size),
+                    how,
+                    str(who),
+                ],
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                env=os.environ | {"SLURM_LOCALID": "0"},
             )
             for rank in range(size)
-        ]  # fmt: skip
+        ]
     try:
         for rank, process in enumerate(ranks):
             if not (how == "stop" and rank == who):
@@ -96,26 +109,65 @@ def run(folder: Path, how: str, who: int, size: int = 3) -> tuple[list[int], str
 
 
 CASES = {
-    "raise, another rank": ("raise", 1, [1, 1, 1], r"rank 1 \(\S+, pid \d+\) failed first: raised ValueError: planted fault"),
-    "raise, rank 0": ("raise", 0, [1, 1, 1], r"rank 0 \(\S+, pid \d+\) failed first: raised ValueError: planted fault"),
+    "raise, another rank": (
+        "raise",
+        1,
+        [1, 1, 1],
+        r"rank 1 \(\S+, pid \d+\) failed first: raised ValueError: planted fault",
+    ),
+    "raise, rank 0": (
+        "raise",
+        0,
+        [1, 1, 1],
+        r"rank 0 \(\S+, pid \d+\) failed first: raised ValueError: planted fault",
+    ),
     "exit": ("exit", 2, [1, 1, 3], r"rank 2 \(\S+, pid \d+\) failed first: left with exit code 3"),
-    "exit, rank 0": ("exit", 0, [3, 1, 1], r"rank 0 \(\S+, pid \d+\) failed first: left with exit code 3"),
+    "exit, rank 0": (
+        "exit",
+        0,
+        [3, 1, 1],
+        r"rank 0 \(\S+, pid \d+\) failed first: left with exit code 3",
+    ),
     "bare exit": (
-        "bare exit", 1, [1, 3, 1],
+        "bare exit",
+        1,
+        [1, 3, 1],
         r"rank 2 \(\S+, pid \d+\) failed first: raised ConnectionError.*\n"
         r".*rank 1 \(\S+, pid \d+\) had already left, [0-3]\.\d s",
     ),
-    "kill": ("kill", 1, [1, -9, 1], r"rank 1 \(\S+, pid \d+\) failed first: is gone without a word: killed"),
-    "kill, rank 0": ("kill", 0, [-9, 1, 1], r"rank 1 \(\S+, pid \d+\) ends because rank 0 is gone without a word: killed"),
-    "stop": ("stop", 2, [1, 1, -9], r"rank 2 \(\S+, pid \d+\) failed first: has given no sign of life for [345] s"),
-    "stop, rank 0": ("stop", 0, [-9, 1, 1], r"rank 1 \(\S+, pid \d+\) ends because rank 0 has given no sign of life for [345] s"),
-}  # fmt: skip
+    "kill": (
+        "kill",
+        1,
+        [1, -9, 1],
+        r"rank 1 \(\S+, pid \d+\) failed first: is gone without a word: killed",
+    ),
+    "kill, rank 0": (
+        "kill",
+        0,
+        [-9, 1, 1],
+        r"rank 1 \(\S+, pid \d+\) ends because rank 0 is gone without a word: killed",
+    ),
+    "stop": (
+        "stop",
+        2,
+        [1, 1, -9],
+        r"rank 2 \(\S+, pid \d+\) failed first: has given no sign of life for [345] s",
+    ),
+    "stop, rank 0": (
+        "stop",
+        0,
+        [-9, 1, 1],
+        r"rank 1 \(\S+, pid \d+\) ends because rank 0 has given no sign of life for [345] s",
+    ),
+}
 
 
 def test_the_first_failure_is_named_and_ends_all_within_seconds(tmp_path: Path) -> None:
     with ThreadPoolExecutor(len(CASES)) as pool:
         found = list(pool.map(lambda case: run(tmp_path / case[0], *case[1][:2]), CASES.items()))
-    for (name, (_, _, codes, message)), (ended, said, seconds) in zip(CASES.items(), found, strict=True):
+    for (name, (_, _, codes, message)), (ended, said, seconds) in zip(
+        CASES.items(), found, strict=True
+    ):
         assert ended == codes, (name, said)
         assert re.search(message, said), (name, said)
         assert seconds < patience(20), name
@@ -126,7 +178,9 @@ def test_who_leaves_in_order_is_not_missed(tmp_path: Path) -> None:
     with ThreadPoolExecutor(len(cases)) as pool:
         found = list(pool.map(lambda case: run(tmp_path / f"{case[0]} {case[1]}", *case), cases))
     for (how, who), (ended, said, _) in zip(cases, found, strict=True):
-        assert ended == [143 if how == "asked to leave" and rank == who else 0 for rank in range(3)], said
+        assert ended == [
+            143 if how == "asked to leave" and rank == who else 0 for rank in range(3)
+        ], said
         assert said == ""
 
 

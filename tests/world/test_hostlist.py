@@ -26,7 +26,9 @@ def test_expands(text: str, hosts: str) -> None:
     assert expand_hosts(text) == hosts.split()
 
 
-@pytest.mark.parametrize("text", ["", "n[1-2", "n1-2]", "n[2-1]", "n[a-b]", "n[]", "n1,,n2", "n[[1]]", "n[1-9999999]"])
+@pytest.mark.parametrize(
+    "text", ["", "n[1-2", "n1-2]", "n[2-1]", "n[a-b]", "n[]", "n1,,n2", "n[[1]]", "n[1-9999999]"]
+)
 def test_refuses_what_is_no_host_list(text: str) -> None:
     with pytest.raises(UserError, match="not a Slurm host list"):
         expand_hosts(text)

@@ -31,7 +31,10 @@ def test_a_missing_library_is_told_with_the_command(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("layout", [TWO, SLURM])
 def test_a_launcher_that_is_none_of_mpi_is_refused(layout: Layout) -> None:
-    with pytest.raises(WorldError, match=rf"{layout.environment} started the 2 processes.*mpirun -n 2.*--mpi=pmi2.*--mpi=pmix"):
+    with pytest.raises(
+        WorldError,
+        match=rf"{layout.environment} started the 2 processes.*mpirun -n 2.*--mpi=pmi2.*--mpi=pmix",
+    ):
         mpilib.check_launched(layout, {"RANK": "0", "WORLD_SIZE": "2"})
 
 
@@ -45,14 +48,22 @@ def test_a_launcher_of_mpi_is_believed_for_now(name: str) -> None:
 def test_other_numbers_than_the_worlds_are_an_error() -> None:
     mpilib.check_same(0, 2, TWO)
     with pytest.raises(
-        WorldError, match="torchrun says rank 0 of 2, but MPI says rank 0 of 1: mpi4py loaded MPICH 5.*MPI4PY_LIBMPI"
+        WorldError,
+        match="torchrun says rank 0 of 2, but MPI says rank 0 of 1: mpi4py loaded MPICH "
+        "5.*MPI4PY_LIBMPI",
     ):
         mpilib.check_same(0, 1, TWO, "MPICH 5")
-    with pytest.raises(WorldError, match="slurm says rank 1 of 2, but MPI says rank 0 of 2: start one process for each MPI rank"):
+    with pytest.raises(
+        WorldError,
+        match="slurm says rank 1 of 2, but MPI says rank 0 of 2: start one process for each MPI "
+        "rank",
+    ):
         mpilib.check_same(0, 2, SLURM)
 
 
-def test_the_library_of_the_launcher_is_chosen_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_of_the_launcher_is_chosen_unless_the_user_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     monkeypatch.delenv("MPI4PY_LIBMPI", raising=False)
     monkeypatch.setattr(mpilib, "_loads", lambda path: "/" not in path)

@@ -1,4 +1,5 @@
-"""`init` in this one process: what it refuses before it meets anybody, and what a second call may say."""
+"""`init` in this one process: what it refuses before it meets anybody, and what a second call may
+say."""
 
 from __future__ import annotations
 
@@ -16,7 +17,18 @@ import allhands
 from allhands import UserError, WorldError
 from allhands.world import Layout, devices, interface, roster
 
-PREFIXES = ("SLURM_", "OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC", "ALLHANDS_LAUNCH")
+PREFIXES = (
+    "SLURM_",
+    "OMPI_",
+    "PMI",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "MASTER_",
+    "TORCHELASTIC",
+    "ALLHANDS_LAUNCH",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +50,18 @@ def free_method() -> str:
 
 def test_alone() -> None:
     world = allhands.init(device="cpu")
-    assert (world.rank, world.local_rank, world.node_rank, world.world_size, world.local_world_size) == (0, 0, 0, 1, 1)
-    assert (world.backend, world.environment, world.device) == ("none", "alone", torch.device("cpu"))
+    assert (
+        world.rank,
+        world.local_rank,
+        world.node_rank,
+        world.world_size,
+        world.local_world_size,
+    ) == (0, 0, 0, 1, 1)
+    assert (world.backend, world.environment, world.device) == (
+        "none",
+        "alone",
+        torch.device("cpu"),
+    )
     assert world.is_main
     assert world.is_alone
     assert not dist.is_initialized()
@@ -51,7 +73,13 @@ def test_alone() -> None:
 
 def test_a_method_makes_a_group_of_one_and_finalize_takes_it_away() -> None:
     for _ in range(2):  # also a second time in one process
-        world = allhands.init(init_method=free_method(), rank=0, world_size=1, timeout=timedelta(seconds=20), device="cpu")
+        world = allhands.init(
+            init_method=free_method(),
+            rank=0,
+            world_size=1,
+            timeout=timedelta(seconds=20),
+            device="cpu",
+        )
         assert (world.backend, world.environment) == ("gloo", "explicit")
         assert dist.get_world_size() == 1
         allhands.finalize()
@@ -67,7 +95,13 @@ def test_a_repeated_init_returns_the_same_world() -> None:
 
 @pytest.mark.parametrize(
     "asked",
-    [{"world_size": 2, "rank": 0}, {"timeout": 21}, {"init_method": "env://"}, {"local_rank": 1}, {"device": "cuda:1"}],
+    [
+        {"world_size": 2, "rank": 0},
+        {"timeout": 21},
+        {"init_method": "env://"},
+        {"local_rank": 1},
+        {"device": "cuda:1"},
+    ],
 )
 def test_a_different_init_is_an_error(asked: dict[str, Any]) -> None:
     allhands.init(timeout=20, device="cpu")
@@ -91,27 +125,67 @@ REFUSED: list[tuple[dict[str, Any], dict[str, str], type[Exception], str]] = [
     ({"backend": "nccl"}, {}, UserError, "backend='nccl' needs a GPU"),
     ({"backend": "nccl", "device": "cpu"}, {}, UserError, "nccl"),
     ({"backend": "ucc"}, {}, UserError, "backend='ucc' must be one of auto, gloo, nccl, mpi"),
-    ({"backend": "mpi"}, {}, UserError, "no MPI built in and mpi4py is not installed: pip install mpi4py mpich"),
+    (
+        {"backend": "mpi"},
+        {},
+        UserError,
+        "no MPI built in and mpi4py is not installed: pip install mpi4py mpich",
+    ),
     ({"device": "cuda"}, {}, UserError, "device='cuda' needs a GPU"),
     ({"device": "tpu"}, {}, UserError, "device='tpu' must be"),
     ({"timeout": 0}, {}, UserError, "timeout=0 must be"),
     ({"timeout": "10"}, {}, UserError, "timeout='10' must be"),
     ({"rank": 1}, {}, UserError, r"init\(rank=1\) without world_size="),
     ({"world_size": 2}, {}, UserError, r"init\(world_size=2\) without rank="),
-    ({"rank": 2, "world_size": 2, "init_method": "tcp://h:1"}, {}, WorldError, "rank=2, but it must be between 0 and 1"),
+    (
+        {"rank": 2, "world_size": 2, "init_method": "tcp://h:1"},
+        {},
+        WorldError,
+        "rank=2, but it must be between 0 and 1",
+    ),
     ({"rank": 0, "world_size": 2}, {}, UserError, "does not say where to meet"),
-    ({"rank": 0, "world_size": 4}, {"WORLD_SIZE": "2", "RANK": "0"}, WorldError, r"world_size=4\) contradicts WORLD_SIZE=2"),
+    (
+        {"rank": 0, "world_size": 4},
+        {"WORLD_SIZE": "2", "RANK": "0"},
+        WorldError,
+        r"world_size=4\) contradicts WORLD_SIZE=2",
+    ),
     ({"local_rank": 1}, {}, UserError, "this process is alone"),
-    ({"local_rank": 1}, {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, WorldError, "local_rank=1.*local_rank=0"),
+    (
+        {"local_rank": 1},
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+        WorldError,
+        "local_rank=1.*local_rank=0",
+    ),
     ({"init_method": "env://"}, {}, UserError, "needs RANK and WORLD_SIZE in the environment"),
-    ({"init_method": "env://"}, {"RANK": "0", "WORLD_SIZE": "2"}, UserError, "MASTER_ADDR and MASTER_PORT are not"),
+    (
+        {"init_method": "env://"},
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        UserError,
+        "MASTER_ADDR and MASTER_PORT are not",
+    ),
     ({"init_method": "tcp://h:1"}, {}, UserError, "needs rank= and world_size="),
     ({"init_method": "tcp://h"}, {}, UserError, "must be tcp://HOST:PORT"),
     ({"init_method": "tcp://h:99999"}, {}, UserError, "must be tcp://HOST:PORT"),
     ({"init_method": "tcp://h:1?rank=x"}, {}, UserError, "rank=x is none of"),
-    ({"init_method": "tcp://h:1?rank=0", "rank": 1, "world_size": 2}, {}, WorldError, "rank=1.*rank=0"),
-    ({"init_method": "file://relative", "rank": 0, "world_size": 1}, {}, UserError, "three slashes"),
-    ({"init_method": "file:///no/such/folder/f", "rank": 0, "world_size": 1}, {}, UserError, "the folder /no/such/folder"),
+    (
+        {"init_method": "tcp://h:1?rank=0", "rank": 1, "world_size": 2},
+        {},
+        WorldError,
+        "rank=1.*rank=0",
+    ),
+    (
+        {"init_method": "file://relative", "rank": 0, "world_size": 1},
+        {},
+        UserError,
+        "three slashes",
+    ),
+    (
+        {"init_method": "file:///no/such/folder/f", "rank": 0, "world_size": 1},
+        {},
+        UserError,
+        "the folder /no/such/folder",
+    ),
     ({"init_method": "http://h:1"}, {}, UserError, "must be 'env://', 'tcp://HOST:PORT' or"),
 ]
 
@@ -134,12 +208,23 @@ def test_refuses(
 
 
 def card(rank: int, host: str = "a", **known: Any) -> roster.Card:
-    return roster.Card(rank=rank, world_size=4, host=host, name=host, **{"backend": "nccl", "device": "cuda", **known})
+    return roster.Card(
+        rank=rank,
+        world_size=4,
+        host=host,
+        name=host,
+        **{"backend": "nccl", "device": "cuda", **known},
+    )
 
 
 def test_places_are_counted_over_hosts_when_nobody_tells_them() -> None:
     cards = [card(0, "b"), card(1, "a"), card(2, "b"), card(3, "a")]
-    assert [roster.place_of(cards, rank) for rank in range(4)] == [(0, 2, 0), (0, 2, 1), (1, 2, 0), (1, 2, 1)]
+    assert [roster.place_of(cards, rank) for rank in range(4)] == [
+        (0, 2, 0),
+        (0, 2, 1),
+        (1, 2, 0),
+        (1, 2, 1),
+    ]
 
 
 def test_more_workers_than_gpus() -> None:
@@ -164,7 +249,13 @@ def test_ranks_that_choose_different_backends_are_told_what_each_sees() -> None:
 
 @pytest.mark.parametrize(
     ("numbers", "one_host"),
-    [((0, 2, 0, 2, 0, 1), True), ((0, 4, 0, 2, 0, 2), False), ((0, 4, 0, 2), False), ((0, 4), None), ((0, 1), True)],
+    [
+        ((0, 2, 0, 2, 0, 1), True),
+        ((0, 4, 0, 2, 0, 2), False),
+        ((0, 4, 0, 2), False),
+        ((0, 4), None),
+        ((0, 1), True),
+    ],
 )
 def test_one_host(numbers: tuple[int, ...], one_host: bool | None) -> None:
     assert Layout(*numbers).one_host is one_host

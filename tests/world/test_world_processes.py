@@ -1,4 +1,5 @@
-"""Real processes that meet, or do not. Every wait is bounded, and every process is ended by the test that started it."""
+"""Real processes that meet, or do not. Every wait is bounded, and every process is ended by the
+test that started it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from tests.timeouts import patience
 from tests.world import world_script
 
 SCRIPT = str(Path(__file__).with_name("world_script.py"))
-SLURM_STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_UID": "0", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_NODES": "1"}
+SLURM_STEP = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_UID": "0",
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_STEP_NUM_NODES": "1",
+}
 pytestmark = pytest.mark.serial
 
 Told = dict[str, Any]
@@ -31,7 +37,18 @@ Told = dict[str, Any]
 
 def clean_environ() -> dict[str, str]:
     """This process's variables without those that name a world or a GPU."""
-    prefixes = ("SLURM_", "OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC", "GLOO_")
+    prefixes = (
+        "SLURM_",
+        "OMPI_",
+        "PMI",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "GROUP_",
+        "MASTER_",
+        "TORCHELASTIC",
+        "GLOO_",
+    )
     return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
 
 
@@ -41,17 +58,24 @@ FORKS.set_forkserver_preload(["torch.distributed", "allhands.world", "tests.worl
 
 
 @contextlib.contextmanager
-def started(jobs: Sequence[tuple[dict[str, str], Told]], folder: Path) -> Iterator[list[BaseProcess]]:
-    """One process for each (variables, arguments of init), which prints into `folder`; all are gone afterwards."""
+def started(
+    jobs: Sequence[tuple[dict[str, str], Told]], folder: Path
+) -> Iterator[list[BaseProcess]]:
+    """One process for each (variables, arguments of init), which prints into `folder`; all are gone
+    afterwards."""
     processes = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # no threads where processes are forked
         forkserver.ensure_running()
     try:
         for number, (variables, asked) in enumerate(jobs):
-            environ = clean_environ() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | variables
+            environ = (
+                clean_environ() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | variables
+            )
             paths = (str(folder / f"out-{number}"), str(folder / f"err-{number}"))
-            processes.append(FORKS.Process(target=world_script.forked, args=(environ, json.dumps(asked), *paths)))
+            processes.append(
+                FORKS.Process(target=world_script.forked, args=(environ, json.dumps(asked), *paths))
+            )
             processes[-1].start()
         yield processes
     finally:
@@ -83,7 +107,11 @@ def check_world(told: list[Told], environment: str, sums: float | None = None) -
     size = len(told)
     assert [entry["rank"] for entry in told] == list(range(size)), told
     assert [entry["local_rank"] for entry in told] == list(range(size))
-    assert {entry["local_world_size"] for entry in told} == {entry["world_size"] for entry in told} == {size}
+    assert (
+        {entry["local_world_size"] for entry in told}
+        == {entry["world_size"] for entry in told}
+        == {size}
+    )
     assert {entry["node_rank"] for entry in told} == {0}
     assert {entry["sum"] for entry in told} == {size * (size + 1) / 2}
     assert {entry["environment"] for entry in told} == {environment}
@@ -93,29 +121,45 @@ def check_world(told: list[Told], environment: str, sums: float | None = None) -
 
 def test_env() -> None:
     port = str(free_port())
-    jobs = [({"RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, {}) for r in range(2)]
-    check_world(run_all([(variables, {"init_method": "env://"}) for variables, _ in jobs]), "torchrun")
+    jobs = [
+        ({"RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, {})
+        for r in range(2)
+    ]
+    check_world(
+        run_all([(variables, {"init_method": "env://"}) for variables, _ in jobs]), "torchrun"
+    )
 
 
 def test_tcp() -> None:
     method = f"tcp://127.0.0.1:{free_port()}"
-    check_world(run_all([({}, {"init_method": method, "rank": r, "world_size": 4}) for r in range(4)]), "explicit")
+    check_world(
+        run_all([({}, {"init_method": method, "rank": r, "world_size": 4}) for r in range(4)]),
+        "explicit",
+    )
 
 
 def test_tcp_with_numbers_in_the_url() -> None:
     method = f"tcp://127.0.0.1:{free_port()}"
-    check_world(run_all([({}, {"init_method": f"{method}?rank={r}&world_size=2"}) for r in range(2)]), "explicit")
+    check_world(
+        run_all([({}, {"init_method": f"{method}?rank={r}&world_size=2"}) for r in range(2)]),
+        "explicit",
+    )
 
 
 def test_file(tmp_path: Path) -> None:
     method = f"file://{tmp_path}/meet"
-    check_world(run_all([({}, {"init_method": method, "rank": r, "world_size": 3}) for r in range(3)]), "explicit")
+    check_world(
+        run_all([({}, {"init_method": method, "rank": r, "world_size": 3}) for r in range(3)]),
+        "explicit",
+    )
 
 
 def test_a_stale_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "meet").write_bytes(b"")
     method = f"file://{tmp_path}/meet"
-    with started([({}, {"init_method": method, "rank": 0, "world_size": 2, "timeout": 60})], tmp_path) as processes:
+    with started(
+        [({}, {"init_method": method, "rank": 0, "world_size": 2, "timeout": 60})], tmp_path
+    ) as processes:
         # A run that is killed before it could clear its file.
         deadline = time.monotonic() + patience(60)
         while not (tmp_path / "meet").stat().st_size and time.monotonic() < deadline:
@@ -123,13 +167,20 @@ def test_a_stale_file_is_named(tmp_path: Path) -> None:
         time.sleep(0.2)
         processes[0].kill()
         processes[0].join(10)
-    told = run_all([({}, {"init_method": method, "rank": r, "world_size": 2, "timeout": 20}) for r in range(2)])
+    told = run_all(
+        [({}, {"init_method": method, "rank": r, "world_size": 2, "timeout": 20}) for r in range(2)]
+    )
     assert "remove it" in told[0]["error"]
     assert "error" in told[1]
 
 
 def slurm_task(job: str, rank: int, size: int) -> dict[str, str]:
-    numbers = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0, "SLURM_STEP_NUM_TASKS": size}
+    numbers = {
+        "SLURM_PROCID": rank,
+        "SLURM_LOCALID": rank,
+        "SLURM_NODEID": 0,
+        "SLURM_STEP_NUM_TASKS": size,
+    }
     return (
         SLURM_STEP
         | {name: str(number) for name, number in numbers.items()}
@@ -156,7 +207,19 @@ def test_a_missing_rank_is_named_on_every_rank() -> None:
 
 
 def test_a_missing_rank_0_is_named() -> None:
-    told = run_all([({}, {"init_method": f"tcp://127.0.0.1:{free_port()}", "rank": 1, "world_size": 2, "timeout": 3})])
+    told = run_all(
+        [
+            (
+                {},
+                {
+                    "init_method": f"tcp://127.0.0.1:{free_port()}",
+                    "rank": 1,
+                    "world_size": 2,
+                    "timeout": 3,
+                },
+            )
+        ]
+    )
     assert "rank 1 waited 3 s for rank 0 at 127.0.0.1:" in told[0]["error"]
 
 
@@ -168,7 +231,12 @@ def test_a_missing_rank_0_of_a_slurm_step_is_named() -> None:
 def test_contradicting_world_sizes_are_told_to_all_before_the_timeout() -> None:
     method = f"tcp://127.0.0.1:{free_port()}"
     begun = time.monotonic()
-    told = run_all([({}, {"init_method": method, "rank": r, "world_size": n, "timeout": 60}) for r, n in ((0, 3), (1, 2))])
+    told = run_all(
+        [
+            ({}, {"init_method": method, "rank": r, "world_size": n, "timeout": 60})
+            for r, n in ((0, 3), (1, 2))
+        ]
+    )
     assert time.monotonic() - begun < patience(30)
     for entry in told:
         assert "rank 0" in entry["error"]
@@ -178,7 +246,12 @@ def test_contradicting_world_sizes_are_told_to_all_before_the_timeout() -> None:
 def test_a_rank_that_comes_twice_is_an_error_at_once() -> None:
     method = f"tcp://127.0.0.1:{free_port()}"
     begun = time.monotonic()
-    told = run_all([({}, {"init_method": method, "rank": r, "world_size": 3, "timeout": 60}) for r in (0, 1, 1)])
+    told = run_all(
+        [
+            ({}, {"init_method": method, "rank": r, "world_size": 3, "timeout": 60})
+            for r in (0, 1, 1)
+        ]
+    )
     assert time.monotonic() - begun < patience(30)
     for entry in told:
         assert "two processes say that they are rank 1 of 3" in entry["error"]
@@ -193,15 +266,31 @@ def test_a_taken_port_is_said() -> None:
 
 def test_torchrun(tmp_path: Path) -> None:
     torchrun = Path(sys.executable).with_name("torchrun")
-    command = [str(torchrun), "--standalone", "--nproc-per-node=3", f"--log-dir={tmp_path}", "--redirects=1", SCRIPT, "{}"]
+    command = [
+        str(torchrun),
+        "--standalone",
+        "--nproc-per-node=3",
+        f"--log-dir={tmp_path}",
+        "--redirects=1",
+        SCRIPT,
+        "{}",
+    ]
     environ = clean_environ() | {"CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(command, env=environ, check=True, capture_output=True)
     lines = [path.read_text().strip().splitlines()[-1] for path in tmp_path.rglob("stdout.log")]
-    check_world(sorted((json.loads(line) for line in lines), key=lambda entry: int(entry["rank"])), "torchrun")
+    check_world(
+        sorted((json.loads(line) for line in lines), key=lambda entry: int(entry["rank"])),
+        "torchrun",
+    )
 
 
 def test_torchrun_of_one_has_a_group() -> None:
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     check_world(run_all([(variables, {})]), "torchrun")
 
 
@@ -219,8 +308,15 @@ def test_mpi(program: str) -> None:
     if found is None:
         pytest.skip(f"no {program} on the PATH")
     command = [found, "-n", "3", sys.executable, SCRIPT, "{}"]
-    environ = clean_environ() | {"CUDA_VISIBLE_DEVICES": "", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    environ |= {"OMPI_MCA_rmaps_base_oversubscribe": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    environ = clean_environ() | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    environ |= {
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
     done = subprocess.run(command, env=environ, check=True, capture_output=True, text=True)
     # Neither mpirun keeps the lines of its ranks apart, so the objects are read one after another.
     told, rest = [], done.stdout.strip()
@@ -238,7 +334,10 @@ def test_mpi(program: str) -> None:
 def test_two_gpus_one_each() -> None:
     method = f"tcp://127.0.0.1:{free_port()}"
     unhidden = {"CUDA_VISIBLE_DEVICES": "0,1"}
-    told = run_all([(unhidden, {"init_method": method, "rank": r, "world_size": 2}) for r in range(2)], timeout=100)
+    told = run_all(
+        [(unhidden, {"init_method": method, "rank": r, "world_size": 2}) for r in range(2)],
+        timeout=100,
+    )
     assert [entry["device"] for entry in told] == ["cuda:0", "cuda:1"]
     assert {entry["backend"] for entry in told} == {"nccl"}
     assert {entry["sum"] for entry in told} == {3.0}
@@ -247,7 +346,10 @@ def test_two_gpus_one_each() -> None:
 @pytest.mark.gpu(2)
 def test_one_visible_gpu_a_rank() -> None:
     method = f"tcp://127.0.0.1:{free_port()}"
-    jobs = [({"CUDA_VISIBLE_DEVICES": str(r)}, {"init_method": method, "rank": r, "world_size": 2}) for r in range(2)]
+    jobs = [
+        ({"CUDA_VISIBLE_DEVICES": str(r)}, {"init_method": method, "rank": r, "world_size": 2})
+        for r in range(2)
+    ]
     told = run_all(jobs, timeout=100)
     assert [entry["device"] for entry in told] == ["cuda:0", "cuda:0"]
     assert {entry["sum"] for entry in told} == {3.0}
@@ -257,7 +359,9 @@ def test_one_visible_gpu_a_rank() -> None:
 def test_two_workers_on_the_only_gpu_are_refused() -> None:
     method = f"tcp://127.0.0.1:{free_port()}"
     only = {"CUDA_VISIBLE_DEVICES": "0"}
-    told = run_all([(only, {"init_method": method, "rank": r, "world_size": 2}) for r in range(2)], timeout=100)
+    told = run_all(
+        [(only, {"init_method": method, "rank": r, "world_size": 2}) for r in range(2)], timeout=100
+    )
     for entry in told:
         assert "UserError: 2 workers on" in entry["error"]
         assert "but 1 GPU that rank 0 can use" in entry["error"]

@@ -1,4 +1,5 @@
-"""Two hosts, made of network namespaces on this one: each with its own address and a name that resolves to loopback.
+"""Two hosts, made of network namespaces on this one: each with its own address and a name that
+resolves to loopback.
 
 Needs Linux, root and the `ip` program; skips without them.
 """
@@ -40,7 +41,20 @@ def two_hosts() -> Iterator[list[str]]:
                 ip("netns", "add", name)
                 folder.mkdir(parents=True)
                 (folder / "hosts").write_text(HOSTS.format(own=f"n{number}-own"))
-            ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+            ip(
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                names[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                names[1],
+            )
             for number, name in enumerate(names, 1):
                 ip("-n", name, "addr", "add", f"10.213.77.{number}/24", "dev", "eth0")
                 ip("-n", name, "link", "set", "eth0", "up")
@@ -57,16 +71,33 @@ def two_hosts() -> Iterator[list[str]]:
                 folder.rmdir()
 
 
-def run_on(hosts: Sequence[str], placed: Sequence[int], variables: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
+def run_on(
+    hosts: Sequence[str], placed: Sequence[int], variables: Sequence[dict[str, str]]
+) -> list[dict[str, Any]]:
     """One process for each of `variables` on host number `placed`; what each told, in order."""
     processes = []
     try:
         for number, extra in zip(placed, variables, strict=True):
             own_name = f'hostname n{number}-own 2>/dev/null; exec "$@"'
-            command = ["ip", "netns", "exec", hosts[number - 1], "unshare", "--uts", "sh", "-c", own_name, "sh"]
+            command = [
+                "ip",
+                "netns",
+                "exec",
+                hosts[number - 1],
+                "unshare",
+                "--uts",
+                "sh",
+                "-c",
+                own_name,
+                "sh",
+            ]
             command += [sys.executable, SCRIPT, json.dumps({"timeout": 60})]
             environ = clean_environ() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | extra
-            processes.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            processes.append(
+                subprocess.Popen(
+                    command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                )
+            )
         told = []
         for process in processes:
             out, err = process.communicate(timeout=patience(100))
@@ -80,7 +111,14 @@ def run_on(hosts: Sequence[str], placed: Sequence[int], variables: Sequence[dict
 
 
 def slurm_task(rank: int, node: int, local: int) -> dict[str, str]:
-    numbers = {"PROCID": rank, "NODEID": node, "LOCALID": local, "STEP_ID": 0, "STEP_NUM_TASKS": 4, "JOB_ID": os.getpid()}
+    numbers = {
+        "PROCID": rank,
+        "NODEID": node,
+        "LOCALID": local,
+        "STEP_ID": 0,
+        "STEP_NUM_TASKS": 4,
+        "JOB_ID": os.getpid(),
+    }
     texts = {"STEP_TASKS_PER_NODE": "2(x2)", "STEP_NODELIST": "n[1-2]"}
     return {f"SLURM_{name}": str(value) for name, value in (numbers | texts).items()}
 
@@ -95,11 +133,18 @@ def test_slurm_on_two_hosts_whichever_has_rank_0(two_hosts: list[str], first: in
     assert [entry["local_rank"] for entry in told] == [0, 1, 0, 1]
 
 
-def test_local_ranks_are_counted_over_the_hosts_when_nobody_tells_them(two_hosts: list[str]) -> None:
-    variables = [{"RANK": str(r), "WORLD_SIZE": "3", "MASTER_ADDR": "n1", "MASTER_PORT": "23456"} for r in range(3)]
+def test_local_ranks_are_counted_over_the_hosts_when_nobody_tells_them(
+    two_hosts: list[str],
+) -> None:
+    variables = [
+        {"RANK": str(r), "WORLD_SIZE": "3", "MASTER_ADDR": "n1", "MASTER_PORT": "23456"}
+        for r in range(3)
+    ]
     told = run_on(two_hosts, [1, 2, 1], variables)
     assert [entry.get("sum") for entry in told] == [6.0] * 3, told
-    assert [(entry["local_rank"], entry["local_world_size"], entry["node_rank"]) for entry in told] == [
+    assert [
+        (entry["local_rank"], entry["local_world_size"], entry["node_rank"]) for entry in told
+    ] == [
         (0, 2, 0),
         (0, 1, 1),
         (1, 2, 0),

@@ -1,4 +1,5 @@
-"""What the process tests start: `init` with the keyword arguments given as JSON, one all-reduce, and what came of it."""
+"""What the process tests start: `init` with the keyword arguments given as JSON, one all-reduce,
+and what came of it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import sys
 
 
 def forked(variables: dict[str, str], asked: str, out: str, err: str) -> None:
-    """What a script started with these variables and this argument does, in a process that was forked; output goes to files."""
+    """What a script started with these variables and this argument does, in a process that was
+    forked; output goes to files."""
     os.environ.clear()
     os.environ.update(variables)
     for number, path in ((1, out), (2, err)):
@@ -33,8 +35,15 @@ def main() -> None:
     total = torch.tensor([float(world.rank + 1)], device=world.device)
     if dist.is_initialized():
         dist.all_reduce(total)
-    told = {name: getattr(world, name) for name in ("rank", "local_rank", "node_rank", "world_size", "local_world_size")}
-    told |= {"backend": world.backend, "environment": world.environment, "device": str(world.device)}
+    told = {
+        name: getattr(world, name)
+        for name in ("rank", "local_rank", "node_rank", "world_size", "local_world_size")
+    }
+    told |= {
+        "backend": world.backend,
+        "environment": world.environment,
+        "device": str(world.device),
+    }
     print(json.dumps(told | {"sum": total.item(), "main": world.is_main}), flush=True)
     allhands.finalize()
     allhands.finalize()

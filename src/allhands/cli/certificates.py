@@ -1,4 +1,5 @@
-"""`allhands federated certificates`: an authority, a server's certificate and sites' keys, for a trial."""
+"""`allhands federated certificates`: an authority, a server's certificate and sites' keys, for a
+trial."""
 
 from __future__ import annotations
 
@@ -11,15 +12,19 @@ import typer
 def certificates(
     out: Annotated[Path, typer.Option(help="The folder for all files; made where it is missing.")],
     host: Annotated[
-        list[str] | None, typer.Option(help="A name or address by which sites reach the server; may be repeated.")
+        list[str] | None,
+        typer.Option(help="A name or address by which sites reach the server; may be repeated."),
     ] = None,
-    site: Annotated[list[str] | None, typer.Option(help="A site that gets a key pair; may be repeated.")] = None,
+    site: Annotated[
+        list[str] | None, typer.Option(help="A site that gets a key pair; may be repeated.")
+    ] = None,
     days: Annotated[int, typer.Option(help="How long the server's certificate is valid.")] = 365,
 ) -> int:
-    """Make what a trial over real sites needs: an authority, the server's certificate, and a key pair for each site.
+    """Make what a trial over real sites needs: an authority, the server's certificate, and a key
+    pair for each site.
 
-    Nothing is overwritten. A folder that has an authority already signs a new certificate with it, and new sites are added to
-    its list.
+    Nothing is overwritten. A folder that has an authority already signs a new certificate with it,
+    and new sites are added to its list.
     """
     from allhands.federated.sites import flower
 
@@ -35,6 +40,10 @@ def certificates(
         trial.ALLOWED: "the list of sites, for the server (--sites)",
     }
     for path in made:
-        site_key = "the site's public key, as in the list" if path.suffix == ".pub" else "secret: for this site alone (--key)"
+        site_key = (
+            "the site's public key, as in the list"
+            if path.suffix == ".pub"
+            else "secret: for this site alone (--key)"
+        )
         print(f"{path}\n    {what.get(path.name, site_key)}")
     return 0

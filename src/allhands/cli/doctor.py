@@ -1,4 +1,5 @@
-"""`allhands doctor`: whether this machine, or some hosts, can run a job, and what to do where they cannot."""
+"""`allhands doctor`: whether this machine, or some hosts, can run a job, and what to do where they
+cannot."""
 
 from __future__ import annotations
 
@@ -20,32 +21,55 @@ def doctor(
     *,
     hosts: Annotated[
         str | None,
-        typer.Option("--hosts", "-H", help="A file with one host a line, or a list: d1,d2. Default: this machine alone."),
+        typer.Option(
+            "--hosts",
+            "-H",
+            help="A file with one host a line, or a list: d1,d2. Default: this machine alone.",
+        ),
     ] = None,
     folder: Annotated[
-        str | None, typer.Option("--dir", help="The folder in which the job runs. Default: the working folder.")
+        str | None,
+        typer.Option(
+            "--dir", help="The folder in which the job runs. Default: the working folder."
+        ),
     ] = None,
     sync_dst_dir: Annotated[
-        str | None, typer.Option(help="The folder to which `allhands launch --sync-dst-dir` will copy, instead of --dir.")
+        str | None,
+        typer.Option(
+            help="The folder to which `allhands launch --sync-dst-dir` will copy, instead of --dir."
+        ),
     ] = None,
-    python: Annotated[str | None, typer.Option(help="The Python on the hosts. Default: the path of this one.")] = None,
-    all_reduce: Annotated[bool, typer.Option(help="Start workers and run a real all-reduce.")] = True,
+    python: Annotated[
+        str | None, typer.Option(help="The Python on the hosts. Default: the path of this one.")
+    ] = None,
+    all_reduce: Annotated[
+        bool, typer.Option(help="Start workers and run a real all-reduce.")
+    ] = True,
     gpus: Annotated[
-        bool, typer.Option("--gpus", help="The all-reduce has a worker for each GPU, instead of one a host.")
+        bool,
+        typer.Option(
+            "--gpus", help="The all-reduce has a worker for each GPU, instead of one a host."
+        ),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> int:
     """Check whether this machine, or the hosts of a job, can train together.
 
-    Looks at ssh, versions, clocks, names, ports, GPUs, limits and the job's folder, and runs a real all-reduce. Says what to do
-    about what it finds. The exit code is 0 without problems (there may be warnings), 1 with problems, and 2 for wrong use.
+    Looks at ssh, versions, clocks, names, ports, GPUs, limits and the job's folder, and runs a real
+    all-reduce. Says what to do about what it finds. The exit code is 0 without problems (there may
+    be warnings), 1 with problems, and 2 for wrong use.
     """
     if not hosts:
         for name, value in {"--sync-dst-dir": sync_dst_dir, "--python": python}.items():
             if value:
-                raise UserError(f"{name} is about other hosts; write -H HOSTS as well, or leave it out")
+                raise UserError(
+                    f"{name} is about other hosts; write -H HOSTS as well, or leave it out"
+                )
     if folder and sync_dst_dir:
-        raise UserError("--dir and --sync-dst-dir both name the job's folder; write the one that `allhands launch` will use")
+        raise UserError(
+            "--dir and --sync-dst-dir both name the job's folder; write the one that `allhands "
+            "launch` will use"
+        )
     if gpus and not all_reduce:
         raise UserError("--gpus is about the all-reduce; leave out --no-all-reduce, or --gpus")
     path = sync_dst_dir or folder or os.getcwd()
@@ -58,7 +82,8 @@ def doctor(
         all_reduce=all_reduce,
         per_gpu=gpus,
     )
-    # Without this the agents would still end, by the end of their input, but what was made here would stay.
+    # Without this the agents would still end, by the end of their input, but what was made here
+    # would stay.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     report = examine(request, lambda text: print(f"allhands: {text}", file=sys.stderr, flush=True))
     if json:

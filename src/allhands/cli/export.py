@@ -16,15 +16,24 @@ def export(
         Path,
         typer.Argument(
             metavar="CHECKPOINT",
-            help="A checkpoint's folder, such as logs/run/checkpoints/best; or a logdir, for its newest.",
+            help="A checkpoint's folder, such as logs/run/checkpoints/best; or a logdir, for its "
+            "newest.",
             show_default=False,
         ),
     ],
     *,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The file to write, such as weights.safetensors.", show_default=False)
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            help="The file to write, such as weights.safetensors.",
+            show_default=False,
+        ),
     ],
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if there is one.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the file if there is one.")
+    ] = False,
 ) -> int:
     """Write a checkpoint's weights into one safetensors file.
 
@@ -34,7 +43,9 @@ def export(
     if output.is_dir():
         raise UserError(f"-o {output} is a folder; write -o {output / 'weights.safetensors'}")
     if output.exists() and not force:
-        raise UserError(f"{output} exists already; choose another name, or add --force to replace it")
+        raise UserError(
+            f"{output} exists already; choose another name, or add --force to replace it"
+        )
     if not output.absolute().parent.is_dir():
         raise UserError(f"-o {output}: there is no folder {output.absolute().parent}")
     from safetensors.torch import save_file
@@ -45,7 +56,11 @@ def export(
     state = load(folder)
     import torch
 
-    tensors = {name: value.contiguous() for name, value in state["model"].items() if isinstance(value, torch.Tensor)}
+    tensors = {
+        name: value.contiguous()
+        for name, value in state["model"].items()
+        if isinstance(value, torch.Tensor)
+    }
     aside = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
         # Copies: two names of one tensor (tied weights) are two entries in the file.
@@ -61,6 +76,10 @@ def export(
     if left_out:
         print(f"left out, since they are no tensors: {', '.join(left_out)}")
     numbers = sum(value.numel() for value in tensors.values())
-    where = f"epoch {state['epoch'] + (state['position'] is not None)}, optimizer step {state['step']}"
-    print(f"{output}: {len(tensors)} tensors with {numbers:,} numbers, from {folder.name} ({where})")
+    where = (
+        f"epoch {state['epoch'] + (state['position'] is not None)}, optimizer step {state['step']}"
+    )
+    print(
+        f"{output}: {len(tensors)} tensors with {numbers:,} numbers, from {folder.name} ({where})"
+    )
     return 0

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from allhands.federated.sites.server import ServerOptions
 
 app = typer.Typer(
-    help="Train across real sites, on Flower: a server, and at each site a process beside its data.",
+    help="Train across real sites, on Flower: a server, and at each site a process beside its "
+    "data.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -27,9 +28,19 @@ _SETTINGS = {"help_option_names": ["-h", "--help"]}
 app.command("certificates", context_settings=_SETTINGS)(certificates)
 
 Plan = Annotated[bool, typer.Option("--plan", help="Print what would run, and start nothing.")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Plain text, and no key is checked. For a trial on one machine.")]
-Authority = Annotated[Path | None, typer.Option(help="The certificate of the authority that signed the server's.")]
-State = Annotated[Path | None, typer.Option(help="Folder for what outlives a restart. Default: in the run file's logdir.")]
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure", help="Plain text, and no key is checked. For a trial on one machine."
+    ),
+]
+Authority = Annotated[
+    Path | None, typer.Option(help="The certificate of the authority that signed the server's.")
+]
+State = Annotated[
+    Path | None,
+    typer.Option(help="Folder for what outlives a restart. Default: in the run file's logdir."),
+]
 
 
 @app.command(context_settings=_SETTINGS)
@@ -37,22 +48,33 @@ def server(
     overrides: Overrides = None,
     *,
     config: RunFiles = None,
-    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0: all of this machine's.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The one port that sites connect to.", min=1, max=65535)] = 8000,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; 0.0.0.0: all of this machine's.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="The one port that sites connect to.", min=1, max=65535)
+    ] = 8000,
     state: State = None,
     certificate: Annotated[Path | None, typer.Option(help="The server's certificate.")] = None,
     key: Annotated[Path | None, typer.Option(help="The certificate's private key.")] = None,
     authority: Authority = None,
     insecure: Insecure = False,
-    sites: Annotated[Path | None, typer.Option(help="The allow list: a site's name and public key a line.")] = None,
-    tokens: Annotated[Path | None, typer.Option(help="The sites' tokens: a name and a token a line.")] = None,
-    data: Annotated[Path | None, typer.Option(help="The server's own data, to evaluate on.")] = None,
+    sites: Annotated[
+        Path | None, typer.Option(help="The allow list: a site's name and public key a line.")
+    ] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(help="The sites' tokens: a name and a token a line.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="The server's own data, to evaluate on.")
+    ] = None,
     plan: Plan = False,
 ) -> int:
     """Train what a run file describes, by clients that are sites.
 
-    The rounds, checkpoints, history and reports are those of `allhands run`, in the run file's logdir. Ctrl-C abandons the round;
-    the next start with resume=auto goes on after the last finished one.
+    The rounds, checkpoints, history and reports are those of `allhands run`, in the run file's
+    logdir. Ctrl-C abandons the round; the next start with resume=auto goes on after the last
+    finished one.
     """
     from allhands.cli.sites import serve, server_plan
     from allhands.federated.sites import flower
@@ -61,10 +83,18 @@ def server(
     flower.require()
     run_file = read_run(config or (), [*(overrides or ()), *_data(data)])
     options = ServerOptions(
-        config=[path.absolute() for path in config or ()], overrides=overrides or [], host=host, port=port,
-        state=_state(run_file, state, "server"), certificate=_path(certificate), key=_path(key), authority=_path(authority),
-        sites=_path(sites), tokens=_path(tokens), data=_path(data),
-    )  # fmt: skip
+        config=[path.absolute() for path in config or ()],
+        overrides=overrides or [],
+        host=host,
+        port=port,
+        state=_state(run_file, state, "server"),
+        certificate=_path(certificate),
+        key=_path(key),
+        authority=_path(authority),
+        sites=_path(sites),
+        tokens=_path(tokens),
+        data=_path(data),
+    )
     _check_server(options, insecure)
     if plan:
         print(server_plan(options, run_file), end="")
@@ -78,24 +108,35 @@ def site(
     *,
     config: RunFiles = None,
     server: Annotated[str, typer.Option(help="Where the server is, HOST:PORT.")],
-    data: Annotated[Path, typer.Option(help="The site's own data: takes the place of data.root in the run file.")],
+    data: Annotated[
+        Path,
+        typer.Option(help="The site's own data: takes the place of data.root in the run file."),
+    ],
     name: Annotated[str, typer.Option(help="The site's name, as in the server's allow list.")],
     key: Annotated[Path | None, typer.Option(help="The site's private key.")] = None,
     authority: Authority = None,
     insecure: Insecure = False,
     token_file: Annotated[
-        Path | None, typer.Option(help="A file with the site's token. Default: the variable ALLHANDS_SITE_TOKEN, if set.")
+        Path | None,
+        typer.Option(
+            help="A file with the site's token. Default: the variable ALLHANDS_SITE_TOKEN, if set."
+        ),
     ] = None,
     state: State = None,
     port: Annotated[
-        int | None, typer.Option(help="A port of loopback for Flower's processes. Default: one that is free.", min=1, max=65535)
+        int | None,
+        typer.Option(
+            help="A port of loopback for Flower's processes. Default: one that is free.",
+            min=1,
+            max=65535,
+        ),
     ] = None,
     plan: Plan = False,
 ) -> int:
     """Take part in a federated training with this site's data.
 
-    Only outgoing connections are made. The run file is the server's own: what differs is found out before the first round.
-    Nothing but updates, counts and metrics leaves this machine.
+    Only outgoing connections are made. The run file is the server's own: what differs is found out
+    before the first round. Nothing but updates, counts and metrics leaves this machine.
     """
     from allhands.federated.sites import flower
 
@@ -106,18 +147,29 @@ def site(
 
     run_file = read_run(config or (), [*(overrides or ()), *_data(data)])
     if insecure and (key is not None or authority is not None):
-        raise UserError("--insecure has no use for --key and --authority: leave it out, or leave these out")
-    if not insecure and (key is None or authority is None):
-        missing = [f"--{name}" for name, path in (("key", key), ("authority", authority)) if path is None]
         raise UserError(
-            f"{' and '.join(missing)} missing; for plain text, on a machine or in a network of your own, write --insecure"
+            "--insecure has no use for --key and --authority: leave it out, or leave these out"
+        )
+    if not insecure and (key is None or authority is None):
+        missing = [
+            f"--{name}" for name, path in (("key", key), ("authority", authority)) if path is None
+        ]
+        raise UserError(
+            f"{' and '.join(missing)} missing; for plain text, on a machine or in a network of "
+            "your own, write --insecure"
         )
     if not data.is_dir():
         raise UserError(f"--data {data} is not a folder")
     options = SiteOptions(
-        server=server, data=data.expanduser().absolute(), name=check_name(name), key=_path(key), authority=_path(authority),
-        token_file=_path(token_file), state=_state(run_file, state, f"site-{name}"), port=port,
-    )  # fmt: skip
+        server=server,
+        data=data.expanduser().absolute(),
+        name=check_name(name),
+        key=_path(key),
+        authority=_path(authority),
+        token_file=_path(token_file),
+        state=_state(run_file, state, f"site-{name}"),
+        port=port,
+    )
     if plan:
         print(site_plan(options, run_file), end="")
         return 0
@@ -131,9 +183,11 @@ def flower_app(
     config: RunFiles = None,
     out: Annotated[Path, typer.Option(help="A new folder for the app.")],
 ) -> int:
-    """Write a Flower app of the run file, for `flwr run` where SuperLink and SuperNodes run already.
+    """Write a Flower app of the run file, for `flwr run` where SuperLink and SuperNodes run
+    already.
 
-    Both sides need allhands[flower] installed; a SuperNode tells where its data are by --node-config 'data="PATH" name="NAME"'.
+    Both sides need allhands[flower] installed; a SuperNode tells where its data are by
+    --node-config 'data="PATH" name="NAME"'.
     """
     from allhands.federated.sites import app as generated
 
@@ -143,7 +197,9 @@ def flower_app(
 
 
 def _data(folder: Path | None) -> list[str]:
-    return [] if folder is None else [f"data.root={json.dumps(str(folder.expanduser().absolute()))}"]
+    return (
+        [] if folder is None else [f"data.root={json.dumps(str(folder.expanduser().absolute()))}"]
+    )
 
 
 def _path(path: Path | None) -> Path | None:
@@ -154,21 +210,37 @@ def _state(run_file: RunFile, given: Path | None, name: str) -> Path:
     if given is not None:
         return given.expanduser().absolute()
     if run_file.config.logdir is None:
-        raise run_file.error(("logdir",), "training across sites keeps what it needs after a restart there; name a folder")
+        raise run_file.error(
+            ("logdir",),
+            "training across sites keeps what it needs after a restart there; name a folder",
+        )
     return Path(run_file.config.logdir).expanduser().absolute() / name
 
 
 def _check_server(options: ServerOptions, insecure: bool) -> None:
     """Raise `UserError` where the options contradict one another, or leave something open."""
-    given = {"--certificate": options.certificate, "--key": options.key, "--authority": options.authority}
+    given = {
+        "--certificate": options.certificate,
+        "--key": options.key,
+        "--authority": options.authority,
+    }
     missing = [name for name, path in given.items() if path is None]
     if insecure and len(missing) < len(given):
-        raise UserError("--insecure has no use for a certificate: leave it out, or --certificate, --key and --authority")
+        raise UserError(
+            "--insecure has no use for a certificate: leave it out, or --certificate, --key and "
+            "--authority"
+        )
     if insecure and options.sites is not None:
-        raise UserError("--sites checks keys, which Flower does not in plain text (--insecure): name certificates, or leave it "
-                        "out and write the sites' names into the run file (strategy.sites.names)")  # fmt: skip
+        raise UserError(
+            "--sites checks keys, which Flower does not in plain text (--insecure): name "
+            "certificates, or leave it "
+            "out and write the sites' names into the run file (strategy.sites.names)"
+        )
     if not insecure and missing:
-        raise UserError(f"{', '.join(missing)} missing: `allhands federated certificates` makes them for a trial; plain text "
-                        "takes --insecure")  # fmt: skip
+        raise UserError(
+            f"{', '.join(missing)} missing: `allhands federated certificates` makes them for a "
+            "trial; plain text "
+            "takes --insecure"
+        )
     if not insecure and options.sites is None:
         raise UserError("--sites missing: the file with each site's name and public key")

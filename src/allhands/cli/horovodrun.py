@@ -12,25 +12,72 @@ from allhands.launch.hosts import HostSpec, read_hosts
 
 # Name -> what it is called here. Each takes one value.
 _SAME = {
-    "--num-proc": "np", "-np": "np", "--min-np": "min", "--min-num-proc": "min", "--max-np": "max", "--max-num-proc": "max",
-    "-H": "hosts", "--hosts": "hosts", "--hostfile": "hostfile", "-hostfile": "hostfile", "-p": "port", "--ssh-port": "port",
-    "--start-timeout": "start", "--timeline-filename": "timeline", "--output-filename": "output", "--reset-limit": "resets",
-    "--elastic-timeout": "rejoin", "--fusion-threshold-mb": "fusion", "--cache-capacity": "cache",
-    "--stall-check-warning-time-seconds": "warn", "--stall-check-shutdown-time-seconds": "stop",
-    "--network-interfaces": "interface", "--network-interface": "interface",
-}  # fmt: skip
-_FLAGS = {"--disable-cache": "cache off", "--no-stall-check": "no warning", "--stall-check": "", "--gloo": "", "--verbose": ""}
-# What changes only how fast Horovod is, or what it writes: said, and left out. The number is that of their values.
+    "--num-proc": "np",
+    "-np": "np",
+    "--min-np": "min",
+    "--min-num-proc": "min",
+    "--max-np": "max",
+    "--max-num-proc": "max",
+    "-H": "hosts",
+    "--hosts": "hosts",
+    "--hostfile": "hostfile",
+    "-hostfile": "hostfile",
+    "-p": "port",
+    "--ssh-port": "port",
+    "--start-timeout": "start",
+    "--timeline-filename": "timeline",
+    "--output-filename": "output",
+    "--reset-limit": "resets",
+    "--elastic-timeout": "rejoin",
+    "--fusion-threshold-mb": "fusion",
+    "--cache-capacity": "cache",
+    "--stall-check-warning-time-seconds": "warn",
+    "--stall-check-shutdown-time-seconds": "stop",
+    "--network-interfaces": "interface",
+    "--network-interface": "interface",
+}
+_FLAGS = {
+    "--disable-cache": "cache off",
+    "--no-stall-check": "no warning",
+    "--stall-check": "",
+    "--gloo": "",
+    "--verbose": "",
+}
+# What changes only how fast Horovod is, or what it writes: said, and left out. The number is that
+# of their values.
 _WITHOUT_EFFECT = {
-    "--cycle-time-ms": 1, "--hierarchical-allreduce": 0, "--no-hierarchical-allreduce": 0, "--hierarchical-allgather": 0,
-    "--no-hierarchical-allgather": 0, "--torus-allreduce": 0, "--no-torus-allreduce": 0, "--autotune": 0, "--no-autotune": 0,
-    "--autotune-log-file": 1, "--autotune-warmup-samples": 1, "--autotune-steps-per-sample": 1,
-    "--autotune-bayes-opt-max-samples": 1, "--autotune-gaussian-process-noise": 1, "--timeline-mark-cycles": 0,
-    "--no-timeline-mark-cycles": 0, "--mpi-threads-disable": 0, "--no-mpi-threads-disable": 0, "--tcp": 0,
-    "--num-nccl-streams": 1, "--thread-affinity": 1, "--gloo-timeout-seconds": 1, "--log-level": 1, "--log-with-timestamp": 0,
-    "--log-without-timestamp": 0, "--prefix-output-with-timestamp": 0, "-prefix-timestamp": 0, "--log-hide-timestamp": 0,
-    "--no-log-hide-timestamp": 0, "--blacklist-cooldown-range": 2, "--mpi": 0,
-}  # fmt: skip
+    "--cycle-time-ms": 1,
+    "--hierarchical-allreduce": 0,
+    "--no-hierarchical-allreduce": 0,
+    "--hierarchical-allgather": 0,
+    "--no-hierarchical-allgather": 0,
+    "--torus-allreduce": 0,
+    "--no-torus-allreduce": 0,
+    "--autotune": 0,
+    "--no-autotune": 0,
+    "--autotune-log-file": 1,
+    "--autotune-warmup-samples": 1,
+    "--autotune-steps-per-sample": 1,
+    "--autotune-bayes-opt-max-samples": 1,
+    "--autotune-gaussian-process-noise": 1,
+    "--timeline-mark-cycles": 0,
+    "--no-timeline-mark-cycles": 0,
+    "--mpi-threads-disable": 0,
+    "--no-mpi-threads-disable": 0,
+    "--tcp": 0,
+    "--num-nccl-streams": 1,
+    "--thread-affinity": 1,
+    "--gloo-timeout-seconds": 1,
+    "--log-level": 1,
+    "--log-with-timestamp": 0,
+    "--log-without-timestamp": 0,
+    "--prefix-output-with-timestamp": 0,
+    "-prefix-timestamp": 0,
+    "--log-hide-timestamp": 0,
+    "--no-log-hide-timestamp": 0,
+    "--blacklist-cooldown-range": 2,
+    "--mpi": 0,
+}
 # What would start something else than was meant. The text says what to write instead.
 _REFUSED = {
     "--host-discovery-script": "write the hosts with -H, and --min-np for how few may be left",
@@ -74,23 +121,40 @@ def translated(words: list[str], arity: Mapping[str, int]) -> list[str]:
     if "--horovod" not in found.own:  # it is the script's
         return words
     if found.left_out:
-        print(f"allhands: without effect here, and left out: {', '.join(found.left_out)}", file=sys.stderr)
+        print(
+            f"allhands: without effect here, and left out: {', '.join(found.left_out)}",
+            file=sys.stderr,
+        )
     made: list[str] = []
     values = found.values
     count = values.get("np") or values.get("max") or values.get("min")
-    numbers = {name: _number(name, values[name]) for name in ("np", "min", "max", "resets", "port") if name in values}
+    numbers = {
+        name: _number(name, values[name])
+        for name in ("np", "min", "max", "resets", "port")
+        if name in values
+    }
     if "max" in numbers and "np" in numbers and numbers["np"] > numbers["max"]:
-        raise UserError(f"-np {numbers['np']} is more than --max-np {numbers['max']}; set -np to {numbers['max']} at most")
+        raise UserError(
+            f"-np {numbers['np']} is more than --max-np {numbers['max']}; set -np to "
+            f"{numbers['max']} at most"
+        )
     hosts, slots = _hosts(values, numbers.get("port"))
     if count is None and slots is not None and hosts is None:
         count = str(slots)
     if hosts is None and slots is not None and count is not None and int(count) > slots:
-        raise UserError(f"-np {count}, but the hosts have {slots} slots; set -np to {slots}, or raise the slots in -H")
+        raise UserError(
+            f"-np {count}, but the hosts have {slots} slots; set -np to {slots}, or raise the "
+            "slots in -H"
+        )
     made += ["--workers", count] if count else []
     made += ["--hosts", hosts] if hosts else []
     if "min" in numbers or "max" in numbers or "resets" in numbers:
         made += ["--max-restarts", str(numbers.get("resets", _RESETS))]
-    made += ["--min-workers", values["min"]] if "min" in numbers and numbers.get("resets", _RESETS) else []
+    made += (
+        ["--min-workers", values["min"]]
+        if "min" in numbers and numbers.get("resets", _RESETS)
+        else []
+    )
     made += ["--rejoin-timeout", values["rejoin"]] if "rejoin" in values else []
     made += ["--log-dir", values["output"]] if "output" in values else []
     for name, value in _variables(found).items():
@@ -109,12 +173,19 @@ def _read(words: list[str], arity: Mapping[str, int]) -> _Found:
         position += 1
         if name in _REFUSED:
             raise UserError(f"horovodrun's {name} is not possible here; {_REFUSED[name]}")
-        takes = 1 if name in _SAME else _WITHOUT_EFFECT.get(name, 0 if name in _FLAGS else arity.get(name, -1))
+        takes = (
+            1
+            if name in _SAME
+            else _WITHOUT_EFFECT.get(name, 0 if name in _FLAGS else arity.get(name, -1))
+        )
         if takes < 0:
             if len(word) > 2 and word[:2] in arity and not word.startswith("--"):  # -n4
                 found.own.append(word)
                 continue
-            raise UserError(f"{name} is an option of neither horovodrun nor `allhands launch`; see `allhands launch --help`")
+            raise UserError(
+                f"{name} is an option of neither horovodrun nor `allhands launch`; see `allhands "
+                "launch --help`"
+            )
         given = [value] if sign else words[position : position + takes]
         position += 0 if sign else takes
         if len(given) < takes:
@@ -139,7 +210,8 @@ def _number(name: str, text: str) -> int:
 
 
 def _hosts(values: Mapping[str, str], port: int | None) -> tuple[str | None, int | None]:
-    """The hosts as `--hosts` takes them, or None for this machine alone; and how many slots this machine has."""
+    """The hosts as `--hosts` takes them, or None for this machine alone; and how many slots this
+    machine has."""
     if "hosts" in values and "hostfile" in values:
         raise UserError("both -H and --hostfile are given; write one of them")
     if "hostfile" in values:
@@ -148,7 +220,11 @@ def _hosts(values: Mapping[str, str], port: int | None) -> tuple[str | None, int
         if os.path.isfile(values["hosts"]):
             specs = read_hosts(values["hosts"])
         else:
-            pairs = [entry.strip().rpartition(":") for entry in values["hosts"].split(",") if entry.strip()]
+            pairs = [
+                entry.strip().rpartition(":")
+                for entry in values["hosts"].split(",")
+                if entry.strip()
+            ]
             entries = [f"{name} slots={slots}" if sign else slots for name, sign, slots in pairs]
             specs = read_hosts(",".join(entries))
     else:
@@ -178,7 +254,9 @@ def _variables(found: _Found) -> dict[str, str]:
     if "cache" in values or "cache off" in found.flags:
         made["HOROVOD_CACHE_CAPACITY"] = "0" if "cache off" in found.flags else values["cache"]
     if "warn" in values or "no warning" in found.flags:
-        made["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "0" if "no warning" in found.flags else values["warn"]
+        made["HOROVOD_STALL_CHECK_TIME_SECONDS"] = (
+            "0" if "no warning" in found.flags else values["warn"]
+        )
     if "stop" in values:
         made["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = values["stop"]
     if "interface" in values:

@@ -1,7 +1,7 @@
 """The `allhands` command.
 
-Each subcommand lives in a module of its own that is imported only when it is asked for, so that `allhands
---help` and a command that starts workers never wait for torch.
+Each subcommand lives in a module of its own that is imported only when it is asked for, so that
+`allhands --help` and a command that starts workers never wait for torch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Subcommand:
         module: the module to import.
         function: its function, with typer's annotations.
         help: one line for `allhands --help`.
-        ends_options: everything after the first argument that is not an option belongs to that argument,
-            options included.
+        ends_options: everything after the first argument that is not an option belongs to that
+            argument, options included.
         group: `function` names a typer application with subcommands of its own.
     """
 
@@ -43,15 +43,26 @@ SUBCOMMANDS = {
         ends_options=True,
     ),
     "run": Subcommand("allhands.cli.run", "run", "Train what a run file describes."),
-    "verify": Subcommand("allhands.cli.verify", "verify", "Check that distributing does not change what a run file trains."),
-    "federated": Subcommand("allhands.cli.federated", "app", "Train across real sites, on Flower.", group=True),
-    "doctor": Subcommand("allhands.cli.doctor", "doctor", "Check whether this machine, or some hosts, can run a job."),
-    "export": Subcommand("allhands.cli.export", "export", "Write a checkpoint's weights into one safetensors file."),
+    "verify": Subcommand(
+        "allhands.cli.verify",
+        "verify",
+        "Check that distributing does not change what a run file trains.",
+    ),
+    "federated": Subcommand(
+        "allhands.cli.federated", "app", "Train across real sites, on Flower.", group=True
+    ),
+    "doctor": Subcommand(
+        "allhands.cli.doctor", "doctor", "Check whether this machine, or some hosts, can run a job."
+    ),
+    "export": Subcommand(
+        "allhands.cli.export", "export", "Write a checkpoint's weights into one safetensors file."
+    ),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line and exit with its code: 0, a worker's, or 2 for what the user has to change."""
+    """Run the command line and exit with its code: 0, a worker's, or 2 for what the user has to
+    change."""
     sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
 
 
@@ -65,12 +76,19 @@ def run(argv: list[str]) -> int:
     wanted = next((word for word in argv if not word.startswith("-")), None)
     if wanted is not None and wanted not in SUBCOMMANDS and argv[0] == wanted:
         return _refuse(f"there is no subcommand {wanted!r}{nearest(wanted, SUBCOMMANDS)}")
-    if wanted is not None and argv == [wanted] and wanted in SUBCOMMANDS and SUBCOMMANDS[wanted].group:
+    if (
+        wanted is not None
+        and argv == [wanted]
+        and wanted in SUBCOMMANDS
+        and SUBCOMMANDS[wanted].group
+    ):
         argv = [wanted, "--help"]
     try:
         app = _app(wanted)
         words = _horovod(app, argv) if wanted == "launch" and "--horovod" in argv else argv
-        result = app(args=words or ["--help"], prog_name="allhands", standalone_mode=False, obj=argv)
+        result = app(
+            args=words or ["--help"], prog_name="allhands", standalone_mode=False, obj=argv
+        )
     except WorkerError as error:
         return _refuse(str(error), error.exit_code)
     except (UserError, WorldError, AllhandsError) as error:
@@ -78,11 +96,13 @@ def run(argv: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        # typer's own errors (an unknown option, a value of the wrong type); where their class lives depends
-        # on its version.
+        # typer's own errors (an unknown option, a value of the wrong type); where their class lives
+        # depends on its version.
         if hasattr(error, "format_message"):
             context = getattr(error, "ctx", None)
-            command = context.command_path if context is not None else f"allhands {wanted or ''}".strip()
+            command = (
+                context.command_path if context is not None else f"allhands {wanted or ''}".strip()
+            )
             return _refuse(f"{error.format_message()}; see `{command} --help`")
         if type(error).__name__ == "Abort":
             return 130
@@ -108,9 +128,16 @@ def _horovod(app: Any, argv: list[str]) -> list[str]:
 
     group: Any = typer.main.get_command(app)
     params = group.commands["launch"].params
-    arity = {name: 0 if param.is_flag else 1 for param in params if param.opts[0].startswith("-")
-             for name in (*param.opts, *param.secondary_opts)}  # fmt: skip
-    return ["launch", *horovodrun.translated(argv[argv.index("launch") + 1 :], {**arity, "-h": 0, "--help": 0})]
+    arity = {
+        name: 0 if param.is_flag else 1
+        for param in params
+        if param.opts[0].startswith("-")
+        for name in (*param.opts, *param.secondary_opts)
+    }
+    return [
+        "launch",
+        *horovodrun.translated(argv[argv.index("launch") + 1 :], {**arity, "-h": 0, "--help": 0}),
+    ]
 
 
 def _unused() -> None:
@@ -138,10 +165,23 @@ def _app(wanted: str | None) -> Callable[..., Any]:
         """Train one PyTorch model with many workers, provably the same training."""
 
     for name, sub in SUBCOMMANDS.items():
-        found: Any = getattr(importlib.import_module(sub.module), sub.function) if name == wanted else _unused
-        settings = {"allow_interspersed_args": not sub.ends_options, "help_option_names": ["-h", "--help"]}
+        found: Any = (
+            getattr(importlib.import_module(sub.module), sub.function)
+            if name == wanted
+            else _unused
+        )
+        settings = {
+            "allow_interspersed_args": not sub.ends_options,
+            "help_option_names": ["-h", "--help"],
+        }
         if sub.group and name == wanted:
-            app.add_typer(found, name=name, context_settings={"help_option_names": settings["help_option_names"]})
+            app.add_typer(
+                found,
+                name=name,
+                context_settings={"help_option_names": settings["help_option_names"]},
+            )
             continue
-        app.command(name, help=sub.help if name != wanted else None, context_settings=settings)(found)
+        app.command(name, help=sub.help if name != wanted else None, context_settings=settings)(
+            found
+        )
     return app

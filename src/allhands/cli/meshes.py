@@ -16,7 +16,8 @@ def strategy_of(run_file: RunFile, known: Mapping[str, Any]) -> Strategy:
     """The strategy, from the sections `strategy` and `mesh`.
 
     Raises:
-        UserError: a name or option that does not exist, or that has no effect here; says where it was written.
+        UserError: a name or option that does not exist, or that has no effect here; says where it
+            was written.
     """
     mesh, options = run_file.config.mesh, run_file.config.strategy.options
     written = [key for key in PARTS if key in options]
@@ -25,30 +26,51 @@ def strategy_of(run_file: RunFile, known: Mapping[str, Any]) -> Strategy:
         if name in PARTS and written:
             axis = {"fsdp": "dp", "tensor": "tp", "pipeline": "pp"}[written[0]]
             raise run_file.error(
-                ("strategy", written[0]), f"it has an effect on a mesh only; write mesh: {{{axis}: 2, …}}, or remove it"
+                ("strategy", written[0]),
+                f"it has an effect on a mesh only; write mesh: {{{axis}: 2, …}}, or remove it",
             )
         made: Strategy = make(run_file, "strategy", known, ())
         return made
     if name not in PARTS and name != DDP.name:
-        raise run_file.error(("mesh",), f"the strategy {name} has no mesh; remove it, or set strategy.name to ddp or fsdp")
-    own = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items() if key not in PARTS}
+        raise run_file.error(
+            ("mesh",),
+            f"the strategy {name} has no mesh; remove it, or set strategy.name to ddp or fsdp",
+        )
+    own = {
+        key: tuple(v) if isinstance(v, list) else v
+        for key, v in options.items()
+        if key not in PARTS
+    }
     if name == DDP.name and own:
         raise run_file.error(
-            ("strategy", next(iter(own))), "on a mesh, copies of the model have no settings; remove it, or set mesh to null"
+            ("strategy", next(iter(own))),
+            "on a mesh, copies of the model have no settings; remove it, or set mesh to null",
         )
     if name in written:
-        raise run_file.error(("strategy", name), f"the settings of {name} stand beside its name already; remove this section")
+        raise run_file.error(
+            ("strategy", name),
+            f"the settings of {name} stand beside its name already; remove this section",
+        )
     parts: dict[str, Any] = {key: _part(run_file, key) for key in written}
     if name in PARTS:
         parts[name] = build(run_file, ("strategy",), name, PARTS[name], own)
-    together: Strategy = located(run_file, ("mesh",), lambda: Mesh(mesh.pp, mesh.dp, mesh.tp, **parts))
+    together: Strategy = located(
+        run_file, ("mesh",), lambda: Mesh(mesh.pp, mesh.dp, mesh.tp, **parts)
+    )
     return together
 
 
 def _part(run_file: RunFile, key: str) -> Strategy:
     options = run_file.config.strategy.options[key]
     if not isinstance(options, Mapping):
-        raise run_file.error(("strategy", key), "it must be keys and values, the settings of that part, such as {}")
-    made: Strategy = build(run_file, ("strategy", key), key, PARTS[key],
-                           {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()})  # fmt: skip
+        raise run_file.error(
+            ("strategy", key), "it must be keys and values, the settings of that part, such as {}"
+        )
+    made: Strategy = build(
+        run_file,
+        ("strategy", key),
+        key,
+        PARTS[key],
+        {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()},
+    )
     return made

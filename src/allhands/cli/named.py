@@ -12,8 +12,15 @@ from allhands.config import RunFile, nearest
 from allhands.errors import UserError
 
 
-def make(run_file: RunFile, section: str, known: Mapping[str, Any], positional: tuple[Any, ...], **filled: Any) -> Any:
-    """An object of the class that a section names, from the section's options, which are checked first."""
+def make(
+    run_file: RunFile,
+    section: str,
+    known: Mapping[str, Any],
+    positional: tuple[Any, ...],
+    **filled: Any,
+) -> Any:
+    """An object of the class that a section names, from the section's options, which are checked
+    first."""
     name, kind = choose(run_file, section, known)
     chosen = getattr(run_file.config, section)
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in chosen.options.items()}
@@ -22,22 +29,36 @@ def make(run_file: RunFile, section: str, known: Mapping[str, Any], positional: 
     return build(run_file, (section,), name, kind, options, positional, **filled)
 
 
-def build(run_file: RunFile, path: tuple[str, ...], name: str, kind: Any, options: Mapping[str, Any],
-          positional: tuple[Any, ...] = (), **filled: Any) -> Any:  # fmt: skip
-    """An object of the class `kind`, from the options that were written at `path`, which are checked first."""
+def build(
+    run_file: RunFile,
+    path: tuple[str, ...],
+    name: str,
+    kind: Any,
+    options: Mapping[str, Any],
+    positional: tuple[Any, ...] = (),
+    **filled: Any,
+) -> Any:
+    """An object of the class `kind`, from the options that were written at `path`, which are
+    checked first."""
     parameters = dict(list(inspect.signature(kind).parameters.items())[len(positional) :])
     for key, value in options.items():
         if key not in parameters:
-            raise run_file.error((*path, key), f"{name} has no such option; {nearest(key, parameters)}")
+            raise run_file.error(
+                (*path, key), f"{name} has no such option; {nearest(key, parameters)}"
+            )
         problem = _mismatch(parameters[key], value)
         if problem:
             raise run_file.error((*path, key), problem)
     options = {**options, **filled}
     missing = [
-        key for key, p in parameters.items() if p.default is p.empty and key not in options and p.kind is p.POSITIONAL_OR_KEYWORD
+        key
+        for key, p in parameters.items()
+        if p.default is p.empty and key not in options and p.kind is p.POSITIONAL_OR_KEYWORD
     ]
     if missing:
-        raise run_file.error(path, f"{name} needs {', '.join(missing)}; write {'.'.join(path)}.{missing[0]}: …")
+        raise run_file.error(
+            path, f"{name} needs {', '.join(missing)}; write {'.'.join(path)}.{missing[0]}: …"
+        )
     return located(run_file, path, lambda: kind(*positional, **options))
 
 
@@ -46,7 +67,9 @@ def choose(run_file: RunFile, section: str, known: Mapping[str, Any]) -> tuple[s
     wanted = getattr(run_file.config, section).name
     lowered = {name.lower(): name for name in known}
     if wanted.lower() not in lowered:
-        raise run_file.error((section, "name"), f"there is no such {section}; {nearest(wanted, known)}")
+        raise run_file.error(
+            (section, "name"), f"there is no such {section}; {nearest(wanted, known)}"
+        )
     name = lowered[wanted.lower()]
     return name, known[name]
 
@@ -55,15 +78,24 @@ def is_kind(value: Any, bases: Any) -> bool:
     """Whether it is a public class below `bases`."""
     if not (inspect.isclass(value) and issubclass(value, bases)) or value.__name__.startswith("_"):
         return False
-    return value not in (Optimizer, lr_scheduler.LRScheduler, getattr(lr_scheduler, "LambdaLR", None))
+    return value not in (
+        Optimizer,
+        lr_scheduler.LRScheduler,
+        getattr(lr_scheduler, "LambdaLR", None),
+    )
 
 
 def _mismatch(option: inspect.Parameter, value: Any) -> str | None:
-    """What a value must be, when it is not of the type of the option's default; None when it fits or none can be told."""
+    """What a value must be, when it is not of the type of the option's default; None when it fits
+    or none can be told."""
     default = option.default
-    if isinstance(value, dict) and any(kind in str(option.annotation) for kind in ("dict", "Mapping", "Any")):
+    if isinstance(value, dict) and any(
+        kind in str(option.annotation) for kind in ("dict", "Mapping", "Any")
+    ):
         return None
-    if isinstance(value, tuple) and any(kind in str(option.annotation) for kind in ("list", "Sequence")):
+    if isinstance(value, tuple) and any(
+        kind in str(option.annotation) for kind in ("list", "Sequence")
+    ):
         return None
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "it must be true or false"

@@ -1,4 +1,5 @@
-"""From a run file to the objects that it names, and to a training of them, or a comparison of it with itself."""
+"""From a run file to the objects that it names, and to a training of them, or a comparison of it
+with itself."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def train(
         runner: the class that trains.
 
     Raises:
-        UserError: a name or option that does not exist, or cannot be honoured here; says where it was written.
+        UserError: a name or option that does not exist, or cannot be honoured here; says where it
+            was written.
     """
     given = run_file.config
     main_metric, minimize = given.main_metric, given.minimize_metric
@@ -66,13 +68,21 @@ def train(
     strategy = _strategy(run_file)
     if across is not None:
         if not isinstance(strategy, Federated):
-            raise run_file.error(("strategy", "name"), "sites train together by strategy.name: federated")
+            raise run_file.error(
+                ("strategy", "name"), "sites train together by strategy.name: federated"
+            )
         federated = strategy
         strategy = located(run_file, ("strategy",), lambda: across(federated))
     objects = _objects(run_file, lambda: _shares(strategy, given.workers, given.device))
     # The stored run.yml has every default, and is read back.
-    if isinstance(strategy, Federated) and given.num_epochs != type(given).model_fields["num_epochs"].default:
-        raise run_file.error(("num_epochs",), "federated training goes by rounds; remove it, and write strategy.rounds: …")
+    if (
+        isinstance(strategy, Federated)
+        and given.num_epochs != type(given).model_fields["num_epochs"].default
+    ):
+        raise run_file.error(
+            ("num_epochs",),
+            "federated training goes by rounds; remove it, and write strategy.rounds: …",
+        )
     callbacks: list[Callback] = [StoreRunFile(run_file.to_yaml())]
     if given.early_stopping is not None:
         stopping = given.early_stopping
@@ -115,19 +125,28 @@ def train(
 
 
 def definition(run_file: RunFile) -> Definition:
-    """The training of a run file as a site knows it: the objects that it names, and data that are read when they are wanted.
+    """The training of a run file as a site knows it: the objects that it names, and data that are
+    read when they are wanted.
 
     Raises:
-        UserError: a name or option that does not exist, or cannot be honoured at a site; says where it was written.
+        UserError: a name or option that does not exist, or cannot be honoured at a site; says where
+            it was written.
     """
     given, strategy = run_file.config, _strategy(run_file)
     if not isinstance(strategy, Federated):
-        raise run_file.error(("strategy", "name"), "sites train together by strategy.name: federated")
+        raise run_file.error(
+            ("strategy", "name"), "sites train together by strategy.name: federated"
+        )
     entry = _entry(run_file)
     return Definition(
-        **_objects(run_file, lambda: 1), strategy=strategy, runner=SupervisedRunner(device=given.device), device=given.device,
-        labels=(entry.classes if entry is not None else ()) or None, check=given.check, overfit=given.overfit,
-    )  # fmt: skip
+        **_objects(run_file, lambda: 1),
+        strategy=strategy,
+        runner=SupervisedRunner(device=given.device),
+        device=given.device,
+        labels=(entry.classes if entry is not None else ()) or None,
+        check=given.check,
+        overfit=given.overfit,
+    )
 
 
 def _shares(strategy: Strategy, workers: int | None, device: str | None) -> int:
@@ -140,15 +159,16 @@ def _shares(strategy: Strategy, workers: int | None, device: str | None) -> int:
 def verify(
     run_file: RunFile, strategies: Sequence[str] | None, workers: Sequence[int] | None, steps: int
 ) -> Report | RoundsReport:
-    """Compare the training that a run file describes, distributed, with itself alone; see `allhands.verify`.
+    """Compare the training that a run file describes, distributed, with itself alone; see
+    `allhands.verify`.
 
-    Federated training is compared by rounds, as many as `steps` says. Nothing is written. Schedules are as long as with the
-    smallest of the numbers of workers, which has the most steps.
+    Federated training is compared by rounds, as many as `steps` says. Nothing is written. Schedules
+    are as long as with the smallest of the numbers of workers, which has the most steps.
 
     Args:
         run_file: the run; its `workers` do not count.
-        strategies: names; the run file's own has the settings that are written there. None takes the run file's, or ddp where
-            that is one process.
+        strategies: names; the run file's own has the settings that are written there. None takes
+            the run file's, or ddp where that is one process.
         workers: numbers of workers; None takes as many as a mesh has, or 1 and 2.
         steps: optimizer steps; no more than the whole training has are compared.
 
@@ -163,11 +183,18 @@ def verify(
     if isinstance(own, Federated):
         if strategies is not None and [name.lower() for name in strategies] != [own.name]:
             raise run_file.error(
-                ("strategy", "name"), "--strategies compares optimizer steps; leave it out, or run with strategy=ddp"
+                ("strategy", "name"),
+                "--strategies compares optimizer steps; leave it out, or run with strategy=ddp",
             )
-        return verify_rounds(lambda: _objects(run_file, lambda: fewest), own, workers, steps, given.device)
+        return verify_rounds(
+            lambda: _objects(run_file, lambda: fewest), own, workers, steps, given.device
+        )
     entry = _entry(run_file)
-    names = strategies if strategies is not None else [own.name if own.name not in ("single", "dp") else "ddp"]
+    names = (
+        strategies
+        if strategies is not None
+        else [own.name if own.name not in ("single", "dp") else "ddp"]
+    )
     found: Report = compare(
         runner=SupervisedRunner(device=given.device),
         strategies=[own if name == own.name else strategy_named(name) for name in names],
@@ -179,7 +206,8 @@ def verify(
 
 
 def _objects(run_file: RunFile, workers: Callable[[], int]) -> dict[str, Any]:
-    """What `train` and `allhands.verify` both take. `workers` is asked only when a schedule needs the training's length."""
+    """What `train` and `allhands.verify` both take. `workers` is asked only when a schedule needs
+    the training's length."""
     given = run_file.config
     entry = _entry(run_file)
     model = _model(run_file, entry)
@@ -205,7 +233,8 @@ def _objects(run_file: RunFile, workers: Callable[[], int]) -> dict[str, Any]:
 
 
 class StoreRunFile(Callback):
-    """Writes the resolved run file into the logdir, once the files of an earlier run were moved aside."""
+    """Writes the resolved run file into the logdir, once the files of an earlier run were moved
+    aside."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -245,22 +274,33 @@ def _is_text(entry: catalogue.Entry | None) -> bool:
 
 
 def _text(run_file: RunFile, entry: catalogue.Entry) -> catalogue.Entry:
-    """The entry for samples as long as the run file says; refuses what has no meaning for tokens."""
+    """The entry for samples as long as the run file says; refuses what has no meaning for
+    tokens."""
     given = run_file.config
     if _is_federated(run_file):
         raise run_file.error(
             ("data", "name"),
-            "tokens have no label by which clients could get them; name a function of your own that makes its data sets, "
+            "tokens have no label by which clients could get them; name a function of your own "
+            "that makes its data sets, "
             "package.module:function or file.py:function",
         )
     if given.model.name in models.names() and given.model.name != "gpt":
-        problem = f"the data set '{entry.name}' is tokens, which {given.model.name} does not take; write model.name: gpt"
+        problem = (
+            f"the data set '{entry.name}' is tokens, which {given.model.name} does not take; "
+            "write model.name: gpt"
+        )
         raise run_file.error(("model", "name"), problem)
     if given.criterion.name == "cross_entropy":
-        problem = "it compares one prediction a sample, and here each token has one; write criterion: next_token"
+        problem = (
+            "it compares one prediction a sample, and here each token has one; write "
+            "criterion: next_token"
+        )
         raise run_file.error(("criterion", "name"), problem)
     if "accuracy" in given.metrics:
-        raise run_file.error(("metrics",), "accuracy is of one prediction a sample, not of one a token; write metrics: []")
+        raise run_file.error(
+            ("metrics",),
+            "accuracy is of one prediction a sample, not of one a token; write metrics: []",
+        )
     return catalogue.in_blocks(given.data.block) if given.data.block is not None else entry
 
 
@@ -269,12 +309,22 @@ def _data_options(run_file: RunFile) -> dict[str, Any]:
     if own_data.is_function(data.name):
         for key in ("limit", "normalize", "labels", "block"):
             if getattr(data, key) is not None:
-                raise run_file.error(("data", key), f"the catalogue's sets have it; write data.options.{key} for a function")
+                raise run_file.error(
+                    ("data", key),
+                    f"the catalogue's sets have it; write data.options.{key} for a function",
+                )
         root = None if data.root is None else str(Path(data.root).expanduser().absolute())
-        return located(run_file, ("data",), lambda: own_data.options_of(data.name, root, data.options))
+        return located(
+            run_file, ("data",), lambda: own_data.options_of(data.name, root, data.options)
+        )
     if data.options:
-        raise run_file.error(("data", "options"), f"they are for a function, and '{data.name}' is in the catalogue; remove them")
-    wanted = run_file.config.data.model_dump(include={"root", "limit", "normalize", "labels", "block"})
+        raise run_file.error(
+            ("data", "options"),
+            f"they are for a function, and '{data.name}' is in the catalogue; remove them",
+        )
+    wanted = run_file.config.data.model_dump(
+        include={"root", "limit", "normalize", "labels", "block"}
+    )
     if wanted["root"] is not None:
         wanted["root"] = str(Path(wanted["root"]).expanduser().absolute())
     options = {key: value for key, value in wanted.items() if value is not None}
@@ -283,7 +333,9 @@ def _data_options(run_file: RunFile) -> dict[str, Any]:
         if key not in takes:
             name = run_file.config.data.name
             raise run_file.error(
-                ("data", key), f"the data set '{name}' has no such option; set it to null. It takes: {', '.join(takes)}"
+                ("data", key),
+                f"the data set '{name}' has no such option; set it to null. It takes: "
+                f"{', '.join(takes)}",
             )
     return options
 
@@ -303,9 +355,14 @@ def _model(run_file: RunFile, entry: catalogue.Entry | None) -> nn.Module:
             "in_features": channels * height * width,
             "out_features": classes,
         }
-    takes = inspect.signature(getattr(models, section.name)).parameters if section.name in models.names() else {}
+    takes = (
+        inspect.signature(getattr(models, section.name)).parameters
+        if section.name in models.names()
+        else {}
+    )
     options = {key: value for key, value in sizes.items() if key in takes} | section.options
-    # The initial weights are a function of the seed, whatever else has drawn random numbers in this process.
+    # The initial weights are a function of the seed, whatever else has drawn random numbers in this
+    # process.
     seed_everything(derive_seed(run_file.config.seed, "model"))
     model: nn.Module = located(run_file, ("model",), lambda: models.build(section.name, **options))
     return model
@@ -318,20 +375,33 @@ def _criterion(run_file: RunFile) -> nn.Module:
 
 
 def _optimizer(run_file: RunFile, model: nn.Module) -> Optimizer:
-    known = {name: kind for name, kind in vars(torch.optim).items() if is_kind(kind, Optimizer)} | {"MuonAdamW": MuonAdamW}
-    of_model = choose(run_file, "optimizer", known)[1] is MuonAdamW  # which parameters are for which is seen in the modules
-    made: Optimizer = make(run_file, "optimizer", known, (model if of_model else model.parameters(),))
+    known = {name: kind for name, kind in vars(torch.optim).items() if is_kind(kind, Optimizer)} | {
+        "MuonAdamW": MuonAdamW
+    }
+    of_model = (
+        choose(run_file, "optimizer", known)[1] is MuonAdamW
+    )  # which parameters are for which is seen in the modules
+    made: Optimizer = make(
+        run_file, "optimizer", known, (model if of_model else model.parameters(),)
+    )
     return made
 
 
-def _scheduler(run_file: RunFile, optimizer: Optimizer, entry: catalogue.Entry | None, workers: Callable[[], int]) -> Any:
+def _scheduler(
+    run_file: RunFile,
+    optimizer: Optimizer,
+    entry: catalogue.Entry | None,
+    workers: Callable[[], int],
+) -> Any:
     section = run_file.config.scheduler
     if section is None:
         return None
     bases = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
     known = {name: kind for name, kind in vars(lr_scheduler).items() if is_kind(kind, bases)}
     kind = choose(run_file, "scheduler", known)[1]
-    by_step = kind in (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR) and not _is_federated(run_file)
+    by_step = kind in (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR) and not _is_federated(
+        run_file
+    )
     period = section.period or ("step" if by_step else "epoch")
     filled = {}
     takes = inspect.signature(kind).parameters
@@ -347,7 +417,9 @@ def _length(run_file: RunFile, period: str, entry: catalogue.Entry | None, worke
     """How often a scheduler of that period steps in the whole training with so many workers."""
     given = run_file.config
     if _is_federated(run_file):  # schedules step once a round
-        rounds: int = given.strategy.options.get("rounds", inspect.signature(Federated).parameters["rounds"].default)
+        rounds: int = given.strategy.options.get(
+            "rounds", inspect.signature(Federated).parameters["rounds"].default
+        )
         return rounds
     epochs = 3 if given.check else given.num_epochs
     if period == "epoch":
@@ -356,8 +428,11 @@ def _length(run_file: RunFile, period: str, entry: catalogue.Entry | None, worke
     if given.steps_per_epoch is not None:
         return epochs * min(given.steps_per_epoch, limit or given.steps_per_epoch)
     if entry is None:
-        raise run_file.error(("data", "name"), "how many samples a function makes is known when it is called, and the length of "
-                             "the training too; write scheduler.total_steps (or T_max), or period: epoch")  # fmt: skip
+        raise run_file.error(
+            ("data", "name"),
+            "how many samples a function makes is known when it is called, and the length of "
+            "the training too; write scheduler.total_steps (or T_max), or period: epoch",
+        )
     samples = entry.sizes["train"]
     samples = min(samples, given.data.limit or samples)
     batch = given.data.batch_size * workers * given.accumulate

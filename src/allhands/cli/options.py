@@ -9,9 +9,17 @@ import typer
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]", help="Changes to the run file, such as optimizer.lr=0.01.", show_default=False),
+    typer.Argument(
+        metavar="[KEY=VALUE]",
+        help="Changes to the run file, such as optimizer.lr=0.01.",
+        show_default=False,
+    ),
 ]
 RunFiles = Annotated[
     list[Path] | None,
-    typer.Option("--config", "-C", help="A run file; several are merged, the later ones win. Default: the digits job."),
+    typer.Option(
+        "--config",
+        "-C",
+        help="A run file; several are merged, the later ones win. Default: the digits job.",
+    ),
 ]

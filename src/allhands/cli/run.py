@@ -17,9 +17,17 @@ def run(
     overrides: Overrides = None,
     *,
     config: RunFiles = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the whole run file, defaults included, and train nothing.")] = False,
+    show: Annotated[
+        bool,
+        typer.Option(
+            "--show", help="Print the whole run file, defaults included, and train nothing."
+        ),
+    ] = False,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Record a timeline of 20 steps into logdir/profile: profile=20.")
+        bool,
+        typer.Option(
+            "--profile", help="Record a timeline of 20 steps into logdir/profile: profile=20."
+        ),
     ] = False,
 ) -> int:
     """Train what a run file describes.

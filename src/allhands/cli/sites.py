@@ -1,4 +1,5 @@
-"""What `allhands federated server` and `allhands federated site` do, and what they would do (`--plan`)."""
+"""What `allhands federated server` and `allhands federated site` do, and what they would do
+(`--plan`)."""
 
 from __future__ import annotations
 
@@ -21,9 +22,12 @@ from allhands.federated.sites.supervision import Stopped, signals
 #: What a site sends, for the plan; docs/federated_sites.md says it in full.
 LEAVES = (
     "its name, the number of its training and test samples, and a proof that it knows its token",
-    "where its training is not the server's: in what (a setting, the shape of a weight, the names of classes)",
-    "after each round: the update of the weights (or what compression and clipping leave of it) and the integers of BatchNorm",
-    "after each round: samples, steps, loss before and after, seconds; after an evaluation: samples, loss, right answers",
+    "where its training is not the server's: in what (a setting, the shape of a weight, the names "
+    "of classes)",
+    "after each round: the update of the weights (or what compression and clipping leave of it) "
+    "and the integers of BatchNorm",
+    "after each round: samples, steps, loss before and after, seconds; after an evaluation: "
+    "samples, loss, right answers",
     "when something fails: the last line of the error",
 )
 
@@ -50,9 +54,13 @@ def events_of(run_file: RunFile) -> Path:
         UserError: the run has no logdir, or is not federated.
     """
     if run_file.config.strategy.name.lower() != "federated":
-        raise run_file.error(("strategy", "name"), "sites train by rounds; write strategy: {name: federated, …}")
+        raise run_file.error(
+            ("strategy", "name"), "sites train by rounds; write strategy: {name: federated, …}"
+        )
     if run_file.config.logdir is None:
-        raise run_file.error(("logdir",), "a server writes its events and checkpoints there; name a folder")
+        raise run_file.error(
+            ("logdir",), "a server writes its events and checkpoints there; name a folder"
+        )
     return Path(run_file.config.logdir).expanduser() / "events.jsonl"
 
 
@@ -70,7 +78,10 @@ def serve(options: ServerOptions, run_file: RunFile) -> int:
 
     try:
         with signals(), Server(options, run_file.to_yaml(), keys) as server, Display() as display:
-            display.say(f"server for {options.host}:{options.port}, {len(keys) or 'any'} sites; its files are in {options.state}")
+            display.say(
+                f"server for {options.host}:{options.port}, {len(keys) or 'any'} sites; its files "
+                f"are in {options.state}"
+            )
             try:
                 server.start()
                 for _ in server.wait():
@@ -78,9 +89,15 @@ def serve(options: ServerOptions, run_file: RunFile) -> int:
             finally:
                 show(display)
     except Stopped as stopped:
-        print(f"stopped by signal {stopped.number}; write resume=auto to go on after the last finished round")
+        print(
+            f"stopped by signal {stopped.number}; write resume=auto to go on after the last "
+            "finished round"
+        )
         return 128 + stopped.number
-    print(f"written to {run_file.config.logdir}: metrics.csv, run.yml, events.jsonl, checkpoints/, tensorboard/")
+    print(
+        f"written to {run_file.config.logdir}: metrics.csv, run.yml, events.jsonl, checkpoints/, "
+        "tensorboard/"
+    )
     return 0
 
 
@@ -94,11 +111,27 @@ def server_plan(options: ServerOptions, run_file: RunFile) -> str:
     _check_training(run_file)
     secure = "plain text, INSECURE" if options.insecure else "TLS; sites prove their keys"
     lines = ["Processes:", *_commands(sites_server.commands(options))]
-    lines += ["  serverapp (started by Flower's superexec)", "    allhands.federated.sites.server_process", "Ports:"]
-    lines += [f"  {options.host}:{options.port}  sites connect here ({secure}); control from this machine only", "Sites:"]
+    lines += [
+        "  serverapp (started by Flower's superexec)",
+        "    allhands.federated.sites.server_process",
+        "Ports:",
+    ]
+    lines += [
+        f"  {options.host}:{options.port}  sites connect here ({secure}); control from this "
+        "machine only",
+        "Sites:",
+    ]
     lines += [f"  {name}  {fingerprint(key)}" for name, key in keys.items()] or ["  any"]
-    files = {"state": options.state, "events": events.absolute(), "certificate": options.certificate, "key": options.key,
-             "authority": options.authority, "sites": options.sites, "tokens": options.tokens, "data": options.data}  # fmt: skip
+    files = {
+        "state": options.state,
+        "events": events.absolute(),
+        "certificate": options.certificate,
+        "key": options.key,
+        "authority": options.authority,
+        "sites": options.sites,
+        "tokens": options.tokens,
+        "data": options.data,
+    }
     lines += ["Files:", *(f"  {name}  {path}" for name, path in files.items() if path is not None)]
     lines += ["A site sends:", *(f"  {line}" for line in LEAVES)]
     return "\n".join(lines) + "\n"
@@ -125,8 +158,13 @@ def site_plan(options: SiteOptions, run_file: RunFile) -> str:
     ]
     lines += ["    allhands.federated.sites.message_process", "Connections:"]
     lines += [f"  to {options.server} ({secure}); nothing connects to this machine"]
-    files = {"state": options.state, "data": options.data, "key": options.key, "authority": options.authority,
-             "token": options.token_file}  # fmt: skip
+    files = {
+        "state": options.state,
+        "data": options.data,
+        "key": options.key,
+        "authority": options.authority,
+        "token": options.token_file,
+    }
     lines += ["Files:", *(f"  {name}  {path}" for name, path in files.items() if path is not None)]
     if options.key is not None:
         lines += ["Key:", f"  {options.name}  {fingerprint(read_site_key(options.key))}"]

@@ -24,23 +24,33 @@ def verify(
         str | None,
         typer.Option(
             "--workers",
-            help="Numbers of workers, with commas between them. Default: those of the mesh, or 1,2.",
+            help="Numbers of workers, with commas between them. Default: those of the mesh, or "
+            "1,2.",
             show_default=False,
         ),
     ] = None,
     strategies: Annotated[
         str | None,
-        typer.Option("--strategies", help="Strategies, with commas between them. Default: the run file's.", show_default=False),
+        typer.Option(
+            "--strategies",
+            help="Strategies, with commas between them. Default: the run file's.",
+            show_default=False,
+        ),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", help="Optimizer steps to compare.")] = 20,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", help="The PNG to draw. Default: verify.png in the run file's logdir.", show_default=False),
+        typer.Option(
+            "--plot",
+            help="The PNG to draw. Default: verify.png in the run file's logdir.",
+            show_default=False,
+        ),
     ] = None,
 ) -> int:
     """Train for some steps alone and distributed, and say whether it is the same training.
 
-    Exit code 0: the same. 1: a real difference, named in the table. 2: something has to be changed before this can run.
+    Exit code 0: the same. 1: a real difference, named in the table. 2: something has to be changed
+    before this can run.
     """
     run_file = read_run(config or (), overrides or ())
     counts = None if workers is None else [_count(word) for word in _words(workers, "--workers")]
@@ -56,7 +66,9 @@ def verify(
         report = objects.verify(run_file, names, counts, steps)
     except WorkerError as error:
         # 1 says that the training differs.
-        raise WorkerError(str(error), error.rank, error.exit_code if error.exit_code > 1 else 2) from error
+        raise WorkerError(
+            str(error), error.rank, error.exit_code if error.exit_code > 1 else 2
+        ) from error
     print(_draw(report, plot, run_file.config.logdir))
     return 0 if report.ok else 1
 
@@ -64,13 +76,19 @@ def verify(
 def _words(text: str, option: str) -> list[str]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
-        raise UserError(f"{option} {text!r} names nothing; write {option} " + ("1,2" if option == "--workers" else "ddp"))
+        raise UserError(
+            f"{option} {text!r} names nothing; write {option} "
+            + ("1,2" if option == "--workers" else "ddp")
+        )
     return words
 
 
 def _count(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
-        raise UserError(f"--workers {word!r} is no number of workers; write whole numbers of at least 1, such as --workers 1,2")
+        raise UserError(
+            f"--workers {word!r} is no number of workers; write whole numbers of at least 1, such "
+            "as --workers 1,2"
+        )
     return int(word)
 
 

@@ -1,4 +1,5 @@
-"""What is said between processes. Nothing here pickles: numbers travel as tensors, text as bytes."""
+"""What is said between processes. Nothing here pickles: numbers travel as tensors, text as
+bytes."""
 
 from __future__ import annotations
 

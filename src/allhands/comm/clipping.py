@@ -1,8 +1,10 @@
 """Clipping: gradients are scaled so that their L2 norm is at most a bound; they may lie in parts.
 
-Parts are on several ranks, servers or tensors. The norm is the root of the sum of the parts' squares, in float64, so that it does
-not depend on how gradients are cut. The factor is that of `torch.nn.utils.clip_grad_norm_`, which clips gradients that lie whole
-in one process. A norm that is not finite is not hidden: NaN gives NaN, and infinity gives NaN where the gradient is infinite, so
+Parts are on several ranks, servers or tensors. The norm is the root of the sum of the parts'
+squares, in float64, so that it does not depend on how gradients are cut. The factor is that of
+`torch.nn.utils.clip_grad_norm_`, which clips gradients that lie whole
+in one process. A norm that is not finite is not hidden: NaN gives NaN, and infinity gives NaN where
+the gradient is infinite, so
 that the weights show that something went wrong.
 """
 
@@ -25,7 +27,9 @@ def check_clip_norm(clip_norm: Any) -> None:
     """Raise `UserError` unless it is a bound, or None."""
     number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
     if clip_norm is not None and not (number and clip_norm > 0):
-        raise UserError(f"clip_norm={clip_norm!r}; it must be a positive number, or None for no clipping")
+        raise UserError(
+            f"clip_norm={clip_norm!r}; it must be a positive number, or None for no clipping"
+        )
 
 
 def square_of(values: torch.Tensor) -> float:
@@ -49,7 +53,9 @@ def clip_rows(rows: torch.Tensor, clip_norm: float) -> None:
     rows.mul_(_factors(torch.linalg.vector_norm(rows, dim=1, keepdim=True), clip_norm))
 
 
-def clip_parts(gradients: Sequence[torch.Tensor], copies: Sequence[int], clip_norm: float, world: World) -> None:
+def clip_parts(
+    gradients: Sequence[torch.Tensor], copies: Sequence[int], clip_norm: float, world: World
+) -> None:
     """Clip gradients whose parts lie on all ranks, in place; all ranks call it.
 
     Args:

@@ -3,7 +3,8 @@
 A codec is a pair of functions, `Codec.encode` and `Codec.decode`. What an encoding loses is the
 residual, which whoever encodes adds to the next numbers (error feedback: Seide et al., 1-Bit
 Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., Error Feedback Fixes SignSGD,
-ICML 2019). PowerSGD, which sees whole matrices and needs all ranks, is `allhands.strategies.powersgd`.
+ICML 2019). PowerSGD, which sees whole matrices and needs all ranks, is
+`allhands.strategies.powersgd`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Codec(ABC):
         """
         if data.dtype != torch.uint8 or data.shape != (self.nbytes(len(out)),):
             raise UserError(
-                f"{len(out)} numbers are {self.nbytes(len(out))} bytes with {self.options}, but there are "
+                f"{len(out)} numbers are {self.nbytes(len(out))} bytes with {self.options}, but "
+                "there are "
                 f"{list(data.shape)} of {data.dtype}"
             )
         if len(out):
@@ -104,18 +106,24 @@ class Scaled(Codec):
         self.options, self.block = {"name": name}, block
 
     @abstractmethod
-    def levels(self, values: torch.Tensor, chance: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scales, shape ``[…, blocks, 1]``, and levels, shape ``[…, blocks, block]``, of numbers ``[…, count]``.
+    def levels(
+        self, values: torch.Tensor, chance: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales, shape ``[…, blocks, 1]``, and levels, shape ``[…, blocks, block]``, of
+        numbers ``[…, count]``.
 
         Args:
             values: the numbers.
-            chance: for each number one from 0 to below 1, by which it is rounded up; None: to the nearest.
+            chance: for each number one from 0 to below 1, by which it is rounded up; None: to the
+                nearest.
         """
 
     def arrives(self, values: torch.Tensor, chance: torch.Tensor | None = None) -> torch.Tensor:
         """What is read of numbers, shape ``[…, count]``, in their own type."""
         scales, levels = self.levels(values, chance)
-        return (levels.to(values.dtype) * scales.to(values.dtype)).flatten(-2)[..., : values.shape[-1]]
+        return (levels.to(values.dtype) * scales.to(values.dtype)).flatten(-2)[
+            ..., : values.shape[-1]
+        ]
 
     def blocks(self, values: torch.Tensor) -> torch.Tensor:
         """Numbers ``[…, count]`` in rows of one scale, filled up with zeros."""
@@ -156,13 +164,16 @@ class Scaled(Codec):
 class Int8(Scaled):
     """Integers from -127 to 127; a scale is the largest size in its block, divided by 127.
 
-    With `chance`, rounded at random so that the mean is right (Alistarh et al., QSGD, NeurIPS 2017).
+    With `chance`, rounded at random so that the mean is right (Alistarh et al., QSGD, NeurIPS
+    2017).
     """
 
     def __init__(self, block: int | None = BLOCK) -> None:
         super().__init__("int8", block)
 
-    def levels(self, values: torch.Tensor, chance: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def levels(
+        self, values: torch.Tensor, chance: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = self.blocks(values)
         scales = (blocks.abs().amax(-1, keepdim=True) / 127).float()
         # A scale that is not a number is sent as it is, so that what arrives is none either.
@@ -183,18 +194,22 @@ class Int8(Scaled):
 class OneBit(Scaled):
     """The sign of each number; a scale is the mean of the sizes in its block.
 
-    8 signs are a byte, the first in the top bit (Bernstein et al., signSGD, ICML 2018; with the residual,
-    Karimireddy et al., ICML 2019). MXNet's 1bit sends +1 and -1 whatever the size of the gradients, so that the
-    learning rate has to know it; here the numbers keep their size.
+    8 signs are a byte, the first in the top bit (Bernstein et al., signSGD, ICML 2018; with the
+    residual, Karimireddy et al., ICML 2019). MXNet's 1bit sends +1 and -1 whatever the size of the
+    gradients, so that the learning rate has to know it; here the numbers keep their size.
     """
 
     def __init__(self, block: int | None = BLOCK) -> None:
         super().__init__("1bit", block)
 
-    def levels(self, values: torch.Tensor, chance: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def levels(
+        self, values: torch.Tensor, chance: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = self.blocks(values)
         width, count = blocks.shape[-1], values.shape[-1]
-        counts = torch.full((blocks.shape[-2], 1), float(width), dtype=torch.float64, device=values.device)
+        counts = torch.full(
+            (blocks.shape[-2], 1), float(width), dtype=torch.float64, device=values.device
+        )
         counts[-1] = count - (len(counts) - 1) * width
         scales = (blocks.abs().sum(-1, keepdim=True, dtype=torch.float64) / counts).float()
         return scales, torch.where(blocks >= 0, 1.0, -1.0)
@@ -210,10 +225,12 @@ class OneBit(Scaled):
 
 
 class TwoBit(Codec):
-    """MXNet's: +threshold (written 11), -threshold (10) or 0 (00), whichever bound a number has reached.
+    """MXNet's: +threshold (written 11), -threshold (10) or 0 (00), whichever bound a number has
+    reached.
 
-    The first of four numbers is in the top bits of a byte, and 16 numbers are padded to 4 bytes. The threshold bounds what one
-    step can carry of a number; choose it near the size of the larger gradients.
+    The first of four numbers is in the top bits of a byte, and 16 numbers are padded to 4 bytes.
+    The threshold bounds what one step can carry of a number; choose it near the size of the larger
+    gradients.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -221,7 +238,9 @@ class TwoBit(Codec):
         self._threshold = threshold
         levels = torch.tensor([0.0, 0.0, -threshold, threshold])
         byte = torch.arange(256)
-        self._table = torch.stack([levels[byte >> shift & 3] for shift in (6, 4, 2, 0)], 1)  # [256, 4]: a byte's four numbers
+        self._table = torch.stack(
+            [levels[byte >> shift & 3] for shift in (6, 4, 2, 0)], 1
+        )  # [256, 4]: a byte's four numbers
 
     def nbytes(self, count: int) -> int:
         return -(-count // 16) * 4
@@ -237,9 +256,11 @@ class TwoBit(Codec):
 
 
 class TopK(Codec):
-    """The k = max(1, ceil(keep * count)) numbers of the largest size: k int32 places, then k float32 numbers.
+    """The k = max(1, ceil(keep * count)) numbers of the largest size: k int32 places, then k
+    float32 numbers.
 
-    With the residual: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory" (2018); Lin et al., "Deep gradient
+    With the residual: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory" (2018); Lin et al.,
+    "Deep gradient
     compression" (2018).
     """
 
@@ -263,7 +284,10 @@ class TopK(Codec):
         where = _numbers(places, torch.int32).long()
         # On a GPU they come from ranks of one training, and to look would wait for the device.
         if not data.is_cuda and (int(where.min()) < 0 or int(where.max()) >= len(out)):
-            raise UserError(f"top-k data have places {int(where.min())} to {int(where.max())}; there are {len(out)} numbers")
+            raise UserError(
+                f"top-k data have places {int(where.min())} to {int(where.max())}; there are "
+                f"{len(out)} numbers"
+            )
         out.zero_()
         out[where] = _numbers(numbers, torch.float32).to(out.dtype)
 
@@ -296,7 +320,8 @@ def cast_dtype(compress: Mapping[str, Any] | None) -> torch.dtype | None:
 
 
 def way_back(compress: Mapping[str, Any]) -> dict[str, Any]:
-    """In which codec sums and weights come back: in the same, but for 2bit, whose threshold is one for gradients."""
+    """In which codec sums and weights come back: in the same, but for 2bit, whose threshold is one
+    for gradients."""
     return dict(NO_CODEC) if compress["name"] == "2bit" else dict(compress)
 
 
@@ -310,7 +335,9 @@ def _pack_bits(bits: torch.Tensor) -> torch.Tensor:
     if bits.device.type == "cpu":
         return torch.from_numpy(np.packbits(bits.numpy()))
     rows = nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8)).view(-1, 8)
-    return (rows << torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
+    return (rows << torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)).sum(
+        1, dtype=torch.uint8
+    )
 
 
 def _unpack_bits(data: torch.Tensor, count: int) -> torch.Tensor:

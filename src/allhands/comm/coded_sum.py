@@ -48,15 +48,16 @@ def exchange(
 
     Args:
         values: this rank's vector, of floating-point numbers.
-        weight: by what the vector is multiplied in the sum. The sum is NaN where a number is not finite, which not every codec
-            could say.
+        weight: by what the vector is multiplied in the sum. The sum is NaN where a number is not
+            finite, which not every codec could say.
         codec, back: how vectors travel, and how the sum comes back.
-        owed: what this rank's part of the last sum has lost on its way; it is added to this one. None is nothing.
+        owed: what this rank's part of the last sum has lost on its way; it is added to this one.
+            None is nothing.
         mean: divide by the sum of the weights (0 where that is 0).
 
     Returns:
-        The sum, the same bits on all ranks; what this rank's vector has lost; what its part of the sum has lost; and the
-        bytes that it has sent.
+        The sum, the same bits on all ranks; what this rank's vector has lost; what its part of the
+        sum has lost; and the bytes that it has sent.
     """
     size, rank, dtype = dist.get_world_size(), dist.get_rank(), values.dtype
     length = part_length(len(values), size)
@@ -75,9 +76,14 @@ def exchange(
     replies = [torch.empty_like(reply) for _ in range(size)]
     dist.all_gather(replies, reply)
     whole = torch.cat(
-        [unpack(row, len(part), dtype, back) + _head(row).to(dtype) for row, part in zip(replies, parts, strict=True)]
+        [
+            unpack(row, len(part), dtype, back) + _head(row).to(dtype)
+            for row, part in zip(replies, parts, strict=True)
+        ]
     )
-    arrived = torch.cat([unpack(row, len(part), dtype, codec) for row, part in zip(message, parts, strict=True)])
+    arrived = torch.cat(
+        [unpack(row, len(part), dtype, codec) for row, part in zip(message, parts, strict=True)]
+    )
     lost = total - unpack(reply, len(total), dtype, back)
     return whole, values - arrived, lost, (size - 1) * (message[0].nbytes + reply.nbytes)
 

@@ -28,7 +28,9 @@ def broadcast_tensors(values: Sequence[torch.Tensor], world: World, source: int 
     if world.world_size == 1 or not values:
         return
     for flat in fused(values):
-        dist.broadcast(flat.view(torch.uint8), source)  # as bytes: gloo and nccl know few of torch's dtypes
+        dist.broadcast(
+            flat.view(torch.uint8), source
+        )  # as bytes: gloo and nccl know few of torch's dtypes
 
 
 def mean_buffers(values: Sequence[torch.Tensor], world: World) -> None:
@@ -39,10 +41,12 @@ def mean_buffers(values: Sequence[torch.Tensor], world: World) -> None:
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], world: World) -> None:
-    """Sum ``.grad`` over the ranks, for a step in which some rank has no sample and so no backward pass.
+    """Sum ``.grad`` over the ranks, for a step in which some rank has no sample and so no backward
+    pass.
 
-    A parameter without a gradient on any rank keeps ``None``, so that the optimizer leaves it alone as it would in a
-    single process; one that has a gradient on some ranks counts as zero on the others. Sparse gradients stay sparse.
+    A parameter without a gradient on any rank keeps ``None``, so that the optimizer leaves it alone
+    as it would in a single process; one that has a gradient on some ranks counts as zero on the
+    others. Sparse gradients stay sparse.
     """
     params = [p for p in parameters if p.requires_grad]
     if world.world_size == 1 or not params:
@@ -68,7 +72,8 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], world: World) -> Non
 
 
 def _sum_sparse(gradient: torch.Tensor, world: World) -> torch.Tensor:
-    """The sum of sparse gradients over the ranks; nccl has no such operation, so that there their rows are gathered."""
+    """The sum of sparse gradients over the ranks; nccl has no such operation, so that there their
+    rows are gathered."""
     if world.device.type != "cuda":
         dist.all_reduce(gradient)
         return gradient
@@ -81,14 +86,18 @@ def _sum_sparse(gradient: torch.Tensor, world: World) -> torch.Tensor:
 def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
     """A sparse gradient of 0, in the form that an embedding gives: whole rows."""
     indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-    return torch.sparse_coo_tensor(indices, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
+    return torch.sparse_coo_tensor(
+        indices, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape
+    )
 
 
 def broadcast_ints(values: Sequence[int] | None, world: World, source: int = 0) -> list[int]:
     """Rank `source`'s list of integers, on every rank; the others pass ``None``."""
     if world.world_size == 1:
         return list(values or ())
-    length = torch.tensor([len(values) if values is not None else 0], dtype=torch.int64, device=world.device)
+    length = torch.tensor(
+        [len(values) if values is not None else 0], dtype=torch.int64, device=world.device
+    )
     dist.broadcast(length, source)
     if world.rank == source:
         data = torch.tensor(values, dtype=torch.int64, device=world.device)
@@ -99,10 +108,13 @@ def broadcast_ints(values: Sequence[int] | None, world: World, source: int = 0) 
 
 
 def all_gather_rows(rows: torch.Tensor, world: World) -> list[torch.Tensor]:
-    """Every rank's rows, in the order of the ranks; the first dimension may differ between ranks, the others may not."""
+    """Every rank's rows, in the order of the ranks; the first dimension may differ between ranks,
+    the others may not."""
     if world.world_size == 1:
         return [rows]
-    counts = [torch.zeros(1, dtype=torch.int64, device=world.device) for _ in range(world.world_size)]
+    counts = [
+        torch.zeros(1, dtype=torch.int64, device=world.device) for _ in range(world.world_size)
+    ]
     dist.all_gather(counts, torch.tensor([len(rows)], dtype=torch.int64, device=world.device))
     lengths = [int(count) for count in counts]
     padded = rows.new_zeros((max(lengths), *rows.shape[1:]), device=world.device)
@@ -123,7 +135,9 @@ def all_gather_text(text: str, world: World) -> list[str]:
     for rank, part in enumerate(parts):
         if not part.startswith(_TEXT):
             raise WorldError(
-                f"rank {world.rank} exchanges text with the others, and rank {rank} sent something else: it is in another call. "
-                "Every rank must make the same calls in the same order: call it on all ranks, without `if rank == 0`"
+                f"rank {world.rank} exchanges text with the others, and rank {rank} sent something "
+                "else: it is in another call. "
+                "Every rank must make the same calls in the same order: call it on all ranks, "
+                "without `if rank == 0`"
             )
     return [part.removeprefix(_TEXT).decode() for part in parts]

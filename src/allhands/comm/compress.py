@@ -1,4 +1,5 @@
-"""The option ``compress=``: which codec tensors travel in, checked in one place for all that offer it."""
+"""The option ``compress=``: which codec tensors travel in, checked in one place for all that offer
+it."""
 
 from __future__ import annotations
 
@@ -78,10 +79,13 @@ def checked_compress(
         if new not in options:
             hint = did_you_mean(option, options)
             raise UserError(
-                f"{here}: the codec '{name}' has no option {option!r}{hint} Its options: {', '.join(options) or 'none'}"
+                f"{here}: the codec '{name}' has no option {option!r}{hint} Its options: "
+                f"{', '.join(options) or 'none'}"
             )
         if option in CODECS[name] or new != option:
-            _check_value(here, name, option, value, _WHOLE.get(new), at_most=1 if new == "keep" else math.inf)
+            _check_value(
+                here, name, option, value, _WHOLE.get(new), at_most=1 if new == "keep" else math.inf
+            )
         options[new] = value
     return {"name": name, **options}
 
@@ -108,10 +112,15 @@ def in_words(compress: Mapping[str, Any] | None) -> str:
     return ", ".join([compress["name"], *options])
 
 
-def _check_value(here: str, name: str, option: str, value: Any, least: int | None, at_most: float) -> None:
+def _check_value(
+    here: str, name: str, option: str, value: Any, least: int | None, at_most: float
+) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if least is not None:
-        good, bound = isinstance(value, int) and number and value >= least, f"a whole number, at least {least}"
+        good, bound = (
+            isinstance(value, int) and number and value >= least,
+            f"a whole number, at least {least}",
+        )
     else:
         good = number and 0 < value <= at_most and math.isfinite(value)
         bound = "a number above 0" + (f", at most {at_most}" if at_most < math.inf else "")

@@ -13,24 +13,31 @@ State = dict[str, Any]
 
 
 def published(base: int, newest: int) -> dict[str, dict[str, Any]]:
-    """This rank's calls in hooks by process group, counted from the watch that began after `base` noted calls.
+    """This rank's calls in hooks by process group, counted from the watch that began after `base`
+    noted calls.
 
-    ``{"ranks": members, "from": the first section that is complete, "calls": [[section, call, the user's line], …]}``. A call is
-    in section n when n calls were noted before it.
+    ``{"ranks": members, "from": the first section that is complete, "calls": [[section, call, the
+    user's line], …]}``. A call is in section n when n calls were noted before it.
     """
     found = {}
     for name, group in list(hook_calls.logs.items()):
-        calls = [(section - base, label, where) for section, label, where in list(group.calls) if section >= base]
+        calls = [
+            (section - base, label, where)
+            for section, label, where in list(group.calls)
+            if section >= base
+        ]
         since = calls[-newest][0] + 1 if len(calls) >= newest else 0
         found[name] = {"ranks": list(group.ranks), "from": since, "calls": calls[-newest:]}
     return found
 
 
 def differing(own: int, states: dict[int, State]) -> tuple[str, bool] | None:
-    """The message for ranks whose hooks do not make the same calls, and whether every rank's part in it is known.
+    """The message for ranks whose hooks do not make the same calls, and whether every rank's part
+    in it is known.
 
-    A rank is compared with rank `own` in the groups that both are in, and section by section: within one, the rank that has
-    made fewer calls may only be slow, until it has noted its next call or left.
+    A rank is compared with rank `own` in the groups that both are in, and section by section:
+    within one, the rank that has made fewer calls may only be slow, until it has noted its next
+    call or left.
     """
     for rank, state in states.items():
         if rank == own:
@@ -41,7 +48,9 @@ def differing(own: int, states: dict[int, State]) -> tuple[str, bool] | None:
                 continue
             at = _first_difference(states[own], state, name)
             if at is not None:
-                return _told(name, *at, {r: states[r] for r in sorted(states) if r in members}, len(members))
+                return _told(
+                    name, *at, {r: states[r] for r in sorted(states) if r in members}, len(members)
+                )
     return None
 
 
@@ -50,7 +59,9 @@ def _first_difference(one: State, other: State, group: str) -> tuple[int, int] |
     empty = {"from": 0, "calls": []}
     first, second = one["hooks"].get(group, empty), other["hooks"].get(group, empty)
     since = max(first["from"], second["from"])
-    for section in sorted({call[0] for call in (*first["calls"], *second["calls"]) if call[0] >= since}):
+    for section in sorted(
+        {call[0] for call in (*first["calls"], *second["calls"]) if call[0] >= since}
+    ):
         mine, theirs = _calls_of(first, section), _calls_of(second, section)
         for number, (a, b) in enumerate(zip(mine, theirs, strict=False)):
             if a[1] != b[1]:
@@ -70,7 +81,9 @@ def _has_passed(state: State, section: int) -> bool:
     return state["made"] > section or state["ended"] is not None
 
 
-def _told(group: str, section: int, number: int, states: dict[int, State], members: int) -> tuple[str, bool]:
+def _told(
+    group: str, section: int, number: int, states: dict[int, State], members: int
+) -> tuple[str, bool]:
     calls, places, past = {}, {}, set()
     last = None
     for rank, state in states.items():
@@ -88,8 +101,11 @@ def _told(group: str, section: int, number: int, states: dict[int, State], membe
     return message(calls, places, past, last), len(calls) == members
 
 
-def message(calls: dict[int, str], places: dict[int, str], past: Iterable[int], last: str | None) -> str:
-    """What to tell about calls that differ: by rank, what each is in (or was in, where it is `past` it), and the line."""
+def message(
+    calls: dict[int, str], places: dict[int, str], past: Iterable[int], last: str | None
+) -> str:
+    """What to tell about calls that differ: by rank, what each is in (or was in, where it is `past`
+    it), and the line."""
     groups: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(calls):
         groups[calls[rank]].append(rank)
@@ -103,7 +119,8 @@ def message(calls: dict[int, str], places: dict[int, str], past: Iterable[int], 
         parts.append(f"{in_words(ranks)} {verb} in '{label}'" + (f" ({where})" if where else ""))
     after = f", after '{last}' on all ranks" if last is not None else ""
     return (
-        f"the ranks do not make the same calls: {' while '.join(parts)}{after}. Every rank must make the same calls in the same "
+        f"the ranks do not make the same calls: {' while '.join(parts)}{after}. Every rank must "
+        "make the same calls in the same "
         "order: call it on all ranks, without `if rank == 0`"
     )
 
@@ -111,5 +128,7 @@ def message(calls: dict[int, str], places: dict[int, str], past: Iterable[int], 
 def in_words(ranks: Iterable[int]) -> str:
     """The ranks as messages name them."""
     found = list(ranks)
-    text = ", ".join(map(str, found[:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+    text = ", ".join(map(str, found[:8])) + (
+        f" and {len(found) - 8} more" if len(found) > 8 else ""
+    )
     return f"rank {text}" if len(found) == 1 else f"ranks {text}"

@@ -1,12 +1,15 @@
-"""What a user's hook calls that needs other ranks: collectives of torch.distributed, and calls of ours such as `evaluate`.
+"""What a user's hook calls that needs other ranks: collectives of torch.distributed, and calls of
+ours such as `evaluate`.
 
-Hooks run between two noted calls (`allhands.comm.calls`). A hook that makes a collective on some ranks alone would block them,
-or exchange it with whatever the others do next. So, while a hook runs in a watched training, this module
+Hooks run between two noted calls (`allhands.comm.calls`). A hook that makes a collective on some
+ranks alone would block them, or exchange it with whatever the others do next. So, while a hook runs
+in a watched training, this module
 
-* logs each collective, by process group. Members of a group must make the same ones between the same two noted calls, which
-  the watcher compares;
-* lets a collective wait, when it is the first of its kind in the hook, until all members of its group have come to it. It does
-  not reach the other ranks before, so that nothing is exchanged with a call of another kind.
+* logs each collective, by process group. Members of a group must make the same ones between the
+  same two noted calls, which the watcher compares;
+* lets a collective wait, when it is the first of its kind in the hook, until all members of its
+  group have come to it. It does not reach the other ranks before, so that nothing is exchanged with
+  a call of another kind.
 
 Outside of hooks nothing is logged.
 """
@@ -27,16 +30,35 @@ from allhands.comm import log
 from allhands.comm.log import Label, text_of, users_line
 
 _KEPT = 256  # calls a group
-# Longer than a mismatch takes to be told. A member that is only slow is then waited for in the collective itself.
+# Longer than a mismatch takes to be told. A member that is only slow is then waited for in the
+# collective itself.
 _LONGEST_WAIT = 20.0
 
 # Methods of a ProcessGroup behind the public functions; releases of torch have some of them each.
 _METHODS = (
-    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced", "_allgather_base",
-    "allgather_into_tensor_coalesced", "all_gather_single", "all_gather_single_coalesced", "gather", "scatter",
-    "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter_single",
-    "reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single", "barrier", "monitored_barrier",
-)  # fmt: skip
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "allgather_coalesced",
+    "_allgather_base",
+    "allgather_into_tensor_coalesced",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "barrier",
+    "monitored_barrier",
+)
 # Those whose tensors have as many elements on every rank.
 _SAME_SIZE = {"allreduce", "broadcast", "reduce"}
 
@@ -53,7 +75,8 @@ class Watched(Protocol):
 
 @dataclass
 class GroupLog:
-    """The calls of one process group's members in hooks: (noted calls before it, what it is, the user's line)."""
+    """The calls of one process group's members in hooks: (noted calls before it, what it is, the
+    user's line)."""
 
     ranks: tuple[int, ...]
     calls: deque[tuple[int, str, str]] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -62,7 +85,9 @@ class GroupLog:
 #: By the group's name.
 logs: dict[str, GroupLog] = {}
 _watched: list[Watched] = []
-_known: set[tuple[Label, str, str]] = set()  # (hook, call, group) for which all members have met once
+_known: set[tuple[Label, str, str]] = (
+    set()
+)  # (hook, call, group) for which all members have met once
 _thread = 0  # that runs the hook; 0 while none does
 # (owner, name, what it was)
 _replaced: list[tuple[Any, str, Any]] = []
@@ -107,7 +132,8 @@ def leave(before: Label) -> None:
 
 
 def together(label: Label) -> None:
-    """Say that this rank begins a call for which all ranks are needed. It waits for them where a hook makes the call."""
+    """Say that this rank begins a call for which all ranks are needed. It waits for them where a
+    hook makes the call."""
     if _thread == threading.get_ident():
         import torch.distributed as dist
 
@@ -143,7 +169,9 @@ def _meet(watched: Watched, key: str, members: int) -> None:
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05)
             come = store.add(key, 0)
-    except RuntimeError:  # torch.distributed's errors: the store is gone, and the collective will say so
+    except (
+        RuntimeError
+    ):  # torch.distributed's errors: the store is gone, and the collective will say so
         return
 
 
@@ -208,9 +236,12 @@ def _resolver(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _public_name(frame: FrameType | None, file: str) -> str:
-    """The outermost function of torch's `file` that this call comes from; "" for a call from elsewhere."""
+    """The outermost function of torch's `file` that this call comes from; "" for a call from
+    elsewhere."""
     name = ""
-    while frame is not None and frame.f_code.co_filename.endswith((file, "c10d_logger.py", "contextlib.py")):
+    while frame is not None and frame.f_code.co_filename.endswith(
+        (file, "c10d_logger.py", "contextlib.py")
+    ):
         if frame.f_code.co_filename.endswith(file):
             name = frame.f_code.co_name
         frame = frame.f_back

@@ -1,4 +1,5 @@
-"""Flat layouts: tensors that lie one after another in one vector, so that one operation is over all of them."""
+"""Flat layouts: tensors that lie one after another in one vector, so that one operation is over all
+of them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import torch
 
 @dataclass(frozen=True)
 class Place:
-    """One tensor in a vector: numbers ``start`` to ``stop``, in `shape` and, if it is not None, with `stride`."""
+    """One tensor in a vector: numbers ``start`` to ``stop``, in `shape` and, if it is not None,
+    with `stride`."""
 
     name: str
     start: int
@@ -33,7 +35,13 @@ class FlatLayout:
         length: where the next tensor would begin: numbers in the vector, `start` and gaps included.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], align: int = 1, start: int = 0, strided: bool = False) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        align: int = 1,
+        start: int = 0,
+        strided: bool = False,
+    ) -> None:
         self.places: list[Place] = []
         for name, tensor in tensors.items():
             # The strides of a new tensor of this form: those of a slice would leave gaps.
@@ -42,11 +50,16 @@ class FlatLayout:
             start = -(-(start + tensor.numel()) // align) * align
         self.length = start
         # Without gaps, one split is faster than a slice for each tensor.
-        plain = not strided and bool(self.places) and self.length == sum(place.shape.numel() for place in self.places)
+        plain = (
+            not strided
+            and bool(self.places)
+            and self.length == sum(place.shape.numel() for place in self.places)
+        )
         self._sizes = [place.shape.numel() for place in self.places] if plain else None
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each tensor as a view of a vector, whose first `length` numbers are those of the layout."""
+        """Each tensor as a view of a vector, whose first `length` numbers are those of the
+        layout."""
         if self._sizes is None:
             return [_view(flat, place) for place in self.places]
         parts = flat[: self.length].split(self._sizes)
@@ -74,7 +87,8 @@ def joined(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) ->
 
 
 def fused(values: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """One vector for each dtype of tensors; what is done to it before the next one is copied back into them."""
+    """One vector for each dtype of tensors; what is done to it before the next one is copied back
+    into them."""
     groups: dict[torch.dtype, list[torch.Tensor]] = {}
     for value in values:
         groups.setdefault(value.dtype, []).append(value.detach())

@@ -1,4 +1,5 @@
-"""The calls that this rank makes together with the others, in order; `allhands.comm.calls` compares them between ranks."""
+"""The calls that this rank makes together with the others, in order; `allhands.comm.calls` compares
+them between ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 
 Label = str | tuple[Any, ...]
 
-# How far one rank may be ahead of another one and still be compared with it. On a GPU the hosts run ahead of the collectives.
+# How far one rank may be ahead of another one and still be compared with it. On a GPU the hosts run
+# ahead of the collectives.
 KEPT = 256
 _LONGEST = 200  # characters of a label or position that are published
 
@@ -21,14 +23,17 @@ place: Label = ""
 def note(label: Label) -> None:
     """Log that this rank is about to make a call which all ranks make together.
 
-    Cheap enough to stand in front of every optimizer step. The calls of one process are to be noted by one thread.
+    Cheap enough to stand in front of every optimizer step. The calls of one process are to be noted
+    by one thread.
 
     Args:
-        label: what the call is, the same on all ranks: a string, or a tuple of strings and numbers, such as ``("step", 17)``,
-            which is put together ("step 17") only when somebody has to read it.
+        label: what the call is, the same on all ranks: a string, or a tuple of strings and numbers,
+            such as ``("step", 17)``, which is put together ("step 17") only when somebody has to
+            read it.
     """
     global made
-    # Measured on one core of an AMD EPYC with Python 3.11: 73 ns with a string, 95 ns with a tuple made for it.
+    # Measured on one core of an AMD EPYC with Python 3.11: 73 ns with a string, 95 ns with a tuple
+    # made for it.
     ring[made % KEPT] = label
     made += 1  # last: the watcher, in another thread, reads the count first
 
@@ -49,10 +54,13 @@ def text_of(label: Label) -> str:
 
 
 def _not_the_users() -> tuple[str, ...]:
-    """Folders of code that is not the user's: this package, Python's library, installed packages."""
+    """Folders of code that is not the user's: this package, Python's library, installed
+    packages."""
     paths = sysconfig.get_paths()
     folders = {os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}
-    folders |= {os.path.abspath(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders |= {
+        os.path.abspath(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    }
     return tuple(folder + os.sep for folder in folders)
 
 
@@ -61,7 +69,8 @@ _PACKAGES = f"{os.sep}site-packages{os.sep}"  # of another environment that this
 
 
 def users_line(frame: FrameType | None) -> str:
-    """``file:line in function`` of the innermost frame of the user's code, else of any code; "" without a frame."""
+    """``file:line in function`` of the innermost frame of the user's code, else of any code; ""
+    without a frame."""
     innermost = frame
     while frame is not None:
         file = frame.f_code.co_filename
@@ -69,4 +78,8 @@ def users_line(frame: FrameType | None) -> str:
             break
         frame = frame.f_back
     found = frame or innermost
-    return f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}" if found is not None else ""
+    return (
+        f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
+        if found is not None
+        else ""
+    )

@@ -31,7 +31,8 @@ class RunFile:
         self._origins = dict(origins)
 
     def error(self, path: Sequence[str], problem: str) -> UserError:
-        """An error about the value at `path`, such as ``("optimizer", "lr")``; says where the value was written."""
+        """An error about the value at `path`, such as ``("optimizer", "lr")``; says where the value
+        was written."""
         return UserError(_message(self._origins, self.config.model_dump(), tuple(path), problem))
 
     def to_yaml(self) -> str:
@@ -40,11 +41,12 @@ class RunFile:
 
 
 def read_run(files: Iterable[str | Path] = (), overrides: Iterable[str] = ()) -> RunFile:
-    """Read run files, later ones changing earlier ones key by key, then overrides such as ``optimizer.lr=0.01``.
+    """Read run files, later ones changing earlier ones key by key, then overrides such as
+    ``optimizer.lr=0.01``.
 
     Raises:
-        UserError: a file that cannot be read, an unknown key or a value of the wrong type; all of them are named, each
-            with its file and line.
+        UserError: a file that cannot be read, an unknown key or a value of the wrong type; all of
+            them are named, each with its file and line.
     """
     merged: dict[str, Any] = {}
     origins: dict[KeyPath, str] = {}
@@ -57,7 +59,9 @@ def read_run(files: Iterable[str | Path] = (), overrides: Iterable[str] = ()) ->
         nested: Any = value
         for key in reversed(path):
             nested = {key: nested}
-        _merge(merged, nested, {path[:depth]: where for depth in range(1, len(path) + 1)}, origins, ())
+        _merge(
+            merged, nested, {path[:depth]: where for depth in range(1, len(path) + 1)}, origins, ()
+        )
     try:
         config = RunConfig.model_validate(merged)
     except ValidationError as failed:
@@ -74,11 +78,16 @@ def parse_override(text: str) -> tuple[KeyPath, Any]:
     """
     match = _OVERRIDE.fullmatch(text)
     if match is None:
-        raise UserError(f"{text!r} is no override; write key=value, such as optimizer.lr=0.01 (run files are given with -C)")
+        raise UserError(
+            f"{text!r} is no override; write key=value, such as optimizer.lr=0.01 (run files are "
+            "given with -C)"
+        )
     try:
         return tuple(match[1].split(".")), yaml.load(match[2], Loader=_Loader)
     except yaml.YAMLError as error:
-        raise UserError(f"the value in {text!r} is not YAML: {_problem(error)}; quote it: {match[1]}=\"'…'\"") from None
+        raise UserError(
+            f"the value in {text!r} is not YAML: {_problem(error)}; quote it: {match[1]}=\"'…'\""
+        ) from None
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
@@ -93,7 +102,8 @@ def nearest(word: str, names: Iterable[str]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loading by the rules of YAML 1.2: ``1e-3`` is a number, ``no`` is a string, a date is a string."""
+    """Safe loading by the rules of YAML 1.2: ``1e-3`` is a number, ``no`` is a string, a date is a
+    string."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
@@ -102,10 +112,13 @@ class _Loader(yaml.SafeLoader):
                 continue
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
             if not isinstance(key, str):
-                raise yaml.MarkedYAMLError(problem=f"the key {key!r} is not a name", problem_mark=key_node.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key!r} is not a name", problem_mark=key_node.start_mark
+                )
             if key in seen:
                 raise yaml.MarkedYAMLError(
-                    problem=f"the key '{key}' was written in line {seen[key]} already; remove one of the two",
+                    problem=f"the key '{key}' was written in line {seen[key]} already; remove one "
+                    "of the two",
                     problem_mark=key_node.start_mark,
                 )
             seen[key] = line
@@ -116,7 +129,8 @@ _SCALARS = {
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
     "int": (r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", "-+0123456789"),
     "float": (
-        r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
         "-+0123456789.",
     ),
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -124,7 +138,9 @@ _SCALARS = {
 }
 _Loader.yaml_implicit_resolvers = {}
 for _tag, (_pattern, _first) in _SCALARS.items():
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first))
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first)
+    )
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
@@ -133,7 +149,9 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"the run file {str(path)!r} cannot be read: {reason}{_similar(path)}") from None
+        raise UserError(
+            f"the run file {str(path)!r} cannot be read: {reason}{_similar(path)}"
+        ) from None
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -145,7 +163,10 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     finally:
         loader.dispose()
     if not isinstance(values, dict):
-        raise UserError(f"{path}: a run file holds keys and values, such as 'num_epochs: 10'; this one holds a {_kind(values)}")
+        raise UserError(
+            f"{path}: a run file holds keys and values, such as 'num_epochs: 10'; this one holds a "
+            f"{_kind(values)}"
+        )
     return values, dict(_places(node, path, ())) if node is not None else {}
 
 
@@ -173,14 +194,21 @@ def _similar(path: Path) -> str:
 # ---------------------------------------------------------------------- merging
 
 
-def _merge(base: dict[str, Any], new: Mapping[str, Any], places: Mapping[KeyPath, str],
-           origins: dict[KeyPath, str], above: KeyPath) -> None:  # fmt: skip
+def _merge(
+    base: dict[str, Any],
+    new: Mapping[str, Any],
+    places: Mapping[KeyPath, str],
+    origins: dict[KeyPath, str],
+    above: KeyPath,
+) -> None:
     """Put `new` over `base`, in place: mappings key by key, everything else as a whole."""
     for key, value in new.items():
         here = (*above, key)
         old = base.get(key)
         if isinstance(value, Mapping) and isinstance(old, str) and _takes_name(here):
-            old = base[key] = {"name": old}  # `optimizer: adamw` in one file, `optimizer.lr=0.1` after it
+            old = base[key] = {
+                "name": old
+            }  # `optimizer: adamw` in one file, `optimizer.lr=0.1` after it
         origins[here] = places.get(here, origins.get(here, ""))
         if isinstance(value, Mapping) and isinstance(old, dict):
             _merge(old, value, places, origins, here)
@@ -192,7 +220,9 @@ def _merge(base: dict[str, Any], new: Mapping[str, Any], places: Mapping[KeyPath
 
 
 def _copied(value: Any) -> Any:
-    return {key: _copied(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+    return (
+        {key: _copied(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+    )
 
 
 def _takes_name(path: KeyPath) -> bool:
@@ -203,7 +233,9 @@ def _takes_name(path: KeyPath) -> bool:
 # ---------------------------------------------------------------------- errors
 
 
-def _describe(origins: Mapping[KeyPath, str], values: Mapping[str, Any], error: Mapping[str, Any]) -> str:
+def _describe(
+    origins: Mapping[KeyPath, str], values: Mapping[str, Any], error: Mapping[str, Any]
+) -> str:
     path = tuple(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         section = _section_at(path[:-1])
@@ -217,11 +249,17 @@ def _describe(origins: Mapping[KeyPath, str], values: Mapping[str, Any], error: 
         inside = ", ".join(section.model_fields) if section is not None else ""
         return _message(origins, values, path, f"it must be {a_name}keys and values ({inside})")
     problem = str(error["msg"]).replace("Input should be", "it must be").replace("a valid ", "a ")
-    problem = problem.replace("integer", "whole number").replace("a boolean", "true or false").replace("string", "text")
+    problem = (
+        problem.replace("integer", "whole number")
+        .replace("a boolean", "true or false")
+        .replace("string", "text")
+    )
     return _message(origins, values, path, problem)
 
 
-def _message(origins: Mapping[KeyPath, str], values: Mapping[str, Any], path: KeyPath, problem: str) -> str:
+def _message(
+    origins: Mapping[KeyPath, str], values: Mapping[str, Any], path: KeyPath, problem: str
+) -> str:
     """``run.yml, line 7: optimizer.lr = 'x': it must be a number``."""
     place = next((origins[path[:n]] for n in range(len(path), 0, -1) if origins.get(path[:n])), "")
     value: Any = values
@@ -247,7 +285,9 @@ def _section_at(path: Iterable[str]) -> type[BaseModel] | None:
         if field is None:
             return None
         candidates = [field.annotation, *get_args(field.annotation)]
-        found = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+        found = next(
+            (c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None
+        )
         if found is None:
             return None
         section = found

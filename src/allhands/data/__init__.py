@@ -1,4 +1,5 @@
-"""What each worker sees: the global order of the samples, its share of it, and the feeds that read it."""
+"""What each worker sees: the global order of the samples, its share of it, and the feeds that read
+it."""
 
 from __future__ import annotations
 

@@ -18,35 +18,45 @@ from allhands.world import World
 def share_data(name: str, dataset: Any, world: World) -> Any:
     """The data set to use on this rank, the same on all of them.
 
-    Scripts that draw random tensors without a seed make other data on each rank. A tensor data set is then replaced by
-    rank 0's, which is said once; of other data sets only the length can be compared.
+    Scripts that draw random tensors without a seed make other data on each rank. A tensor data set
+    is then replaced by rank 0's, which is said once; of other data sets only the length can be
+    compared.
 
     Raises:
         UserError: the ranks hold data sets of different sizes or types.
     """
     if world.world_size == 1:
         return dataset
-    shape = f"{type(dataset).__name__} of {len(dataset) if isinstance(dataset, Sized) else 'unknown'} samples"
+    shape = (
+        f"{type(dataset).__name__} of "
+        f"{len(dataset) if isinstance(dataset, Sized) else 'unknown'} samples"
+    )
     content = ""
     if type(dataset) is TensorDataset:
-        shape += " with tensors " + ", ".join(f"{list(t.shape)} {t.dtype}".replace("torch.", "") for t in dataset.tensors)
+        shape += " with tensors " + ", ".join(
+            f"{list(t.shape)} {t.dtype}".replace("torch.", "") for t in dataset.tensors
+        )
         content = ",".join(str(checksum(t)) for t in dataset.tensors)
     seen = [text.split("|") for text in all_gather_text(f"{shape}|{content}", world)]
     for rank, (other, _) in enumerate(seen):
         if other != seen[0][0]:
             raise UserError(
-                f"the ranks hold different data sets as '{name}': rank 0 a {seen[0][0]}, rank {rank} a {other}. Build the same "
+                f"the ranks hold different data sets as '{name}': rank 0 a {seen[0][0]}, rank "
+                f"{rank} a {other}. Build the same "
                 "data on every rank: seed before drawing or splitting, and read the same files"
             )
     if any(found != seen[0][1] for _, found in seen):
         if world.rank == 0:
             print(
-                f"allhands: the ranks made different tensors for '{name}' (unseeded random data?); all use rank 0's",
+                f"allhands: the ranks made different tensors for '{name}' (unseeded random data?); "
+                "all use rank 0's",
                 file=sys.stderr,
             )
         tensors = [tensor.to(world.device, copy=True) for tensor in dataset.tensors]
         broadcast_tensors(tensors, world)
-        return TensorDataset(*(new.to(old.device) for new, old in zip(tensors, dataset.tensors, strict=True)))
+        return TensorDataset(
+            *(new.to(old.device) for new, old in zip(tensors, dataset.tensors, strict=True))
+        )
     return dataset
 
 

@@ -1,4 +1,5 @@
-"""From what the user passed (`loaders` or `datasets`) to one feed a loader, honouring or refusing every setting by name."""
+"""From what the user passed (`loaders` or `datasets`) to one feed a loader, honouring or refusing
+every setting by name."""
 
 from __future__ import annotations
 
@@ -32,15 +33,25 @@ from allhands.errors import UserError, kind_of
 from allhands.world import World
 
 # DataLoader arguments that say how samples are read; they are passed on as they are.
-_READING = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
-            "prefetch_factor", "persistent_workers")  # fmt: skip
+_READING = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)
 # DataLoader arguments that say which samples make a batch.
 _BATCHING = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
 _CATALYST_ONLY = {
     "per_gpu_scaling": "batch_size is per worker already; remove it",
-    "loaders_params": 'write the options beside the data set: "train": {"dataset": ds, "batch_size": 64}',
-    "samplers_params": 'write the sampler beside the data set: "train": {"dataset": ds, "sampler": sampler}',
+    "loaders_params": 'write the options beside the data set: "train": {"dataset": ds, '
+    '"batch_size": 64}',
+    "samplers_params": 'write the sampler beside the data set: "train": {"dataset": ds, "sampler": '
+    "sampler}",
 }
 
 
@@ -63,9 +74,15 @@ class Source:
         return self.name.startswith("train")
 
 
-def build_feeds(sources: Mapping[str, Source], world: World, seed: int, accumulate: int = 1,
-                same_everywhere: bool = False, place: tuple[int, int] | None = None,
-                level: bool = False) -> dict[str, Feed]:  # fmt: skip
+def build_feeds(
+    sources: Mapping[str, Source],
+    world: World,
+    seed: int,
+    accumulate: int = 1,
+    same_everywhere: bool = False,
+    place: tuple[int, int] | None = None,
+    level: bool = False,
+) -> dict[str, Feed]:
     """One feed a source.
 
     Args:
@@ -73,18 +90,24 @@ def build_feeds(sources: Mapping[str, Source], world: World, seed: int, accumula
         world: the processes.
         seed: of the samples' order.
         accumulate: micro-batches in a step of a loader that is trained on.
-        same_everywhere: skip the check that all ranks hold the same data, for data that one process has sent to all.
-        place: whose share of the samples this rank gets, and among how many; None gives each rank one of its own.
-        level: give all ranks the same number of micro-batches in every step, see `allhands.data.feed`.
+        same_everywhere: skip the check that all ranks hold the same data, for data that one process
+            has sent to all.
+        place: whose share of the samples this rank gets, and among how many; None gives each rank
+            one of its own.
+        level: give all ranks the same number of micro-batches in every step, see
+            `allhands.data.feed`.
 
     Raises:
-        UserError: a setting cannot be honoured in this world; the message names it and its replacement.
+        UserError: a setting cannot be honoured in this world; the message names it and its
+            replacement.
     """
     feeds = {}
     for name, source in sources.items():
         if not same_everywhere:
             source.dataset = share_data(name, source.dataset, world)
-        feeds[name] = _build_feed(source, world, seed, accumulate if source.trains else 1, place, level)
+        feeds[name] = _build_feed(
+            source, world, seed, accumulate if source.trains else 1, place, level
+        )
     return feeds
 
 
@@ -92,29 +115,34 @@ def sources_from_loaders(loaders: Any) -> dict[str, Source]:
     """Read the settings of ready-made DataLoaders, ``{"train": DataLoader, "valid": DataLoader}``.
 
     Raises:
-        UserError: it is no mapping of names to DataLoaders, or a DataLoader has a setting that cannot be honoured.
+        UserError: it is no mapping of names to DataLoaders, or a DataLoader has a setting that
+            cannot be honoured.
     """
     if not isinstance(loaders, Mapping) or not loaders:
         raise UserError(
-            f'loaders must be a dict of names to DataLoaders, such as {{"train": loader, "valid": loader}}; '
+            f'loaders must be a dict of names to DataLoaders, such as {{"train": loader, "valid": '
+            f"loader}}; "
             f"got {kind_of(loaders)}"
         )
     return {str(name): _source_from_loader(str(name), loader) for name, loader in loaders.items()}
 
 
 def sources_from_datasets(datasets: Any, seed: int) -> dict[str, Source]:
-    """Read the ``datasets=`` form: options for all loaders, and either data sets by name or a function that makes them.
+    """Read the ``datasets=`` form: options for all loaders, and either data sets by name or a
+    function that makes them.
 
-    ``{"batch_size": 32, "num_workers": 1, "train": ds, "valid": ds}``; a value may also be ``{"dataset": ds, **options}``.
-    With ``{"get_datasets_fn": fn, **kwargs}`` the keys that are no loader options are passed to ``fn``, which is called
-    with the global generators seeded alike on every rank.
+    ``{"batch_size": 32, "num_workers": 1, "train": ds, "valid": ds}``; a value may also be
+    ``{"dataset": ds, **options}``. With ``{"get_datasets_fn": fn, **kwargs}`` the keys that are no
+    loader options are passed to ``fn``, which is called with the global generators seeded alike on
+    every rank.
 
     Raises:
         UserError: an unknown or contradictory key.
     """
     if not isinstance(datasets, Mapping):
         raise UserError(
-            f'datasets must be a dict such as {{"batch_size": 32, "train": ds, "valid": ds}}; got {kind_of(datasets)}'
+            f'datasets must be a dict such as {{"batch_size": 32, "train": ds, "valid": ds}}; got '
+            f"{kind_of(datasets)}"
         )
     given = dict(datasets)
     for key, advice in _CATALYST_ONLY.items():
@@ -131,24 +159,35 @@ def sources_from_datasets(datasets: Any, seed: int) -> dict[str, Source]:
         own = dict(value) if isinstance(value, Mapping) else {"dataset": value}
         dataset = own.pop("dataset", None)
         unknown = set(own) - {*_READING, *_BATCHING}
-        if not isinstance(dataset, Dataset) and not (hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)):
+        if not isinstance(dataset, Dataset) and not (
+            hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
+        ):
             raise UserError(
-                f"datasets[{name!r}] is {kind_of(value)}; it must be a data set, or a dict with a key 'dataset'. Loader options "
+                f"datasets[{name!r}] is {kind_of(value)}; it must be a data set, or a dict with a "
+                "key 'dataset'. Loader options "
                 f"are: {', '.join(('batch_size', 'drop_last', *_READING))}"
             )
         if unknown:
-            raise UserError(f"datasets[{name!r}] has unknown option(s) {sorted(unknown)}; known are {(*_READING, *_BATCHING)}")
+            raise UserError(
+                f"datasets[{name!r}] has unknown option(s) {sorted(unknown)}; known are "
+                f"{(*_READING, *_BATCHING)}"
+            )
         settings = {**common, **own}
         iterable = isinstance(dataset, IterableDataset)
         batching = {key: settings.pop(key) for key in _BATCHING if key in settings}
-        if "batch_sampler" in batching and {"batch_size", "shuffle", "sampler", "drop_last"} & set(own):
+        if "batch_sampler" in batching and {"batch_size", "shuffle", "sampler", "drop_last"} & set(
+            own
+        ):
             raise UserError(
-                f"datasets[{name!r}]: batch_sampler excludes batch_size, shuffle, sampler and drop_last; keep one of them"
+                f"datasets[{name!r}]: batch_sampler excludes batch_size, shuffle, sampler and "
+                "drop_last; keep one of them"
             )
         if batching.get("sampler") is None and "batch_sampler" not in batching:
             batching.setdefault("shuffle", str(name).startswith("train") and not iterable)
         elif batching.get("shuffle"):
-            raise UserError(f"datasets[{name!r}]: sampler and shuffle=True exclude each other; keep one of them")
+            raise UserError(
+                f"datasets[{name!r}]: sampler and shuffle=True exclude each other; keep one of them"
+            )
         _refuse_distributed_sampler(str(name), batching.get("sampler"))
         sources[str(name)] = Source(str(name), dataset, options=settings, **batching)
     return sources
@@ -160,14 +199,19 @@ def _call_get_datasets(make: Any, kwargs: dict[str, Any], seed: int) -> dict[str
     except TypeError as error:
         name = getattr(make, "__name__", repr(make))
         raise UserError(
-            f"get_datasets_fn={name} cannot be called with the remaining keys {sorted(kwargs)}: {error}. Keys of datasets that "
-            f"are no loader options ({', '.join(('batch_size', 'drop_last', *_READING))}) are passed to it"
+            f"get_datasets_fn={name} cannot be called with the remaining keys {sorted(kwargs)}: "
+            f"{error}. Keys of datasets that "
+            f"are no loader options ({', '.join(('batch_size', 'drop_last', *_READING))}) are "
+            "passed to it"
         ) from None
     with preserved_generators():
         seed_everything(derive_seed(seed, "datasets"))
         made = make(**kwargs)
     if not isinstance(made, Mapping) or not made:
-        raise UserError(f'get_datasets_fn must return a dict such as {{"train": ds, "valid": ds}}; it returned {kind_of(made)}')
+        raise UserError(
+            f'get_datasets_fn must return a dict such as {{"train": ds, "valid": ds}}; it returned '
+            f"{kind_of(made)}"
+        )
     return dict(made)
 
 
@@ -180,22 +224,27 @@ def _source_from_loader(name: str, loader: Any) -> Source:
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise UserError(
-            f"loaders[{name!r}] is a {type(loader).__name__} with its own __iter__, which would be bypassed; pass a plain "
+            f"loaders[{name!r}] is a {type(loader).__name__} with its own __iter__, which would be "
+            "bypassed; pass a plain "
             "DataLoader with that behaviour in its collate_fn, sampler or data set"
         )
     if hasattr(loader, "set_epoch"):
         raise UserError(
-            f"loaders[{name!r}] is a {type(loader).__name__} with its own set_epoch, which would never be called; give it to the "
-            "data set, the sampler or the collate function, whose set_epoch is called with each epoch"
+            f"loaders[{name!r}] is a {type(loader).__name__} with its own set_epoch, which would "
+            "never be called; give it to the "
+            "data set, the sampler or the collate function, whose set_epoch is called with each "
+            "epoch"
         )
     if not getattr(loader, "in_order", True):
         raise UserError(
-            f"loaders[{name!r}] has in_order=False, by which batches come in the order in which they are ready; here "
+            f"loaders[{name!r}] has in_order=False, by which batches come in the order in which "
+            "they are ready; here "
             "the order is a function of the seed and the epoch: leave in_order out"
         )
     if getattr(loader, "pin_memory_device", ""):
         raise UserError(
-            f"loaders[{name!r}] has pin_memory_device={loader.pin_memory_device!r}; batches are pinned for the "
+            f"loaders[{name!r}] has pin_memory_device={loader.pin_memory_device!r}; batches are "
+            "pinned for the "
             "worker's own device: write pin_memory=True alone"
         )
     options = {key: getattr(loader, key) for key in _READING}
@@ -210,16 +259,22 @@ def _source_from_loader(name: str, loader: Any) -> Source:
         return source
     if loader.batch_size is None and loader.batch_sampler is None:
         raise UserError(
-            f"loaders[{name!r}] has batch_size=None, so that the size of a batch is unknown; give it batch_size=… and let the "
+            f"loaders[{name!r}] has batch_size=None, so that the size of a batch is unknown; give "
+            "it batch_size=… and let the "
             "data set return single samples"
         )
     if type(loader.batch_sampler) is not BatchSampler:
         source.batch_sampler = loader.batch_sampler
         _refuse_distributed_sampler(name, getattr(loader.batch_sampler, "sampler", None))
         return source
-    # A BatchSampler that the user made (batch_sampler=BatchSampler(…)) is taken apart like the one that DataLoader makes.
+    # A BatchSampler that the user made (batch_sampler=BatchSampler(…)) is taken apart like the one
+    # that DataLoader makes.
     batcher = loader.batch_sampler
-    source.batch_size, source.drop_last, sampler = batcher.batch_size, bool(batcher.drop_last), batcher.sampler
+    source.batch_size, source.drop_last, sampler = (
+        batcher.batch_size,
+        bool(batcher.drop_last),
+        batcher.sampler,
+    )
     _refuse_distributed_sampler(name, sampler)
     if type(sampler) is RandomSampler and _is_plain_shuffle(sampler, loader.dataset):
         source.shuffle = True
@@ -229,29 +284,54 @@ def _source_from_loader(name: str, loader: Any) -> Source:
 
 
 def _is_plain_shuffle(sampler: RandomSampler, dataset: Any) -> bool:
-    return not sampler.replacement and sampler.num_samples == len(dataset) and sampler.generator is None
+    return (
+        not sampler.replacement
+        and sampler.num_samples == len(dataset)
+        and sampler.generator is None
+    )
 
 
 def _refuse_distributed_sampler(name: str, sampler: Any) -> None:
     if isinstance(sampler, DistributedSampler):
         raise UserError(
-            f"loader {name!r} has a DistributedSampler, which pads and repeats samples; allhands deals the samples out itself, "
-            f"exactly. Write DataLoader(dataset, batch_size=…, shuffle={sampler.shuffle}) without a sampler"
+            f"loader {name!r} has a DistributedSampler, which pads and repeats samples; allhands "
+            "deals the samples out itself, "
+            f"exactly. Write DataLoader(dataset, batch_size=…, shuffle={sampler.shuffle}) without "
+            "a sampler"
         )
 
 
-def _build_feed(source: Source, world: World, seed: int, accumulate: int, place: tuple[int, int] | None, level: bool) -> Feed:
+def _build_feed(
+    source: Source,
+    world: World,
+    seed: int,
+    accumulate: int,
+    place: tuple[int, int] | None,
+    level: bool,
+) -> Feed:
     feed = _feed_of(source, world, seed, accumulate, place, level)
     feed.own_collate = source.options.get("collate_fn") not in (None, default_collate)
     feed.level = level
     return feed
 
 
-def _feed_of(source: Source, world: World, seed: int, accumulate: int, place: tuple[int, int] | None, level: bool) -> Feed:
+def _feed_of(
+    source: Source,
+    world: World,
+    seed: int,
+    accumulate: int,
+    place: tuple[int, int] | None,
+    level: bool,
+) -> Feed:
     name, dataset = source.name, source.dataset
     rank, size = place if place is not None else (world.rank, world.world_size)
-    if source.batch_sampler is None and (not isinstance(source.batch_size, int) or source.batch_size < 1):
-        raise UserError(f"loader {name!r} has batch_size={source.batch_size!r}; it must be a whole number of at least 1")
+    if source.batch_sampler is None and (
+        not isinstance(source.batch_size, int) or source.batch_size < 1
+    ):
+        raise UserError(
+            f"loader {name!r} has batch_size={source.batch_size!r}; it must be a whole number of "
+            "at least 1"
+        )
     deal = {
         "batch_size": source.batch_size if source.batch_sampler is None else 1,
         "world_size": size,
@@ -266,11 +346,15 @@ def _feed_of(source: Source, world: World, seed: int, accumulate: int, place: tu
         dataset, split = taken_as(dataset)
         if split and world.world_size > 1 and size != world.world_size:
             raise UserError(
-                f"loader {name!r} is split by rank, and with this strategy {world.world_size // size} ranks compute with the "
-                "same samples; let the stream give the same ones on every rank, without a nodesplitter; they are then dealt out"
+                f"loader {name!r} is split by rank, and with this strategy "
+                f"{world.world_size // size} ranks compute with the "
+                "same samples; let the stream give the same ones on every rank, without a "
+                "nodesplitter; they are then dealt out"
             )
         kind = SplitFeed if split and world.world_size > 1 else IterableFeed
-        return kind(name, dataset, deal, rank, world, seed, _iterable_options(source, world, options))
+        return kind(
+            name, dataset, deal, rank, world, seed, _iterable_options(source, world, options)
+        )
     if len(dataset) == 0:
         raise UserError(f"the data set of loader {name!r} is empty")
     order = _order_of(source, world, seed)
@@ -290,8 +374,12 @@ def _order_of(source: Source, world: World, seed: int) -> OrderSource:
 
 
 def _tensors_of(dataset: Any, options: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
-    """The tensors of a data set that can be batched by indexing with the same result as by a DataLoader."""
-    if options.get("worker_init_fn") is not None or options.get("collate_fn") not in (None, default_collate):
+    """The tensors of a data set that can be batched by indexing with the same result as by a
+    DataLoader."""
+    if options.get("worker_init_fn") is not None or options.get("collate_fn") not in (
+        None,
+        default_collate,
+    ):
         return None
     if type(dataset) is TensorDataset:
         return dataset.tensors
@@ -305,14 +393,18 @@ def _iterable_options(source: Source, world: World, options: dict[str, Any]) -> 
     workers = options.get("num_workers", 0)
     if source.shuffle or source.sampler is not None:
         raise UserError(
-            f"loader {source.name!r} reads an IterableDataset, which has no order to choose; remove shuffle and sampler"
+            f"loader {source.name!r} reads an IterableDataset, which has no order to choose; "
+            "remove shuffle and sampler"
         )
     if workers > 1:
         raise UserError(
-            f"loader {source.name!r} reads an IterableDataset with num_workers={workers}: each loader process would read "
-            "the whole stream and every sample would come several times. Write num_workers=1 (or 0), or use a map-style data set"
+            f"loader {source.name!r} reads an IterableDataset with num_workers={workers}: each "
+            "loader process would read "
+            "the whole stream and every sample would come several times. Write num_workers=1 (or "
+            "0), or use a map-style data set"
         )
     if world.world_size > 1:
-        # In a process of its own, a stream that draws from the global generators draws alike on every rank.
+        # In a process of its own, a stream that draws from the global generators draws alike on
+        # every rank.
         options["num_workers"] = 1
     return options

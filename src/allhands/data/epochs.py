@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-# Where an object keeps another one: Subset and ConcatDataset, batch samplers, partials and bound methods as collate functions.
+# Where an object keeps another one: Subset and ConcatDataset, batch samplers, partials and bound
+# methods as collate functions.
 _INSIDE = ("dataset", "datasets", "sampler", "func", "__self__")
 
 
@@ -16,7 +17,11 @@ class EpochListeners:
         self._found: dict[int, Any] = {}
         seen: set[int] = set()
         for each in objects:
-            self._found |= {id(one): one for one in _walk(each, seen) if callable(getattr(one, "set_epoch", None))}
+            self._found |= {
+                id(one): one
+                for one in _walk(each, seen)
+                if callable(getattr(one, "set_epoch", None))
+            }
 
     def __bool__(self) -> bool:
         return bool(self._found)

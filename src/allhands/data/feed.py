@@ -1,12 +1,13 @@
 """What one rank reads of one data set: micro-batches grouped into optimizer steps.
 
-A feed yields, for each optimizer step, ``(batches, counts, total, idle)``: this rank's micro-batches (possibly none), the
-number of samples in each, the number of samples of the whole global batch over all ranks, and whether some rank has none.
-Every rank gets the same number of steps in an epoch. On a GPU, micro-batches are there a step before they are asked for, see
+A feed yields, for each optimizer step, ``(batches, counts, total, idle)``: this rank's
+micro-batches (possibly none), the number of samples in each, the number of samples of the whole
+global batch over all ranks, and whether some rank has none. Every rank gets the same number of
+steps in an epoch. On a GPU, micro-batches are there a step before they are asked for, see
 `prefetch`.
 
-Where ranks must call the model equally often (``level``), a rank that is short of samples gets micro-batches of one sample that
-count as 0 samples, and no rank is without a micro-batch.
+Where ranks must call the model equally often (``level``), a rank that is short of samples gets
+micro-batches of one sample that count as 0 samples, and no rank is without a micro-batch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from allhands.data.prefetch import StepBatch, ahead, is_copied
 from allhands.data.sources import IndexSource, OrderSource
 from allhands.errors import UserError
 
-# Batches are gathered for many steps by one index operation; this bounds the copy that it makes, in bytes.
+# Batches are gathered for many steps by one index operation; this bounds the copy that it makes, in
+# bytes.
 GATHER_BYTES = 64 * 1024 * 1024
 
 
@@ -33,14 +35,17 @@ class Feed(ABC):
     Attributes:
         name: the loader's name, such as ``"train"``.
         kind: how it is read, in words, for the line that is printed at the start.
-        batch_size: samples of one micro-batch on one rank (0 where the user's batch sampler decides).
-        global_batch: samples of one full optimizer step over all ranks (0 where the user's batch sampler decides).
+        batch_size: samples of one micro-batch on one rank (0 where the user's batch sampler
+            decides).
+        global_batch: samples of one full optimizer step over all ranks (0 where the user's batch
+            sampler decides).
         num_samples: samples in an epoch, or None when only reading tells.
         num_steps: optimizer steps in an epoch, or None when only reading tells.
         targets: the last member of every batch, for the whole data set, where it lies in memory.
         ordered: whether the shares of a step, rank after rank, are in the order of the data set.
         order: where the order of an epoch comes from; None for a stream, which has its own.
-        own_collate: a collate function of the user's makes the batches, and may drop samples or add rows; see `CountedRows`.
+        own_collate: a collate function of the user's makes the batches, and may drop samples or add
+            rows; see `CountedRows`.
         level: ranks must call the model equally often.
     """
 
@@ -62,23 +67,29 @@ class Feed(ABC):
 
         Args:
             epoch: counted from 0.
-            skip: samples of the epoch's global order that earlier steps have taken, at this world size or another one. They
-                are not read, except from a stream, which cannot be entered in the middle.
+            skip: samples of the epoch's global order that earlier steps have taken, at this world
+                size or another one. They are not read, except from a stream, which cannot be
+                entered in the middle.
         """
 
     def example(self, count: int) -> Any:
-        """A batch of the first `count` samples of the data set, in its own order; no sampler is asked.
+        """A batch of the first `count` samples of the data set, in its own order; no sampler is
+        asked.
 
         Raises:
             UserError: there is no first sample that can be read twice.
         """
-        raise UserError(f"loader '{self.name}' is a stream, of which no sample can be read before the training begins")
+        raise UserError(
+            f"loader '{self.name}' is a stream, of which no sample can be read before the training "
+            "begins"
+        )
 
     def state_dict(self, within_epoch: bool) -> dict[str, Any]:
         """What the user's own sampler needs to go on; of use on rank 0, which draws from it.
 
         Args:
-            within_epoch: the epoch is to go on, so the order that was drawn for it belongs to the state.
+            within_epoch: the epoch is to go on, so the order that was drawn for it belongs to the
+                state.
         """
         return self.order.state_dict(within_epoch) if self.order is not None else {}
 
@@ -94,14 +105,22 @@ class Feed(ABC):
 class InMemoryFeed(Feed):
     """Batches of a tensor data set, gathered for many steps at once by one index operation.
 
-    The gathered rows are copies, so that a model which changes its input in place cannot damage the data set.
+    The gathered rows are copies, so that a model which changes its input in place cannot damage the
+    data set.
     """
 
     kind = "in memory"
     order: IndexSource
 
-    def __init__(self, name: str, tensors: Sequence[torch.Tensor], order: IndexSource, deal: dict[str, Any],
-                 rank: int, device: torch.device) -> None:  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        order: IndexSource,
+        deal: dict[str, Any],
+        rank: int,
+        device: torch.device,
+    ) -> None:
         self.name = name
         self.order = order
         self.deal = deal
@@ -125,7 +144,11 @@ class InMemoryFeed(Feed):
         return needed <= free // 4  # the model, its gradients and activations need the rest
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[StepBatch]:
-        return self._read(epoch, skip) if self._is_there() else ahead(self._read(epoch, skip), self.device)
+        return (
+            self._read(epoch, skip)
+            if self._is_there()
+            else ahead(self._read(epoch, skip), self.device)
+        )
 
     def _is_there(self) -> bool:
         return all(tensor.device == self.device for tensor in self.tensors)
@@ -136,15 +159,20 @@ class InMemoryFeed(Feed):
         size, per_rank = dealer.batch_size, dealer.batch_size * dealer.accumulate
         full = len(order) // dealer.global_batch
         # [step, rank, sample]: this rank's contiguous share of every full step
-        mine = order[: full * dealer.global_batch].view(full, dealer.world_size, per_rank)[:, self.rank]
+        mine = order[: full * dealer.global_batch].view(full, dealer.world_size, per_rank)[
+            :, self.rank
+        ]
         counts = (size,) * dealer.accumulate
         steps_at_once = max(1, GATHER_BYTES // (self.row_bytes * per_rank))
-        # An epoch that goes on cuts its batches out of a block at the same places as one that was not interrupted: the last bit
-        # of a product depends on how its operands lie in memory. The rows of the block's earlier steps are only there for that.
+        # An epoch that goes on cuts its batches out of a block at the same places as one that was
+        # not interrupted: the last bit of a product depends on how its operands lie in memory. The
+        # rows of the block's earlier steps are only there for that.
         earlier = skip // dealer.global_batch % steps_at_once
         for first in range(-earlier, full, steps_at_once):
             before = mine.new_zeros(max(0, -first) * per_rank)
-            rows = self._gather(torch.cat([before, mine[max(0, first) : first + steps_at_once].reshape(-1)]))
+            rows = self._gather(
+                torch.cat([before, mine[max(0, first) : first + steps_at_once].reshape(-1)])
+            )
             pieces = zip(*(tensor.split(size) for tensor in rows), strict=True)
             batches = itertools.islice(pieces, len(before) // size, None)
             if dealer.accumulate == 1:
@@ -160,7 +188,9 @@ class InMemoryFeed(Feed):
             last = []
             if parts:
                 rows = self._gather(torch.cat(parts))
-                last = list(zip(*(t.split([len(part) for part in parts]) for t in rows), strict=True))
+                last = list(
+                    zip(*(t.split([len(part) for part in parts]) for t in rows), strict=True)
+                )
             yield last, share.sizes, share.total, is_idle(share, dealer)
 
     def example(self, count: int) -> Any:
@@ -186,8 +216,9 @@ def is_idle(share: StepShare, dealer: Dealer) -> bool:
 
 
 def cut(items: Any, share: StepShare, offset: int = 0) -> list[tuple[int, Any]]:
-    """The micro-batches of a share, out of all the items of the epoch (or of the block that the share is of), each with the
-    position of its first item, counted from `offset`. One of size 0 gets the first item of the global batch."""
+    """The micro-batches of a share, out of all the items of the epoch (or of the block that the
+    share is of), each with the position of its first item, counted from `offset`. One of size 0
+    gets the first item of the global batch."""
     parts, start = [], share.start
     for size in share.sizes:
         first, stop = (start, start + size) if size else (share.first, share.first + 1)

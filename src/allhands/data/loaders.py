@@ -22,12 +22,22 @@ from allhands.errors import UserError
 
 
 class LoaderFeed(Feed):
-    """Batches of a map-style data set through a DataLoader that keeps the user's collate function and loader processes."""
+    """Batches of a map-style data set through a DataLoader that keeps the user's collate function
+    and loader processes."""
 
     order: OrderSource
 
-    def __init__(self, name: str, dataset: Any, order: OrderSource, deal: dict[str, Any], rank: int, seed: int,
-                 options: dict[str, Any], device: torch.device) -> None:  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        dataset: Any,
+        order: OrderSource,
+        deal: dict[str, Any],
+        rank: int,
+        seed: int,
+        options: dict[str, Any],
+        device: torch.device,
+    ) -> None:
         self.name = name
         self.order = order
         self.deal = deal
@@ -35,18 +45,25 @@ class LoaderFeed(Feed):
         self.seed = seed
         self.device = device
         workers = options.get("num_workers", 0)
-        self.kind = f"{workers} loader process{'es' if workers != 1 else ''}" if workers else "read in the worker itself"
+        self.kind = (
+            f"{workers} loader process{'es' if workers != 1 else ''}"
+            if workers
+            else "read in the worker itself"
+        )
         self._batches = _RankBatches()
         self._generator = torch.Generator()
         options = with_processes(name, options)
         self._listeners = EpochListeners(dataset, options.get("collate_fn"))
         if self._listeners and workers and options.get("persistent_workers"):
             raise UserError(
-                f"loader '{name}' has persistent_workers=True, whose processes keep what they were given in the first epoch, so "
-                f"that set_epoch of {self._listeners.names()} would never reach them; write persistent_workers=False"
+                f"loader '{name}' has persistent_workers=True, whose processes keep what they were "
+                "given in the first epoch, so "
+                f"that set_epoch of {self._listeners.names()} would never reach them; write "
+                "persistent_workers=False"
             )
         options["collate_fn"] = seeded_collate(options.get("collate_fn"))
-        # The sampler's batches are requests that the data set wrapper understands, not the lists that PyTorch's types expect.
+        # The sampler's batches are requests that the data set wrapper understands, not the lists
+        # that PyTorch's types expect.
         requests: Any = self._batches
         self.loader: DataLoader[Any] = DataLoader(
             SeededDataset(dataset), batch_sampler=requests, generator=self._generator, **options
@@ -58,7 +75,9 @@ class LoaderFeed(Feed):
         else:
             self.batch_size = self.global_batch = 0
             self.num_samples = None
-            self.num_steps = None if order.length is None else Dealer(order.length, **deal).num_steps
+            self.num_steps = (
+                None if order.length is None else Dealer(order.length, **deal).num_steps
+            )
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[StepBatch]:
         return ahead(self._read(epoch, skip), self.device)
@@ -67,8 +86,11 @@ class LoaderFeed(Feed):
         self._listeners.set_epoch(epoch)
         steps = self._plan(epoch, skip)
         seed = derive_seed(self.seed, "sample", self.name, epoch)
-        self._batches.batches = [(seed, first, batch) for batches, _, _, _ in steps for first, batch in batches]
-        # What loader processes draw outside of samples, in a worker_init_fn: others in each epoch and on each rank.
+        self._batches.batches = [
+            (seed, first, batch) for batches, _, _, _ in steps for first, batch in batches
+        ]
+        # What loader processes draw outside of samples, in a worker_init_fn: others in each epoch
+        # and on each rank.
         self._generator.manual_seed(derive_seed(self.seed, "loader", self.name, epoch, self.rank))
         with reading(self.loader, self.name) as loaded:
             for batches, counts, total, idle in steps:
@@ -78,22 +100,29 @@ class LoaderFeed(Feed):
         dataset = self.loader.dataset
         indices = range(min(count, len(dataset)))  # type: ignore[arg-type]
         with preserved_generators():
-            samples = dataset.__getitems__((derive_seed(self.seed, "example", self.name), 0, indices))  # type: ignore[attr-defined]
+            samples = dataset.__getitems__(  # type: ignore[attr-defined]
+                (derive_seed(self.seed, "example", self.name), 0, indices)
+            )
             return self.loader.collate_fn(samples)
 
     def close(self) -> None:
         end_processes(self.loader._iterator)
 
-    def _plan(self, epoch: int, skip: int) -> list[tuple[list[tuple[int, list[int]]], list[int], int, bool]]:
-        """For each step: this rank's batches, as the position of their first sample in the epoch and the sample indices; the
-        samples of each; those of the whole step; whether a rank has none."""
+    def _plan(
+        self, epoch: int, skip: int
+    ) -> list[tuple[list[tuple[int, list[int]]], list[int], int, bool]]:
+        """For each step: this rank's batches, as the position of their first sample in the epoch
+        and the sample indices; the samples of each; those of the whole step; whether a rank has
+        none."""
         if isinstance(self.order, BatchSource):
             made = self.order.batches(epoch)
             starts = list(itertools.accumulate(map(len, made), initial=0))
             if skip not in starts:
                 raise UserError(
-                    f"loader '{self.name}' cannot go on after {skip} samples: its batch sampler now makes batches that end "
-                    f"after {', '.join(map(str, starts[1:6]))}… samples. Resume with the batch sampler of the checkpoint"
+                    f"loader '{self.name}' cannot go on after {skip} samples: its batch sampler "
+                    "now makes batches that end "
+                    f"after {', '.join(map(str, starts[1:6]))}… samples. Resume with the batch "
+                    "sampler of the checkpoint"
                 )
             left = starts.index(skip)
             dealer = Dealer(len(made) - left, **self.deal)
@@ -117,7 +146,8 @@ class LoaderFeed(Feed):
 
 
 def with_processes(name: str, options: dict[str, Any], stream: bool = False) -> dict[str, Any]:
-    """The options of a DataLoader, whose processes, if it has any, say when they cannot send a batch."""
+    """The options of a DataLoader, whose processes, if it has any, say when they cannot send a
+    batch."""
     options = dict(options)
     if options.get("num_workers"):
         options["worker_init_fn"] = LoaderProcess(name, options.get("worker_init_fn"), stream)
@@ -128,7 +158,8 @@ def with_processes(name: str, options: dict[str, Any], stream: bool = False) -> 
 def reading(loader: DataLoader[Any], name: str) -> Iterator[Iterator[Any]]:
     """An iterator whose loader processes end with the block, unless they serve the next epoch too.
 
-    Where that is left to the garbage collector, which may take their queues apart first, PyTorch waits five seconds for each.
+    Where that is left to the garbage collector, which may take their queues apart first, PyTorch
+    waits five seconds for each.
 
     Raises:
         UserError: a loader process cannot send its batch, see `allhands.data.sending`.
@@ -147,7 +178,9 @@ def reading(loader: DataLoader[Any], name: str) -> Iterator[Iterator[Any]]:
 
 
 def end_processes(loaded: Any) -> None:
-    end = getattr(loaded, "_shutdown_workers", None)  # PyTorch's own; an iterator without processes has none
+    end = getattr(
+        loaded, "_shutdown_workers", None
+    )  # PyTorch's own; an iterator without processes has none
     if end is not None:
         end()
 

@@ -1,7 +1,8 @@
 """Batches on their way to a GPU while the step before them runs.
 
-The micro-batches of the next step are read from the feed and copied from pinned memory, on a stream beside that of the
-training, before those of the present step are handed out. What the training gets lies on its device, in the order and with the
+The micro-batches of the next step are read from the feed and copied from pinned memory, on a stream
+beside that of the training, before those of the present step are handed out. What the training gets
+lies on its device, in the order and with the
 errors of the feed: one that reading the next step has raised comes when the next step is asked for.
 """
 
@@ -22,7 +23,8 @@ class Transfer(Protocol):
     """How micro-batches get to a device."""
 
     def send(self, batches: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-        """Begin to copy them; returns the copies, not to be used before `receive`, and what `receive` needs."""
+        """Begin to copy them; returns the copies, not to be used before `receive`, and what
+        `receive` needs."""
 
     def receive(self, ticket: Any) -> None:
         """Let what is queued from now on use the copies."""
@@ -44,7 +46,11 @@ class SideStream:
         def copy(tensor: torch.Tensor) -> torch.Tensor:
             if not is_copied(tensor):
                 return tensor
-            pinned = tensor if tensor.is_pinned() else torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+            pinned = (
+                tensor
+                if tensor.is_pinned()
+                else torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+            )
             copies.append(pinned.to(self._device, non_blocking=True))
             return copies[-1]
 
@@ -59,17 +65,24 @@ class SideStream:
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(done)
         for tensor in copies:
-            tensor.record_stream(stream)  # its memory is the side stream's, which must not use it again too early
+            tensor.record_stream(
+                stream
+            )  # its memory is the side stream's, which must not use it again too early
 
 
 def is_copied(tensor: torch.Tensor) -> bool:
     """Whether a tensor of a batch is one that can be pinned and copied."""
-    plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and type(tensor) is torch.Tensor
+    plain = (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and type(tensor) is torch.Tensor
+    )
     return plain and not tensor.requires_grad
 
 
 def ahead(steps: Iterator[StepBatch], device: torch.device) -> Iterator[StepBatch]:
-    """The same steps; on CUDA each step's micro-batches are on the device, and were sent there a step earlier."""
+    """The same steps; on CUDA each step's micro-batches are on the device, and were sent there a
+    step earlier."""
     return steps if device.type != "cuda" else sent_ahead(steps, SideStream(device))
 
 
@@ -89,8 +102,11 @@ def sent_ahead(steps: Iterator[StepBatch], transfer: Transfer) -> Iterator[StepB
     return a_step_ahead(steps, lambda step: (transfer.send(step[0]), step[1:]), receive)
 
 
-def a_step_ahead(steps: Iterator[StepBatch], send: Callable[[StepBatch], Any], receive: Callable[[Any], Any]) -> Iterator[Any]:
-    """What `receive` makes of what `send` gave of each step, which is called when the step before it is handed out."""
+def a_step_ahead(
+    steps: Iterator[StepBatch], send: Callable[[StepBatch], Any], receive: Callable[[Any], Any]
+) -> Iterator[Any]:
+    """What `receive` makes of what `send` gave of each step, which is called when the step before
+    it is handed out."""
 
     def send_next() -> Any:
         try:

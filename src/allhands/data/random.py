@@ -1,7 +1,7 @@
 """Random streams, each a function of (seed, purpose, …) and of nothing else.
 
-Global generators are seeded from here only for the time of a training and put back afterwards, so that a library call
-never changes what the user's own code draws next.
+Global generators are seeded from here only for the time of a training and put back afterwards, so
+that a library call never changes what the user's own code draws next.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 def derive_seed(seed: int, *purpose: str | int) -> int:
     """A 63-bit seed for one purpose, for example ``derive_seed(42, "order", "train", epoch)``.
 
-    Hashing keeps the streams of neighbouring seeds, epochs and ranks independent; adding numbers would let
-    (seed 1, epoch 0) meet (seed 0, epoch 1).
+    Hashing keeps the streams of neighbouring seeds, epochs and ranks independent; adding numbers
+    would let (seed 1, epoch 0) meet (seed 0, epoch 1).
     """
     text = "/".join(f"{type(part).__name__}:{part}" for part in (int(seed), *purpose))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

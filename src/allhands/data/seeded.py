@@ -1,7 +1,8 @@
-"""Random draws in a data set (augmentation): a function of the seed, the loader, the epoch and the sample's place in it.
+"""Random draws in a data set (augmentation): a function of the seed, the loader, the epoch and the
+sample's place in it.
 
-So they do not depend on the number of workers or loader processes, on what was read ahead, or on where the training was
-interrupted, and the same sample is augmented differently in each epoch.
+So they do not depend on the number of workers or loader processes, on what was read ahead, or on
+where the training was interrupted, and the same sample is augmented differently in each epoch.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from allhands.data.random import get_states, set_states
 
-# What the batch sampler hands out: (seed of the epoch, position of the first sample in the epoch's order, sample indices).
+# What the batch sampler hands out: (seed of the epoch, position of the first sample in the epoch's
+# order, sample indices).
 Request = tuple[int, int, Sequence[int]]
 
 _MASK = (1 << 64) - 1
 
 
 class SeededDataset(Dataset[Any]):
-    """The user's data set, with the global generators of torch, numpy and random seeded before each sample.
+    """The user's data set, with the global generators of torch, numpy and random seeded before each
+    sample.
 
-    A data set that fetches whole batches (``__getitems__``) is asked for whole batches, and seeded once for each.
-    Attributes are those of the user's data set, for a ``worker_init_fn`` that reaches for them.
+    A data set that fetches whole batches (``__getitems__``) is asked for whole batches, and seeded
+    once for each. Attributes are those of the user's data set, for a ``worker_init_fn`` that
+    reaches for them.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -46,8 +50,9 @@ class SeededDataset(Dataset[Any]):
             else:
                 samples = Samples(seed, first)
                 for position, index in enumerate(indices, first):
-                    # Measured on one core of an AMD EPYC, on tensors in memory: 345 us a batch of 32 samples, and 100 us without
-                    # seeds. Of those 8 us a sample, random takes 4, numpy 1.6 and torch 1.1.
+                    # Measured on one core of an AMD EPYC, on tensors in memory: 345 us a batch of
+                    # 32 samples, and 100 us without seeds. Of those 8 us a sample, random takes 4,
+                    # numpy 1.6 and torch 1.1.
                     seed_sample(seed, position)
                     samples.append(dataset[index])
         return samples
@@ -62,7 +67,8 @@ class SeededDataset(Dataset[Any]):
 
 
 def seeded_collate(collate: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-    """The user's collate function, seeded for each batch; one that mixes samples draws the same wherever it runs."""
+    """The user's collate function, seeded for each batch; one that mixes samples draws the same
+    wherever it runs."""
     return None if collate is None or collate is default_collate else _SeededCollate(collate)
 
 
@@ -86,11 +92,13 @@ class Samples(list[Any]):
 
 
 class StreamGenerators:
-    """The global generators while a stream is read: it goes on drawing where it left off, whoever draws in between.
+    """The global generators while a stream is read: it goes on drawing where it left off, whoever
+    draws in between.
 
-    Without this, a stream that is read in the training's own process would take turns with dropout, and a training that was
-    resumed would read another stream. An exchange of all states takes 0.2 ms, mostly numpy's, for each optimizer step; in a
-    loader process where only the stream draws, there is none.
+    Without this, a stream that is read in the training's own process would take turns with dropout,
+    and a training that was resumed would read another stream. An exchange of all states takes 0.2
+    ms, mostly numpy's, for each optimizer step; in a loader process where only the stream draws,
+    there is none.
     """
 
     def __init__(self, seed: int, alone: bool) -> None:
@@ -115,7 +123,8 @@ class StreamGenerators:
 class _TorchGeneratorKept:
     """In the training's own process, torch's generator also makes dropout's masks, and is put back.
 
-    numpy and random stay where the last sample leaves them: that is a place which depends on nothing else either, and saving
+    numpy and random stay where the last sample leaves them: that is a place which depends on
+    nothing else either, and saving
     numpy's state takes ten times as long as seeding it.
     """
 
@@ -129,11 +138,14 @@ class _TorchGeneratorKept:
 
 def seed_sample(seed: int, position: int) -> None:
     """Seed torch (the processor's generator), numpy and random for one position of an epoch."""
-    # The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): neighbouring positions get unrelated seeds.
+    # The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): neighbouring positions get
+    # unrelated seeds.
     mixed = (seed + position * 0x9E3779B97F4A7C15) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
     mixed ^= mixed >> 31
-    torch.default_generator.manual_seed(mixed >> 1)  # torch.manual_seed would take a hundred times as long
+    torch.default_generator.manual_seed(
+        mixed >> 1
+    )  # torch.manual_seed would take a hundred times as long
     np.random.seed(mixed & 0xFFFFFFFF)
     random.seed(mixed)

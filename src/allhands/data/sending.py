@@ -1,7 +1,8 @@
-"""What happens when a loader process cannot send its batch: the training that waits for it gets an error.
+"""What happens when a loader process cannot send its batch: the training that waits for it gets an
+error.
 
-PyTorch pickles a batch in a thread of the loader process. Where that fails, it prints a traceback there, and whoever reads the
-batches waits for ever.
+PyTorch pickles a batch in a thread of the loader process. Where that fails, it prints a traceback
+there, and whoever reads the batches waits for ever.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from allhands.errors import UserError, kind_of
 
 
 class LoaderProcess:
-    """The ``worker_init_fn`` of a loader's processes: failures to send are told to the reader; then the user's own is called.
+    """The ``worker_init_fn`` of a loader's processes: failures to send are told to the reader; then
+    the user's own is called.
 
     Args:
         name: the loader's name.
@@ -37,17 +39,24 @@ class LoaderProcess:
 
     def __call__(self, number: int) -> None:
         def send_error(queue: Any, error: Exception, sent: Any) -> None:
-            if isinstance(sent, tuple) and len(sent) == 2 and isinstance(sent[0], int):  # (number of the batch, batch)
+            if (
+                isinstance(sent, tuple) and len(sent) == 2 and isinstance(sent[0], int)
+            ):  # (number of the batch, batch)
                 queue.put((sent[0], _SendError(self._explanation(error, sent[1]))))
 
-        # A hook of the standard library, looked up on the queue when the first batch is sent. This process ends with the loader.
+        # A hook of the standard library, looked up on the queue when the first batch is sent. This
+        # process ends with the loader.
         multiprocessing.queues.Queue._on_queue_feeder_error = send_error  # type: ignore[attr-defined]
         if self.init is not None:
             self.init(number)
 
     def _explanation(self, error: Exception, sent: Any) -> str:
         begin = f"a loader process of loader '{self.name}' cannot send its batch: "
-        alone = "" if self.stream else ", or write num_workers=0, which reads the batches in the training's own process"
+        alone = (
+            ""
+            if self.stream
+            else ", or write num_workers=0, which reads the batches in the training's own process"
+        )
         cause = _cause(error)
         if cause is not None:
             return begin + cause + alone
@@ -55,7 +64,8 @@ class LoaderProcess:
         found = next((member for batch in batches for member in _unsendable(batch, "batch")), None)
         where = "" if found is None else f"{found[0]} is {kind_of(found[1])}: "
         return (
-            f"{begin}{where}{type(error).__name__}: {error}. Return tensors, arrays, numbers and strings from the data set and "
+            f"{begin}{where}{type(error).__name__}: {error}. Return tensors, arrays, numbers and "
+            "strings from the data set and "
             f"the collate function{alone}"
         )
 
@@ -71,11 +81,16 @@ class _SendError(ExceptionWrapper):
 
 
 def read_error(name: str, error: RuntimeError) -> Exception | None:
-    """What to raise for an error of PyTorch's that came of reading from the processes of loader `name`; None leaves it."""
+    """What to raise for an error of PyTorch's that came of reading from the processes of loader
+    `name`; None leaves it."""
     cause = _cause(error)
     if cause is not None:
         return UserError(f"loader '{name}' cannot get a batch from its loader process: {cause}")
-    return RuntimeError(f"loader '{name}': {error}") if str(error).startswith("DataLoader worker") else None
+    return (
+        RuntimeError(f"loader '{name}': {error}")
+        if str(error).startswith("DataLoader worker")
+        else None
+    )
 
 
 def _cause(error: BaseException) -> str | None:
@@ -85,18 +100,30 @@ def _cause(error: BaseException) -> str | None:
     if "AF_UNIX path too long" in said:
         folder = tempfile.gettempdir()
         return (
-            f"the folder of temporary files, {folder}, is a path of {len(os.fsencode(folder))} bytes, and the address of a "
-            "socket in it has room for about 60. Set the variable TMPDIR to a short path such as /tmp"
+            f"the folder of temporary files, {folder}, is a path of {len(os.fsencode(folder))} "
+            "bytes, and the address of a "
+            "socket in it has room for about 60. Set the variable TMPDIR to a short path such as "
+            "/tmp"
         )
-    if number == errno.EMFILE or "Too many open files" in said or "received 0 items of ancdata" in said:
+    if (
+        number == errno.EMFILE
+        or "Too many open files" in said
+        or "received 0 items of ancdata" in said
+    ):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (
-            f"too many files are open, the limit is {limit}, and each tensor on its way is one. Raise it (ulimit -n 65536), set "
+            f"too many files are open, the limit is {limit}, and each tensor on its way is one. "
+            "Raise it (ulimit -n 65536), set "
             "a smaller num_workers or prefetch_factor"
         )
-    if number == errno.ENOSPC or ("/torch_" in said and "No space left" in said) or "insufficient shared memory" in said:
+    if (
+        number == errno.ENOSPC
+        or ("/torch_" in said and "No space left" in said)
+        or "insufficient shared memory" in said
+    ):
         return (
-            "the shared memory in /dev/shm is full. Make it larger (in a container: docker run --shm-size=8g), set a smaller "
+            "the shared memory in /dev/shm is full. Make it larger (in a container: docker run "
+            "--shm-size=8g), set a smaller "
             "batch_size, num_workers or prefetch_factor"
         )
     return None

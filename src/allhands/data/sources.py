@@ -1,4 +1,5 @@
-"""Where the order of an epoch comes from: our own seeded shuffle, the data set's own order, or the user's sampler."""
+"""Where the order of an epoch comes from: our own seeded shuffle, the data set's own order, or the
+user's sampler."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from allhands.world import World
 
 
 class OrderSource(ABC):
-    """The items of an epoch in their global order, the same on every rank. `length` is None when only drawing tells."""
+    """The items of an epoch in their global order, the same on every rank. `length` is None when
+    only drawing tells."""
 
     length: int | None
 
@@ -63,8 +65,8 @@ class Shuffled(IndexSource):
 class _Drawing:
     """The user's own sampler or batch sampler: drawn on rank 0, whose order all ranks deal from.
 
-    A sampler that draws from the global generators draws the same on every run. One with a generator of its own goes on from
-    that generator's state, which a checkpoint therefore holds.
+    A sampler that draws from the global generators draws the same on every run. One with a
+    generator of its own goes on from that generator's state, which a checkpoint therefore holds.
     """
 
     def __init__(self, name: str, sampler: Any, world: World, seed: int) -> None:
@@ -100,12 +102,16 @@ class _Drawing:
 
     def _generator(self) -> torch.Generator | None:
         generators = (getattr(part, "generator", None) for part in self._parts())
-        return next((generator for generator in generators if isinstance(generator, torch.Generator)), None)
+        return next(
+            (generator for generator in generators if isinstance(generator, torch.Generator)), None
+        )
 
     def _stateful(self) -> Any:
         """The part that keeps a state of its own, or None."""
         for part in self._parts():
-            if callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None)):
+            if callable(getattr(part, "state_dict", None)) and callable(
+                getattr(part, "load_state_dict", None)
+            ):
                 return part
         return None
 
@@ -143,7 +149,8 @@ class Sampled(IndexSource):
             for item in drawn:
                 if not _is_int(item):
                     raise UserError(
-                        f"the sampler of loader '{self.name}' gave {item!r} ({type(item).__name__}); "
+                        f"the sampler of loader '{self.name}' gave {item!r} "
+                        f"({type(item).__name__}); "
                         "a sampler must give integer indices into the data set"
                     )
             drawn = [int(item) for item in drawn]
@@ -152,7 +159,10 @@ class Sampled(IndexSource):
     def state_dict(self, within_epoch: bool) -> dict[str, Any]:
         state = self.drawing.state_dict()
         if within_epoch and self.drawing.epoch is not None:
-            state |= {"epoch": self.drawing.epoch, "order": torch.tensor([int(item) for item in self.drawing.drawn])}
+            state |= {
+                "epoch": self.drawing.epoch,
+                "order": torch.tensor([int(item) for item in self.drawing.drawn]),
+            }
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -162,7 +172,8 @@ class Sampled(IndexSource):
 
 
 class BatchSource(OrderSource):
-    """The user's own batch sampler: its batches are kept whole, and dealt out to the ranks like samples."""
+    """The user's own batch sampler: its batches are kept whole, and dealt out to the ranks like
+    samples."""
 
     def __init__(self, name: str, sampler: Iterable[list[int]], world: World, seed: int) -> None:
         self.world = world
@@ -180,7 +191,11 @@ class BatchSource(OrderSource):
         state = self.drawing.state_dict()
         if within_epoch and self.drawing.epoch is not None:
             lengths, flat = _flat(self.drawing.drawn)
-            state |= {"epoch": self.drawing.epoch, "lengths": torch.tensor(lengths), "order": torch.tensor(flat)}
+            state |= {
+                "epoch": self.drawing.epoch,
+                "lengths": torch.tensor(lengths),
+                "order": torch.tensor(flat),
+            }
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

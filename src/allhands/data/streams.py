@@ -26,14 +26,24 @@ from allhands.world import World
 
 
 class IterableFeed(Feed):
-    """Batches of an iterable data set: every rank reads the whole stream and keeps its contiguous share of each global batch.
+    """Batches of an iterable data set: every rank reads the whole stream and keeps its contiguous
+    share of each global batch.
 
-    Reading is repeated on every rank, which costs reading time but no exactness: the samples and their order are those of
-    a single process. The dealing happens in the loader process where there is one.
+    Reading is repeated on every rank, which costs reading time but no exactness: the samples and
+    their order are those of a single process. The dealing happens in the loader process where there
+    is one.
     """
 
-    def __init__(self, name: str, dataset: IterableDataset[Any], deal: dict[str, Any], rank: int, world: World, seed: int,
-                 options: dict[str, Any]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        dataset: IterableDataset[Any],
+        deal: dict[str, Any],
+        rank: int,
+        world: World,
+        seed: int,
+        options: dict[str, Any],
+    ) -> None:
         self.dealer = dealer = Dealer(0, **deal)
         self.name = name
         self.world = world
@@ -43,17 +53,22 @@ class IterableFeed(Feed):
         self.seed = seed
         self._generator = torch.Generator()
         options = with_processes(name, options, stream=True)
-        options.pop("persistent_workers", None)  # a process is started for each epoch, so that it knows which one it is
+        options.pop(
+            "persistent_workers", None
+        )  # a process is started for each epoch, so that it knows which one it is
         self._listeners = EpochListeners(dataset, options.get("collate_fn"))
         self._stream = _DealtStream(dataset, dealer, rank, options.pop("collate_fn", None))
-        self.loader: DataLoader[Any] = DataLoader(self._stream, batch_size=None, generator=self._generator, **options)
+        self.loader: DataLoader[Any] = DataLoader(
+            self._stream, batch_size=None, generator=self._generator, **options
+        )
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[StepBatch]:
         return ahead(self._read(epoch, skip), self.world.device)
 
     @contextmanager
     def _reading(self, epoch: int, skip: int) -> Iterator[Iterator[Any]]:
-        # The same seed on every rank: a stream that shuffles must shuffle alike everywhere, or samples are lost.
+        # The same seed on every rank: a stream that shuffles must shuffle alike everywhere, or
+        # samples are lost.
         self._stream.seed = derive_seed(self.seed, "stream", self.name, epoch)
         self._stream.skip = skip
         self._generator.manual_seed(self._stream.seed)  # for a worker_init_fn that draws
@@ -65,29 +80,40 @@ class IterableFeed(Feed):
         with self._reading(epoch, skip) as loaded:
             for batches, counts, total, fingerprint in loaded:
                 self._check_same_stream(total, fingerprint)
-                yield batches, counts, total, not self.dealer.level and total < self.dealer.world_size
+                yield (
+                    batches,
+                    counts,
+                    total,
+                    not self.dealer.level and total < self.dealer.world_size,
+                )
         self._check_same_stream(0, 0)
 
     def _check_same_stream(self, total: int, fingerprint: int) -> None:
-        """Raise unless every rank has read the same block; without this, ranks that read other streams would train on
-        samples twice or wait for one another for ever."""
+        """Raise unless every rank has read the same block; without this, ranks that read other
+        streams would train on samples twice or wait for one another for ever."""
         if self.world.world_size == 1:
             return
         mine = torch.tensor([[total, fingerprint]], dtype=torch.int64, device=self.world.device)
         seen = [tuple(row[0].tolist()) for row in all_gather_rows(mine, self.world)]
         if len(set(seen)) > 1:
             raise UserError(
-                f"the ranks read different streams from loader '{self.name}': samples in this block by rank: "
-                f"{[total for total, _ in seen]}, checksums {[checksum for _, checksum in seen]}. An IterableDataset must "
-                "give the same samples in the same order on every rank, which allhands deals out: derive its shuffling from a "
-                "fixed seed. If it gives each rank its own part already, say so: DataLoader(allhands.SplitByRank(dataset), …)"
+                f"the ranks read different streams from loader '{self.name}': samples in this "
+                "block by rank: "
+                f"{[total for total, _ in seen]}, checksums {[checksum for _, checksum in seen]}. "
+                "An IterableDataset must "
+                "give the same samples in the same order on every rank, which allhands deals out: "
+                "derive its shuffling from a "
+                "fixed seed. If it gives each rank its own part already, say so: "
+                "DataLoader(allhands.SplitByRank(dataset), …)"
             )
 
 
 class _DealtStream(IterableDataset[Any]):
     """The share of one rank of a stream, already collated into steps."""
 
-    def __init__(self, dataset: IterableDataset[Any], dealer: Dealer, rank: int, collate: Any) -> None:
+    def __init__(
+        self, dataset: IterableDataset[Any], dealer: Dealer, rank: int, collate: Any
+    ) -> None:
         self.dataset = dataset
         self.dealer = dealer
         self.rank = rank
@@ -95,8 +121,11 @@ class _DealtStream(IterableDataset[Any]):
         self.seed = self.skip = 0
 
     def __iter__(self) -> Iterator[tuple[Sequence[Any], Sequence[int], int, int]]:
-        # A collate function that draws seeds the generators for itself, and must not move the stream's.
-        reading = StreamGenerators(self.seed, alone=get_worker_info() is not None and self.collate is None)
+        # A collate function that draws seeds the generators for itself, and must not move the
+        # stream's.
+        reading = StreamGenerators(
+            self.seed, alone=get_worker_info() is not None and self.collate is None
+        )
         with reading:
             samples = itertools.islice(self.dataset, self.skip, None)
         first, size = self.skip, self.dealer.global_batch
@@ -113,7 +142,10 @@ class _DealtStream(IterableDataset[Any]):
     def _deal(self, block: list[Any], first: int) -> tuple[Sequence[Any], Sequence[int], int, int]:
         share = self.dealer.share(0, len(block), self.rank)
         collate = self.collate or default_collate
-        batches = [collate(Samples(self.seed, position, part)) for position, part in cut(block, share, first)]
+        batches = [
+            collate(Samples(self.seed, position, part))
+            for position, part in cut(block, share, first)
+        ]
         return batches, share.sizes, share.total, _fingerprint([block[0], block[-1]])
 
 
@@ -122,9 +154,15 @@ def _fingerprint(sample: Any) -> int:
     if isinstance(sample, torch.Tensor):
         return checksum(sample)
     if isinstance(sample, Mapping):
-        return zlib.crc32(repr([(str(key), _fingerprint(value)) for key, value in sample.items()]).encode())
+        return zlib.crc32(
+            repr([(str(key), _fingerprint(value)) for key, value in sample.items()]).encode()
+        )
     if isinstance(sample, (list, tuple)):
         return zlib.crc32(repr([_fingerprint(value) for value in sample]).encode())
     if isinstance(sample, np.ndarray):
         return zlib.crc32(np.ascontiguousarray(sample).tobytes())
-    return zlib.crc32(repr(sample).encode()) if isinstance(sample, (int, float, str, bytes, bool)) else 0
+    return (
+        zlib.crc32(repr(sample).encode())
+        if isinstance(sample, (int, float, str, bytes, bool))
+        else 0
+    )

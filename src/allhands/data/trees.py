@@ -9,7 +9,8 @@ import torch
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """A tree of dicts, lists and tuples with each of its tensors changed; what is no tensor stays."""
+    """A tree of dicts, lists and tuples with each of its tensors changed; what is no tensor
+    stays."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):

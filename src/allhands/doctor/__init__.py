@@ -1,7 +1,9 @@
-"""Looks for what would keep a job from running on this machine or on some hosts, and says what to do about it.
+"""Looks for what would keep a job from running on this machine or on some hosts, and says what to
+do about it.
 
-`examine` asks an agent on each host (`agent`, `contact`), judges the answers (`machine`, `gpus`, `network`, `folder` turn facts
-into findings) and runs a real all-reduce (`allreduce`). `report` writes the findings down.
+`examine` asks an agent on each host (`agent`, `contact`), judges the answers (`machine`, `gpus`,
+`network`, `folder` turn facts into findings) and runs a real all-reduce (`allreduce`). `report`
+writes the findings down.
 """
 
 from allhands.doctor.examination import Request, examine

@@ -1,8 +1,10 @@
-"""The program that looks at one host: it answers questions, one JSON object a line, over its standard streams.
+"""The program that looks at one host: it answers questions, one JSON object a line, over its
+standard streams.
 
-It is sent as text and never written to a disk there, so a host without allhands can be examined too. It needs the standard
-library only; what allhands itself would choose (addresses, interfaces) it asks the host's allhands, where there is one.
-It ends with its standard input, and then takes away whatever it made: its listener and its mark in the job's folder.
+It is sent as text and never written to a disk there, so a host without allhands can be examined
+too. It needs the standard library only; what allhands itself would choose (addresses, interfaces)
+it asks the host's allhands, where there is one. It ends with its standard input, and then takes
+away whatever it made: its listener and its mark in the job's folder.
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ RESOLVE_S = 5.0
 LIFE_S = 180
 CHUNK = 1 << 18
 NVIDIA_SMI = {
-    "gpus": "--query-gpu=index,uuid,name,driver_version,memory.total,memory.free,compute_mode,mig.mode.current "
+    "gpus": "--query-gpu=index,uuid,name,driver_version,memory.total,memory.free,compute_mode,"
+    "mig.mode.current "
     "--format=csv,noheader,nounits",
-    "apps": "--query-compute-apps=gpu_uuid,pid,process_name,used_memory --format=csv,noheader,nounits",
+    "apps": "--query-compute-apps=gpu_uuid,pid,process_name,used_memory "
+    "--format=csv,noheader,nounits",
     "topology": "topo -m",
     "peers": "topo -p2p r",
     "overview": "",
@@ -61,7 +65,13 @@ class Agent:
 
     def on_facts(self) -> dict[str, Any]:
         """What does not depend on other hosts."""
-        smi = threads({name: partial(run, ["nvidia-smi", *words.split()]) for name, words in NVIDIA_SMI.items()}, 20)
+        smi = threads(
+            {
+                name: partial(run, ["nvidia-smi", *words.split()])
+                for name, words in NVIDIA_SMI.items()
+            },
+            20,
+        )
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         return {
@@ -74,15 +84,24 @@ class Agent:
             "ssh_address": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
             "variables": {
                 name: os.environ[name]
-                for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+                for name in (
+                    "GLOO_SOCKET_IFNAME",
+                    "NCCL_SOCKET_IFNAME",
+                    "OMP_NUM_THREADS",
+                    "CUDA_VISIBLE_DEVICES",
+                )
                 if name in os.environ
             },
             "nvidia_smi": smi if smi["gpus"] is not None else None,
-            "infiniband": sorted(os.listdir("/sys/class/infiniband")) if os.path.isdir("/sys/class/infiniband") else [],
+            "infiniband": sorted(os.listdir("/sys/class/infiniband"))
+            if os.path.isdir("/sys/class/infiniband")
+            else [],
             "shm": space("/dev/shm"),
             "open_files": [_limit(soft), _limit(hard)],
             "memlock": _limit(locked),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            "cores": len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1,
             "core_quota": core_quota(),
             "memory": memory(),
         }
@@ -102,7 +121,9 @@ class Agent:
         self.listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self.listener.bind(("", 0))
         self.listener.listen(256)
-        threading.Thread(target=self._accept, args=(self.listener, token.encode()), daemon=True).start()
+        threading.Thread(
+            target=self._accept, args=(self.listener, token.encode()), daemon=True
+        ).start()
         return {"port": self.listener.getsockname()[1], "addresses": addresses()}
 
     def _accept(self, listener: socket.socket, token: bytes) -> None:
@@ -114,7 +135,8 @@ class Agent:
             threading.Thread(target=_serve, args=(peer, token), daemon=True).start()
 
     def on_connect(self, token: str, targets: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Connect to each target under each of its names; the first one in their order that answers is what a job would use.
+        """Connect to each target under each of its names; the first one in their order that answers
+        is what a job would use.
 
         `targets` have `names` (addresses among them) and `port`.
         """
@@ -133,7 +155,8 @@ class Agent:
         return answers
 
     def on_flood(self, address: str, port: int, token: str, seconds: float) -> dict[str, float]:
-        """Send to a listener for so long; the bytes that it got, and the seconds between its first and its last."""
+        """Send to a listener for so long; the bytes that it got, and the seconds between its first
+        and its last."""
         chunk = bytes(CHUNK)
         with socket.create_connection((address, port), CONNECT_S) as link:
             link.sendall(token.encode() + b"f")
@@ -147,7 +170,8 @@ class Agent:
     # ------------------------------------------------------------------ the job's folder
 
     def on_folder(self, path: str, will_be_made: bool, mark: str) -> dict[str, Any]:
-        """Look at a folder and leave a mark in it; `will_be_made`: where it is missing, at the folder that it will be made in."""
+        """Look at a folder and leave a mark in it; `will_be_made`: where it is missing, at the
+        folder that it will be made in."""
         path = os.path.abspath(os.path.expanduser(path))
         found: dict[str, Any] = {"path": path, "exists": os.path.lexists(path), "error": None}
         while will_be_made and not os.path.lexists(path):
@@ -157,7 +181,9 @@ class Agent:
             found.update(space(path), type=file_system(path))
             file = os.path.join(path, mark)
             try:
-                with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as handle:
+                with open(
+                    os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+                ) as handle:
                     self.marks.append(file)
                     handle.write(bytes(4096))
                     handle.flush()
@@ -168,12 +194,16 @@ class Agent:
         return found
 
     def on_look(self, path: str, marks: list[str]) -> list[str]:
-        """Which of the marks are in a folder. Each is asked for by its name: a listing may be an old one on a network disk."""
+        """Which of the marks are in a folder. Each is asked for by its name: a listing may be an
+        old one on a network disk."""
         return [mark for mark in marks if os.path.lexists(os.path.join(path, mark))]
 
 
-def threads(jobs: Mapping[str, Callable[[], Any]], timeout: float, late: Any = None) -> dict[str, Any]:
-    """What each of the functions returns, all at the same time; `late` for those that take longer than `timeout` seconds."""
+def threads(
+    jobs: Mapping[str, Callable[[], Any]], timeout: float, late: Any = None
+) -> dict[str, Any]:
+    """What each of the functions returns, all at the same time; `late` for those that take longer
+    than `timeout` seconds."""
     answers: dict[str, Any] = dict.fromkeys(jobs, late)
 
     def work(name: str) -> None:
@@ -192,17 +222,22 @@ def threads(jobs: Mapping[str, Callable[[], Any]], timeout: float, late: Any = N
 
 
 def resolve(name: str) -> dict[str, Any]:
-    """`addresses` of a name, or the `error`; asking a name server that is away is given up after some seconds."""
+    """`addresses` of a name, or the `error`; asking a name server that is away is given up after
+    some seconds."""
 
     def ask() -> dict[str, Any]:
         try:
             found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         except OSError as error:
             return {"addresses": [], "error": error.strerror or str(error)}
-        plain = (str(one[4][0]).removeprefix("::ffff:") for one in found)  # an IPv4 address in IPv6's clothes
+        plain = (
+            str(one[4][0]).removeprefix("::ffff:") for one in found
+        )  # an IPv4 address in IPv6's clothes
         return {"addresses": list(dict.fromkeys(plain)), "error": None}
 
-    return threads({"": ask}, RESOLVE_S, {"addresses": [], "error": f"no answer within {RESOLVE_S:.0f} s"})[""]
+    return threads(
+        {"": ask}, RESOLVE_S, {"addresses": [], "error": f"no answer within {RESOLVE_S:.0f} s"}
+    )[""]
 
 
 def addresses() -> list[str]:
@@ -224,7 +259,8 @@ def own_addresses() -> dict[str, str]:
 
 
 def interfaces() -> list[dict[str, Any]]:
-    """The interfaces that have an address and are not the loopback: speed in Mbit/s, None where the system does not know."""
+    """The interfaces that have an address and are not the loopback: speed in Mbit/s, None where the
+    system does not know."""
     found: dict[str, dict[str, Any]] = {}
     for address, name in own_addresses().items():
         folder = Path("/sys/class/net", name)
@@ -234,7 +270,13 @@ def interfaces() -> list[dict[str, Any]]:
         virtual = not (folder / "device").exists()
         speed = None if virtual else _number(folder / "speed")
         speed = speed if speed and speed > 0 else None
-        entry = {"name": name, "addresses": list[str](), "speed": speed, "virtual": virtual, "mtu": _number(folder / "mtu")}
+        entry = {
+            "name": name,
+            "addresses": list[str](),
+            "speed": speed,
+            "virtual": virtual,
+            "mtu": _number(folder / "mtu"),
+        }
         found.setdefault(name, entry)["addresses"].append(address)
     return list(found.values())
 
@@ -292,7 +334,8 @@ def _serve(peer: socket.socket, token: bytes) -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python, of the packages that must be equal on all hosts, and the CUDA that torch was built for. None: absent."""
+    """Of Python, of the packages that must be equal on all hosts, and the CUDA that torch was built
+    for. None: absent."""
     found: dict[str, str | None] = {"Python": platform.python_version()}
     for name in ("torch", "allhands", "numpy"):
         try:
@@ -300,14 +343,20 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     if found["allhands"] is None and importlib.util.find_spec("allhands"):
-        found["allhands"] = importlib.import_module("allhands").__version__  # on the path, not installed
+        found["allhands"] = importlib.import_module(
+            "allhands"
+        ).__version__  # on the path, not installed
     found["CUDA"] = None
     torch = importlib.util.find_spec("torch")
     if torch is not None and torch.origin:
         # Read and not imported, which takes seconds.
         with contextlib.suppress(OSError, SyntaxError, ValueError):
             for line in ast.parse(Path(torch.origin).with_name("version.py").read_text()).body:
-                targets = [line.target] if isinstance(line, ast.AnnAssign) else getattr(line, "targets", [])
+                targets = (
+                    [line.target]
+                    if isinstance(line, ast.AnnAssign)
+                    else getattr(line, "targets", [])
+                )
                 if any(isinstance(target, ast.Name) and target.id == "cuda" for target in targets):
                     value = getattr(line, "value", None)
                     found["CUDA"] = ast.literal_eval(value) if value is not None else None
@@ -327,7 +376,9 @@ def run(words: list[str]) -> str | None:
     """What a program prints, its errors included; None when there is none, or it does not end."""
     null, both = subprocess.DEVNULL, subprocess.STDOUT
     try:
-        done = subprocess.run(words, stdin=null, stdout=subprocess.PIPE, stderr=both, timeout=15, check=False)
+        done = subprocess.run(
+            words, stdin=null, stdout=subprocess.PIPE, stderr=both, timeout=15, check=False
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.decode("utf-8", "replace")
@@ -348,13 +399,18 @@ def _number(path: Path) -> int | None:
 
 
 def space(path: str) -> dict[str, Any]:
-    """Bytes of the file system that holds `path`: `total` and `free` (for this user); all None where there is none."""
+    """Bytes of the file system that holds `path`: `total` and `free` (for this user); all None
+    where there is none."""
     try:
         told = os.statvfs(path)
     except OSError:
         return {"total": None, "free": None, "files_free": None}
     free_files = told.f_favail if told.f_files else None  # some file systems count no files
-    return {"total": told.f_frsize * told.f_blocks, "free": told.f_frsize * told.f_bavail, "files_free": free_files}
+    return {
+        "total": told.f_frsize * told.f_blocks,
+        "free": told.f_frsize * told.f_bavail,
+        "files_free": free_files,
+    }
 
 
 def file_system(path: str) -> str | None:
@@ -364,7 +420,9 @@ def file_system(path: str) -> str | None:
         for line in Path("/proc/self/mounts").read_text().splitlines():
             _, place, name, *_ = line.split(" ")
             place = place.replace("\\040", " ")
-            inside = os.path.realpath(path) == place or os.path.realpath(path).startswith(place.rstrip("/") + "/")
+            inside = os.path.realpath(path) == place or os.path.realpath(path).startswith(
+                place.rstrip("/") + "/"
+            )
             if inside and len(place) >= len(best):
                 best, kind = place, name
     return kind
@@ -378,7 +436,9 @@ def memory() -> dict[str, int | None]:
             name, _, rest = line.partition(":")
             told[name] = int(rest.split()[0]) * 1024
     total, free = told.get("MemTotal"), told.get("MemAvailable")
-    limit, taken = (_number(Path("/sys/fs/cgroup", name)) for name in ("memory.max", "memory.current"))
+    limit, taken = (
+        _number(Path("/sys/fs/cgroup", name)) for name in ("memory.max", "memory.current")
+    )
     if limit is not None and total is not None and limit < total:
         total, free = limit, min(free or 0, max(0, limit - (taken or 0)))
     return {"total": total, "free": free}
@@ -393,7 +453,8 @@ def core_quota() -> float | None:
 
 
 def main() -> None:
-    """Answer until standard input ends. What others print on standard output goes to standard error."""
+    """Answer until standard input ends. What others print on standard output goes to standard
+    error."""
     answers = os.dup(1)
     os.dup2(2, 1)
     for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGHUP):

@@ -1,4 +1,5 @@
-"""A real all-reduce over the hosts, started and looked after like any job: do the sums come out right, and how fast?
+"""A real all-reduce over the hosts, started and looked after like any job: do the sums come out
+right, and how fast?
 
 The workers run this file as a module; `measure` starts them.
 """
@@ -30,7 +31,9 @@ GROUP_TIMEOUT_S = 15.0
 WHOLE_S = 30.0
 
 
-def measure(hosts: Sequence[Host], slots: Sequence[int], device: str = "auto") -> tuple[dict[str, Any] | None, str]:
+def measure(
+    hosts: Sequence[Host], slots: Sequence[int], device: str = "auto"
+) -> tuple[dict[str, Any] | None, str]:
     """Run it.
 
     Args:
@@ -39,9 +42,12 @@ def measure(hosts: Sequence[Host], slots: Sequence[int], device: str = "auto") -
         device: "cpu", or "auto" for a GPU each where there are any.
 
     Returns:
-        What rank 0 measured (`backend`; `sizes` with `bytes`, `seconds`) and "", or None and what went wrong.
+        What rank 0 measured (`backend`; `sizes` with `bytes`, `seconds`) and "", or None and what
+        went wrong.
     """
-    options = Options(workers=sum(slots), cwd="/", prefix=True, grace=1.0, heartbeat_timeout=WHOLE_S)
+    options = Options(
+        workers=sum(slots), cwd="/", prefix=True, grace=1.0, heartbeat_timeout=WHOLE_S
+    )
     told: dict[int, dict[str, Any]] = {}
     said = io.StringIO()
     timed_out = threading.Event()
@@ -68,7 +74,11 @@ def measure(hosts: Sequence[Host], slots: Sequence[int], device: str = "auto") -
         raise KeyboardInterrupt  # Ctrl-C, or the like, was for the doctor
     if code:
         return None, _failure(said.getvalue())
-    wrong = [f"rank {rank} ({job.supervisor.workers[rank].host})" for rank, one in sorted(told.items()) if not one["correct"]]
+    wrong = [
+        f"rank {rank} ({job.supervisor.workers[rank].host})"
+        for rank, one in sorted(told.items())
+        if not one["correct"]
+    ]
     if wrong:
         return None, f"wrong sums on {', '.join(wrong)}"
     return told[0], ""
@@ -106,7 +116,8 @@ def work(device: str) -> None:
 
 
 def _one(count: int, device: Any) -> tuple[bool, float]:
-    """All-reduce a tensor of `count` bytes: whether the sums are right, and the mean seconds on the slowest rank."""
+    """All-reduce a tensor of `count` bytes: whether the sums are right, and the mean seconds on the
+    slowest rank."""
     import torch
     import torch.distributed as dist
 

@@ -15,7 +15,14 @@ from typing import Any
 
 from allhands.errors import HostError
 from allhands.launch.handle import KeeperHandle
-from allhands.launch.remote import KEEPER_LINE, await_keeper, first_message, keeper_command, keeper_words, start_process
+from allhands.launch.remote import (
+    KEEPER_LINE,
+    await_keeper,
+    first_message,
+    keeper_command,
+    keeper_words,
+    start_process,
+)
 from allhands.launch.ssh import SshHost, explain, neutral
 
 # From the start of ssh to the agent's first word.
@@ -31,7 +38,11 @@ exec(compile(message["agent"], "<allhands doctor>", "exec"))
 
 
 def _first_message(env: Mapping[str, str | None], path: list[str]) -> bytes:
-    agent = importlib.resources.files("allhands.doctor").joinpath("agent.py").read_text(encoding="utf-8")
+    agent = (
+        importlib.resources.files("allhands.doctor")
+        .joinpath("agent.py")
+        .read_text(encoding="utf-8")
+    )
     return first_message(env, _PROGRAM, path=path, line=KEEPER_LINE, agent=agent)
 
 
@@ -45,7 +56,9 @@ class Contact:
         env: variables for the agent, as workers would get them.
     """
 
-    def __init__(self, name: str, ssh: SshHost | None, python: str, env: Mapping[str, str | None]) -> None:
+    def __init__(
+        self, name: str, ssh: SshHost | None, python: str, env: Mapping[str, str | None]
+    ) -> None:
         self.name, self.ssh = name, ssh
         self.login_s = 0.0
         self.noise = b""  # what the login shell printed on standard output
@@ -63,7 +76,10 @@ class Contact:
         if self.ssh is None:
             words, path = keeper_words(self._python), [entry for entry in sys.path if entry]
         else:
-            words, path = self.ssh.command(keeper_command(neutral(self._python)), carries_others=True), []
+            words, path = (
+                self.ssh.command(keeper_command(neutral(self._python)), carries_others=True),
+                [],
+            )
         began = time.monotonic()
         self._process = start_process(words, _first_message(self._env, path))
         said: Callable[[str], str] = lambda text: explain(self.name, text)  # noqa: E731
@@ -82,22 +98,31 @@ class Contact:
             self._handle.send(op=op, **question)
             deadline = time.monotonic() + timeout
             while True:
-                ready, _, _ = select.select([self._handle.events], [], [], max(0.0, deadline - time.monotonic()))
+                ready, _, _ = select.select(
+                    [self._handle.events], [], [], max(0.0, deadline - time.monotonic())
+                )
                 if not ready:
                     self.close()  # its late answer must not be taken for that to another question
-                    raise HostError(self.name, f"it did not answer within {timeout:.0f} s (asked for {op})")
+                    raise HostError(
+                        self.name, f"it did not answer within {timeout:.0f} s (asked for {op})"
+                    )
                 data = os.read(self._handle.events, 1 << 18)
                 if not data:
                     raise HostError(self.name, f"{self._handle.why_gone()} (asked for {op})")
                 for answer in self._handle.inbox.feed(data):
                     if "error" in answer:
-                        raise HostError(self.name, f"the examination failed there (asked for {op}): {answer['error']}")
+                        raise HostError(
+                            self.name,
+                            f"the examination failed there (asked for {op}): {answer['error']}",
+                        )
                     return answer["answer"]
 
     @property
     def is_up(self) -> bool:
         """Whether it can be asked."""
-        return self._handle is not None and self._process is not None and self._process.poll() is None
+        return (
+            self._handle is not None and self._process is not None and self._process.poll() is None
+        )
 
     def close(self) -> None:
         """End the agent, which takes away what it made, and the connection."""

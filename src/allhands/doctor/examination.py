@@ -1,4 +1,5 @@
-"""The examination: who is asked what, in which order. What the answers mean is decided in the other files."""
+"""The examination: who is asked what, in which order. What the answers mean is decided in the other
+files."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Request:
         python: the Python on them.
         env: variables for the workers on them.
         folder: the job's folder.
-        copies: a launch copies its files there, and makes it where it is missing (`--sync-dst-dir`).
+        copies: a launch copies its files there, and makes it where it is missing
+            (`--sync-dst-dir`).
         all_reduce: run one.
         per_gpu: it has a worker for each GPU, instead of one a host (or two on this machine alone).
     """
@@ -55,7 +57,8 @@ class Request:
 
 
 def examine(request: Request, say: Callable[[str], None] = lambda text: None) -> Report:
-    """Look at this machine and all hosts. Must be called in the main thread, because the all-reduce handles signals.
+    """Look at this machine and all hosts. Must be called in the main thread, because the all-reduce
+    handles signals.
 
     Args:
         request: what to look at.
@@ -73,7 +76,9 @@ def examine(request: Request, say: Callable[[str], None] = lambda text: None) ->
         examination.all_reduce()
     names = [HERE, *(spec.name for spec in request.hosts)]
     order = {name: index for index, name in enumerate([*names, TOGETHER])}
-    findings = sorted(examination.findings, key=lambda one: (order[one.host], CHECKS.index(one.check)))
+    findings = sorted(
+        examination.findings, key=lambda one: (order[one.host], CHECKS.index(one.check))
+    )
     return Report(names, findings, time.monotonic() - began)
 
 
@@ -85,9 +90,14 @@ class _Examination:
         self.findings: list[Finding] = []
         self.facts: dict[str, dict[str, Any]] = {}
         self.here = Contact(HERE, None, sys.executable, {})
-        self.others = [Contact(spec.name, self._ssh(spec), request.python, request.env) for spec in request.hosts]
+        self.others = [
+            Contact(spec.name, self._ssh(spec), request.python, request.env)
+            for spec in request.hosts
+        ]
         self.up: list[Contact] = []
-        self.chosen: dict[str, dict[str, Any]] = {}  # the interface of each host on the way to the others
+        self.chosen: dict[
+            str, dict[str, Any]
+        ] = {}  # the interface of each host on the way to the others
         self.blocked: list[Finding] = []
         self.socket_rate: float | None = None  # bytes a second
 
@@ -107,8 +117,11 @@ class _Examination:
                 assert contact.ssh is not None
                 contact.ssh.close()
 
-    def _ask(self, contacts: Sequence[Contact], question: Callable[[Contact], Answer]) -> dict[str, Answer]:
-        """What each of them answers, all at the same time; one that fails is told and asked no more."""
+    def _ask(
+        self, contacts: Sequence[Contact], question: Callable[[Contact], Answer]
+    ) -> dict[str, Answer]:
+        """What each of them answers, all at the same time; one that fails is told and asked no
+        more."""
 
         def one(contact: Contact) -> Answer | HostError:
             try:
@@ -119,7 +132,11 @@ class _Examination:
         contacts, answers = list(contacts), dict[str, Answer]()
         for contact, answer in zip(contacts, self.pool.map(one, contacts), strict=True):
             if isinstance(answer, HostError):
-                self.findings.append(machine.unreachable(contact.name, str(answer).removeprefix(f"host {contact.name}: ")))
+                self.findings.append(
+                    machine.unreachable(
+                        contact.name, str(answer).removeprefix(f"host {contact.name}: ")
+                    )
+                )
                 if contact in self.up:
                     self.up.remove(contact)
                 self.facts.pop(contact.name, None)
@@ -143,7 +160,9 @@ class _Examination:
         if not request.hosts:
             self._slurm()
 
-    def _judge(self, contact: Contact, facts: dict[str, Any], clock: tuple[float, float] | None) -> None:
+    def _judge(
+        self, contact: Contact, facts: dict[str, Any], clock: tuple[float, float] | None
+    ) -> None:
         host, add = contact.name, self.findings.append
         if contact is not self.here:
             add(machine.login(host, contact.login_s))
@@ -166,11 +185,19 @@ class _Examination:
         nodes = os.environ.get("SLURM_JOB_NODELIST", "unknown nodes")
         found = f"inside job {job} of Slurm on {nodes}"
         if shutil.which("srun") is None:
-            advice = "add the folder of Slurm's programs to PATH; allhands starts workers on the nodes with srun"
-            self.findings.append(Finding(TOGETHER, "slurm", "problem", f"{found}, but there is no srun in PATH", advice))
+            advice = (
+                "add the folder of Slurm's programs to PATH; allhands starts workers on the "
+                "nodes with srun"
+            )
+            self.findings.append(
+                Finding(
+                    TOGETHER, "slurm", "problem", f"{found}, but there is no srun in PATH", advice
+                )
+            )
             return
         advice = (
-            "only this node was examined: `srun --ntasks-per-node=1 allhands doctor --json` examines each by itself, and "
+            "only this node was examined: `srun --ntasks-per-node=1 allhands doctor --json` "
+            "examines each by itself, and "
             "`allhands doctor -H NODES` all of them together where ssh may log in to them"
         )
         self.findings.append(Finding(TOGETHER, "slurm", "ok", found, advice))
@@ -194,24 +221,37 @@ class _Examination:
             self._ports()
         for contact in self.up:
             mine = self.chosen.get(contact.name, {})
-            self.findings.append(network.interface(contact.name, self.facts[contact.name], mine.get("name"), mine.get("address")))
-        self.findings += network.mtus({host: one for host, one in self.chosen.items() if one["name"] and one.get("mtu")})
+            self.findings.append(
+                network.interface(
+                    contact.name, self.facts[contact.name], mine.get("name"), mine.get("address")
+                )
+            )
+        self.findings += network.mtus(
+            {host: one for host, one in self.chosen.items() if one["name"] and one.get("mtu")}
+        )
         self._folder()
 
     def _names(self) -> None:
         names = [contact.name for contact in self._hosts_up()]
         told = self._ask(
-            self._hosts_up(), lambda contact: contact.ask("resolve", names=[name for name in names if name != contact.name])
+            self._hosts_up(),
+            lambda contact: contact.ask(
+                "resolve", names=[name for name in names if name != contact.name]
+            ),
         )
         for host, answer in told.items():
             self.findings += network.other_names(host, answer)
 
     def _ports(self) -> None:
-        """Every host to every other; then, where all got through, all send to the next one at the same time."""
+        """Every host to every other; then, where all got through, all send to the next one at the
+        same time."""
         token = secrets.token_hex(8)
         listening = self._ask(self._hosts_up(), lambda contact: contact.ask("listen", token=token))
         targets = {
-            host: {"names": list(dict.fromkeys([*told["addresses"][:1], host, *told["addresses"]])), "port": told["port"]}
+            host: {
+                "names": list(dict.fromkeys([*told["addresses"][:1], host, *told["addresses"]])),
+                "port": told["port"],
+            }
             for host, told in listening.items()
         }
 
@@ -223,7 +263,9 @@ class _Examination:
         pairs = {
             (source, target): answer
             for source, answers in told.items()
-            for target, answer in zip([host for host in targets if host != source], answers, strict=True)
+            for target, answer in zip(
+                [host for host in targets if host != source], answers, strict=True
+            )
         }
         found = network.ports(pairs, {host: one["port"] for host, one in targets.items()})
         self.findings += found
@@ -233,38 +275,58 @@ class _Examination:
             self._flood(token, pairs, targets)
 
     def _choose(self, pairs: dict[tuple[str, str], dict[str, Any]]) -> None:
-        """The interfaces that a job would use: towards the first host, and on that the one that the second host reaches."""
+        """The interfaces that a job would use: towards the first host, and on that the one that the
+        second host reaches."""
         hosts = [contact.name for contact in self._hosts_up()]
         if len(hosts) < 2:
             return
-        for source, target, seen_from in [(hosts[1], hosts[0], True)] + [(host, hosts[0], False) for host in hosts[1:]]:
+        for source, target, seen_from in [(hosts[1], hosts[0], True)] + [
+            (host, hosts[0], False) for host in hosts[1:]
+        ]:
             good = pairs.get((source, target), {}).get("reached")
             if good is None:
                 continue
             host, address = (target, good["address"]) if seen_from else (source, good["own"])
-            known = next((one for one in self.facts[host]["interfaces"] if address in one["addresses"]), None)
+            known = next(
+                (one for one in self.facts[host]["interfaces"] if address in one["addresses"]), None
+            )
             self.chosen[host] = {**(known or {"name": None}), "address": address}
 
-    def _flood(self, token: str, pairs: dict[tuple[str, str], dict[str, Any]], targets: dict[str, Any]) -> None:
+    def _flood(
+        self, token: str, pairs: dict[tuple[str, str], dict[str, Any]], targets: dict[str, Any]
+    ) -> None:
         hosts = [contact.name for contact in self._hosts_up()]
         following = dict(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
 
         def send(contact: Contact) -> Any:
             target = following[contact.name]
             address = pairs[contact.name, target]["reached"]["address"]
-            return contact.ask("flood", 20.0, address=address, port=targets[target]["port"], token=token, seconds=_FLOOD_S)
+            return contact.ask(
+                "flood",
+                20.0,
+                address=address,
+                port=targets[target]["port"],
+                token=token,
+                seconds=_FLOOD_S,
+            )
 
         told = self._ask(self._hosts_up(), send)
         if not told:
             return
-        found = network.link({(host, following[host]): one for host, one in told.items()}, self._speed())
+        found = network.link(
+            {(host, following[host]): one for host, one in told.items()}, self._speed()
+        )
         self.socket_rate = min(found.values["gb_per_s"].values()) * 1e9
         self.findings.append(found)
 
     def _speed(self) -> int | None:
         """Of the slowest chosen interface in Mbit/s; None where one of them is not known."""
         speeds = [one.get("speed") for one in self.chosen.values()]
-        return min((speed for speed in speeds if speed), default=None) if speeds and all(speeds) else None
+        return (
+            min((speed for speed in speeds if speed), default=None)
+            if speeds and all(speeds)
+            else None
+        )
 
     def _folder(self) -> None:
         path, copies = self.request.folder, self.request.copies
@@ -272,19 +334,31 @@ class _Examination:
         if copies:  # it is made on the hosts, and not here
             marks.pop(HERE, None)
         asked = [contact for contact in self.up if contact.name in marks]
-        told = self._ask(asked, lambda one: one.ask("folder", path=path, will_be_made=copies, mark=marks[one.name]))
+        told = self._ask(
+            asked,
+            lambda one: one.ask("folder", path=path, will_be_made=copies, mark=marks[one.name]),
+        )
         for host, answer in told.items():
             if host != HERE or not self.request.hosts or answer["exists"]:
                 self.findings.append(folder.folder(host, answer, made_by_launch=copies))
-        used = {host: answer["used"] for host, answer in told.items() if answer["is_folder"] and not answer["error"]}
+        used = {
+            host: answer["used"]
+            for host, answer in told.items()
+            if answer["is_folder"] and not answer["error"]
+        }
         asked = [contact for contact in asked if contact.name in used]
         left = list(marks.values())
         seen = self._ask(asked, lambda one: one.ask("look", path=used[one.name], marks=left))
-        by_host = {host: [name for name, mark in marks.items() if mark in found] for host, found in seen.items()}
+        by_host = {
+            host: [name for name, mark in marks.items() if mark in found]
+            for host, found in seen.items()
+        }
         here = by_host.pop(HERE, None)
         if here is not None:
             here = [name for name in here if name != HERE]
-        by_host = {host: [name for name in names if name != HERE] for host, names in by_host.items()}
+        by_host = {
+            host: [name for name in names if name != HERE] for host, names in by_host.items()
+        }
         if len(by_host) > 1:
             self.findings.append(folder.sharing(path, by_host, here, copies=copies))
 
@@ -295,7 +369,9 @@ class _Examination:
         why = self._why_not()
         if why:
             advice = "it is tried once that is mended"
-            self.findings.append(Finding(TOGETHER, "all-reduce", "warning", f"not tried: {why}", advice))
+            self.findings.append(
+                Finding(TOGETHER, "all-reduce", "warning", f"not tried: {why}", advice)
+            )
             return
         specs = self.request.hosts
         counts = gpu_counts = [self._gpus(name) for name in self._names_of_hosts()]
@@ -307,9 +383,12 @@ class _Examination:
         told, trouble = allreduce.measure(hosts, counts, device)
         if told is None:
             advice = (
-                "this is what a job would meet: mend the problems above first; if there are none, the text names rank and cause"
+                "this is what a job would meet: mend the problems above first; if there are "
+                "none, the text names rank and cause"
             )
-            self.findings.append(Finding(TOGETHER, "all-reduce", "problem", trouble, advice, {"correct": False}))
+            self.findings.append(
+                Finding(TOGETHER, "all-reduce", "problem", trouble, advice, {"correct": False})
+            )
             return
         rate = network.should_give(self._speed(), self.socket_rate)
         self.findings.append(network.all_reduce(told, sum(counts), len(hosts), rate))
@@ -328,7 +407,11 @@ class _Examination:
         if self.blocked:
             return self.blocked[0].found
         for finding in self.findings:
-            if finding.status == "problem" and finding.check in ("python", "versions") and finding.host in names:
+            if (
+                finding.status == "problem"
+                and finding.check in ("python", "versions")
+                and finding.host in names
+            ):
                 return finding.found
         if self.request.per_gpu and (without := [name for name in names if not self._gpus(name)]):
             return f"--gpus, but {', '.join(without)} has no GPU that can be used"
@@ -336,7 +419,8 @@ class _Examination:
 
 
 def _clock(contact: Contact) -> tuple[float, float]:
-    """How many seconds a host's clock is ahead of ours, and the round trip; from the quickest of some answers."""
+    """How many seconds a host's clock is ahead of ours, and the round trip; from the quickest of
+    some answers."""
     tries = []
     for _ in range(_PINGS):
         asked = time.time()

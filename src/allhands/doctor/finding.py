@@ -19,7 +19,8 @@ class Finding:
     Attributes:
         host: where; "" for what concerns several hosts together.
         check: which of `CHECKS`.
-        status: "problem" keeps a job from running, or will break it; "warning" may slow it down or break it later.
+        status: "problem" keeps a job from running, or will break it; "warning" may slow it down or
+            break it later.
         found: what is the case.
         advice: what to do, or what to know; "" when there is nothing.
         values: the numbers behind it; the names say the units.
@@ -35,9 +36,26 @@ class Finding:
 
 # In the order in which they are shown.
 CHECKS = (
-    "ssh", "shell", "rsync", "python", "versions", "clock", "names", "network", "ports", "link", "gpus",
-    "cores", "memory", "shm", "limits", "folder", "sharing", "slurm", "all-reduce",
-)  # fmt: skip
+    "ssh",
+    "shell",
+    "rsync",
+    "python",
+    "versions",
+    "clock",
+    "names",
+    "network",
+    "ports",
+    "link",
+    "gpus",
+    "cores",
+    "memory",
+    "shm",
+    "limits",
+    "folder",
+    "sharing",
+    "slurm",
+    "all-reduce",
+)
 
 
 @dataclass(frozen=True)

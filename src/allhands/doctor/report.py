@@ -40,7 +40,9 @@ def show(report: Report) -> None:
         findings = [finding for finding in report.findings if finding.host == host]
         if not findings:
             continue
-        table = Table(title=host or "together", title_justify="left", title_style="bold", show_header=False)
+        table = Table(
+            title=host or "together", title_justify="left", title_style="bold", show_header=False
+        )
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
@@ -48,10 +50,14 @@ def show(report: Report) -> None:
             text = Text(finding.found)
             if finding.advice and finding.status == "ok":
                 text.append(f"\n{finding.advice}", style="dim")
-            table.add_row(finding.check, Text(_MARKS[finding.status], style=_COLOURS[finding.status]), text)
+            table.add_row(
+                finding.check, Text(_MARKS[finding.status], style=_COLOURS[finding.status]), text
+            )
         console.print(table)
     for finding in [*report.warnings, *report.problems]:
-        title = f"{_MARKS[finding.status]} {finding.check}" + (f" on {finding.host}" if finding.host else "")
+        title = f"{_MARKS[finding.status]} {finding.check}" + (
+            f" on {finding.host}" if finding.host else ""
+        )
         console.print(Text(f"{title}: {finding.found}", style=_COLOURS[finding.status]))
         if finding.advice:
             console.print(Padding(Text(f"-> {finding.advice}"), (0, 0, 0, 2)))

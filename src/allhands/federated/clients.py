@@ -12,7 +12,8 @@ from allhands.errors import UserError
 
 
 class Clients:
-    """The samples of every client, as two arrays: 100,000 clients cost 100,000 numbers and no objects.
+    """The samples of every client, as two arrays: 100,000 clients cost 100,000 numbers and no
+    objects.
 
     Args:
         parts: the indices of each client's samples into the data set.
@@ -22,20 +23,32 @@ class Clients:
         UserError: no client, or two names that are the same.
     """
 
-    def __init__(self, parts: Sequence[Sequence[int] | np.ndarray | torch.Tensor], names: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Sequence[int] | np.ndarray | torch.Tensor],
+        names: Sequence[str] | None = None,
+    ) -> None:
         if len(parts) == 0:
             raise UserError("the partition has no client; give at least one")
         sizes = np.fromiter((len(part) for part in parts), dtype=np.int64, count=len(parts))
         self.offsets = np.concatenate([[0], np.cumsum(sizes)])
         flat = [np.asarray(part, dtype=np.int64) for part in parts if len(part)]
-        self.indices = torch.from_numpy(np.concatenate(flat) if flat else np.zeros(0, dtype=np.int64))
+        self.indices = torch.from_numpy(
+            np.concatenate(flat) if flat else np.zeros(0, dtype=np.int64)
+        )
         self._set_names(names)
 
     @classmethod
-    def from_arrays(cls, indices: np.ndarray, offsets: np.ndarray, names: Sequence[str] | None = None) -> Clients:
-        """From the samples of all clients in one array (int64) and where each client's begin, shape ``[clients + 1]``."""
+    def from_arrays(
+        cls, indices: np.ndarray, offsets: np.ndarray, names: Sequence[str] | None = None
+    ) -> Clients:
+        """From the samples of all clients in one array (int64) and where each client's begin, shape
+        ``[clients + 1]``."""
         made = cls.__new__(cls)
-        made.indices, made.offsets = torch.from_numpy(np.ascontiguousarray(indices, dtype=np.int64)), np.asarray(offsets)
+        made.indices, made.offsets = (
+            torch.from_numpy(np.ascontiguousarray(indices, dtype=np.int64)),
+            np.asarray(offsets),
+        )
         made._set_names(names)
         return made
 
@@ -44,7 +57,9 @@ class Clients:
         if self.names is None:
             return
         if len(self.names) != len(self):
-            raise UserError(f"{len(self.names)} names for {len(self)} clients; give one name a client")
+            raise UserError(
+                f"{len(self.names)} names for {len(self)} clients; give one name a client"
+            )
         if len(set(self.names)) != len(self.names):
             twice = next(name for name in self.names if self.names.count(name) > 1)
             raise UserError(f"two clients are called {twice!r}; give each a name of its own")
@@ -70,57 +85,77 @@ class Clients:
         return str(client) if self.names is None else self.names[client]
 
     def split(self, test_fraction: float, seed: int = 0) -> tuple[Clients, Clients]:
-        """Each client's samples as two parts, drawn by the seed: to train on, and to test its model on. What becomes of a sample
-        follows from the seed, the client's number and the sample's place among the client's own, so that a client that is alone
-        with its samples splits them as all clients together do.
+        """Each client's samples as two parts, drawn by the seed: to train on, and to test its model
+        on. What becomes of a sample follows from the seed, the client's number and the sample's
+        place among the client's own, so that a client that is alone with its samples splits them as
+        all clients together do.
 
         Args:
-            test_fraction: how much of each client's samples is for tests, rounded down, above 0 and below 1; a client keeps at
-                least one sample to train on.
+            test_fraction: how much of each client's samples is for tests, rounded down, above 0 and
+                below 1; a client keeps at least one sample to train on.
             seed: decides which.
 
         Returns:
-            The same clients with their training samples, and with their test samples, of which small clients may have none; both
-            in the order that they had.
+            The same clients with their training samples, and with their test samples, of which
+            small clients may have none; both in the order that they had.
 
         Raises:
-            UserError: `test_fraction` is out of bounds, or no client is large enough to have a test sample.
+            UserError: `test_fraction` is out of bounds, or no client is large enough to have a test
+                sample.
         """
         if not isinstance(test_fraction, (int, float)) or not 0 < test_fraction < 1:
-            raise UserError(f"test_fraction={test_fraction!r}; it must be above 0 and below 1, such as 0.2")
-        tests = np.minimum((self.sizes * test_fraction).astype(np.int64), np.maximum(self.sizes - 1, 0))
+            raise UserError(
+                f"test_fraction={test_fraction!r}; it must be above 0 and below 1, such as 0.2"
+            )
+        tests = np.minimum(
+            (self.sizes * test_fraction).astype(np.int64), np.maximum(self.sizes - 1, 0)
+        )
         if not tests.any():
             raise UserError(
-                f"test_fraction={test_fraction} of clients with at most {self.sizes.max()} samples gives none a test sample; "
+                f"test_fraction={test_fraction} of clients with at most {self.sizes.max()} samples "
+                "gives none a test sample; "
                 "write a larger fraction"
             )
         owner = np.repeat(np.arange(len(self)), self.sizes)
         place = np.arange(len(owner)) - np.repeat(self.offsets[:-1], self.sizes)
-        keys = _mixed(_mixed(np.arange(len(self), dtype=np.uint64) ^ np.uint64(derive_seed(seed, "client tests"))))
+        keys = _mixed(
+            _mixed(
+                np.arange(len(self), dtype=np.uint64) ^ np.uint64(derive_seed(seed, "client tests"))
+            )
+        )
         drawn = _mixed(_mixed(keys[owner] ^ place.astype(np.uint64)))
         order = np.lexsort((drawn, owner))  # each client's own samples, shuffled
         for_tests = np.zeros(len(owner), dtype=bool)
         for_tests[order[place < np.repeat(tests, self.sizes)]] = True
         samples = self.indices.numpy()
-        train = Clients.from_arrays(samples[~for_tests], np.concatenate([[0], np.cumsum(self.sizes - tests)]), self.names)
-        return train, Clients.from_arrays(samples[for_tests], np.concatenate([[0], np.cumsum(tests)]), self.names)
+        train = Clients.from_arrays(
+            samples[~for_tests], np.concatenate([[0], np.cumsum(self.sizes - tests)]), self.names
+        )
+        return train, Clients.from_arrays(
+            samples[for_tests], np.concatenate([[0], np.cumsum(tests)]), self.names
+        )
 
     def check_exact(self, num_samples: int) -> None:
-        """Raise `UserError` unless every one of `num_samples` samples belongs to exactly one client."""
+        """Raise `UserError` unless every one of `num_samples` samples belongs to exactly one
+        client."""
         counts = np.bincount(self.indices.numpy(), minlength=num_samples)
         if len(counts) > num_samples:
-            raise UserError(f"the partition names sample {len(counts) - 1}, and the data set has {num_samples}")
+            raise UserError(
+                f"the partition names sample {len(counts) - 1}, and the data set has {num_samples}"
+            )
         if (counts == 1).all():
             return
         sample = int(np.flatnonzero(counts != 1)[0])
         raise UserError(
-            f"sample {sample} belongs to {counts[sample]} clients; a partition gives every sample to exactly one "
+            f"sample {sample} belongs to {counts[sample]} clients; a partition gives every sample "
+            "to exactly one "
             f"({int((counts == 0).sum())} belong to none, {int((counts > 1).sum())} to several)"
         )
 
 
 def _mixed(z: np.ndarray) -> np.ndarray:
-    """Random bits of 64-bit numbers (uint64, any shape): the finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
+    """Random bits of 64-bit numbers (uint64, any shape): the finalizer of splitmix64 (Steele, Lea
+    and Flood, 2014)."""
     with np.errstate(over="ignore"):
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,8 +1,10 @@
-"""Compression of updates on their way to the server: what a client sends is narrowed, and its bytes are counted.
+"""Compression of updates on their way to the server: what a client sends is narrowed, and its bytes
+are counted.
 
-The simulation computes what the server would have received; nothing is packed. Every client's update is a row of numbers; scales
-are one a tensor. With `feedback`, a client keeps what was lost and adds it to its next update (Seide et al., 1-Bit Stochastic
-Gradient Descent, Interspeech 2014; Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019).
+The simulation computes what the server would have received; nothing is packed. Every client's
+update is a row of numbers; scales are one a tensor. With `feedback`, a client keeps what was lost
+and adds it to its next update (Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014;
+Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019).
 """
 
 from __future__ import annotations
@@ -39,12 +41,19 @@ class Compression(ABC):
             raise UserError(f"feedback={feedback!r}; it must be true or false")
         self.feedback = feedback
 
-    def narrow(self, updates: torch.Tensor, residuals: torch.Tensor | None, clients: Sequence[int], server: Server) -> None:
+    def narrow(
+        self,
+        updates: torch.Tensor,
+        residuals: torch.Tensor | None,
+        clients: Sequence[int],
+        server: Server,
+    ) -> None:
         """Replace updates, shape ``[clients, length]``, in place by what the server receives.
 
         Args:
             updates: what clients have learnt.
-            residuals: what each has kept back before, same shape; replaced in place. None without `feedback`.
+            residuals: what each has kept back before, same shape; replaced in place. None without
+                `feedback`.
             clients: who they are, for random roundings.
             server: the round and the layout.
         """
@@ -66,12 +75,14 @@ class Compression(ABC):
 
 
 class Coded(Compression):
-    """Updates in one of the codecs of `allhands.comm.codecs`; int8 and 1bit have one scale a tensor.
+    """Updates in one of the codecs of `allhands.comm.codecs`; int8 and 1bit have one scale a
+    tensor.
 
     Args:
-        compress: a name, or ``{"name": …, option: …}``. Besides the codec's own options there are "feedback" (see
-            `Compression`; true for 1bit, and false for the others), and for int8 "stochastic": round at random, so that the mean
-            is right (QSGD, NeurIPS 2017), or to the nearest.
+        compress: a name, or ``{"name": …, option: …}``. Besides the codec's own options there are
+            "feedback" (see `Compression`; true for 1bit, and false for the others), and for int8
+            "stochastic": round at random, so that the mean is right (QSGD, NeurIPS 2017), or to the
+            nearest.
 
     Attributes:
         options: of the codec, by name.
@@ -80,7 +91,9 @@ class Coded(Compression):
     def __init__(self, compress: str | dict[str, Any]) -> None:
         more = {name: {"feedback": name == "1bit"} for name in CODECS}
         more["int8"]["stochastic"] = True
-        given = checked_compress(compress, "Federated(compress=", {"powersgd": NO_MATRICES, "2bit": NO_THRESHOLD}, more)
+        given = checked_compress(
+            compress, "Federated(compress=", {"powersgd": NO_MATRICES, "2bit": NO_THRESHOLD}, more
+        )
         assert given is not None
         super().__init__(given["feedback"])
         self.name = given["name"]
@@ -94,7 +107,9 @@ class Coded(Compression):
         codec = self._codec
         if isinstance(codec, TopK):  # of the whole update, not of each tensor
             largest = updates.abs().topk(codec.count(numbers(server)), dim=1).indices
-            updates.copy_(torch.zeros_like(updates).scatter_(1, largest, updates.gather(1, largest)))
+            updates.copy_(
+                torch.zeros_like(updates).scatter_(1, largest, updates.gather(1, largest))
+            )
         elif isinstance(codec, Scaled):
             chance = self._chance(updates, clients, server) if self._stochastic else None
             for place in server.layout.places:
@@ -104,27 +119,42 @@ class Coded(Compression):
         elif isinstance(codec, Cast):
             updates.copy_(codec.arrives(updates))
 
-    def _chance(self, updates: torch.Tensor, clients: Sequence[int], server: Server) -> torch.Tensor:
-        """A number from 0 to below 1 for each of the updates, which depends on the round and the client alone."""
-        keys = [derive_seed(server.seed, "rounding", server.round, client) & 0x7FFFFFFF for client in clients]
-        bits = hashed(updates.shape[1], torch.tensor(keys, dtype=torch.int32, device=updates.device)[:, None])
+    def _chance(
+        self, updates: torch.Tensor, clients: Sequence[int], server: Server
+    ) -> torch.Tensor:
+        """A number from 0 to below 1 for each of the updates, which depends on the round and the
+        client alone."""
+        keys = [
+            derive_seed(server.seed, "rounding", server.round, client) & 0x7FFFFFFF
+            for client in clients
+        ]
+        bits = hashed(
+            updates.shape[1], torch.tensor(keys, dtype=torch.int32, device=updates.device)[:, None]
+        )
         return bits.to(updates.dtype).add_(2.0**31).mul_(2.0**-32)
 
     def sent(self, server: Server) -> float:
         if isinstance(self._codec, TopK):
             return float(self._codec.count(numbers(server)) * (server.weights.element_size() + 4))
         own = set() if server.own is None else set(server.own.tolist())
-        return float(sum(self._codec.nbytes(place.stop - place.start) for place in server.layout.places
-                         if place.start not in own))  # fmt: skip
+        return float(
+            sum(
+                self._codec.nbytes(place.stop - place.start)
+                for place in server.layout.places
+                if place.start not in own
+            )
+        )
 
 
 def chosen(compress: Any) -> Compression | None:
-    """What ``compress=`` says: a `Compression` as it is, a codec's name or options as `Coded`; None for None."""
+    """What ``compress=`` says: a `Compression` as it is, a codec's name or options as `Coded`; None
+    for None."""
     return compress if compress is None or isinstance(compress, Compression) else Coded(compress)
 
 
 def numbers(server: Server) -> int:
-    """Numbers of a model that travel, without the gaps of a row and the layers that clients keep as their own."""
+    """Numbers of a model that travel, without the gaps of a row and the layers that clients keep as
+    their own."""
     kept = 0 if server.own is None else len(server.own)
     return sum(place.stop - place.start for place in server.layout.places) - kept
 
@@ -146,19 +176,32 @@ class Traffic:
         up, down: bytes that one client sends and gets in a round.
 
     Raises:
-        UserError: the algorithm sends more than the update, or nothing, so that it cannot be narrowed.
+        UserError: the algorithm sends more than the update, or nothing, so that it cannot be
+            narrowed.
     """
 
-    def __init__(self, algorithm: Algorithm, server: Server, compression: Compression | None) -> None:
+    def __init__(
+        self, algorithm: Algorithm, server: Server, compression: Compression | None
+    ) -> None:
         self.compression = compression
         gets, sends = algorithm.beside_model(server)
         if compression is not None and (sends or not algorithm.shares):
-            raise UserError(f"compress={compression.name!r} narrows updates, and algorithm={algorithm.name!r} sends "
-                            f"{'other vectors too' if algorithm.shares else 'none'}; write compress=None")  # fmt: skip
+            raise UserError(
+                f"compress={compression.name!r} narrows updates, and algorithm={algorithm.name!r} "
+                "sends "
+                f"{'other vectors too' if algorithm.shares else 'none'}; write compress=None"
+            )
         width = server.weights.element_size()
         shared = 1.0 if algorithm.shares else 0.0
-        update = plain_bytes(server) if compression is None else compression.sent(server) + 8 * len(server.integers)
-        self.up, self.down = shared * update + width * sends, shared * plain_bytes(server) + width * gets
+        update = (
+            plain_bytes(server)
+            if compression is None
+            else compression.sent(server) + 8 * len(server.integers)
+        )
+        self.up, self.down = (
+            shared * update + width * sends,
+            shared * plain_bytes(server) + width * gets,
+        )
 
     def narrow(self, trained: Trained, server: Server) -> None:
         """Let the updates of clients be what the server receives of them."""

@@ -1,4 +1,5 @@
-"""Clients that fail: named on every rank and, as configured, fatal, tried again, or left out of the round."""
+"""Clients that fail: named on every rank and, as configured, fatal, tried again, or left out of the
+round."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class ClientFailedError(AllhandsError, RuntimeError):
 def check_action(action: str, retries: int) -> None:
     """Raise `UserError` unless `Failures` takes both."""
     if action not in ACTIONS:
-        raise UserError(f"on_client_failure={action!r}; it must be one of {', '.join(map(repr, ACTIONS))}")
+        raise UserError(
+            f"on_client_failure={action!r}; it must be one of {', '.join(map(repr, ACTIONS))}"
+        )
     if not isinstance(retries, int) or isinstance(retries, bool) or retries < 1:
         raise UserError(f"client_retries={retries!r}; it must be a whole number of at least 1")
 
@@ -43,32 +46,43 @@ def check_action(action: str, retries: int) -> None:
 class Failures:
     """What becomes of clients that fail.
 
-    A rank never leaves a round alone: it takes part in the round's sum, whose figures tell the others that something failed;
+    A rank never leaves a round alone: it takes part in the round's sum, whose figures tell the
+    others that something failed;
     only then do the ranks exchange what it was.
 
     Args:
         world: the ranks; all of them make it together.
-        action: "stop" ends the run on all ranks; "retry" trains the client again, with the same draws, and stops when that
-            fails `retries` times; "skip" leaves it out, and the others' weights make up the whole.
+        action: "stop" ends the run on all ranks; "retry" trains the client again, with the same
+            draws, and stops when that fails `retries` times; "skip" leaves it out, and the others'
+            weights make up the whole.
         retries: how often "retry" tries again.
-        team: the ranks that train a client together, and fail together; their leader puts it into the figures.
+        team: the ranks that train a client together, and fail together; their leader puts it into
+            the figures.
 
     Raises:
         UserError: neither action nor number is known.
     """
 
-    def __init__(self, world: World, action: str = "stop", retries: int = 2, team: Team | None = None) -> None:
+    def __init__(
+        self, world: World, action: str = "stop", retries: int = 2, team: Team | None = None
+    ) -> None:
         check_action(action, retries)
         self.world, self.action, self.retries = world, action, retries
         self._leads = team is None or team.leads
-        # Ranks of a team wait for one another in every step, so none of them may end before the others do.
+        # Ranks of a team wait for one another in every step, so none of them may end before the
+        # others do.
         alone = team is None or team.size == 1
-        self._store, self._looked = common_store(world, "failures") if alone else None, time.monotonic()
+        self._store, self._looked = (
+            common_store(world, "failures") if alone else None,
+            time.monotonic(),
+        )
         self.begin()
 
     def begin(self) -> None:
         """A round begins."""
-        self._told: dict[int, tuple[float, str, bool]] = {}  # slot: figure, text, whether a mistake of the user's
+        self._told: dict[
+            int, tuple[float, str, bool]
+        ] = {}  # slot: figure, text, whether a mistake of the user's
         self._tries: dict[int, int] = {}
         self._error: BaseException | None = None
         self._over = False
@@ -78,8 +92,16 @@ class Failures:
         """Whether this rank knows of something that ends the run."""
         return self._error is not None or self._over
 
-    def train(self, executor: Executor, jobs: Sequence[Job], states: States, sink: Sink, name: Callable[[int], str]) -> None:
-        """`executor.train`, again without those that have failed or are done, until all are either."""
+    def train(
+        self,
+        executor: Executor,
+        jobs: Sequence[Job],
+        states: States,
+        sink: Sink,
+        name: Callable[[int], str],
+    ) -> None:
+        """`executor.train`, again without those that have failed or are done, until all are
+        either."""
         done: set[int] = set()
 
         def noted(trained: Trained, seconds: float) -> None:
@@ -91,7 +113,9 @@ class Failures:
         left = list(jobs)
         while True:
             try:
-                executor.train(left, states, noted)  # also without a job: choosing an executor is for all ranks together
+                executor.train(
+                    left, states, noted
+                )  # also without a job: choosing an executor is for all ranks together
                 return
             except _Over:
                 self._over = True
@@ -117,7 +141,10 @@ class Failures:
                 return
             if self.action == "retry" and tries <= self.retries:
                 if text:
-                    print(f"{text}\nclient {name} is trained again, {tries} of {self.retries}", flush=True)
+                    print(
+                        f"{text}\nclient {name} is trained again, {tries} of {self.retries}",
+                        flush=True,
+                    )
                 return
             again = f" ({tries} times)" if self.action == "retry" else ""
             self._told[slot] = _FATAL, text.replace(" failed:", f" failed{again}:", 1), False
@@ -129,21 +156,27 @@ class Failures:
             self._store.set("over", "")
 
     def _elsewhere(self) -> bool:
-        """Whether another rank has seen what ends the run, so that the clients that are left here need not be trained."""
+        """Whether another rank has seen what ends the run, so that the clients that are left here
+        need not be trained."""
         if self._store is None or time.monotonic() - self._looked < _LOOK:
             return False
         self._looked = time.monotonic()
         return bool(self._store.check(["over"]))
 
     def broke(self, error: Exception, jobs: Sequence[Job]) -> None:
-        """Something other than a client's own training failed on this rank, which tells the others and then ends.
+        """Something other than a client's own training failed on this rank, which tells the others
+        and then ends.
 
         Raises:
             Exception: the same, where the rank has no client by which to tell them.
         """
         if not jobs:
             raise error
-        text = str(error) if isinstance(error, AllhandsError) else "".join(traceback.format_exception(error)).rstrip()
+        text = (
+            str(error)
+            if isinstance(error, AllhandsError)
+            else "".join(traceback.format_exception(error)).rstrip()
+        )
         self._told[jobs[0].slot] = _FATAL, text, isinstance(error, UserError)
         self._end(error)
 
@@ -156,26 +189,38 @@ class Failures:
         for slot, tries in self._tries.items():
             sums.note([slot], retried=float(tries) if slot not in self._told else 0.0)
 
-    def settle(self, figures: dict[str, torch.Tensor], cohort: Sequence[int], clients: Clients, round_: int) -> None:
+    def settle(
+        self, figures: dict[str, torch.Tensor], cohort: Sequence[int], clients: Clients, round_: int
+    ) -> None:
         """Say who was left out, or end the run; the same on every rank.
 
         Raises:
-            ClientFailedError: a client failed and that is fatal; on every rank, with the same words.
+            ClientFailedError: a client failed and that is fatal; on every rank, with the same
+                words.
             UserError: the same, where what failed is a mistake in what was asked for.
         """
         worst = float(figures["failed"].max()) if len(cohort) else 0.0
         if not worst:
             return
         told: list[tuple[int, float, str, bool]] = []
-        for text in all_gather_text(json.dumps([[slot, *said] for slot, said in self._told.items()]), self.world):
+        for text in all_gather_text(
+            json.dumps([[slot, *said] for slot, said in self._told.items()]), self.world
+        ):
             told += json.loads(text)
         told = sorted(entry for entry in told if entry[2])
         if worst >= _FATAL:
             _, _, text, mistake = next(entry for entry in told if entry[1] >= _FATAL)
             if mistake:
                 raise UserError(text) from self._error
-            raise ClientFailedError(f"round {round_}: {text}\n(on_client_failure='skip' goes on without such clients, 'retry' "
-                                    "trains them again)") from self._error  # fmt: skip
+            raise ClientFailedError(
+                f"round {round_}: {text}\n(on_client_failure='skip' goes on without such clients, "
+                "'retry' "
+                "trains them again)"
+            ) from self._error
         if self.world.rank == 0:
             for slot, _, text, _ in told:
-                print(f"round {round_}: {text}\nclient {clients.name(cohort[slot])} is left out of the round", flush=True)
+                print(
+                    f"round {round_}: {text}\nclient {clients.name(cohort[slot])} is left out of "
+                    "the round",
+                    flush=True,
+                )

@@ -15,7 +15,8 @@ from allhands.data import derive_seed
 from allhands.errors import UserError, kind_of
 from allhands.federated.layout import Layout
 
-#: fp16 needs its losses scaled by a factor that follows the training, which clients that begin anew every round do not have.
+#: fp16 needs its losses scaled by a factor that follows the training, which clients that begin anew
+#: every round do not have.
 CLIENT_PRECISIONS = ("fp32", "bf16")
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 
@@ -27,10 +28,11 @@ def pair_forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:
 
 @dataclass
 class LocalOptimizer:
-    """The optimizer that each client starts anew: its class, its options, and which parameters each group holds.
+    """The optimizer that each client starts anew: its class, its options, and which parameters each
+    group holds.
 
-    Optimizers of torch.optim that treat every number alike run on flat vectors, which is the same arithmetic in fewer and larger
-    operations; `flat` says whether this one does.
+    Optimizers of torch.optim that treat every number alike run on flat vectors, which is the same
+    arithmetic in fewer and larger operations; `flat` says whether this one does.
     """
 
     kind: type[torch.optim.Optimizer]
@@ -38,7 +40,19 @@ class LocalOptimizer:
     options: list[dict[str, Any]] = field(default_factory=lambda: [{}])
 
     # Each updates a number from that number's own gradient and state only.
-    ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
+    ELEMENTWISE = (
+        "SGD",
+        "Adam",
+        "AdamW",
+        "Adagrad",
+        "Adadelta",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "ASGD",
+        "Rprop",
+    )
 
     @classmethod
     def like(cls, optimizer: torch.optim.Optimizer, model: nn.Module) -> LocalOptimizer:
@@ -47,12 +61,19 @@ class LocalOptimizer:
         groups, options = [], []
         for group in optimizer.param_groups:
             groups.append([names[id(p)] for p in group["params"] if p.requires_grad])
-            options.append({key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "initial_lr")})
+            options.append(
+                {
+                    key: copy.deepcopy(value)
+                    for key, value in group.items()
+                    if key not in ("params", "initial_lr")
+                }
+            )
         return cls(type(optimizer), groups, options)
 
     @classmethod
     def of(cls, name: str, model: nn.Module, **options: Any) -> LocalOptimizer:
-        """An optimizer of torch.optim by name, in any spelling of capitals. Raises `UserError` with the names there are."""
+        """An optimizer of torch.optim by name, in any spelling of capitals. Raises `UserError` with
+        the names there are."""
         known = {kind: getattr(torch.optim, kind) for kind in cls.ELEMENTWISE}
         for kind, made in known.items():
             if kind.lower() == str(name).lower():
@@ -62,17 +83,26 @@ class LocalOptimizer:
     @property
     def flat(self) -> bool:
         """Whether it gives the same result on a flat vector as on the parameters that lie in it."""
-        return self.kind.__module__.startswith("torch.optim") and self.kind.__name__ in self.ELEMENTWISE
+        return (
+            self.kind.__module__.startswith("torch.optim")
+            and self.kind.__name__ in self.ELEMENTWISE
+        )
 
-    def make(self, layout: Layout, rows: torch.Tensor, gradients: torch.Tensor) -> torch.optim.Optimizer:
-        """The optimizer over rows of shape ``[clients, length]``, whose gradients are ``[clients, trained]``; both stay where
-        they are and are changed in place."""
+    def make(
+        self, layout: Layout, rows: torch.Tensor, gradients: torch.Tensor
+    ) -> torch.optim.Optimizer:
+        """The optimizer over rows of shape ``[clients, length]``, whose gradients are ``[clients,
+        trained]``; both stay where they are and are changed in place."""
         groups = []
         for (start, stop), options in zip(layout.groups, self.options, strict=True):
             flat = rows[:, start:stop].detach().requires_grad_()
             flat.grad = gradients[:, start:stop]
             # Operations on lists of tensors cost more than they spare when the list has one.
-            single = {"foreach": False} if options.get("foreach", False) is None and not options.get("fused") else {}
+            single = (
+                {"foreach": False}
+                if options.get("foreach", False) is None and not options.get("fused")
+                else {}
+            )
             groups.append({"params": [flat], **options, **single})
         return self.kind(groups)  # type: ignore[call-arg]  # of a class of its own, with defaults
 
@@ -83,14 +113,21 @@ class LocalOptimizer:
         return self.kind(made)  # type: ignore[call-arg]
 
     def set_rates(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give an optimizer that `make` or `over` made the `options`, of which a schedule may have changed some."""
+        """Give an optimizer that `make` or `over` made the `options`, of which a schedule may have
+        changed some."""
         for group, options in zip(optimizer.param_groups, self.options, strict=True):
             group.update(options)
 
 
 def restart(optimizer: torch.optim.Optimizer) -> None:
-    """Forget a client's state. Zeros are what a new optimizer begins with, where that is so, and spare a new allocation."""
-    zeros = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adadelta)
+    """Forget a client's state. Zeros are what a new optimizer begins with, where that is so, and
+    spare a new allocation."""
+    zeros = type(optimizer) in (
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.RMSprop,
+        torch.optim.Adadelta,
+    )
     if type(optimizer) is torch.optim.SGD:
         zeros = all(group["dampening"] == 0 for group in optimizer.param_groups)
     if not zeros:
@@ -115,7 +152,8 @@ class LocalTraining:
         clip_norm: bound of the norm of a client's gradient in each step.
         forward: ``(model, batch)`` to ``(output, target)``.
         drop_last: leave out a last batch that is short, unless it is the client's only one.
-        precision: "fp32", or "bf16": forward passes under autocast; weights, gradients and sums stay as they are.
+        precision: "fp32", or "bf16": forward passes under autocast; weights, gradients and sums
+            stay as they are.
     """
 
     criterion: Any
@@ -130,7 +168,10 @@ class LocalTraining:
 
     def __post_init__(self) -> None:
         if not callable(self.criterion):
-            raise UserError(f"criterion is {kind_of(self.criterion)}; pass a loss such as torch.nn.CrossEntropyLoss()")
+            raise UserError(
+                f"criterion is {kind_of(self.criterion)}; pass a loss such as "
+                "torch.nn.CrossEntropyLoss()"
+            )
         for name in ("batch_size", "epochs", "steps"):
             value = getattr(self, name)
             if value is None and name != "epochs":
@@ -156,8 +197,11 @@ class LocalTraining:
         passes, rest = divmod(self.num_steps(samples), len(sizes))
         return passes * sum(sizes) + sum(sizes[:rest])
 
-    def order(self, indices: torch.Tensor, seed: int, round_: int, client: int) -> tuple[np.ndarray, list[int]]:
-        """A client's samples in the order in which its steps take them, which depends on (seed, round, client, pass) only.
+    def order(
+        self, indices: torch.Tensor, seed: int, round_: int, client: int
+    ) -> tuple[np.ndarray, list[int]]:
+        """A client's samples in the order in which its steps take them, which depends on (seed,
+        round, client, pass) only.
 
         Args:
             indices: the client's samples: int64, shape ``[samples]``, on the processor.
@@ -176,7 +220,9 @@ class LocalTraining:
         order = passes[0] if len(passes) == 1 else np.concatenate(passes)
         return order[: sum(sizes)], sizes
 
-    def batches(self, indices: torch.Tensor, seed: int, round_: int, client: int) -> Iterator[torch.Tensor]:
+    def batches(
+        self, indices: torch.Tensor, seed: int, round_: int, client: int
+    ) -> Iterator[torch.Tensor]:
         """The samples of each step, as `order` gives them."""
         order, sizes = self.order(indices, seed, round_, client)
         yield from torch.from_numpy(order).split(sizes)

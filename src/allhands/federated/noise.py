@@ -1,8 +1,10 @@
-"""Dropout, crops and flips that are a function of (seed, round, client, step, layer, position) and of nothing else.
+"""Dropout, crops and flips that are a function of (seed, round, client, step, layer, position) and
+of nothing else.
 
-A generator's numbers depend on the order in which they are asked for, and a GPU's generator on the size of its blocks. A number
-that is a hash of its place is the same whether clients are trained one by one, in a CUDA graph or stacked, on any device
-(counter-based random numbers: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011).
+A generator's numbers depend on the order in which they are asked for, and a GPU's generator on the
+size of its blocks. A number that is a hash of its place is the same whether clients are trained one
+by one, in a CUDA graph or stacked, on any device (counter-based random numbers: Salmon et al.,
+Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011).
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from allhands.data import derive_seed
 from allhands.errors import UserError
 from allhands.models.augment import PerImage, RandomCrop, RandomFlip
 
-# Odd multipliers with good avalanche: the golden ratio, and two of murmur3's finalizer, as signed 32-bit numbers.
+# Odd multipliers with good avalanche: the golden ratio, and two of murmur3's finalizer, as signed
+# 32-bit numbers.
 _SPREAD, _MIX, _LAST = (n - 2**32 for n in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
@@ -27,7 +30,8 @@ def hashed(count: int, key: torch.Tensor) -> torch.Tensor:
 
     Args:
         count: how many.
-        key: int32, shape ``[]``, for bits of shape ``[count]``; ``[clients, 1]`` for ``[clients, count]``.
+        key: int32, shape ``[]``, for bits of shape ``[count]``; ``[clients, 1]`` for ``[clients,
+            count]``.
     """
     return _mixed(_spread(count, key.device), key)
 
@@ -38,7 +42,9 @@ def _spread(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _mixed(places: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    if torch.compiler.is_compiling():  # C++ may take it that signed products do not overflow, and then x * 3 < 0 is x < 0
+    if (
+        torch.compiler.is_compiling()
+    ):  # C++ may take it that signed products do not overflow, and then x * 3 < 0 is x < 0
         bits = ((places ^ key).long() * _MIX).int()
         return ((bits ^ (bits >> 15)).long() * _LAST).int()
     bits = (places ^ key).mul_(_MIX)  # in place, for what is read again is in the cache then
@@ -59,11 +65,15 @@ class Keyed(nn.Module):
 
     def _bits(self, count: int, device: torch.device) -> torch.Tensor:
         """Random bits for the places 0 to `count` - 1 of this call: int32, shape ``[count]``."""
-        # A layer that a forward pass calls twice needs two draws. Checkpointed activations are computed again in the backward
-        # pass, where the number of the call is only known if there is no other.
+        # A layer that a forward pass calls twice needs two draws. Checkpointed activations are
+        # computed again in the backward pass, where the number of the call is only known if there
+        # is no other.
         if self.over and self.calls != 1:
-            raise UserError("a layer of dropout, crops or flips that the model calls several times runs again in the backward "
-                            "pass (activation checkpointing); give each call a layer of its own")  # fmt: skip
+            raise UserError(
+                "a layer of dropout, crops or flips that the model calls several times runs again "
+                "in the backward "
+                "pass (activation checkpointing); give each call a layer of its own"
+            )
         call = 0 if self.over else self.calls
         if not self.over:
             self.calls += 1
@@ -78,9 +88,10 @@ class KeyedDropout(Keyed):
     """Stands in for a dropout layer.
 
     Args:
-        p: the probability that a number becomes 0; the others are divided by 1 - p. Kept to within 2**-32.
-        features: leading dimensions, the batch included, that have numbers of their own; what lies behind them is dropped
-            together (`nn.Dropout2d`: 2). None: every number on its own.
+        p: the probability that a number becomes 0; the others are divided by 1 - p. Kept to within
+            2**-32.
+        features: leading dimensions, the batch included, that have numbers of their own; what lies
+            behind them is dropped together (`nn.Dropout2d`: 2). None: every number on its own.
         inplace: change the input, as the layer did for which it stands.
     """
 
@@ -95,12 +106,17 @@ class KeyedDropout(Keyed):
         return x.mul_(kept) if self.inplace else x * kept
 
     def _kept(self, x: torch.Tensor) -> torch.Tensor:
-        """0 where a number is dropped and 1 / (1 - p) elsewhere, in a shape that multiplies with `x`."""
+        """0 where a number is dropped and 1 / (1 - p) elsewhere, in a shape that multiplies with
+        `x`."""
         shape = x.shape if self.features is None else x.shape[: self.features]
         if self.p == 1.0:
             return x.new_zeros(()).expand(x.shape)
         bits = self._bits(shape.numel(), x.device)
-        kept = (bits >= min(round(self.p * 2**32) - 2**31, 2**31 - 1)).to(x.dtype).mul_(1.0 / (1.0 - self.p))
+        kept = (
+            (bits >= min(round(self.p * 2**32) - 2**31, 2**31 - 1))
+            .to(x.dtype)
+            .mul_(1.0 / (1.0 - self.p))
+        )
         return kept.view(*shape, *(1 for _ in x.shape[len(shape) :]))
 
 
@@ -119,7 +135,12 @@ class KeyedImages(Keyed):
 
 
 # Layers with masks of their own kind (AlphaDropout) keep the global generator.
-_FEATURES: dict[type[nn.Module], int | None] = {nn.Dropout: None, nn.Dropout1d: 2, nn.Dropout2d: 2, nn.Dropout3d: 2}
+_FEATURES: dict[type[nn.Module], int | None] = {
+    nn.Dropout: None,
+    nn.Dropout1d: 2,
+    nn.Dropout2d: 2,
+    nn.Dropout3d: 2,
+}
 _IMAGES = (RandomCrop, RandomFlip)
 
 
@@ -134,8 +155,8 @@ class Noise:
     """The layers of a model that draw, replaced by ones with keys.
 
     Args:
-        model: changed in place: its `nn.Dropout`, `Dropout1d`, `Dropout2d` and `Dropout3d`, and `RandomCrop` and `RandomFlip` of
-            `allhands.models`, not classes derived from them.
+        model: changed in place: its `nn.Dropout`, `Dropout1d`, `Dropout2d` and `Dropout3d`, and
+            `RandomCrop` and `RandomFlip` of `allhands.models`, not classes derived from them.
         device: where the keys lie.
 
     Attributes:
@@ -161,22 +182,32 @@ class Noise:
         return self.keys_of(seed, round_, [client], steps)[0]
 
     def keys_of(self, seed: int, round_: int, clients: Sequence[int], steps: int) -> torch.Tensor:
-        """The keys of several clients' steps: int32, shape ``[clients, steps, layers]``, on the processor."""
+        """The keys of several clients' steps: int32, shape ``[clients, steps, layers]``, on the
+        processor."""
         layers = len(self.names)
         if not layers:
             return torch.zeros(len(clients), steps, 0, dtype=torch.int32)
-        firsts = np.array([derive_seed(seed, "dropout", round_, client) for client in clients], dtype=np.uint64)
+        firsts = np.array(
+            [derive_seed(seed, "dropout", round_, client) for client in clients], dtype=np.uint64
+        )
         counted = np.arange(1, steps * layers + 1, dtype=np.uint64)
         with np.errstate(over="ignore"):  # splitmix64 (Steele, Lea and Flood, 2014)
             z = firsts[:, None] + counted * _STEP
             z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return torch.from_numpy((z >> np.uint64(32)).astype(np.uint32).view(np.int32).reshape(len(clients), steps, layers))
+        return torch.from_numpy(
+            (z >> np.uint64(32))
+            .astype(np.uint32)
+            .view(np.int32)
+            .reshape(len(clients), steps, layers)
+        )
 
     def set(self, keys: torch.Tensor) -> None:
         """Use these keys, shape ``[layers]``, from now on; they may change in place."""
         for place, layer in enumerate(self.layers.values()):
-            layer._buffers["key"] = keys[place]  # past `Module.__setattr__`, which takes longer than a small operation
+            layer._buffers["key"] = keys[
+                place
+            ]  # past `Module.__setattr__`, which takes longer than a small operation
 
     def begin(self) -> None:
         """A forward pass begins."""

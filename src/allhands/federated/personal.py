@@ -20,42 +20,62 @@ from allhands.world import World
 
 
 def own_numbers(patterns: Sequence[str], model: nn.Module, layout: Layout) -> torch.Tensor | None:
-    """Places in a row of the weights and floating-point buffers that patterns name: int64; None for none.
+    """Places in a row of the weights and floating-point buffers that patterns name: int64; None for
+    none.
 
     Args:
-        patterns: names of modules, parameters or buffers, with ``*`` and ``?`` as in a shell; a module stands for all that is in
-            it.
+        patterns: names of modules, parameters or buffers, with ``*`` and ``?`` as in a shell; a
+            module stands for all that is in it.
         model: the model.
         layout: its places.
 
     Raises:
-        UserError: a pattern that names nothing, or a BatchNorm whose statistics cannot be kept apart.
+        UserError: a pattern that names nothing, or a BatchNorm whose statistics cannot be kept
+            apart.
     """
     modules = [name for name, _ in model.named_modules() if name]
     known = list(
-        dict.fromkeys([*modules, *(name for name, _ in model.named_parameters()), *(n for n, _ in model.named_buffers())])
+        dict.fromkeys(
+            [
+                *modules,
+                *(name for name, _ in model.named_parameters()),
+                *(n for n, _ in model.named_buffers()),
+            ]
+        )
     )
     found: set[str] = set()
     for pattern in patterns:
         matched = {name for name in known if fnmatch.fnmatchcase(name, pattern)}
         if not matched:
             raise UserError(
-                f"local_layers: the model has nothing called {pattern!r}{did_you_mean(pattern, known)} "
+                "local_layers: the model has nothing called "
+                f"{pattern!r}{did_you_mean(pattern, known)} "
                 f"It has: {', '.join(modules)}"
             )
         found |= matched
     for name, module in model.named_modules():
-        counts = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats and module.momentum is None
+        counts = (
+            isinstance(module, nn.modules.batchnorm._NormBase)
+            and module.track_running_stats
+            and module.momentum is None
+        )
         if counts and _within(f"{name}.running_mean", found):
-            raise UserError(f"'{name}' has momentum=None, for which its counter of batches must stay with the client too, and "
-                            "counters are shared; set its momentum, for example 0.1")  # fmt: skip
-    places = [torch.arange(place.start, place.stop) for place in layout.places if _within(place.name, found)]
+            raise UserError(
+                f"'{name}' has momentum=None, for which its counter of batches must stay with the "
+                "client too, and "
+                "counters are shared; set its momentum, for example 0.1"
+            )
+    places = [
+        torch.arange(place.start, place.stop)
+        for place in layout.places
+        if _within(place.name, found)
+    ]
     return torch.cat(places) if places else None
 
 
 def keep_own(trained: Trained, server: Server) -> None:
-    """Move clients' own layers out of what they have learnt into what they keep; for the rest of the round they have learnt
-    nothing there."""
+    """Move clients' own layers out of what they have learnt into what they keep; for the rest of
+    the round they have learnt nothing there."""
     if server.own is None:
         return
     kept, start = trained.own[OWN_LAYERS], trained.start.expand(len(trained.rows), -1)
@@ -64,14 +84,18 @@ def keep_own(trained: Trained, server: Server) -> None:
     trained.rows[:, server.own] = start[:, server.own]
 
 
-def evaluate_clients(work: Work, server: Server, states: ClientStates, tests: Clients, world: World) -> dict[str, float]:
-    """The mean loss of every client's own model on its own test samples, weighted by samples; called on every rank.
+def evaluate_clients(
+    work: Work, server: Server, states: ClientStates, tests: Clients, world: World
+) -> dict[str, float]:
+    """The mean loss of every client's own model on its own test samples, weighted by samples;
+    called on every rank.
 
-    A client's model is the global one with the client's own layers in it, once it has trained; each is measured on the rank that
-    keeps them. Where targets are classes, accuracy (0 to 1) too.
+    A client's model is the global one with the client's own layers in it, once it has trained; each
+    is measured on the rank that keeps them. Where targets are classes, accuracy (0 to 1) too.
 
     Args:
-        work: the model, which is overwritten, the criterion, and the samples into which `tests` points.
+        work: the model, which is overwritten, the criterion, and the samples into which `tests`
+            points.
         server: the global model.
         states: what clients keep.
         tests: each client's test samples; one without any counts for nothing.
@@ -80,7 +104,9 @@ def evaluate_clients(work: Work, server: Server, states: ClientStates, tests: Cl
     totals = torch.zeros(4, dtype=torch.float64, device=server.device)
     for client in range(len(tests)):
         if states.owner.get(client, client % world.world_size) == world.rank and tests.size(client):
-            totals += measure(work, server, states.get([client]), client, work.samples, tests.samples(client))
+            totals += measure(
+                work, server, states.get([client]), client, work.samples, tests.samples(client)
+            )
     if world.world_size > 1:
         torch.distributed.all_reduce(totals)
     count, loss, classed, right = totals.tolist()
@@ -88,10 +114,16 @@ def evaluate_clients(work: Work, server: Server, states: ClientStates, tests: Cl
 
 
 def measure(
-    work: Work, server: Server, state: dict[str, torch.Tensor], client: int, samples: Samples, indices: torch.Tensor
+    work: Work,
+    server: Server,
+    state: dict[str, torch.Tensor],
+    client: int,
+    samples: Samples,
+    indices: torch.Tensor,
 ) -> torch.Tensor:
-    """What one client's own model makes of some samples: how many they are, the sum of their losses, how many of them have
-    classes for targets, and how many of those are right; float64, shape ``[4]``.
+    """What one client's own model makes of some samples: how many they are, the sum of their
+    losses, how many of them have classes for targets, and how many of those are right; float64,
+    shape ``[4]``.
 
     Args:
         work: the model, which is overwritten, and the criterion.
@@ -109,7 +141,9 @@ def measure(
         server.layout.write(server.start(state).view(-1), model)
         for batch in indices.split(max(local.batch_size or 0, 256)):
             with precision.autocast():
-                output, target = local.forward(model, samples.take(batch, work.seed, "test", client))
+                output, target = local.forward(
+                    model, samples.take(batch, work.seed, "test", client)
+                )
                 loss = local.criterion(output, target)
             totals[0] += len(batch)
             totals[1] += loss.double() * len(batch)
@@ -121,8 +155,13 @@ def measure(
 
 
 def _classes(output: object, target: object) -> bool:
-    return (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor) and output.dim() == 2 and target.dim() == 1
-            and not target.is_floating_point())  # fmt: skip
+    return (
+        isinstance(output, torch.Tensor)
+        and isinstance(target, torch.Tensor)
+        and output.dim() == 2
+        and target.dim() == 1
+        and not target.is_floating_point()
+    )
 
 
 def _within(name: str, found: set[str]) -> bool:

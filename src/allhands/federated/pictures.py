@@ -14,7 +14,9 @@ from allhands.federated.clients import Clients
 _EACH = 60  # clients that have a column of their own; more are shown as histograms
 
 
-def class_counts(clients: Clients, targets: torch.Tensor | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def class_counts(
+    clients: Clients, targets: torch.Tensor | np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """How many samples of each class every client has.
 
     Args:
@@ -32,8 +34,8 @@ def class_counts(clients: Clients, targets: torch.Tensor | np.ndarray) -> tuple[
 
 
 def picture(clients: Clients, targets: torch.Tensor | np.ndarray | None, path: str | Path) -> None:
-    """Draw a partition: classes by clients as shades, and how many samples each client has; for many clients, how sizes and
-    numbers of classes are spread.
+    """Draw a partition: classes by clients as shades, and how many samples each client has; for
+    many clients, how sizes and numbers of classes are spread.
 
     Args:
         clients: who holds which samples.
@@ -49,12 +51,20 @@ def picture(clients: Clients, targets: torch.Tensor | np.ndarray | None, path: s
     names = clients.names or [str(i) for i in range(len(clients))]
     if len(clients) <= _EACH:
         axes[0].bar(range(len(clients)), clients.sizes)
-        axes[0].set(xlabel="client", ylabel="samples", title=f"{len(clients)} clients, {clients.sizes.sum():,} samples")
+        axes[0].set(
+            xlabel="client",
+            ylabel="samples",
+            title=f"{len(clients)} clients, {clients.sizes.sum():,} samples",
+        )
         axes[0].set_xticks(range(len(clients)), names, rotation=90, fontsize=6)
     else:
         axes[0].hist(clients.sizes, bins=40)
-        axes[0].set(xlabel="samples of a client", ylabel="clients", title=f"{len(clients):,} clients, "
-                    f"{clients.sizes.min():,} to {clients.sizes.max():,} samples")  # fmt: skip
+        axes[0].set(
+            xlabel="samples of a client",
+            ylabel="clients",
+            title=f"{len(clients):,} clients, "
+            f"{clients.sizes.min():,} to {clients.sizes.max():,} samples",
+        )
     if counts is not None and len(clients) <= _EACH:
         shown = axes[1].imshow(counts.T, aspect="auto", cmap="Blues", interpolation="nearest")
         axes[1].set(xlabel="client", ylabel="class", title="samples by class")
@@ -62,7 +72,9 @@ def picture(clients: Clients, targets: torch.Tensor | np.ndarray | None, path: s
         figure.colorbar(shown, ax=axes[1])
     elif counts is not None:
         axes[1].hist((counts > 0).sum(1), bins=np.arange(len(known) + 2) - 0.5)
-        axes[1].set(xlabel="classes of a client", ylabel="clients", title=f"of {len(known)} classes")
+        axes[1].set(
+            xlabel="classes of a client", ylabel="clients", title=f"of {len(known)} classes"
+        )
     figure.savefig(path)
 
 
@@ -70,5 +82,7 @@ def _figure(columns: int) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError("a picture needs matplotlib; install it with: pip install 'allhands[report]'") from None
+        raise UserError(
+            "a picture needs matplotlib; install it with: pip install 'allhands[report]'"
+        ) from None
     return Figure(figsize=(6 * columns, 4), layout="constrained")

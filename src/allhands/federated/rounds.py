@@ -12,7 +12,14 @@ import torch
 from allhands.comm import calls
 from allhands.data import derive_seed
 from allhands.errors import AllhandsError, UserError
-from allhands.federated.algorithms.base import FIGURES, OWN_LAYERS, START_GRADIENT, Algorithm, Server, Trained
+from allhands.federated.algorithms.base import (
+    FIGURES,
+    OWN_LAYERS,
+    START_GRADIENT,
+    Algorithm,
+    Server,
+    Trained,
+)
 from allhands.federated.clients import Clients
 from allhands.federated.compression import RESIDUAL, Compression, Traffic
 from allhands.federated.executors.base import Executor, Job, Work
@@ -26,7 +33,8 @@ from allhands.federated.systems import NOTED, Systems
 from allhands.federated.team import Team
 from allhands.world import World
 
-#: Takes the row of the global model (in `Server`) to the values of each evaluated loader; called on every rank.
+#: Takes the row of the global model (in `Server`) to the values of each evaluated loader; called on
+#: every rank.
 Evaluate = Callable[[Server], dict[str, dict[str, float]]]
 History = dict[str, Any]
 _INTEGERS = "integers"  # the name of their sum
@@ -37,10 +45,12 @@ class BadUpdateError(AllhandsError, RuntimeError):
 
 
 class Rounds:
-    """Selects a cohort, has it trained on the devices of the world, and aggregates, round after round.
+    """Selects a cohort, has it trained on the devices of the world, and aggregates, round after
+    round.
 
-    Every rank runs the same loop and holds the same server; a rank trains its share of the cohort, and one all-reduce a round
-    carries everything. Override a stage (`select`, `distribute`, `train`, `aggregate`, `evaluate`) to change it.
+    Every rank runs the same loop and holds the same server; a rank trains its share of the cohort,
+    and one all-reduce a round carries everything. Override a stage (`select`, `distribute`,
+    `train`, `aggregate`, `evaluate`) to change it.
 
     Args:
         work: what is trained, and how.
@@ -51,30 +61,48 @@ class Rounds:
         rounds: how many in all.
         evaluate: measures the global model; None never does.
         evaluate_every: rounds between two evaluations; the last round is always evaluated.
-        local_layers: names of modules, parameters or buffers that each client keeps as its own (``head.*``), beside those that
-            the algorithm keeps.
-        on_bad_update: what happens when a client's model comes out with NaN or Inf: "stop" ends the run, "skip" leaves the
-            client out of the round; both name it.
-        on_client_failure: what happens when a client's training raises: "stop" ends the run on all ranks, "retry" trains it
-            again, "skip" leaves it out of the round; all name it with its traceback.
+        local_layers: names of modules, parameters or buffers that each client keeps as its own
+            (``head.*``), beside those that the algorithm keeps.
+        on_bad_update: what happens when a client's model comes out with NaN or Inf: "stop" ends the
+            run, "skip" leaves the client out of the round; both name it.
+        on_client_failure: what happens when a client's training raises: "stop" ends the run on all
+            ranks, "retry" trains it again, "skip" leaves it out of the round; all name it with its
+            traceback.
         client_retries: how often "retry" tries again before it stops.
-        tests: test samples of every client, on which its own model is measured whenever the global one is; the mean over all of
-            them is in the history as "clients".
+        tests: test samples of every client, on which its own model is measured whenever the global
+            one is; the mean over all of them is in the history as "clients".
         compression: narrows what clients send; None: they send all.
         privacy: bounds and hides what a client contributes.
         systems: devices in virtual time, which decide who takes part and how long a round takes.
-        team: ranks that train a client together, for an executor that does so; None: each rank trains clients of its own.
+        team: ranks that train a client together, for an executor that does so; None: each rank
+            trains clients of its own.
 
     Raises:
-        UserError: the algorithm cannot train this model or cohort, or a name in `local_layers` is none of the model's.
+        UserError: the algorithm cannot train this model or cohort, or a name in `local_layers` is
+            none of the model's.
     """
 
-    def __init__(self, work: Work, server: Server, executor: Executor, world: World, *, per_round: int, rounds: int,
-                 evaluate: Evaluate | None = None, evaluate_every: int = 1, local_layers: Sequence[str] = (),
-                 on_bad_update: str = "stop", on_client_failure: str = "stop", client_retries: int = 2,
-                 tests: Clients | None = None, compression: Compression | None = None,
-                 privacy: Privacy | None = None, systems: Systems | None = None,
-                 team: Team | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        work: Work,
+        server: Server,
+        executor: Executor,
+        world: World,
+        *,
+        per_round: int,
+        rounds: int,
+        evaluate: Evaluate | None = None,
+        evaluate_every: int = 1,
+        local_layers: Sequence[str] = (),
+        on_bad_update: str = "stop",
+        on_client_failure: str = "stop",
+        client_retries: int = 2,
+        tests: Clients | None = None,
+        compression: Compression | None = None,
+        privacy: Privacy | None = None,
+        systems: Systems | None = None,
+        team: Team | None = None,
+    ) -> None:
         self.work, self.server, self.executor, self.world = work, server, executor, world
         self.per_round, self.rounds = per_round, rounds
         self._evaluate, self.evaluate_every = evaluate, evaluate_every
@@ -83,66 +111,100 @@ class Rounds:
         if on_bad_update not in ("stop", "skip"):
             raise UserError(f"on_bad_update={on_bad_update!r}; it must be 'stop' or 'skip'")
         if per_round > len(work.clients):
-            raise UserError(f"per_round={per_round} of {len(work.clients)} clients; write at most {len(work.clients)}")
+            raise UserError(
+                f"per_round={per_round} of {len(work.clients)} clients; write at most "
+                f"{len(work.clients)}"
+            )
         if tests is not None and (len(tests) != len(work.clients) or len(tests.indices) == 0):
-            raise UserError(f"tests={len(tests.indices)} samples of {len(tests)} clients, and {len(work.clients)} clients are "
-                            "trained; give each of them a test split, and at least one a sample")  # fmt: skip
+            raise UserError(
+                f"tests={len(tests.indices)} samples of {len(tests)} clients, and "
+                f"{len(work.clients)} clients are "
+                "trained; give each of them a test split, and at least one a sample"
+            )
         self.on_bad_update, self.tests = on_bad_update, tests
         self.team = team if team is not None else Team.of(world, 1)
         self.failures = Failures(world, on_client_failure, client_retries, self.team)
         self.costs, self.queue = Costs(), Queue(world)
-        server.local, server.world, server.num_samples = work.local, world, len(work.clients.indices)
+        server.local, server.world, server.num_samples = (
+            work.local,
+            world,
+            len(work.clients.indices),
+        )
         server.own = self._own([*self.algorithm.keeps(work.model), *local_layers])
         self.algorithm.check(server, per_round)
         self.algorithm.begin(server)
         self.privacy = privacy
         if privacy is not None:
             if compression is not None:
-                raise UserError("compress= with privacy=: what is narrowed after it was clipped may exceed the bound; leave "
-                                "one of them out")  # fmt: skip
+                raise UserError(
+                    "compress= with privacy=: what is narrowed after it was clipped may exceed the "
+                    "bound; leave "
+                    "one of them out"
+                )
             privacy.check(self.algorithm, server, per_round)
         self.traffic = Traffic(self.algorithm, server, compression)
         self.systems = systems
         if systems is not None:
             if privacy is not None and systems.selects:
-                raise UserError("privacy= with systems= that decide who takes part: epsilon holds for cohorts drawn from all "
-                                "clients alike; leave out availability, dropout, deadline and over_selection")  # fmt: skip
+                raise UserError(
+                    "privacy= with systems= that decide who takes part: epsilon holds for cohorts "
+                    "drawn from all "
+                    "clients alike; leave out availability, dropout, deadline and over_selection"
+                )
             systems.begin(work.clients, work.local, self.traffic, work.seed, per_round)
         lengths = self.algorithm.client_state(server)
         if server.own is not None:
             lengths = {**lengths, OWN_LAYERS: len(server.own) + 1}
         if compression is not None and compression.feedback:
             lengths = {**lengths, RESIDUAL: server.layout.length}
-        #: The clients that brought an update in the last round, and the rank, samples, steps and seconds of each.
+        #: The clients that brought an update in the last round, and the rank, samples, steps and
+        #: seconds of each.
         self.last: dict[str, list[float]] = {}
         self.states = ClientStates(lengths, server.layout.dtype, server.device, world)
-        self.history: History = {"round": [], "seconds": [], "cohort": [], "train": {"loss": []}, "skipped": [], "failed": [],
-                                 "retried": [], "unchanged": [], "bytes_up": [], "bytes_down": [],
-                                 **({"epsilon": []} if privacy is not None else {}),
-                                 **({name: [] for name in NOTED} if systems is not None else {})}  # fmt: skip
+        self.history: History = {
+            "round": [],
+            "seconds": [],
+            "cohort": [],
+            "train": {"loss": []},
+            "skipped": [],
+            "failed": [],
+            "retried": [],
+            "unchanged": [],
+            "bytes_up": [],
+            "bytes_down": [],
+            **({"epsilon": []} if privacy is not None else {}),
+            **({name: [] for name in NOTED} if systems is not None else {}),
+        }
 
     def _own(self, names: Sequence[str]) -> torch.Tensor | None:
-        """Places of the numbers that clients keep as their own; refuses a model whose buffers the algorithm cannot average."""
+        """Places of the numbers that clients keep as their own; refuses a model whose buffers the
+        algorithm cannot average."""
         layout, algorithm = self.server.layout, self.algorithm
         own = own_numbers(names, self.work.model, layout)
         kept = torch.zeros(layout.length, dtype=torch.bool)
         kept[own if own is not None else []] = True
         if algorithm.shares and all(kept[place.start] for place in layout.parameters):
             raise UserError(
-                "local_layers name every weight that is trained, so that nothing is shared; write algorithm='local_only'"
+                "local_layers name every weight that is trained, so that nothing is shared; write "
+                "algorithm='local_only'"
             )
         shared = [place.name for place in layout.buffers if not kept[place.start]]
         if algorithm.shares and not algorithm.average_buffers and shared:
-            raise UserError(f"the model has buffers that training changes, such as '{shared[0]}' (BatchNorm's statistics?), and "
-                            f"algorithm={algorithm.name!r} says nothing about their mean; use GroupNorm, or keep these layers "
-                            "with the clients (algorithm='fedbn', local_layers=[…]), or set the algorithm's "
-                            "average_buffers=True for their mean by samples")  # fmt: skip
+            raise UserError(
+                f"the model has buffers that training changes, such as '{shared[0]}' (BatchNorm's "
+                "statistics?), and "
+                f"algorithm={algorithm.name!r} says nothing about their mean; use GroupNorm, or "
+                "keep these layers "
+                "with the clients (algorithm='fedbn', local_layers=[…]), or set the algorithm's "
+                "average_buffers=True for their mean by samples"
+            )
         return None if own is None else own.to(self.server.device)
 
     # ------------------------------------------------------------------ the stages
 
     def select(self, round_: int) -> list[int]:
-        """The cohort: clients drawn without repetition, a function of the seed and the round only."""
+        """The cohort: clients drawn without repetition, a function of the seed and the round
+        only."""
         if self.privacy is not None and self.privacy.sampling == "poisson":
             return self.privacy.select(self.server, self.per_round, round_)
         if self.systems is not None and self.systems.draws:
@@ -151,25 +213,40 @@ class Rounds:
         return sorted(drawn.sample(range(len(self.clients)), self.per_round))
 
     def arrive(self, selected: list[int], round_: int) -> list[int]:
-        """Those of a cohort whose updates will come in time, in virtual time; the others are not trained."""
-        return selected if self.systems is None else self.systems.run(selected, round_, self.per_round)
+        """Those of a cohort whose updates will come in time, in virtual time; the others are not
+        trained."""
+        return (
+            selected if self.systems is None else self.systems.run(selected, round_, self.per_round)
+        )
 
     def distribute(self, cohort: Sequence[int]) -> list[Job]:
-        """The part of the cohort that this rank trains; what is in no rank's part lies in `queue`."""
+        """The part of the cohort that this rank trains; what is in no rank's part lies in
+        `queue`."""
         steps = [self.work.local.num_steps(self.clients.size(client)) for client in cohort]
         costs, devices = self.costs.predict(cohort, steps), self.team.teams
-        # Clients' own vectors move in advance; clients that are trained together gain less from evenness than they lose by being
-        # few; and before any time is known, nobody can tell what a pull is worth.
+        # Clients' own vectors move in advance; clients that are trained together gain less from
+        # evenness than they lose by being few; and before any time is known, nobody can tell what a
+        # pull is worth.
         self.queue.begin(self.server.round, [])
         alone = self.team.size == 1
-        if self.states or self.executor.together or not self.queue or not alone or self.costs.each is None:
+        if (
+            self.states
+            or self.executor.together
+            or not self.queue
+            or not alone
+            or self.costs.each is None
+        ):
             dealt = longest_first(costs, devices)
         else:
             dealt, groups = deal(costs, devices)
-            self.queue.begin(self.server.round, [[Job(cohort[slot], slot) for slot in group] for group in groups])
+            self.queue.begin(
+                self.server.round, [[Job(cohort[slot], slot) for slot in group] for group in groups]
+            )
         if self.states:
             leader = self.team.leader
-            self.states.move({cohort[slot]: leader(team) for team, slots in enumerate(dealt) for slot in slots})
+            self.states.move(
+                {cohort[slot]: leader(team) for team, slots in enumerate(dealt) for slot in slots}
+            )
         return [Job(cohort[slot], slot) for slot in dealt[self.team.number]]
 
     def train(self, jobs: Sequence[Job], sums: Sums) -> None:
@@ -181,14 +258,19 @@ class Rounds:
         def sink(trained: Trained, seconds: float) -> None:
             if not self.team.leads:
                 return
-            sums_of_rows = trained.rows.sum(1, dtype=torch.float64)  # NaN or Inf where one number is
+            sums_of_rows = trained.rows.sum(
+                1, dtype=torch.float64
+            )  # NaN or Inf where one number is
             if trained.start_loss is not None:
                 sums_of_rows += trained.start_loss
             if START_GRADIENT in trained.own:
                 sums_of_rows += trained.own[START_GRADIENT].sum(1, dtype=torch.float64)
             finite = torch.isfinite(sums_of_rows).tolist()
             if not all(finite):
-                sums.note([slot for slot, good in zip(trained.slots, finite, strict=True) if not good], bad=1.0)
+                sums.note(
+                    [slot for slot, good in zip(trained.slots, finite, strict=True) if not good],
+                    bad=1.0,
+                )
                 trained = trained.only([row for row, good in enumerate(finite) if good])
                 if not trained.clients:
                     return
@@ -201,8 +283,15 @@ class Rounds:
             self.algorithm.contribute(trained, self.server, sums)
             if self.states:
                 self.states.put(trained.clients, trained.own)
-            sums.note(trained.slots, ok=1.0, samples=trained.samples, steps=trained.steps, loss=trained.loss,
-                      seconds=seconds, rank=self.world.rank)  # fmt: skip
+            sums.note(
+                trained.slots,
+                ok=1.0,
+                samples=trained.samples,
+                steps=trained.steps,
+                loss=trained.loss,
+                seconds=seconds,
+                rank=self.world.rank,
+            )
 
         self.failures.train(self.executor, jobs, states, sink, self.clients.name)
 
@@ -213,10 +302,13 @@ class Rounds:
         self.algorithm.aggregate(self.server, sums)
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """The values of the global model, by loader, and of clients' own models on their `tests`."""
+        """The values of the global model, by loader, and of clients' own models on their
+        `tests`."""
         values = {} if self._evaluate is None else self._evaluate(self.server)
         if self.tests is not None:
-            values["clients"] = evaluate_clients(self.work, self.server, self.states, self.tests, self.world)
+            values["clients"] = evaluate_clients(
+                self.work, self.server, self.states, self.tests, self.world
+            )
         return values
 
     # ------------------------------------------------------------------ the loop
@@ -229,8 +321,12 @@ class Rounds:
 
     def state_dict(self) -> dict[str, Any]:
         """What all ranks hold alike beside the model, for a checkpoint between two rounds."""
-        return {"round": self.server.round, "history": self.history, "costs": self.costs.state_dict(),
-                "algorithm": self.algorithm.state_dict()}  # fmt: skip
+        return {
+            "round": self.server.round,
+            "history": self.history,
+            "costs": self.costs.state_dict(),
+            "algorithm": self.algorithm.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
@@ -241,7 +337,8 @@ class Rounds:
         self.algorithm.load_state_dict(state["algorithm"])
 
     def one_round(self) -> dict[str, dict[str, float]]:
-        """One round: the five stages, and a line in the history. Returns what `evaluate` gave, when it was due."""
+        """One round: the five stages, and a line in the history. Returns what `evaluate` gave, when
+        it was due."""
         began, round_ = time.perf_counter(), self.server.round
         self.server.learning_rate = float(self.work.local.optimizer.options[0].get("lr", 0.0))
         selected = self.select(round_)
@@ -252,18 +349,32 @@ class Rounds:
         lengths = self.algorithm.vectors(self.server)
         if self.server.layout.integers and self.algorithm.shares:
             lengths = {**lengths, _INTEGERS: len(self.server.integers)}
-        sums = Sums(lengths, max(1, len(cohort)), (*FIGURES, *self.algorithm.figures()), scale,
-                    self.server.device)  # fmt: skip
+        sums = Sums(
+            lengths,
+            max(1, len(cohort)),
+            (*FIGURES, *self.algorithm.figures()),
+            scale,
+            self.server.device,
+        )
         self._train_all(jobs, sums)
         calls.note(("round", round_ + 1))
         sums.exchange(self.world)
         figures = sums.figures()
         self.failures.settle(figures, cohort, self.clients, round_)
-        figures = {name: column[: len(cohort)] for name, column in figures.items()}  # of an empty cohort, none
-        self.costs.learn(cohort, *((figures[name] * figures["ok"]).tolist() for name in ("steps", "seconds")))
+        figures = {
+            name: column[: len(cohort)] for name, column in figures.items()
+        }  # of an empty cohort, none
+        self.costs.learn(
+            cohort, *((figures[name] * figures["ok"]).tolist() for name in ("steps", "seconds"))
+        )
         kept = figures["ok"].nonzero().flatten().tolist()
-        self.last = {"client": [cohort[slot] for slot in kept],
-                     **{name: figures[name][kept].tolist() for name in ("rank", "samples", "steps", "seconds")}}  # fmt: skip
+        self.last = {
+            "client": [cohort[slot] for slot in kept],
+            **{
+                name: figures[name][kept].tolist()
+                for name in ("rank", "samples", "steps", "seconds")
+            },
+        }
         skipped = [cohort[slot] for slot in figures["bad"].nonzero().flatten().tolist()]
         if skipped:
             self._say_bad(round_, skipped)
@@ -271,13 +382,21 @@ class Rounds:
         unchanged = self.privacy is None and float((figures["ok"] * figures["samples"]).sum()) <= 0
         if not unchanged:
             self.aggregate(sums)
-            if _INTEGERS in lengths:  # the mean of what clients have counted, to the nearest whole number
+            if (
+                _INTEGERS in lengths
+            ):  # the mean of what clients have counted, to the nearest whole number
                 self.server.integers += sums.mean(_INTEGERS).round().to(self.server.integers)
         elif self.world.rank == 0:
-            print(f"round {round_}: no client of {len(cohort)} has brought an update; the model stays as it was", flush=True)
+            print(
+                f"round {round_}: no client of {len(cohort)} has brought an update; the model "
+                "stays as it was",
+                flush=True,
+            )
         self.history["skipped"].append(skipped)
         for name in ("failed", "retried"):
-            self.history[name].append([cohort[slot] for slot in figures[name].nonzero().flatten().tolist()])
+            self.history[name].append(
+                [cohort[slot] for slot in figures[name].nonzero().flatten().tolist()]
+            )
         self.history["unchanged"].append(unchanged)
         self.server.round += 1
         values = self.evaluate() if self.due(round_) else {}
@@ -285,8 +404,8 @@ class Rounds:
         return values
 
     def _train_all(self, jobs: Sequence[Job], sums: Sums) -> None:
-        """Train this rank's part, and then what is left in the queue. Whatever fails, the rank goes on to the round's sum, where
-        the others wait for it."""
+        """Train this rank's part, and then what is left in the queue. Whatever fails, the rank goes
+        on to the round's sum, where the others wait for it."""
         self.failures.begin()
         part: Sequence[Job] | None = jobs
         try:
@@ -299,11 +418,19 @@ class Rounds:
         self.failures.note(sums)
 
     def _say_bad(self, round_: int, clients: Sequence[int]) -> None:
-        names = ", ".join(self.clients.name(client) for client in clients[:10]) + (", …" if len(clients) > 10 else "")
-        what = f"round {round_}: the model of client{'s' if len(clients) > 1 else ''} {names} came out with NaN or Inf"
+        names = ", ".join(self.clients.name(client) for client in clients[:10]) + (
+            ", …" if len(clients) > 10 else ""
+        )
+        what = (
+            f"round {round_}: the model of client{'s' if len(clients) > 1 else ''} {names} came "
+            "out with NaN or Inf"
+        )
         if self.on_bad_update == "stop":
-            raise BadUpdateError(f"{what}; lower the clients' learning rate or set clip_norm, or set on_bad_update='skip' to "
-                                 "leave such clients out of the round")  # fmt: skip
+            raise BadUpdateError(
+                f"{what}; lower the clients' learning rate or set clip_norm, or set "
+                "on_bad_update='skip' to "
+                "leave such clients out of the round"
+            )
         if self.world.rank == 0:
             print(f"{what}, left out", flush=True)
 
@@ -311,15 +438,27 @@ class Rounds:
         """Whether the model is measured after this round."""
         return (round_ + 1) % self.evaluate_every == 0 or round_ + 1 == self.rounds
 
-    def _note(self, round_: int, cohort: list[int], figures: dict[str, torch.Tensor], values: dict[str, dict[str, float]],
-              seconds: float) -> None:  # fmt: skip
+    def _note(
+        self,
+        round_: int,
+        cohort: list[int],
+        figures: dict[str, torch.Tensor],
+        values: dict[str, dict[str, float]],
+        seconds: float,
+    ) -> None:
         weights = figures["ok"] * figures["samples"]
-        loss = float((figures["loss"] * weights).sum() / weights.sum()) if float(weights.sum()) else float("nan")
+        loss = (
+            float((figures["loss"] * weights).sum() / weights.sum())
+            if float(weights.sum())
+            else float("nan")
+        )
         self.history["round"].append(round_)
         self.history["seconds"].append(seconds)
         self.history["cohort"].append(cohort)
         self.history["train"]["loss"].append(loss)
-        self.history["bytes_up"].append(self.traffic.up * float((figures["ok"] + figures["bad"]).sum()))
+        self.history["bytes_up"].append(
+            self.traffic.up * float((figures["ok"] + figures["bad"]).sum())
+        )
         self.history["bytes_down"].append(self.traffic.down * len(cohort))
         if self.privacy is not None:
             self.history["epsilon"].append(self.privacy.epsilon(round_ + 1))

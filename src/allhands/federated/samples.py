@@ -15,29 +15,41 @@ from allhands.errors import UserError
 class Samples:
     """A data set whose batches are asked for by index.
 
-    A `TensorDataset`, or a tuple of tensors or arrays of one length, is kept on `device` and read by one index operation; any
-    other data set is read sample by sample, with the global generators seeded by the sample's place in the training, so that
-    augmentation does not depend on who trains where.
+    A `TensorDataset`, or a tuple of tensors or arrays of one length, is kept on `device` and read
+    by one index operation; any other data set is read sample by sample, with the global generators
+    seeded by the sample's place in the training, so that augmentation does not depend on who trains
+    where.
 
     Args:
         dataset: ``dataset[i]`` gives one sample; it has a length.
         device: where batches are wanted.
-        collate_fn: makes a batch of samples; with one of your own a `TensorDataset` too is read sample by sample.
+        collate_fn: makes a batch of samples; with one of your own a `TensorDataset` too is read
+            sample by sample.
     """
 
-    def __init__(self, dataset: Any, device: torch.device, collate_fn: Callable[[list[Any]], Any] | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
         self.device = device
         self.collate_fn = collate_fn or default_collate
         self.tensors: tuple[torch.Tensor, ...] | None = None
         self.dataset: Dataset[Any] | Sequence[Any] = dataset
         if isinstance(dataset, TensorDataset):
             dataset = dataset.tensors
-        if isinstance(dataset, (tuple, list)) and dataset and all(hasattr(part, "shape") for part in dataset):
+        if (
+            isinstance(dataset, (tuple, list))
+            and dataset
+            and all(hasattr(part, "shape") for part in dataset)
+        ):
             tensors = [torch.as_tensor(part) for part in dataset]
             lengths = {len(part) for part in tensors}
             if len(lengths) != 1:
                 raise UserError(
-                    f"the data set's tensors have {', '.join(str(len(t)) for t in tensors)} samples; give all the same"
+                    f"the data set's tensors have {', '.join(str(len(t)) for t in tensors)} "
+                    "samples; give all the same"
                 )
             if self.collate_fn is default_collate:
                 self.tensors = tuple(t.to(device) for t in tensors)
@@ -45,7 +57,8 @@ class Samples:
                 self.dataset = TensorDataset(*tensors)
         elif not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise UserError(
-                f"the data set is a {type(dataset).__name__} without indices or length; clients need one that has both, "
+                f"the data set is a {type(dataset).__name__} without indices or length; clients "
+                "need one that has both, "
                 "such as a TensorDataset"
             )
 
@@ -53,7 +66,8 @@ class Samples:
         return len(self.tensors[0]) if self.tensors is not None else len(self.dataset)  # type: ignore[arg-type]
 
     def take(self, indices: torch.Tensor, seed: int = 0, *place: int | str) -> Any:
-        """The batch of these samples (int64, shape ``[batch]``, on any device). `seed` and `place` say where in the training."""
+        """The batch of these samples (int64, shape ``[batch]``, on any device). `seed` and `place`
+        say where in the training."""
         if self.tensors is not None:
             wanted = indices.to(self.device)
             return tuple(t[wanted] for t in self.tensors)
@@ -63,8 +77,9 @@ class Samples:
         return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def targets(self) -> torch.Tensor | None:
-        """The target of every sample, shape ``[samples, …]``, on the processor: the last member of a data set in memory, or the
-        attribute `targets` or `labels` of another; None where there is neither."""
+        """The target of every sample, shape ``[samples, …]``, on the processor: the last member of
+        a data set in memory, or the attribute `targets` or `labels` of another; None where there is
+        neither."""
         tensors = self.dataset.tensors if isinstance(self.dataset, TensorDataset) else self.tensors
         if tensors is not None:
             return tensors[-1].cpu()

@@ -1,4 +1,5 @@
-"""Which device trains which client: longest first by what clients are known to cost, and the rest to whoever is free."""
+"""Which device trains which client: longest first by what clients are known to cost, and the rest
+to whoever is free."""
 
 from __future__ import annotations
 
@@ -11,13 +12,15 @@ import torch
 from allhands.world import World
 
 _AHEAD = 0.75  # of the predicted cost is dealt in advance
-_PIECE = 0.02  # seconds that a pull is worth at least: asking the store takes less than a hundredth of it
+# seconds that a pull is worth at least: asking the store takes less than a hundredth of it
+_PIECE = 0.02
 _TRUST = 0.5  # how much the newest measured time counts against those before
 
 
 def longest_first(costs: Sequence[float], devices: int) -> list[list[int]]:
-    """Deal items out so that the device with the most to do has as little as this simple rule can reach: the next longest item
-    goes to the device with the least (Graham, Bounds on Multiprocessing Timing Anomalies, 1969: at most 4/3 of the best).
+    """Deal items out so that the device with the most to do has as little as this simple rule can
+    reach: the next longest item goes to the device with the least (Graham, Bounds on
+    Multiprocessing Timing Anomalies, 1969: at most 4/3 of the best).
 
     Args:
         costs: of each item, in any unit.
@@ -36,7 +39,8 @@ def longest_first(costs: Sequence[float], devices: int) -> list[list[int]]:
 
 
 def deal(costs: Sequence[float], devices: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Deal the longest items out in advance, and leave the shortest ones in groups for devices that have finished early.
+    """Deal the longest items out in advance, and leave the shortest ones in groups for devices that
+    have finished early.
 
     Args:
         costs: predicted seconds of each item.
@@ -52,7 +56,10 @@ def deal(costs: Sequence[float], devices: int) -> tuple[list[list[int]], list[li
         left += costs[rest[-1]]
     if left < devices * _PIECE:  # too little to even anything out
         order, rest = [*order, *reversed(rest)], []
-    dealt = [[order[place] for place in places] for places in longest_first([costs[item] for item in order], devices)]
+    dealt = [
+        [order[place] for place in places]
+        for places in longest_first([costs[item] for item in order], devices)
+    ]
     groups: list[list[int]] = []
     worth = _PIECE
     for item in reversed(rest):
@@ -69,7 +76,8 @@ def _by_cost(costs: Sequence[float]) -> list[int]:
 
 
 class Costs:
-    """What clients are expected to take: their steps at first, and measured seconds once there are some.
+    """What clients are expected to take: their steps at first, and measured seconds once there are
+    some.
 
     Every rank learns the same from the figures of all clients, so that all ranks deal alike.
     """
@@ -80,13 +88,23 @@ class Costs:
         self._own: dict[int, float] = {}
 
     def predict(self, clients: Sequence[int], steps: Sequence[int]) -> list[float]:
-        """Seconds of each client for so many steps; steps as they are before anything was measured."""
+        """Seconds of each client for so many steps; steps as they are before anything was
+        measured."""
         each = 1.0 if self.each is None else self.each
-        return [self._own.get(client, each) * count for client, count in zip(clients, steps, strict=True)]
+        return [
+            self._own.get(client, each) * count
+            for client, count in zip(clients, steps, strict=True)
+        ]
 
-    def learn(self, clients: Sequence[int], steps: Sequence[float], seconds: Sequence[float]) -> None:
+    def learn(
+        self, clients: Sequence[int], steps: Sequence[float], seconds: Sequence[float]
+    ) -> None:
         """Take in what clients took; those of no steps did not train and say nothing."""
-        known = [(client, n, s) for client, n, s in zip(clients, steps, seconds, strict=True) if n > 0 and s > 0]
+        known = [
+            (client, n, s)
+            for client, n, s in zip(clients, steps, seconds, strict=True)
+            if n > 0 and s > 0
+        ]
         if not known:
             return
         self.each = _blend(self.each, sum(s for _, _, s in known) / sum(n for _, n, _ in known))
@@ -95,8 +113,11 @@ class Costs:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"each": self.each, "clients": torch.tensor(list(self._own), dtype=torch.int64),
-                "own": torch.tensor(list(self._own.values()), dtype=torch.float64)}  # fmt: skip
+        return {
+            "each": self.each,
+            "clients": torch.tensor(list(self._own), dtype=torch.int64),
+            "own": torch.tensor(list(self._own.values()), dtype=torch.float64),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
@@ -109,8 +130,8 @@ def _blend(before: float | None, measured: float) -> float:
 
 
 def common_store(world: World, what: str) -> Any:
-    """A part of the world's store that all ranks share, and that is new at every call; None where there is no other rank, or no
-    store (torch's own mpi)."""
+    """A part of the world's store that all ranks share, and that is new at every call; None where
+    there is no other rank, or no store (torch's own mpi)."""
     if world.world_size == 1:
         return None
     from torch.distributed import PrefixStore, distributed_c10d
@@ -119,7 +140,10 @@ def common_store(world: World, what: str) -> Any:
     if shared is None:
         return None
     # Each rank counts its calls by itself, and all count alike.
-    return PrefixStore(f"allhands/federated/{what}/{shared.add(f'allhands/federated/{what}/{world.rank}', 1)}", shared)
+    return PrefixStore(
+        f"allhands/federated/{what}/{shared.add(f'allhands/federated/{what}/{world.rank}', 1)}",
+        shared,
+    )
 
 
 class Queue:
@@ -138,7 +162,8 @@ class Queue:
         return self._store is not None
 
     def begin(self, round_: int, groups: Sequence[Any]) -> None:
-        """Fill it, with the same groups on every rank; what lay in it before was pulled and its round is over on all ranks."""
+        """Fill it, with the same groups on every rank; what lay in it before was pulled and its
+        round is over on all ranks."""
         if self._groups and self._rank == 0:
             self._store.delete_key(self._key)
         self._groups, self._key = groups, str(round_)

@@ -1,4 +1,5 @@
-"""What a runner does around the rounds of a federated training: checkpoints, signals, schedules, callbacks, logs."""
+"""What a runner does around the rounds of a federated training: checkpoints, signals, schedules,
+callbacks, logs."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ Values = dict[str, dict[str, float]]
 
 
 class Session:
-    """One federated training on one rank; what callbacks know as `training`, with rounds for epochs and for steps.
+    """One federated training on one rank; what callbacks know as `training`, with rounds for epochs
+    and for steps.
 
     Attributes:
         rounds: the stages.
@@ -39,9 +41,20 @@ class Session:
         best, best_round: the best value so far, and after how many rounds.
     """
 
-    def __init__(self, settings: TrainSettings, world: World, reporter: Reporter, rounds: Rounds, evaluated: list[str]) -> None:
+    def __init__(
+        self,
+        settings: TrainSettings,
+        world: World,
+        reporter: Reporter,
+        rounds: Rounds,
+        evaluated: list[str],
+    ) -> None:
         self.settings, self.world, self.reporter, self.rounds = settings, world, reporter, rounds
-        self.model, self.optimizer, self.criterion = settings.model, settings.optimizer, settings.criterion
+        self.model, self.optimizer, self.criterion = (
+            settings.model,
+            settings.optimizer,
+            settings.criterion,
+        )
         self.num_epochs = rounds.rounds
         self.valid_loader = self._choose_valid_loader(evaluated)
         self.schedule = Schedule(settings.scheduler)
@@ -54,7 +67,9 @@ class Session:
         self.memory = RoundMemory(self)
         minutes = settings.save_minutes
         self.agreement = Agreement(
-            world, minutes * 60 if minutes is not None else None, SIGNALS if settings.logdir is not None else ()
+            world,
+            minutes * 60 if minutes is not None else None,
+            SIGNALS if settings.logdir is not None else (),
         )
 
     @property
@@ -73,14 +88,17 @@ class Session:
         return self.rounds.history
 
     def stop(self, reason: str, now: bool = False) -> None:
-        """End the training after the current round, with `now` too, as hooks run between rounds; to be called on every rank, or
-        on none. `reason` is printed."""
+        """End the training after the current round, with `now` too, as hooks run between rounds; to
+        be called on every rank, or on none. `reason` is printed."""
         self._stop_reason = reason
 
     def log(self, name: str, value: float | torch.Tensor, count: float = 1) -> None:
         """Refused: what it averages are steps, which clients take."""
-        raise UserError(f"training.log({name!r}, …) averages over optimizer steps, which clients take in federated training; "
-                        f"append to training.history.setdefault({name!r}, []) in on_epoch_end, on every rank")  # fmt: skip
+        raise UserError(
+            f"training.log({name!r}, …) averages over optimizer steps, which clients take in "
+            "federated training; "
+            f"append to training.history.setdefault({name!r}, []) in on_epoch_end, on every rank"
+        )
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, as `Training.gather` gives it."""
@@ -89,7 +107,8 @@ class Session:
     def save_checkpoint(self) -> None:
         """Refused: it is for the middle of an epoch, and rounds are saved as a whole."""
         raise UserError(
-            "training.save_checkpoint() is for the middle of an epoch; rounds are saved at their end: set save_every=1"
+            "training.save_checkpoint() is for the middle of an epoch; rounds are saved at their "
+            "end: set save_every=1"
         )
 
     def read_model(self) -> None:
@@ -108,8 +127,8 @@ class Session:
         """All rounds that are left.
 
         Raises:
-            SystemExit: SIGTERM or SIGUSR1 came; all ranks have saved a checkpoint after the same round. The code is 128 plus the
-                signal's number.
+            SystemExit: SIGTERM or SIGUSR1 came; all ranks have saved a checkpoint after the same
+                round. The code is 128 plus the signal's number.
         """
         settings = self.settings
         with self.agreement:
@@ -118,7 +137,11 @@ class Session:
             note = self.schedule.check_length(rounds, rounds, self.epoch, self.epoch, epoch="round")
             self._set_options()
             self.memory.open()
-            loggers = Loggers(settings.logdir if self.world.rank == 0 else None, len(self.history["round"]), self.epoch or None)
+            loggers = Loggers(
+                settings.logdir if self.world.rank == 0 else None,
+                len(self.history["round"]),
+                self.epoch or None,
+            )
             self._announce(note)
             self.agreement.begin(self.epoch)
             try:
@@ -140,17 +163,37 @@ class Session:
     def _write_report(self) -> None:
         """``report.html`` into the logdir, where matplotlib can draw it."""
         logdir, rounds, local = self.settings.logdir, self.rounds, self.rounds.work.local
-        if self.world.rank or logdir is None or not self.history["round"] or find_spec("matplotlib") is None:
+        if (
+            self.world.rank
+            or logdir is None
+            or not self.history["round"]
+            or find_spec("matplotlib") is None
+        ):
             return
         settings = {
-            "algorithm": rounds.algorithm.name, "clients": len(rounds.clients), "clients a round": rounds.per_round,
-            "rounds": rounds.rounds, "samples": len(rounds.clients.indices), "local epochs": local.epochs,
-            "local steps": local.steps, "batch size": local.batch_size, "optimizer": type(self.optimizer).__name__,
-            "learning rate at the end": learning_rates(self.optimizer)[0], "executor": rounds.executor.name,
-            "workers": self.world.world_size, "device": self.world.device.type, "seed": rounds.work.seed,
-        }  # fmt: skip
+            "algorithm": rounds.algorithm.name,
+            "clients": len(rounds.clients),
+            "clients a round": rounds.per_round,
+            "rounds": rounds.rounds,
+            "samples": len(rounds.clients.indices),
+            "local epochs": local.epochs,
+            "local steps": local.steps,
+            "batch size": local.batch_size,
+            "optimizer": type(self.optimizer).__name__,
+            "learning rate at the end": learning_rates(self.optimizer)[0],
+            "executor": rounds.executor.name,
+            "workers": self.world.world_size,
+            "device": self.world.device.type,
+            "seed": rounds.work.seed,
+        }
         path = Path(logdir) / "report.html"
-        report(self.history, path, last=rounds.last or None, sizes=rounds.clients.sizes.tolist(), settings=settings)
+        report(
+            self.history,
+            path,
+            last=rounds.last or None,
+            sizes=rounds.clients.sizes.tolist(),
+            settings=settings,
+        )
         self.reporter.line(f"report in {path}")
 
     def _train(self, loggers: Loggers) -> None:
@@ -190,7 +233,10 @@ class Session:
         settings, number = self.settings, self.epoch
         if settings.logdir is None:
             if improved and settings.load_best_on_end:
-                self._best_state = {key: value.detach().cpu().clone() for key, value in self.model.state_dict().items()}
+                self._best_state = {
+                    key: value.detach().cpu().clone()
+                    for key, value in self.model.state_dict().items()
+                }
             return
         every = settings.save_every
         due = improved or (measured if every is None else number % every == 0)
@@ -207,7 +253,8 @@ class Session:
         self.memory.close()
         name = signal.Signals(self._signal).name
         self.reporter.line(
-            f"stopped by {name} after round {self.epoch}: saved in {self.settings.logdir}; go on with resume='auto'"
+            f"stopped by {name} after round {self.epoch}: saved in {self.settings.logdir}; go on "
+            "with resume='auto'"
         )
         requeue_if_asked(self.world, self.reporter.line)
         self.reporter.close()
@@ -220,10 +267,14 @@ class Session:
         if chosen is None:
             chosen = "valid" if "valid" in evaluated else evaluated[0] if evaluated else "train"
         if chosen not in (*evaluated, "train"):
-            raise UserError(f"valid_loader={chosen!r} is not among the loaders; given are: {', '.join([*evaluated, 'train'])}")
+            raise UserError(
+                f"valid_loader={chosen!r} is not among the loaders; given are: "
+                f"{', '.join([*evaluated, 'train'])}"
+            )
         if chosen == "train" and metric != "loss":
             raise UserError(
-                f"main_metric={metric!r}: of the clients' training only the loss is known; write main_metric='loss', or pass a "
+                f"main_metric={metric!r}: of the clients' training only the loss is known; write "
+                "main_metric='loss', or pass a "
                 "loader 'valid' that is evaluated"
             )
         return chosen
@@ -251,17 +302,23 @@ class Session:
     # ------------------------------------------------------------------ small things
 
     def _set_options(self) -> None:
-        """Let the clients' optimizers have what the schedule has made of the optimizer's options."""
+        """Let the clients' optimizers have what the schedule has made of the optimizer's
+        options."""
         if self.schedule.scheduler is None:
             return
-        for options, group in zip(self.rounds.work.local.optimizer.options, self.optimizer.param_groups, strict=True):
+        for options, group in zip(
+            self.rounds.work.local.optimizer.options, self.optimizer.param_groups, strict=True
+        ):
             options.update({key: group[key] for key in options if key in group})
 
     def _announce(self, schedule_note: str) -> None:
         rounds, world = self.rounds, self.world
-        where = f"{world.world_size} worker{'s' if world.world_size > 1 else ''} on {world.device.type}"
+        where = (
+            f"{world.world_size} worker{'s' if world.world_size > 1 else ''} on {world.device.type}"
+        )
         self.reporter.line(
-            f"allhands: federated, {rounds.algorithm.name}, {where}; {rounds.per_round:,} of {len(rounds.clients):,} clients a "
+            f"allhands: federated, {rounds.algorithm.name}, {where}; {rounds.per_round:,} of "
+            f"{len(rounds.clients):,} clients a "
             f"round, {rounds.rounds} rounds; {len(rounds.clients.indices):,} samples; "
             f"seed {self.settings.seed}"
         )

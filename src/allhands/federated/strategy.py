@@ -29,56 +29,63 @@ from allhands.world import World
 
 
 class Federated(Strategy):
-    """Clients train the model on data of their own; a server averages what they have learnt, round after round. Simulated: any
-    number of clients on any number of workers, with the same result.
+    """Clients train the model on data of their own; a server averages what they have learnt, round
+    after round. Simulated: any number of clients on any number of workers, with the same result.
 
     ::
 
         history = SupervisedRunner().train(
-            model=model, criterion=criterion, optimizer=optimizer, datasets={"batch_size": 32, "train": train, "valid": valid},
-            distributed=Federated(clients=100, per_round=10, rounds=50, algorithm="fedavg", local_epochs=5),
+            model=model, criterion=criterion, optimizer=optimizer, datasets={"batch_size": 32,
+            "train": train, "valid": valid}, distributed=Federated(clients=100, per_round=10,
+            rounds=50, algorithm="fedavg", local_epochs=5),
         )
 
-    The optimizer is each client's own, made anew in every round; the loaders' `batch_size` is a client's.
+    The optimizer is each client's own, made anew in every round; the loaders' `batch_size` is a
+    client's.
 
     Args:
         clients: how many; None where the partition says it.
-        partition: who gets which samples, see `allhands.federated.partitions`: a name, ``{"name": …, option: …}``, index
-            lists, or a `Clients`.
+        partition: who gets which samples, see `allhands.federated.partitions`: a name, ``{"name":
+            …, option: …}``, index lists, or a `Clients`.
         per_round: clients of a cohort; None: all.
         rounds: how many.
         algorithm: a name, ``{"name": …, option: …}``, or an `Algorithm`.
         local_epochs: times that a client goes through its data in a round.
         local_steps: optimizer steps of a client in a round, instead of `local_epochs`.
-        executor: how a device trains its clients: "serial", "graph", "stacked", ``{"name": "stacked", "chunk": 50}``; "auto"
-            tries which is fastest.
+        executor: how a device trains its clients: "serial", "graph", "stacked", ``{"name":
+            "stacked", "chunk": 50}``; "auto" tries which is fastest.
         evaluate_every: rounds between two evaluations; the last round is always evaluated.
-        local_layers: names of modules, parameters or buffers, such as ``["head.*"]``, that each client keeps as its own, under
-            any algorithm.
-        on_bad_update: "stop" ends the run when a client's model comes out with NaN or Inf, "skip" leaves that client out of the
-            round; both name it.
-        test_fraction: how much of each client's own samples is kept from training; the model of each client (its own layers
-            included) is measured on them, and the mean over all of them is in the history as "clients". None: nothing.
+        local_layers: names of modules, parameters or buffers, such as ``["head.*"]``, that each
+            client keeps as its own, under any algorithm.
+        on_bad_update: "stop" ends the run when a client's model comes out with NaN or Inf, "skip"
+            leaves that client out of the round; both name it.
+        test_fraction: how much of each client's own samples is kept from training; the model of
+            each client (its own layers included) is measured on them, and the mean over all of them
+            is in the history as "clients". None: nothing.
         stages: a class derived from `Rounds` that overrides stages.
-        devices_per_client: workers that train a client together, each with a part of every batch; their number divides that of
-            the workers.
-        on_client_failure: what happens when a client's training raises: "stop" ends the run, "retry" trains the client again,
-            "skip" leaves it out of the round; each names it with its traceback.
+        devices_per_client: workers that train a client together, each with a part of every batch;
+            their number divides that of the workers.
+        on_client_failure: what happens when a client's training raises: "stop" ends the run,
+            "retry" trains the client again, "skip" leaves it out of the round; each names it with
+            its traceback.
         client_retries: how often "retry" tries before it stops.
         compression: the old name of `compress`.
-        privacy: clip clients' updates and add noise to their mean: ``{"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}``, or
-            a `Privacy`. The history has epsilon.
-        systems: clients' devices in virtual time: ``{"speed": 50.0, "upload": 1e6, "deadline": 600.0}``, or a `Systems`. The
-            history has seconds of virtual time, and who came late or not at all.
-        sites: what holds for the same run across real sites (`allhands federated server`): ``{"names": […], "min": 3}``, or a
-            `Sites`. A simulation checks it, and that it has as many clients as there are names.
-        compress: what clients send is narrowed: "fp16", "bf16", "int8", "1bit", "topk", ``{"name": "topk", "keep": 0.01,
-            "feedback": True}``, or a `Compression`; None: they send all.
+        privacy: clip clients' updates and add noise to their mean: ``{"clip": 1.0,
+            "noise_multiplier": 1.0, "delta": 1e-5}``, or a `Privacy`. The history has epsilon.
+        systems: clients' devices in virtual time: ``{"speed": 50.0, "upload": 1e6, "deadline":
+            600.0}``, or a `Systems`. The history has seconds of virtual time, and who came late or
+            not at all.
+        sites: what holds for the same run across real sites (`allhands federated server`):
+            ``{"names": […], "min": 3}``, or a `Sites`. A simulation checks it, and that it has as
+            many clients as there are names.
+        compress: what clients send is narrowed: "fp16", "bf16", "int8", "1bit", "topk", ``{"name":
+            "topk", "keep": 0.01, "feedback": True}``, or a `Compression`; None: they send all.
 
-    Of the other arguments of `SupervisedRunner.train`, these mean something of their own here: a `scheduler` steps once a round,
-    on the clients' learning rate; callbacks take rounds for epochs, and their `on_epoch_end` comes after rounds that are
-    evaluated; `save_every` counts rounds (None: after each that is evaluated); `check` is 3 rounds of 3 steps a client. With a
-    logdir, the run is resumed to the bit, on any number of workers.
+    Of the other arguments of `SupervisedRunner.train`, these mean something of their own here: a
+    `scheduler` steps once a round, on the clients' learning rate; callbacks take rounds for epochs,
+    and their `on_epoch_end` comes after rounds that are evaluated; `save_every` counts rounds
+    (None: after each that is evaluated); `check` is 3 rounds of 3 steps a client. With a logdir,
+    the run is resumed to the bit, on any number of workers.
 
     Raises:
         UserError: an option cannot be honoured; says what to write instead.
@@ -111,82 +118,145 @@ class Federated(Strategy):
         sites: dict[str, Any] | Sites | None = None,
         compress: str | dict[str, Any] | Compression | None = None,
     ) -> None:
-        for name, value in (("clients", clients), ("per_round", per_round), ("rounds", rounds), ("local_epochs", local_epochs),
-                            ("local_steps", local_steps), ("evaluate_every", evaluate_every),
-                            ("devices_per_client", devices_per_client)):  # fmt: skip
+        for name, value in (
+            ("clients", clients),
+            ("per_round", per_round),
+            ("rounds", rounds),
+            ("local_epochs", local_epochs),
+            ("local_steps", local_steps),
+            ("evaluate_every", evaluate_every),
+            ("devices_per_client", devices_per_client),
+        ):
             optional = name in ("clients", "per_round", "local_steps")
-            if (value is None and optional) or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+            if (value is None and optional) or (
+                isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            ):
                 continue
-            raise UserError(f"{name}={value!r}; it must be a whole number of at least 1{', or None' if optional else ''}")
+            raise UserError(
+                f"{name}={value!r}; it must be a whole number of at least "
+                f"1{', or None' if optional else ''}"
+            )
         if clients is not None and per_round is not None and per_round > clients:
-            raise UserError(f"per_round={per_round} of clients={clients}; a round cannot have more clients than there are: write "
-                            f"per_round={clients}, or None for all of them")  # fmt: skip
-        self.clients, self.partition, self.per_round, self.rounds = clients, partition, per_round, rounds
+            raise UserError(
+                f"per_round={per_round} of clients={clients}; a round cannot have more clients "
+                "than there are: write "
+                f"per_round={clients}, or None for all of them"
+            )
+        self.clients, self.partition, self.per_round, self.rounds = (
+            clients,
+            partition,
+            per_round,
+            rounds,
+        )
         self.algorithm = named(algorithm, ALGORITHMS, "algorithm")
         self.local_epochs, self.local_steps = local_epochs, local_steps
         if not (isinstance(stages, type) and issubclass(stages, Rounds)):
-            raise UserError(f"stages={stages!r}; it must be a class derived from allhands.federated.Rounds")
+            raise UserError(
+                f"stages={stages!r}; it must be a class derived from allhands.federated.Rounds"
+            )
         parse(executor)  # raises for a name or an option that there is not
         if isinstance(self.algorithm, FedBuff) and not issubclass(stages, BufferedRounds):
             if stages is not Rounds:
-                raise UserError(f"algorithm='fedbuff' does not go by cohorts: derive {stages.__name__} from "
-                                "allhands.federated.buffered.BufferedRounds, or leave stages out")  # fmt: skip
+                raise UserError(
+                    f"algorithm='fedbuff' does not go by cohorts: derive {stages.__name__} from "
+                    "allhands.federated.buffered.BufferedRounds, or leave stages out"
+                )
             stages = BufferedRounds
         self.executor, self.evaluate_every, self.stages = executor, evaluate_every, stages
         if isinstance(local_layers, str):
-            raise UserError(f"local_layers={local_layers!r}; it must be a list of names: write [{local_layers!r}]")
+            raise UserError(
+                f"local_layers={local_layers!r}; it must be a list of names: write "
+                f"[{local_layers!r}]"
+            )
         if on_bad_update not in ("stop", "skip"):
             raise UserError(f"on_bad_update={on_bad_update!r}; it must be 'stop' or 'skip'")
         how = executor.get("name") if isinstance(executor, dict) else executor
         if devices_per_client > 1 and how not in ("auto", "serial"):
             raise UserError(
-                f"devices_per_client={devices_per_client} trains one client after another; leave executor={how!r} out"
+                f"devices_per_client={devices_per_client} trains one client after another; leave "
+                f"executor={how!r} out"
             )
         self.devices_per_client = devices_per_client
         check_action(on_client_failure, client_retries)
-        self.compression = copy.deepcopy(chosen(merged_old(compress, compression, "Federated", "compression")))
-        self.privacy, self.systems = _made(privacy, Privacy, "privacy"), _made(systems, Systems, "systems")
+        self.compression = copy.deepcopy(
+            chosen(merged_old(compress, compression, "Federated", "compression"))
+        )
+        self.privacy, self.systems = (
+            _made(privacy, Privacy, "privacy"),
+            _made(systems, Systems, "systems"),
+        )
         self.sites: Sites | None = _made(sites, Sites, "sites")
         if self.sites is not None and clients is not None:
             self.sites.check_clients(clients)
         self.on_client_failure, self.client_retries = on_client_failure, client_retries
-        self.local_layers, self.on_bad_update, self.test_fraction = list(local_layers), on_bad_update, test_fraction
+        self.local_layers, self.on_bad_update, self.test_fraction = (
+            list(local_layers),
+            on_bad_update,
+            test_fraction,
+        )
 
     def check_settings(self, settings: Any) -> None:
         for name, kept, instead in (
-            ("num_epochs", 1, f"training goes by rounds: leave it out, and write Federated(rounds={settings.num_epochs})"),
-            ("steps_per_epoch", None, "training goes by rounds: leave it out, and write Federated(local_steps=…)"),
-            ("accumulate", 1, f"clients step after each batch: leave it out and make batches {settings.accumulate} times larger"),
+            (
+                "num_epochs",
+                1,
+                "training goes by rounds: leave it out, and write "
+                f"Federated(rounds={settings.num_epochs})",
+            ),
+            (
+                "steps_per_epoch",
+                None,
+                "training goes by rounds: leave it out, and write Federated(local_steps=…)",
+            ),
+            (
+                "accumulate",
+                1,
+                "clients step after each batch: leave it out and make batches "
+                f"{settings.accumulate} times larger",
+            ),
             ("activation_checkpointing", False, "clients train small models: leave it out"),
-            ("overfit", False, "each client draws its own batches: write overfit=False, and Federated(local_steps=1)"),
+            (
+                "overfit",
+                False,
+                "each client draws its own batches: write overfit=False, and "
+                "Federated(local_steps=1)",
+            ),
             ("log_every", 50, "every round is logged: leave it out"),
             ("profile", None, "its report shows who trained when in a round: leave it out"),
-        ):  # fmt: skip
+        ):
             value = getattr(settings, name)
             if value != kept:
                 raise UserError(f"{name}={value!r} with distributed=Federated(…): {instead}")
         if settings.step in ("compile", "graph"):
             raise UserError(
-                f"step={settings.step!r} with distributed=Federated(…): an executor takes the clients' steps; leave it out, "
+                f"step={settings.step!r} with distributed=Federated(…): an executor takes the "
+                "clients' steps; leave it out, "
                 "and write Federated(executor='graph')"
             )
         if settings.precision not in CLIENT_PRECISIONS:
             raise UserError(
-                f"precision={settings.precision!r} with distributed=Federated(…): fp16 needs its losses scaled by a factor that "
-                "follows one long training, and clients begin anew in every round: write precision='bf16'"
+                f"precision={settings.precision!r} with distributed=Federated(…): fp16 needs its "
+                "losses scaled by a factor that "
+                "follows one long training, and clients begin anew in every round: write "
+                "precision='bf16'"
             )
         if isinstance(settings.scheduler, tuple) and settings.scheduler[1] == "step":
-            raise UserError("scheduler=(…, 'step') with distributed=Federated(…): it steps once a round; write (…, 'epoch')")
+            raise UserError(
+                "scheduler=(…, 'step') with distributed=Federated(…): it steps once a round; write "
+                "(…, 'epoch')"
+            )
         for callback in settings.callbacks:
             if is_overridden(callback, "on_step_end"):
                 raise UserError(
-                    f"{type(callback).__name__}.on_step_end is never called in federated training, where clients take the steps; "
+                    f"{type(callback).__name__}.on_step_end is never called in federated training, "
+                    "where clients take the steps; "
                     "remove it, or use on_epoch_end, which follows a round"
                 )
             for hook in ("on_evaluate_start", "on_evaluate_end"):
                 if is_overridden(callback, hook):
                     raise UserError(
-                        f"{type(callback).__name__}.{hook} is never called in federated training, which evaluates the server's "
+                        f"{type(callback).__name__}.{hook} is never called in federated training, "
+                        "which evaluates the server's "
                         "model; remove it, or change that model in on_epoch_start"
                     )
 
@@ -215,12 +285,16 @@ def named(given: Any, known: dict[str, Any], what: str) -> Any:
     options = dict(given)
     name = options.pop("name", None)
     if name not in known:
-        raise UserError(f"there is no {what} {name!r}{did_you_mean(name, known)} Known are: {', '.join(known)}")
+        raise UserError(
+            f"there is no {what} {name!r}{did_you_mean(name, known)} Known are: {', '.join(known)}"
+        )
     takes = list(inspect.signature(known[name]).parameters)
     for option in options:
         if option not in takes:
-            raise UserError(f"the {what} {name!r} has no option {option!r}{did_you_mean(option, takes)} "
-                            f"It takes: {', '.join(takes) or 'none'}")  # fmt: skip
+            raise UserError(
+                f"the {what} {name!r} has no option {option!r}{did_you_mean(option, takes)} "
+                f"It takes: {', '.join(takes) or 'none'}"
+            )
     return known[name](**options)
 
 
@@ -236,7 +310,13 @@ def _made(given: Any, kind: Any, what: str) -> Any:
     needs = [name for name, option in takes.items() if option.default is option.empty]
     if not isinstance(given, dict):
         raise UserError(f"{what}={given!r}; write options, {what}={{…}}, of: {', '.join(takes)}")
-    for option in [*(name for name in given if name not in takes), *(name for name in needs if name not in given)]:
-        raise UserError(f"{what}={given!r}: {'there is no option' if option in given else 'it needs'} {option!r}; it takes: "
-                        f"{', '.join(takes)}")  # fmt: skip
+    for option in [
+        *(name for name in given if name not in takes),
+        *(name for name in needs if name not in given),
+    ]:
+        raise UserError(
+            f"{what}={given!r}: {'there is no option' if option in given else 'it needs'} "
+            f"{option!r}; it takes: "
+            f"{', '.join(takes)}"
+        )
     return kind(**given)

@@ -1,10 +1,12 @@
-"""The sum over a cohort, one number for number the same in whatever order and on however many devices it is taken.
+"""The sum over a cohort, one number for number the same in whatever order and on however many
+devices it is taken.
 
-Floating-point addition depends on the order, and which client is trained where, and finishes when, differs from run to run.
-So each client's contribution is first rounded to a multiple of 2**-44 in float64; sums of such multiples are exact as long as
-they stay below 2**9, so that any order gives the same bits (the idea of pre-rounding: Demmel and Nguyen, Fast Reproducible
-Floating-Point Summation, 2013). Contributions are shares of a mean, so that in a training that has not diverged they do stay
-below; larger ones are still summed in float64, only no longer bit for bit repeatably.
+Floating-point addition depends on the order, and which client is trained where, and finishes when,
+differs from run to run. So each client's contribution is first rounded to a multiple of 2**-44 in
+float64; sums of such multiples are exact as long as they stay below 2**9, so that any order gives
+the same bits (the idea of pre-rounding: Demmel and Nguyen, Fast Reproducible Floating-Point
+Summation, 2013). Contributions are shares of a mean, so that in a training that has not diverged
+they do stay below; larger ones are still summed in float64, only no longer bit for bit repeatably.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _BLOCK = 1 << 16  # numbers at a time on a processor: what is rounded stays in t
 
 
 class Sums:
-    """Weighted sums of clients' vectors and one row of figures a client, summed over all ranks by one message.
+    """Weighted sums of clients' vectors and one row of figures a client, summed over all ranks by
+    one message.
 
     Args:
         lengths: length of each vector, by name.
@@ -31,14 +34,26 @@ class Sums:
         device: where vectors lie.
     """
 
-    def __init__(self, lengths: dict[str, int], slots: int, figures: Sequence[str], scale: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        lengths: dict[str, int],
+        slots: int,
+        figures: Sequence[str],
+        scale: float,
+        device: torch.device,
+    ) -> None:
         self.names = list(figures)
         self.scale = scale
-        #: The weight of a client where all of the cohort count the same: times `scale`, it is 1 / slots.
+        #: The weight of a client where all of the cohort count the same: times `scale`, it is 1 /
+        #: slots.
         self.share = 1.0 / (scale * slots)
         self._column = {name: i for i, name in enumerate(figures)}
         # One tensor, so that one all-reduce carries everything.
-        self._all = torch.zeros(sum(lengths.values()) + len(lengths) + slots * len(figures), dtype=torch.float64, device=device)
+        self._all = torch.zeros(
+            sum(lengths.values()) + len(lengths) + slots * len(figures),
+            dtype=torch.float64,
+            device=device,
+        )
         self._vectors, at = {}, 0
         for name, length in lengths.items():
             self._vectors[name] = self._all[at : at + length]
@@ -65,9 +80,12 @@ class Sums:
                 part.add_(room[: len(part)].copy_(share).mul_(factor).add_(_GRID).sub_(_GRID))
 
     def note(self, slots: Sequence[int], **figures: torch.Tensor | float) -> None:
-        """Set figures of the clients at `slots` of the cohort, each of shape ``[len(slots)]`` or one number for all."""
+        """Set figures of the clients at `slots` of the cohort, each of shape ``[len(slots)]`` or
+        one number for all."""
         device = self._figures.device
-        places = torch.tensor(slots).to(device, non_blocking=True)  # a copy that is waited for would wait for the training too
+        places = torch.tensor(slots).to(
+            device, non_blocking=True
+        )  # a copy that is waited for would wait for the training too
         for name, value in figures.items():
             column = torch.as_tensor(value, dtype=torch.float64).to(device, non_blocking=True)
             self._figures[places, self._column[name]] = column.expand(len(slots))
@@ -90,12 +108,14 @@ class Sums:
         return self._vectors[name] / self.weight(name)
 
     def set_mean(self, name: str, value: torch.Tensor) -> None:
-        """Let `mean` give `value`, float64, shape ``[length]``; after `exchange`, on every rank alike."""
+        """Let `mean` give `value`, float64, shape ``[length]``; after `exchange`, on every rank
+        alike."""
         self._vectors[name].copy_(value)
         self._weights[name].fill_(1.0)
 
     def figures(self) -> dict[str, torch.Tensor]:
-        """The figures of all clients, in the order of the cohort: float64 on the processor, shape ``[slots]`` each."""
+        """The figures of all clients, in the order of the cohort: float64 on the processor, shape
+        ``[slots]`` each."""
         table = self._figures.cpu()
         return {name: table[:, column] for name, column in self._column.items()}
 
@@ -105,6 +125,7 @@ def _rounded(values: torch.Tensor) -> torch.Tensor:
 
 
 def _summed(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """The sum of `factors` (float64) times `rows`, each number rounded to a multiple of 2**-44: in units of which rounding is one
-    pass over the memory and not two, and so is the conversion of `rows`."""
+    """The sum of `factors` (float64) times `rows`, each number rounded to a multiple of 2**-44: in
+    units of which rounding is one pass over the memory and not two, and so is the conversion of
+    `rows`."""
     return torch.mul(rows, (factors * 2.0**44)[:, None]).round_().sum(0).mul_(2.0**-44)

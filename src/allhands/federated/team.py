@@ -41,7 +41,9 @@ class Team:
         if size == 1:
             return cls(world.rank, world.world_size)
         ranks = [list(range(first, first + size)) for first in range(0, world.world_size, size)]
-        groups = [dist.new_group(members) for members in ranks]  # every rank takes part in making each
+        groups = [
+            dist.new_group(members) for members in ranks
+        ]  # every rank takes part in making each
         number, place = divmod(world.rank, size)
         return cls(number, len(ranks), place, size, groups[number])
 
@@ -69,6 +71,13 @@ class TeammateError(RuntimeError):
 def check_size(size: int, world_size: int) -> None:
     """Raise `UserError` unless so many ranks make teams of `size`."""
     if world_size % size:
-        fits = [count for count in (world_size - world_size % size, world_size + size - world_size % size) if count]
-        raise UserError(f"devices_per_client={size} with {world_size} worker{'s' if world_size > 1 else ''}; write workers="
-                        f"{' or '.join(map(str, fits))}, or devices_per_client=1")  # fmt: skip
+        fits = [
+            count
+            for count in (world_size - world_size % size, world_size + size - world_size % size)
+            if count
+        ]
+        raise UserError(
+            f"devices_per_client={size} with {world_size} worker{'s' if world_size > 1 else ''}; "
+            "write workers="
+            f"{' or '.join(map(str, fits))}, or devices_per_client=1"
+        )

@@ -37,7 +37,9 @@ from allhands.step import Precision, batch_loss
 from allhands.world import World
 
 
-def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter, shipped: bool) -> dict[str, Any]:
+def train(
+    runner: Any, settings: TrainSettings, world: World, reporter: Reporter, shipped: bool
+) -> dict[str, Any]:
     """The training that a `SupervisedRunner` was asked for, in rounds; called on every rank."""
     strategy = settings.strategy
     assert isinstance(strategy, Federated)
@@ -49,7 +51,8 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
         samples = samples_of(source, world.device)
         if source.options.get("num_workers") and samples.tensors is None:
             reporter.line(
-                f"note: loader '{source.name}' has num_workers={source.options['num_workers']}; clients' samples are read in the "
+                f"note: loader '{source.name}' has num_workers={source.options['num_workers']}; "
+                "clients' samples are read in the "
                 "workers that train, and only loaders that are evaluated have loader processes"
             )
         clients = partition_of(strategy.partition, samples, strategy.clients, settings.seed)
@@ -59,32 +62,65 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
         if strategy.test_fraction is not None:
             clients, tests = clients.split(strategy.test_fraction, settings.seed)
         local = local_training(settings, strategy, source, runner.handle_batch, reporter.line)
-        clients, local, per_round = strategy.algorithm.prepare(clients, local, strategy.per_round or len(clients))
-        if tests is not None and len(clients) != len(tests):  # the algorithm has put all samples together
+        clients, local, per_round = strategy.algorithm.prepare(
+            clients, local, strategy.per_round or len(clients)
+        )
+        if tests is not None and len(clients) != len(
+            tests
+        ):  # the algorithm has put all samples together
             tests = Clients([tests.indices])
         model.to(world.device)
         if isinstance(settings.criterion, nn.Module):
             settings.criterion.to(world.device)
         broadcast_tensors([*model.parameters(), *model.buffers()], world)
         layout = Layout(model, local.optimizer.groups)
-        server = Server(layout, layout.read(model), layout.read_integers(model), world.device, len(clients), settings.seed)
+        server = Server(
+            layout,
+            layout.read(model),
+            layout.read_integers(model),
+            world.device,
+            len(clients),
+            settings.seed,
+        )
         # The executor's own: it binds the weights into rows and replaces layers of dropout.
-        work = Work(copy.deepcopy(model), local, strategy.algorithm, samples, clients, settings.seed)
+        work = Work(
+            copy.deepcopy(model), local, strategy.algorithm, samples, clients, settings.seed
+        )
         team = Team.of(world, strategy.devices_per_client)
-        executor = make_executor(strategy.executor, work, server) if team.size == 1 else Shared(work, server, team)
+        executor = (
+            make_executor(strategy.executor, work, server)
+            if team.size == 1
+            else Shared(work, server, team)
+        )
         evaluate = evaluation(runner, settings, sources, world, reporter)
         rounds = strategy.stages(
-            work, server, executor, world, per_round=per_round, rounds=number_of_rounds(settings, strategy),
-            evaluate=evaluate, evaluate_every=strategy.evaluate_every,
-            local_layers=strategy.local_layers, on_bad_update=strategy.on_bad_update,
-            on_client_failure=strategy.on_client_failure, client_retries=strategy.client_retries, tests=tests, team=team,
-            compression=strategy.compression, privacy=strategy.privacy, systems=strategy.systems,
-        )  # fmt: skip
-        evaluated = [name for name, source in sources.items() if not source.trains] + (["clients"] if tests is not None else [])
+            work,
+            server,
+            executor,
+            world,
+            per_round=per_round,
+            rounds=number_of_rounds(settings, strategy),
+            evaluate=evaluate,
+            evaluate_every=strategy.evaluate_every,
+            local_layers=strategy.local_layers,
+            on_bad_update=strategy.on_bad_update,
+            on_client_failure=strategy.on_client_failure,
+            client_retries=strategy.client_retries,
+            tests=tests,
+            team=team,
+            compression=strategy.compression,
+            privacy=strategy.privacy,
+            systems=strategy.systems,
+        )
+        evaluated = [name for name, source in sources.items() if not source.trains] + (
+            ["clients"] if tests is not None else []
+        )
         if settings.metrics and not evaluated:
             reporter.line(
-                f"note: metrics ({', '.join(settings.metrics)}) are of loaders that are evaluated, and there is none; of "
-                "the clients' training only the loss is known. Pass a loader 'valid', or Federated(test_fraction=0.2)"
+                f"note: metrics ({', '.join(settings.metrics)}) are of loaders that are evaluated, "
+                "and there is none; of "
+                "the clients' training only the loss is known. Pass a loader 'valid', or "
+                "Federated(test_fraction=0.2)"
             )
         session = Session(settings, world, reporter, rounds, evaluated)
         history = session.run()
@@ -94,8 +130,13 @@ def train(runner: Any, settings: TrainSettings, world: World, reporter: Reporter
     return {"history": history}
 
 
-def local_training(settings: Any, strategy: Federated, source: Source, handle_batch: LocalForward,
-                   say: Callable[[str], None] | None = None) -> LocalTraining:  # fmt: skip
+def local_training(
+    settings: Any,
+    strategy: Federated,
+    source: Source,
+    handle_batch: LocalForward,
+    say: Callable[[str], None] | None = None,
+) -> LocalTraining:
     """How every client trains, wherever it is.
 
     Args:
@@ -107,11 +148,16 @@ def local_training(settings: Any, strategy: Federated, source: Source, handle_ba
     """
     steps = strategy.local_steps
     return LocalTraining(
-        criterion=batch_loss(settings.criterion), optimizer=LocalOptimizer.like(settings.optimizer, settings.model),
-        batch_size=source.batch_size, epochs=strategy.local_epochs, steps=min(3, steps or 3) if settings.check else steps,
-        clip_norm=settings.clip_norm, forward=fitting(handle_batch, settings.criterion, say),
-        drop_last=source.drop_last, precision=settings.precision,
-    )  # fmt: skip
+        criterion=batch_loss(settings.criterion),
+        optimizer=LocalOptimizer.like(settings.optimizer, settings.model),
+        batch_size=source.batch_size,
+        epochs=strategy.local_epochs,
+        steps=min(3, steps or 3) if settings.check else steps,
+        clip_norm=settings.clip_norm,
+        forward=fitting(handle_batch, settings.criterion, say),
+        drop_last=source.drop_last,
+        precision=settings.precision,
+    )
 
 
 def number_of_rounds(settings: Any, strategy: Federated) -> int:
@@ -120,30 +166,40 @@ def number_of_rounds(settings: Any, strategy: Federated) -> int:
 
 
 def make_executor(given: str | dict[str, Any], work: Work, server: Server) -> Executor:
-    """The executor of a name, or of ``{"name": …, option: …}``. Raises `UserError` when it cannot train these clients."""
+    """The executor of a name, or of ``{"name": …, option: …}``. Raises `UserError` when it cannot
+    train these clients."""
     kind, options = parse(given)
     refusal = kind.refuses(work, server)
     if refusal is not None:
-        raise UserError(f"executor={kind.name!r} cannot train these clients: {refusal}; write executor='auto'")
+        raise UserError(
+            f"executor={kind.name!r} cannot train these clients: {refusal}; write executor='auto'"
+        )
     return kind(work, server, **options)
 
 
 def trained_source(sources: dict[str, Source]) -> Source:
-    """The one whose samples clients train on. Raises `UserError` unless there is one, whose samples can be dealt out."""
+    """The one whose samples clients train on. Raises `UserError` unless there is one, whose samples
+    can be dealt out."""
     trained = [source for source in sources.values() if source.trains]
     if len(trained) != 1:
-        raise UserError(f"federated training deals out one data set, and there are {len(trained)} whose name begins with 'train'")
+        raise UserError(
+            f"federated training deals out one data set, and there are {len(trained)} whose name "
+            "begins with 'train'"
+        )
     (source,) = trained
     for name in ("sampler", "batch_sampler"):
         if getattr(source, name) is not None:
             raise UserError(
-                f"the loader '{source.name}' has a {name}; clients draw from their own samples in an order of their "
+                f"the loader '{source.name}' has a {name}; clients draw from their own samples in "
+                "an order of their "
                 "own: remove it, or say who has which samples with partition="
             )
     if source.options.get("worker_init_fn") is not None and source.options.get("num_workers"):
         raise UserError(
-            f"the loader '{source.name}' has a worker_init_fn, which loader processes call, and clients have none: remove it, "
-            "and let the data set or collate_fn do what it does; random draws there are seeded already"
+            f"the loader '{source.name}' has a worker_init_fn, which loader processes call, and "
+            "clients have none: remove it, "
+            "and let the data set or collate_fn do what it does; random draws there are seeded "
+            "already"
         )
     return source
 
@@ -153,31 +209,56 @@ def samples_of(source: Source, device: torch.device) -> Samples:
     listeners = EpochListeners(source.dataset, source.options.get("collate_fn"))
     if listeners:
         raise UserError(
-            f"set_epoch of {listeners.names()} is never called in federated training, whose clients count no epochs together: "
-            "remove it, and draw from torch's generators, which are seeded by the round, the client and the step"
+            f"set_epoch of {listeners.names()} is never called in federated training, whose "
+            "clients count no epochs together: "
+            "remove it, and draw from torch's generators, which are seeded by the round, the "
+            "client and the step"
         )
     return Samples(source.dataset, device, source.options.get("collate_fn"))
 
 
 def evaluation(
-    runner: Any, settings: TrainSettings, sources: dict[str, Source], world: World, reporter: Reporter
+    runner: Any,
+    settings: TrainSettings,
+    sources: dict[str, Source],
+    world: World,
+    reporter: Reporter,
 ) -> Evaluate | None:
-    """What measures the global model on the loaders that are not trained on; None where there are none."""
+    """What measures the global model on the loaders that are not trained on; None where there are
+    none."""
     kept = {name: source for name, source in sources.items() if not source.trains}
     if not kept:
         return None
     feeds = build_feeds(kept, world, settings.seed, same_everywhere=settings.data.same_everywhere)
     model, precision = settings.model, Precision(settings.precision, world.device)
     forward = Forward(runner, model, world.device, settings.criterion, reporter.line)
-    prepared = {name: (feed, loss_rule(settings.criterion, feed, runner), LoaderMetrics(settings.metrics, world, trains=False))
-                for name, feed in feeds.items()}  # fmt: skip
+    prepared = {
+        name: (
+            feed,
+            loss_rule(settings.criterion, feed, runner),
+            LoaderMetrics(settings.metrics, world, trains=False),
+        )
+        for name, feed in feeds.items()
+    }
 
     limit = 3 if settings.check else None
 
     def evaluate(server: Server) -> dict[str, dict[str, float]]:
         server.layout.write(server.weights, model)
         server.layout.write_integers(server.integers, model)
-        return {name: evaluate_feed(feed, islice(feed.epoch(0), limit), model, forward, rule, metrics, precision, reporter, name)
-                for name, (feed, rule, metrics) in prepared.items()}  # fmt: skip
+        return {
+            name: evaluate_feed(
+                feed,
+                islice(feed.epoch(0), limit),
+                model,
+                forward,
+                rule,
+                metrics,
+                precision,
+                reporter,
+                name,
+            )
+            for name, (feed, rule, metrics) in prepared.items()
+        }
 
     return evaluate

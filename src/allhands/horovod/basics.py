@@ -1,4 +1,5 @@
-"""What a Horovod script asks before it communicates: who am I, how many are we, what is built in."""
+"""What a Horovod script asks before it communicates: who am I, how many are we, what is built
+in."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
     Args:
         comm: None; a list of all ranks, or an mpi4py communicator of all of them, mean the same.
-        process_sets: those to put in use, on all ranks in the same order; "dynamic", which Horovod needs for `add_process_set`,
-            is always possible here.
+        process_sets: those to put in use, on all ranks in the same order; "dynamic", which Horovod
+            needs for `add_process_set`, is always possible here.
 
     Raises:
         UserError: `comm` is a part of the ranks; a process set cannot be used.
@@ -39,7 +40,10 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     try:
         _check_comm(comm, world.world_size)
         if isinstance(process_sets, str) and process_sets != "dynamic":
-            raise UserError(f"process_sets={process_sets!r}: set process_sets to a list of hvd.ProcessSet, or to 'dynamic'")
+            raise UserError(
+                f"process_sets={process_sets!r}: set process_sets to a list of hvd.ProcessSet, or "
+                "to 'dynamic'"
+            )
         store = None
         if not world.is_alone:
             from torch.distributed import PrefixStore, distributed_c10d
@@ -47,11 +51,14 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             shared = distributed_c10d._get_default_store()
             if shared is None:
                 raise WorldError(
-                    f"the group of backend {world.backend!r} has no store; call hvd.init() before any other group is made"
+                    f"the group of backend {world.backend!r} has no store; call hvd.init() before "
+                    "any other group is made"
                 )
             store = PrefixStore(f"allhands/horovod/{_times}", shared)
             store.set(f"place/{world.rank}", f"{world.node_rank} {world.local_rank}")
-            texts = [store.get(f"place/{rank}").decode().split() for rank in range(world.world_size)]
+            texts = [
+                store.get(f"place/{rank}").decode().split() for rank in range(world.world_size)
+            ]
             _places = [(int(node), int(local)) for node, local in texts]
         else:
             _places = [(world.node_rank, world.local_rank)]
@@ -59,7 +66,9 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         engine.set_current(engine.Engine(world, chosen, store))
         atexit.unregister(shutdown)
         atexit.register(shutdown)  # after the world's own, so that it runs before that
-        for process_set in process_sets if process_sets is not None and not isinstance(process_sets, str) else ():
+        for process_set in (
+            process_sets if process_sets is not None and not isinstance(process_sets, str) else ()
+        ):
             engine.current().add_set(process_set)
     except BaseException:
         shutdown()
@@ -71,17 +80,23 @@ def _check_comm(comm: Any, size: int) -> None:
         return
     ranks = list(comm) if isinstance(comm, list | tuple | range) else None
     if ranks is None and not hasattr(comm, "Get_size"):
-        raise UserError(f"init(comm={comm!r}): set comm to None, a list of all ranks, or an mpi4py communicator of all of them")
+        raise UserError(
+            f"init(comm={comm!r}): set comm to None, a list of all ranks, or an mpi4py "
+            "communicator of all of them"
+        )
     if (sorted(ranks) != list(range(size))) if ranks is not None else comm.Get_size() != size:
         raise UserError(
-            f"init(comm={comm!r}) is a part of the {size} ranks; leave comm out, and give process_sets=[hvd.ProcessSet([...])]"
+            f"init(comm={comm!r}) is a part of the {size} ranks; leave comm out, and give "
+            "process_sets=[hvd.ProcessSet([...])]"
         )
 
 
 def shutdown() -> None:
-    """Leave: other ranks that still ask this one for something get an error. `init` may follow, on all ranks.
+    """Leave: other ranks that still ask this one for something get an error. `init` may follow, on
+    all ranks.
 
-    The world itself, with torch's process group, stays until the end of the program, or `allhands.finalize`.
+    The world itself, with torch's process group, stays until the end of the program, or
+    `allhands.finalize`.
     """
     global _made_world
     if is_initialized():
@@ -146,14 +161,16 @@ def is_homogeneous() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Write what happens from now on to a file, on rank 0 (see `timeline`). There are no cycles to mark.
+    """Write what happens from now on to a file, on rank 0 (see `timeline`). There are no cycles to
+    mark.
 
     Raises:
         UserError: it cannot be written, or `mark_cycles` is set.
     """
     if mark_cycles:
         raise UserError(
-            "start_timeline(mark_cycles=True): operations begin when all ranks are ready, not in cycles; leave it out"
+            "start_timeline(mark_cycles=True): operations begin when all ranks are ready, not in "
+            "cycles; leave it out"
         )
     engine.current().timeline.start(file_path)
 
@@ -164,18 +181,22 @@ def stop_timeline() -> None:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Put a process set, or a list of ranks as one, in use; called on all ranks with the same ranks.
+    """Put a process set, or a list of ranks as one, in use; called on all ranks with the same
+    ranks.
 
     Raises:
         UserError: it has a rank that does not exist, or is in use already.
         HorovodInternalError: another rank gave other ranks.
     """
     running = engine.current()
-    return running.add_set(process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set))
+    return running.add_set(
+        process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    )
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Put a process set away; called on all ranks. False: it is not in use, or is the global one."""
+    """Put a process set away; called on all ranks. False: it is not in use, or is the global
+    one."""
     return engine.current().remove_set(process_set)
 
 
@@ -192,7 +213,8 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Whether operations go over MPI: never; ranks that mpirun started are found, and connected by gloo or nccl."""
+    """Whether operations go over MPI: never; ranks that mpirun started are found, and connected by
+    gloo or nccl."""
     return False
 
 
@@ -245,8 +267,31 @@ def ccl_built(verbose: bool = False) -> bool:
 
 
 __all__ = [
-    "ProcessSet", "add_process_set", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
-    "get_process_set_ids_and_ranks", "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous",
-    "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank",
-    "remove_process_set", "rocm_built", "shutdown", "size", "start_timeline", "stop_timeline",
-]  # fmt: skip
+    "ProcessSet",
+    "add_process_set",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "get_process_set_ids_and_ranks",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]

@@ -14,8 +14,16 @@ from allhands.horovod.reduce_ops import ADDITIVE
 Key = tuple[int, str, str]  # process set, kind, name
 
 _WIDTH = {
-    "float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
-}  # fmt: skip
+    "float64": 8,
+    "int64": 8,
+    "complex64": 8,
+    "complex128": 16,
+    "float32": 4,
+    "int32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int16": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -23,9 +31,11 @@ class Ask:
     """One rank's part in an operation on a group of tensors (a single tensor is a group of one).
 
     Attributes:
-        kind: "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "add_set" or "remove_set".
+        kind: "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier",
+            "add_set" or "remove_set".
         shapes, dtypes: of each tensor; dtypes without "torch.".
-        names: of each tensor, for messages; empty when the operation's own name is that of its only tensor.
+        names: of each tensor, for messages; empty when the operation's own name is that of its only
+            tensor.
         absent: the places of tensors that this rank has no value for, and gives zeros.
         op, pre, post: of reductions.
         device: "cpu" or "cuda".
@@ -55,23 +65,44 @@ class Ask:
     @functools.cached_property
     def size(self) -> int:
         """Bytes of all tensors."""
-        return sum(math.prod(shape) * _WIDTH.get(dtype, 1) for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+        return sum(
+            math.prod(shape) * _WIDTH.get(dtype, 1)
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
 
     def message(self) -> list[Any]:
         """As JSON carries it."""
         return [
-            self.kind, self.shapes, self.dtypes, self.names, self.absent, self.op, self.pre, self.post, self.device, self.root,
+            self.kind,
+            self.shapes,
+            self.dtypes,
+            self.names,
+            self.absent,
+            self.op,
+            self.pre,
+            self.post,
+            self.device,
+            self.root,
             self.splits,
-        ]  # fmt: skip
+        ]
 
     @staticmethod
     def read(message: list[Any]) -> Ask:
         """The inverse of `message`."""
         kind, shapes, dtypes, names, absent, op, pre, post, device, root, splits = message
         return Ask(
-            str(kind), tuple(tuple(map(int, shape)) for shape in shapes), tuple(map(str, dtypes)), tuple(map(str, names)),
-            tuple(map(int, absent)), str(op), float(pre), float(post), str(device), int(root), tuple(map(int, splits)),
-        )  # fmt: skip
+            str(kind),
+            tuple(tuple(map(int, shape)) for shape in shapes),
+            tuple(map(str, dtypes)),
+            tuple(map(str, names)),
+            tuple(map(int, absent)),
+            str(op),
+            float(pre),
+            float(post),
+            str(device),
+            int(root),
+            tuple(map(int, splits)),
+        )
 
 
 def ranks_text(ranks: Any) -> str:
@@ -80,7 +111,9 @@ def ranks_text(ranks: Any) -> str:
     return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(map(str, ordered))}"
 
 
-def disagreement(name: str, asks: Mapping[int, Ask], joined: Mapping[int, Any], members: tuple[int, ...]) -> str | None:
+def disagreement(
+    name: str, asks: Mapping[int, Ask], joined: Mapping[int, Any], members: tuple[int, ...]
+) -> str | None:
     """Why the ranks' asks of this name cannot be one operation; None when they can.
 
     The text names the tensor, the ranks and what each of them gave.
@@ -89,9 +122,15 @@ def disagreement(name: str, asks: Mapping[int, Ask], joined: Mapping[int, Any], 
     kind = first.kind
     away = [rank for rank in members if rank in joined]
     if away and kind not in ("allreduce", "barrier"):
-        return f"{kind} {name!r}: it is not possible after {ranks_text(away)} called join(); only allreduce and barrier are"
+        return (
+            f"{kind} {name!r}: it is not possible after {ranks_text(away)} called join(); only "
+            "allreduce and barrier are"
+        )
     if away and kind == "allreduce" and first.op not in ADDITIVE:
-        return f"{kind} {name!r}: op {first.op} is not possible after {ranks_text(away)} called join(); use Sum or Average"
+        return (
+            f"{kind} {name!r}: op {first.op} is not possible after {ranks_text(away)} called "
+            "join(); use Sum or Average"
+        )
     if all(ask == first for ask in asks.values()):
         return None
     text = (
@@ -109,14 +148,29 @@ def disagreement(name: str, asks: Mapping[int, Ask], joined: Mapping[int, Any], 
         tensor = first.names[place] if first.names else name
         within = "" if tensor == name else f" in the group {name!r}"
         text = (
-            _differ(asks, lambda ask, place=place: ask.names[place] if ask.names else name, "the tensor", repr)
+            _differ(
+                asks,
+                lambda ask, place=place: ask.names[place] if ask.names else name,
+                "the tensor",
+                repr,
+            )
             or _differ(asks, lambda ask, place=place: ask.dtypes[place], "dtype")
-            or _differ(asks, lambda ask, place=place: ask.shapes[place][1 if ragged else 0 :], _SHAPE[ragged], _as_list)
+            or _differ(
+                asks,
+                lambda ask, place=place: ask.shapes[place][1 if ragged else 0 :],
+                _SHAPE[ragged],
+                _as_list,
+            )
         )
         if text:
             return f"{kind} {tensor!r}{within}: {text}; all ranks must give the same"
-    if kind in ("add_set", "remove_set") and (text := _differ(asks, lambda ask: ask.splits, "the ranks")):
-        return f"{'add' if kind == 'add_set' else 'remove'}_process_set: {text}; all ranks must give the same"
+    if kind in ("add_set", "remove_set") and (
+        text := _differ(asks, lambda ask: ask.splits, "the ranks")
+    ):
+        return (
+            f"{'add' if kind == 'add_set' else 'remove'}_process_set: {text}; all ranks must "
+            "give the same"
+        )
     return None
 
 

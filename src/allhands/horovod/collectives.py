@@ -1,4 +1,5 @@
-"""What an agreed operation does to the tensors of one rank, over a torch group. The same on CPU and GPU."""
+"""What an agreed operation does to the tensors of one rank, over a torch group. The same on CPU and
+GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _KEPT_BUFFERS = 16
 
 
 class Buffers:
-    """Memory for fused tensors on the CPU, used again: fresh pages for 25 MB cost as much as adding them up."""
+    """Memory for fused tensors on the CPU, used again: fresh pages for 25 MB cost as much as adding
+    them up."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[torch.dtype, int], torch.Tensor] = OrderedDict()
@@ -47,7 +49,15 @@ class Buffers:
 
 
 def allreduce(
-    tensors: Tensors, outputs: Tensors, op: str, pre: float, post: float, members: int, active: int, group: Any, buffers: Buffers
+    tensors: Tensors,
+    outputs: Tensors,
+    op: str,
+    pre: float,
+    post: float,
+    members: int,
+    active: int,
+    group: Any,
+    buffers: Buffers,
 ) -> None:
     """Reduce each tensor over the group's ranks into its output, which may be the tensor itself.
 
@@ -76,12 +86,17 @@ def allreduce(
                 into[0].copy_(result)
             continue
         flat = _reduced(buffers.flat(own), op, pre, post, divisor, group)
-        pieces = [piece.view(tensor.shape) for piece, tensor in zip(flat.split([t.numel() for t in own]), own, strict=True)]
+        pieces = [
+            piece.view(tensor.shape)
+            for piece, tensor in zip(flat.split([t.numel() for t in own]), own, strict=True)
+        ]
         torch._foreach_copy_(into, pieces)
     return None
 
 
-def _reduced(flat: torch.Tensor, op: str, pre: float, post: float, divisor: int, group: Any) -> torch.Tensor:
+def _reduced(
+    flat: torch.Tensor, op: str, pre: float, post: float, divisor: int, group: Any
+) -> torch.Tensor:
     """In place where the dtype allows it."""
     flat = _scaled(flat, pre)
     if group is not None:
@@ -105,19 +120,30 @@ def _scaled(flat: torch.Tensor, factor: float) -> torch.Tensor:
     return flat.double().mul_(factor).to(flat.dtype)
 
 
-def _adasum(tensors: Tensors, outputs: Tensors, pre: float, post: float, members: int, group: Any) -> None:
-    """Pairs of ranks, then pairs of pairs: a and b become (1 - ab/2aa) a + (1 - ab/2bb) b, for each tensor by itself."""
+def _adasum(
+    tensors: Tensors, outputs: Tensors, pre: float, post: float, members: int, group: Any
+) -> None:
+    """Pairs of ranks, then pairs of pairs: a and b become (1 - ab/2aa) a + (1 - ab/2bb) b, for each
+    tensor by itself."""
     if members & (members - 1):
-        raise ValueError(f"op Adasum needs a power of two of ranks, and there are {members}; set op to hvd.Average")
+        raise ValueError(
+            f"op Adasum needs a power of two of ranks, and there are {members}; set op to "
+            "hvd.Average"
+        )
     rank = dist.get_rank(group) if group is not None else 0
-    flat = torch.cat([tensor.reshape(-1).float() if _half(tensor) else tensor.reshape(-1) for tensor in tensors])
+    flat = torch.cat(
+        [tensor.reshape(-1).float() if _half(tensor) else tensor.reshape(-1) for tensor in tensors]
+    )
     lengths = [tensor.numel() for tensor in tensors]
     flat = _scaled(flat, pre)
     distance = 1
     while distance < members:
         other = torch.empty_like(flat)
         partner = dist.get_global_rank(group, rank ^ distance)
-        calls = [dist.P2POp(dist.isend, flat, partner, group), dist.P2POp(dist.irecv, other, partner, group)]
+        calls = [
+            dist.P2POp(dist.isend, flat, partner, group),
+            dist.P2POp(dist.irecv, other, partner, group),
+        ]
         for work in dist.batch_isend_irecv(calls if rank & distance else calls[::-1]):
             work.wait()
         first, second = (other, flat) if rank & distance else (flat, other)
@@ -142,7 +168,8 @@ def _pair(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def allgather(tensors: Tensors, rows: Sequence[Sequence[int]], group: Any) -> Tensors:
-    """Each tensor's rows of all ranks, in the order of the ranks; `rows` are their numbers, for each tensor and rank."""
+    """Each tensor's rows of all ranks, in the order of the ranks; `rows` are their numbers, for
+    each tensor and rank."""
     gathered = []
     for tensor, lengths in zip(tensors, rows, strict=True):
         if group is None:
@@ -156,7 +183,9 @@ def allgather(tensors: Tensors, rows: Sequence[Sequence[int]], group: Any) -> Te
         parts = [torch.empty_like(data) for _ in lengths]
         if longest:
             dist.all_gather(parts, data, group=group)
-        whole = torch.cat([part[: length * width] for part, length in zip(parts, lengths, strict=True)])
+        whole = torch.cat(
+            [part[: length * width] for part, length in zip(parts, lengths, strict=True)]
+        )
         gathered.append(_from_bytes(whole, tensor, sum(lengths)))
     return gathered
 
@@ -180,20 +209,26 @@ def broadcast(tensors: Tensors, outputs: Tensors, root: int, group: Any) -> None
         offset += length
 
 
-def alltoall(tensor: torch.Tensor, splits: Sequence[Sequence[int]], place: int, group: Any) -> torch.Tensor:
-    """The rows that each rank has for this one. `splits`: for each rank, how many it has for each; `place`: which we are."""
+def alltoall(
+    tensor: torch.Tensor, splits: Sequence[Sequence[int]], place: int, group: Any
+) -> torch.Tensor:
+    """The rows that each rank has for this one. `splits`: for each rank, how many it has for each;
+    `place`: which we are."""
     if group is None:
         return tensor.clone()
     width = _row_bytes(tensor)
     received = [own[place] for own in splits]
     data = _as_bytes(tensor)
     into = data.new_empty(sum(received) * width)
-    dist.all_to_all_single(into, data, [n * width for n in received], [n * width for n in splits[place]], group=group)
+    dist.all_to_all_single(
+        into, data, [n * width for n in received], [n * width for n in splits[place]], group=group
+    )
     return _from_bytes(into, tensor, sum(received))
 
 
 def rows_of(length: int, members: int, place: int) -> tuple[int, int]:
-    """First and number of rows of one rank in a reducescatter: the first ranks get one more where they do not divide."""
+    """First and number of rows of one rank in a reducescatter: the first ranks get one more where
+    they do not divide."""
     each, more = divmod(length, members)
     return place * each + min(place, more), each + (place < more)
 

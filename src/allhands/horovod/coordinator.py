@@ -1,7 +1,8 @@
-"""Rank 0's thread that hears what each rank is ready for, and tells all of them what to run, in one order.
+"""Rank 0's thread that hears what each rank is ready for, and tells all of them what to run, in one
+order.
 
-Only ranks that have proven the world's token are heard, as lines of JSON. A rank that dies closes its
-connection, so that those who wait for it hear of it at once.
+Only ranks that have proven the world's token are heard, as lines of JSON. A rank that dies closes
+its connection, so that those who wait for it hear of it at once.
 """
 
 from __future__ import annotations
@@ -30,12 +31,15 @@ class _Peer:
         self.lines = wire.LineReader(_LONGEST)
         self.out = bytearray()
         self.waits_to_write = False
-        self.known: dict[int, tuple[Key, Ask]] = {}  # what it has asked for before, by its own numbers
+        self.known: dict[
+            int, tuple[Key, Ask]
+        ] = {}  # what it has asked for before, by its own numbers
         self.rounds: dict[int, tuple[int, Parts]] = {}  # and what it has promised before
 
 
 class Coordinator:
-    """The thread; `start` begins it. `port` is where ranks connect with `token`, a secret of this world.
+    """The thread; `start` begins it. `port` is where ranks connect with `token`, a secret of this
+    world.
 
     Args:
         matcher: matches the operations.
@@ -57,11 +61,15 @@ class Coordinator:
         self._selector.register(self._wake, selectors.EVENT_READ, None)
         self._peers: dict[int, _Peer] = {}
         self._left: set[int] = set()
-        self._parts: dict[Parts, Parts] = {}  # so that equal ones of several ranks are one, and compared at once
+        self._parts: dict[
+            Parts, Parts
+        ] = {}  # so that equal ones of several ranks are one, and compared at once
         self._stopped = threading.Event()
         self.everyone_left = threading.Event()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="allhands-horovod-coordinator", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="allhands-horovod-coordinator", daemon=True
+        )
 
     def start(self) -> None:
         """Begin to listen."""
@@ -150,7 +158,10 @@ class Coordinator:
         elif "promise" in message:
             number = int(message["promise"])
             if "parts" in message:
-                parts = tuple(((int(key[0]), str(key[1]), str(key[2])), Ask.read(ask)) for key, ask in message["parts"])
+                parts = tuple(
+                    ((int(key[0]), str(key[1]), str(key[2])), Ask.read(ask))
+                    for key, ask in message["parts"]
+                )
                 peer.rounds[number] = (int(message["set"]), self._parts.setdefault(parts, parts))
             self._matcher.promise(peer.rank, *peer.rounds[number])
         elif "kept" in message:
@@ -172,7 +183,9 @@ class Coordinator:
             self._selector.unregister(peer.link)
         peer.link.close()
         if self._peers.pop(peer.rank, None) is not None:
-            self._matcher.leave(peer.rank, "is gone without a word: killed, crashed, or its host is down")
+            self._matcher.leave(
+                peer.rank, "is gone without a word: killed, crashed, or its host is down"
+            )
             self._left.add(peer.rank)
 
     def _tell(self) -> None:

@@ -1,8 +1,10 @@
-"""Training that goes on after a worker is lost: states that are committed, and a function that begins from the last commit.
+"""Training that goes on after a worker is lost: states that are committed, and a function that
+begins from the last commit.
 
-Horovod starts the lost worker again and lets the others wait in place. Here `allhands launch --max-restarts N` starts all
-workers again, with fewer of them where `--min-workers` allows it, and they take up the last commit. A commit is therefore also a
-file, one on each host, in memory (/dev/shm) where there is some: ALLHANDS_ELASTIC_DIR names another folder.
+Horovod starts the lost worker again and lets the others wait in place. Here `allhands launch
+--max-restarts N` starts all workers again, with fewer of them where `--min-workers` allows it, and
+they take up the last commit. A commit is therefore also a file, one on each host, in memory
+(/dev/shm) where there is some: ALLHANDS_ELASTIC_DIR names another folder.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class State:
         self._folder = _folder()
 
     def contents(self) -> Any:
-        """All of it, as plain values, containers, tensors and arrays that later changes do not reach."""
+        """All of it, as plain values, containers, tensors and arrays that later changes do not
+        reach."""
         raise TypeError(f"{type(self).__name__} does not say what its contents are")
 
     def set_contents(self, contents: Any) -> None:
@@ -40,7 +43,8 @@ class State:
         raise TypeError(f"{type(self).__name__} does not say what its contents are")
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Functions to call after the workers were started again, such as one that adapts a learning rate to their number."""
+        """Functions to call after the workers were started again, such as one that adapts a
+        learning rate to their number."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -49,7 +53,8 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """Keep the present state as the one to begin from after a restart; on all ranks at the same point of the training.
+        """Keep the present state as the one to begin from after a restart; on all ranks at the same
+        point of the training.
 
         Raises:
             UserError: it holds something other than plain values, containers, tensors and arrays.
@@ -62,7 +67,8 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Nothing: hosts are looked at when workers are started again. Here for scripts that call it."""
+        """Nothing: hosts are looked at when workers are started again. Here for scripts that call
+        it."""
 
     def save(self) -> None:
         """Keep the present state in memory, for `restore`."""
@@ -78,7 +84,9 @@ class State:
         running = engine.current()
         counts = running.allgather_object(self._commits, name="elastic.commits")
         root = counts.index(max(counts))
-        contents = running.broadcast_object(self.contents() if running.world.rank == root else None, root, name="elastic.state")
+        contents = running.broadcast_object(
+            self.contents() if running.world.rank == root else None, root, name="elastic.state"
+        )
         if running.world.rank != root:
             self.set_contents(contents)
         self._commits = max(counts)
@@ -96,7 +104,8 @@ class State:
         os.replace(new, folder / "commit")
 
     def take_up(self) -> bool:
-        """Read this host's commit, if there is one. The ranks may read different ones until `sync`."""
+        """Read this host's commit, if there is one. The ranks may read different ones until
+        `sync`."""
         path = self._folder / "commit" if self._folder is not None else None
         if path is None or not path.is_file() or path.stat().st_uid != os.getuid():
             return False
@@ -136,16 +145,20 @@ class ObjectState(State):
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose first argument is a `State`, so that it begins from the last commit after a restart.
+    """A function whose first argument is a `State`, so that it begins from the last commit after a
+    restart.
 
-    No collective operation may come before it but those of the state. An error ends this worker; the launcher then starts all
-    of them again, as often as --max-restarts says.
+    No collective operation may come before it but those of the state. An error ends this worker;
+    the launcher then starts all of them again, as often as --max-restarts says.
     """
 
     @functools.wraps(function)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(state, State):
-            raise UserError(f"elastic.run: the first argument is {kind_of(state)}; give a state, such as hvd.elastic.TorchState")
+            raise UserError(
+                f"elastic.run: the first argument is {kind_of(state)}; give a state, such as "
+                "hvd.elastic.TorchState"
+            )
         again = int(os.environ.get(_RESTARTS, "0")) > 0
         if again:
             state.take_up()
@@ -168,5 +181,11 @@ def _folder() -> Path | None:
         return None
     given = os.environ.get(FOLDER)
     memory = Path("/dev/shm")
-    base = Path(given) if given else memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    base = (
+        Path(given)
+        if given
+        else memory
+        if os.access(memory, os.W_OK)
+        else Path(tempfile.gettempdir())
+    )
     return base / f"allhands-elastic-{os.getuid()}-{run_id}"

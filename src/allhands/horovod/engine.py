@@ -1,6 +1,8 @@
-"""The collective operations of one rank: submitted by any thread, matched by name over the ranks, run by one thread in one order.
+"""The collective operations of one rank: submitted by any thread, matched by name over the ranks,
+run by one thread in one order.
 
-Beside them run rounds (see `rounds`), which are agreed as a whole and begun by whoever has their tensors.
+Beside them run rounds (see `rounds`), which are agreed as a whole and begun by whoever has their
+tensors.
 """
 
 from __future__ import annotations
@@ -56,7 +58,12 @@ class Engine(Operations):
         self._on_gpu: list[OnGPU] = []
         matcher = None
         if world.rank == 0:
-            matcher = Matcher(world.world_size, settings.fusion_threshold, settings.stall_warn, settings.stall_stop)
+            matcher = Matcher(
+                world.world_size,
+                settings.fusion_threshold,
+                settings.stall_warn,
+                settings.stall_stop,
+            )
         group = None if world.is_alone else self._new_group(list(range(world.world_size)))
         self._put_in_use(global_process_set, GLOBAL_SET, list(range(world.world_size)), group)
         self._link = Link(world, store, matcher, settings.cache_capacity)
@@ -66,20 +73,26 @@ class Engine(Operations):
             self.timeline.start(settings.timeline)
 
     def join(self) -> int:
-        """Wait until all ranks have joined, giving zeros to their allreduces meanwhile; the rank that joined last."""
+        """Wait until all ranks have joined, giving zeros to their allreduces meanwhile; the rank
+        that joined last."""
         with self._lock:
             self._check_usable()
             if any(lane.busy for lane in self._lanes.values()):
-                raise UserError("join() between backward() and step(), while gradients are on their way; call step() first")
+                raise UserError(
+                    "join() between backward() and step(), while gradients are on their way; call "
+                    "step() first"
+                )
             if self._joining is not None:
-                raise UserError("join() is called a second time before the first is over; call it once")
+                raise UserError(
+                    "join() is called a second time before the first is over; call it once"
+                )
             self._joining = handle = Handle("join")
         self._link.join()
         return int(handle.wait())
 
     def lane(self, process_set: ProcessSet) -> Lane | None:
-        """Where this process set's rounds run; None while one is on its way, for a rank alone, and where nothing is to be
-        remembered (`Settings.cache_capacity`)."""
+        """Where this process set's rounds run; None while one is on its way, for a rank alone, and
+        where nothing is to be remembered (`Settings.cache_capacity`)."""
         with self._lock:
             self._check_usable()
             if process_set.size() == 1 or not self.settings.cache_capacity:
@@ -98,14 +111,20 @@ class Engine(Operations):
             raise UserError(f"{process_set} is in use already")
         ranks = process_set.ranks or []
         if ranks[-1] >= self.world.world_size:
-            raise UserError(f"{process_set}: rank {ranks[-1]} does not exist; the ranks are 0 to {self.world.world_size - 1}")
+            raise UserError(
+                f"{process_set}: rank {ranks[-1]} does not exist; the ranks are 0 to "
+                f"{self.world.world_size - 1}"
+            )
         same = [other for other in self._sets.values() if other.ranks == ranks]
         if same:
             raise UserError(
-                f"a process set of the ranks {ranks} is in use already, number {same[0].process_set_id}; use that one"
+                f"a process set of the ranks {ranks} is in use already, number "
+                f"{same[0].process_set_id}; use that one"
             )
         # Without a name, so that ranks which give different ones are told at once.
-        self.begin(None, Ask("add_set", splits=tuple(ranks)), global_process_set, [], [], process_set).wait()
+        self.begin(
+            None, Ask("add_set", splits=tuple(ranks)), global_process_set, [], [], process_set
+        ).wait()
         return process_set
 
     def remove_set(self, process_set: ProcessSet) -> bool:
@@ -131,12 +150,16 @@ class Engine(Operations):
         self._thread.join(5.0)
         self._fail_all("hvd.shutdown() was called")
         self.timeline.stop()
-        groups = [process_set.group for process_set in self._sets.values()] + [lane.group for lane in self._lanes.values()]
+        groups = [process_set.group for process_set in self._sets.values()] + [
+            lane.group for lane in self._lanes.values()
+        ]
         for process_set in self._sets.values():
             process_set.put_away()
         self._sets.clear()
         for group in filter(None, groups):
-            if self.world.backend == "gloo" and dist.is_initialized():  # nccl's wait for ranks that may be gone
+            if (
+                self.world.backend == "gloo" and dist.is_initialized()
+            ):  # nccl's wait for ranks that may be gone
                 with contextlib.suppress(RuntimeError, ValueError):
                     dist.destroy_process_group(group)
 
@@ -157,9 +180,14 @@ class Engine(Operations):
             raise HorovodInternalError(self._broken)
 
     def begin(
-        self, name: str | None, ask: Ask, process_set: ProcessSet, tensors: Tensors, outputs: Tensors,
+        self,
+        name: str | None,
+        ask: Ask,
+        process_set: ProcessSet,
+        tensors: Tensors,
+        outputs: Tensors,
         made_set: ProcessSet | None = None,
-    ) -> Handle:  # fmt: skip
+    ) -> Handle:
         """Begin what `ask` says; the operations above do it."""
         with self._lock:
             self._check_usable()
@@ -168,7 +196,8 @@ class Engine(Operations):
             key = (process_set.process_set_id or 0, ask.kind, own)
             if key in self._jobs:
                 raise UserError(
-                    f"{ask.kind} {own!r}: rank {self.world.rank} has begun an operation of this name that is not over; wait for "
+                    f"{ask.kind} {own!r}: rank {self.world.rank} has begun an operation of this "
+                    "name that is not over; wait for "
                     "it with hvd.synchronize(), or give each its own name"
                 )
             ready = None
@@ -176,7 +205,9 @@ class Engine(Operations):
                 ready = torch.cuda.Event()
                 ready.record()
             handle = Handle(f"{ask.kind} {own!r}")
-            self._jobs[key] = Job(ask, process_set, list(tensors), list(outputs), handle, ready, made_set)
+            self._jobs[key] = Job(
+                ask, process_set, list(tensors), list(outputs), handle, ready, made_set
+            )
         self.timeline.asked(key)
         self._link.ask(key, ask, remember=name is not None)
         return handle
@@ -215,9 +246,13 @@ class Engine(Operations):
                     for lane in self._lanes.values():
                         lane.give_up(self.world.backend == "nccl")
             if not self._closed:
-                self._fail_all("rank 0 is gone without a word: killed, crashed, or its host is down")
+                self._fail_all(
+                    "rank 0 is gone without a word: killed, crashed, or its host is down"
+                )
         except Exception as error:
-            self._fail_all(f"the engine of rank {self.world.rank} failed: {type(error).__name__}: {error}")
+            self._fail_all(
+                f"the engine of rank {self.world.rank} failed: {type(error).__name__}: {error}"
+            )
 
     def _take(self, key: Key) -> Job:
         with self._lock:
@@ -226,7 +261,9 @@ class Engine(Operations):
     def _fail_all(self, text: str) -> None:
         with self._lock:
             self._broken = self._broken or text
-            handles = [job.handle for job in self._jobs.values()] + ([self._joining] if self._joining is not None else [])
+            handles = [job.handle for job in self._jobs.values()] + (
+                [self._joining] if self._joining is not None else []
+            )
             self._jobs.clear()
             self._joining = None
             lanes = list(self._lanes.values())
@@ -241,7 +278,11 @@ class Engine(Operations):
         for key, entry in zip(keys, entries, strict=True):
             with self._lock:
                 job = self._jobs.get(key)
-            jobs.append(job if job is not None else zeros(Ask.read(entry["ask"]), self._sets[key[0]], self.world.device))
+            jobs.append(
+                job
+                if job is not None
+                else zeros(Ask.read(entry["ask"]), self._sets[key[0]], self.world.device)
+            )
         self.timeline.began(keys)
         on_gpu = None
         try:
@@ -256,7 +297,10 @@ class Engine(Operations):
                 on_gpu = OnGPU(event, [(job.tensors, job.outputs) for job in jobs], is_new)
                 self._on_gpu = [*(other for other in self._on_gpu if other.is_held()), on_gpu]
         except Exception as error:
-            text = f"{jobs[0].ask.kind} {keys[0][2]!r} failed on rank {self.world.rank}: {type(error).__name__}: {error}"
+            text = (
+                f"{jobs[0].ask.kind} {keys[0][2]!r} failed on rank {self.world.rank}: "
+                f"{type(error).__name__}: {error}"
+            )
             self._link.stop_all(text)
             return self._fail_all(text)
         self.timeline.ended(keys)
@@ -283,17 +327,23 @@ class Engine(Operations):
 
     def _new_group(self, ranks: list[int]) -> Any:
         backend = "cpu:gloo,cuda:nccl" if self.world.backend == "nccl" else "gloo"
-        group = dist.new_group(ranks, timeout=timedelta(seconds=DEFAULT_TIMEOUT.total_seconds()), backend=backend)
+        group = dist.new_group(
+            ranks, timeout=timedelta(seconds=DEFAULT_TIMEOUT.total_seconds()), backend=backend
+        )
         return group if self.world.rank in ranks and len(ranks) > 1 else None
 
     def _open_lane(self, number: int, ranks: list[int]) -> None:
         group = self._new_group(ranks)  # all ranks of the world make it
         if self.world.rank in ranks:
-            if self.world.device.type == "cuda":  # connects them now: later it would stop whoever begins the first part
+            if (
+                self.world.device.type == "cuda"
+            ):  # connects them now: later it would stop whoever begins the first part
                 dist.all_reduce(torch.zeros(1, device=self.world.device), group=group)
             self._lanes[number].group = group
 
-    def _put_in_use(self, process_set: ProcessSet, number: int, ranks: list[int], group: Any) -> None:
+    def _put_in_use(
+        self, process_set: ProcessSet, number: int, ranks: list[int], group: Any
+    ) -> None:
         process_set.put_in_use(number, ranks, self.world.rank, group)
         self._sets[number] = process_set
 

@@ -6,11 +6,13 @@ from allhands.errors import AllhandsError, UserError
 
 
 class HorovodInternalError(AllhandsError, RuntimeError):
-    """A collective operation failed: the ranks asked for different things, one of them did not come, or one is gone."""
+    """A collective operation failed: the ranks asked for different things, one of them did not
+    come, or one is gone."""
 
 
 class HostsUpdatedInterrupt(AllhandsError, RuntimeError):
-    """The hosts of the job changed. `skip_sync`: hosts were only taken away, so that all states are still equal."""
+    """The hosts of the job changed. `skip_sync`: hosts were only taken away, so that all states are
+    still equal."""
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("the hosts of the job changed")

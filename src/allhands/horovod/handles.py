@@ -14,8 +14,9 @@ from allhands.horovod.exceptions import HorovodInternalError
 class OnGPU:
     """An operation that is queued on a stream of the engine's.
 
-    Its tensors are held until somebody has waited for it, or it is over: a caller that frees one earlier would let the caller's
-    stream write over it. (`record_stream` does the same, at the price of an event for each tensor.)
+    Its tensors are held until somebody has waited for it, or it is over: a caller that frees one
+    earlier would let the caller's stream write over it. (`record_stream` does the same, at the
+    price of an event for each tensor.)
 
     Args:
         event: a torch.cuda.Event behind its last kernel.
@@ -64,7 +65,8 @@ class Handle:
         """The result. On a GPU, work that is queued after this call on the current stream sees it.
 
         Raises:
-            HorovodInternalError: the operation failed; the message names it, the ranks and what each of them gave.
+            HorovodInternalError: the operation failed; the message names it, the ranks and what
+                each of them gave.
             TimeoutError: it is not over after `timeout` seconds.
         """
         if not self._over.wait(timeout):

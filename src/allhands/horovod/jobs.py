@@ -30,11 +30,15 @@ def zeros(ask: Ask, process_set: ProcessSet, device: torch.device) -> Job:
     """The part of a rank that has joined, in what the others ask for. `device` is the rank's."""
     there = device if ask.device == "cuda" else torch.device("cpu")
     described = zip(ask.shapes, ask.dtypes, strict=True)
-    tensors = [torch.zeros(shape, dtype=getattr(torch, dtype), device=there) for shape, dtype in described]
+    tensors = [
+        torch.zeros(shape, dtype=getattr(torch, dtype), device=there) for shape, dtype in described
+    ]
     return Job(ask, process_set, tensors, tensors, Handle(ask.kind))
 
 
-def run(jobs: list[Job], entries: list[dict[str, Any]], active: int, buffers: collectives.Buffers) -> list[Any]:
+def run(
+    jobs: list[Job], entries: list[dict[str, Any]], active: int, buffers: collectives.Buffers
+) -> list[Any]:
     """Run operations on tensors, and return what each job's handle gives.
 
     Args:
@@ -48,7 +52,9 @@ def run(jobs: list[Job], entries: list[dict[str, Any]], active: int, buffers: co
     if ask.kind == "allreduce":
         tensors = [tensor for one in jobs for tensor in one.tensors]
         outputs = [output for one in jobs for output in one.outputs]
-        collectives.allreduce(tensors, outputs, ask.op, ask.pre, ask.post, size, active, group, buffers)
+        collectives.allreduce(
+            tensors, outputs, ask.op, ask.pre, ask.post, size, active, group, buffers
+        )
         return [one.outputs for one in jobs]
     if ask.kind == "broadcast":
         collectives.broadcast(job.tensors, job.outputs, ask.root, group)
@@ -61,7 +67,14 @@ def run(jobs: list[Job], entries: list[dict[str, Any]], active: int, buffers: co
         return [(collectives.alltoall(job.tensors[0], entry["splits"], place, group), received)]
     if ask.kind == "reducescatter":
         whole = [torch.empty_like(tensor) for tensor in job.tensors]
-        collectives.allreduce(job.tensors, whole, ask.op, ask.pre, ask.post, size, active, group, buffers)
+        collectives.allreduce(
+            job.tensors, whole, ask.op, ask.pre, ask.post, size, active, group, buffers
+        )
         parts = [collectives.rows_of(len(tensor), size, process_set.rank()) for tensor in whole]
-        return [[tensor[first : first + rows].clone() for tensor, (first, rows) in zip(whole, parts, strict=True)]]
+        return [
+            [
+                tensor[first : first + rows].clone()
+                for tensor, (first, rows) in zip(whole, parts, strict=True)
+            ]
+        ]
     return [None]  # a barrier: that all have come is all there is to it

@@ -17,15 +17,17 @@ from allhands.horovod.link import Link
 from allhands.horovod.rounds import Parts
 
 _A_WHILE = timedelta(seconds=1)
-_GRACE_S = 10.0  # what a GPU still has to do when nothing works any more is over by then, or waits for a rank that does not come
+# what a GPU still has to do when nothing works any more is over by then, or waits for a rank that
+# does not come
+_GRACE_S = 10.0
 
 
 class Round:
     """One that this rank has promised.
 
     Args:
-        then: called with it by the engine's thread once there is an answer: other ranks may wait for what this rank has ready,
-            while it waits for something else.
+        then: called with it by the engine's thread once there is an answer: other ranks may wait
+            for what this rank has ready, while it waits for something else.
 
     Attributes:
         answer: None until it is known; True: it is agreed; False: it is declined.
@@ -56,7 +58,8 @@ class Lane:
 
     Attributes:
         group: of torch; there from the first round on that is agreed.
-        busy: this rank has promised a round, and has neither begun all of its parts nor been declined.
+        busy: this rank has promised a round, and has neither begun all of its parts nor been
+            declined.
     """
 
     def __init__(self, set_id: int, link: Link) -> None:
@@ -69,7 +72,8 @@ class Lane:
         self._device = torch.device("cpu")
 
     def promise(self, parts: Parts, then: Callable[[Round], None]) -> Round:
-        """This rank will begin all of these allreduces, in this order, without being asked again."""
+        """This rank will begin all of these allreduces, in this order, without being asked
+        again."""
         made = Round(then)
         self._rounds = [*(other for other in self._rounds if other.works), made]
         self.busy, self._promised = True, made
@@ -127,7 +131,7 @@ class Lane:
             self._link.stop_all(self._error)
         return HorovodInternalError(self._error)
 
-    # ------------------------------------------------------------------ called by the engine's thread
+    # ---------------------------------------------------------------- called by the engine's thread
 
     def told(self, go: bool) -> None:
         """The answer has come."""
@@ -146,10 +150,14 @@ class Lane:
     def give_up(self, on_gpu: bool) -> None:
         """End what waits for a rank that does not come, after `fail`.
 
-        On a GPU it leaves nothing of use, and the next call of this rank says that nothing works any more. On the CPU a rank
-        that is done with its part closes its connections, which ends the others' waiting.
+        On a GPU it leaves nothing of use, and the next call of this rank says that nothing works
+        any more. On the CPU a rank that is done with its part closes its connections, which ends
+        the others' waiting.
         """
-        over, is_done = time.monotonic() + _GRACE_S, self._gpu_is_done() if on_gpu else self._is_done
+        over, is_done = (
+            time.monotonic() + _GRACE_S,
+            self._gpu_is_done() if on_gpu else self._is_done,
+        )
         while not (done := is_done()) and on_gpu and time.monotonic() < over:
             time.sleep(0.1)
         with contextlib.suppress(Exception):
@@ -166,8 +174,8 @@ class Lane:
         return all(work.is_completed() for begun in self._rounds for work in list(begun.works))
 
     def _gpu_is_done(self) -> Callable[[], bool]:
-        """What says whether the GPU is done with all parts. A part of which nccl knows that it has failed says that it is
-        completed, while the GPU still waits in it."""
+        """What says whether the GPU is done with all parts. A part of which nccl knows that it has
+        failed says that it is completed, while the GPU still waits in it."""
         try:
             with torch.cuda.stream(torch.cuda.Stream(self._device)):
                 for begun in self._rounds:

@@ -29,9 +29,11 @@ class Link:
 
     Args:
         world: the processes.
-        store: a `torch.distributed.Store` that they share, for this link alone; None for a process alone.
+        store: a `torch.distributed.Store` that they share, for this link alone; None for a process
+            alone.
         matcher: on rank 0, what matches the operations.
-        slots: how many different operations are remembered, so that they are named by a number when they come again.
+        slots: how many different operations are remembered, so that they are named by a number when
+            they come again.
     """
 
     def __init__(self, world: World, store: Any, matcher: Matcher | None, slots: int) -> None:
@@ -48,13 +50,21 @@ class Link:
             addresses = ["127.0.0.1"]
             if store is not None:
                 own = addresses if local else [*outward_addresses(), socket.gethostname()]
-                where = {"host": host_id(), "port": self._coordinator.port, "token": token, "addresses": own}
+                where = {
+                    "host": host_id(),
+                    "port": self._coordinator.port,
+                    "token": token,
+                    "addresses": own,
+                }
                 store.set("coordinator", json.dumps(where))
             port = self._coordinator.port
         else:
             where = json.loads(store.get("coordinator"))
             port, token = int(where["port"]), str(where["token"])
-            addresses = [*(["127.0.0.1"] if where["host"] == host_id() else []), *where["addresses"]]
+            addresses = [
+                *(["127.0.0.1"] if where["host"] == host_id() else []),
+                *where["addresses"],
+            ]
         self._socket = _connect(addresses, port, world.rank, token.encode())
 
     def ask(self, key: Key, ask: Ask, remember: bool) -> None:
@@ -67,7 +77,11 @@ class Link:
                 if number is not None:
                     self._known.move_to_end(known)
                     return self._send({"again": number})
-                number = self._known.popitem(last=False)[1] if len(self._known) >= self._slots else len(self._known)
+                number = (
+                    self._known.popitem(last=False)[1]
+                    if len(self._known) >= self._slots
+                    else len(self._known)
+                )
                 self._known[known] = number
             return self._send({"ask": ask.message(), "key": key, "number": number})
 
@@ -90,11 +104,13 @@ class Link:
         self._say({"join": True})
 
     def stop_all(self, text: str) -> None:
-        """This rank has failed in the middle of an operation, after which no rank can rely on any other."""
+        """This rank has failed in the middle of an operation, after which no rank can rely on any
+        other."""
         self._say({"broken": text})
 
     def leave(self, patience: float, kept: list[int]) -> None:
-        """This rank asks for nothing more. Rank 0 waits so many seconds for the others to say that as well.
+        """This rank asks for nothing more. Rank 0 waits so many seconds for the others to say that
+        as well.
 
         `kept`: the process sets with rounds of which this rank has given all parts.
         """
@@ -122,7 +138,9 @@ class Link:
             self._send(message)
 
     def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the reading thread sees the end of the connection as well, and says so
+        with contextlib.suppress(
+            OSError
+        ):  # the reading thread sees the end of the connection as well, and says so
             self._socket.sendall(wire.encode(message))
 
 
@@ -143,6 +161,8 @@ def _connect(addresses: list[str], port: int, rank: int, token: bytes) -> socket
         return link
     except (OSError, EOFError, wire.RefusedError) as error:
         raise WorldError(
-            f"rank {rank} ({socket.gethostname()}) cannot reach rank 0 at {' or '.join(addresses)}, port {port} ({error}): "
-            "workers talk to one another on ports that the system chooses; open the firewall between the hosts"
+            f"rank {rank} ({socket.gethostname()}) cannot reach rank 0 at "
+            f"{' or '.join(addresses)}, port {port} ({error}): "
+            "workers talk to one another on ports that the system chooses; open the firewall "
+            "between the hosts"
         ) from None

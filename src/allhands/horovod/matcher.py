@@ -1,8 +1,10 @@
-"""Which operations all their ranks have asked for, and in which order they run. No sockets, no threads: see `coordinator`.
+"""Which operations all their ranks have asked for, and in which order they run. No sockets, no
+threads: see `coordinator`.
 
-An operation is known by its process set, its kind and its name. It is agreed when every rank of the set has asked for it, or
-has joined; then all ranks are told, in one order. What cannot be one operation, or can never be complete, fails on every rank
-that asks for it with a text that says who gave or did what.
+An operation is known by its process set, its kind and its name. It is agreed when every rank of the
+set has asked for it, or has joined; then all ranks are told, in one order. What cannot be one
+operation, or can never be complete, fails on every rank that asks for it with a text that says who
+gave or did what.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from allhands.horovod.checks import Ask, Key, disagreement, ranks_text
 from allhands.horovod.rounds import Parts, Rounds
 
 GLOBAL_SET = 0
-# Two ranks that wait for each other under one name, one in an allgather and one in an allreduce, or in different process sets,
-# may yet come to the other's call. So long they are given.
+# Two ranks that wait for each other under one name, one in an allgather and one in an allreduce, or
+# in different process sets, may yet come to the other's call. So long they are given.
 CROSSED_S = 5.0
 
 
@@ -34,20 +36,28 @@ class Matcher:
     Args:
         size: how many ranks there are.
         fusion_threshold: bytes up to which agreed allreduces travel as one.
-        warn_after: seconds after which a call that some rank has not made is reported; 0 never reports.
+        warn_after: seconds after which a call that some rank has not made is reported; 0 never
+            reports.
         stop_after: seconds after which it is an error; 0 waits for ever.
         clock: seconds.
     """
 
     def __init__(
-        self, size: int, fusion_threshold: int, warn_after: float, stop_after: float, clock: Callable[[], float] = time.monotonic
+        self,
+        size: int,
+        fusion_threshold: int,
+        warn_after: float,
+        stop_after: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.size = size
         self.sets: dict[int, tuple[int, ...]] = {GLOBAL_SET: tuple(range(size))}
         self._threshold = fusion_threshold
         self._warn_after, self._stop_after, self._clock = warn_after, stop_after, clock
         self._pending: dict[Key, _Pending] = {}
-        self._refused: dict[Key, tuple[str, set[int]]] = {}  # and the ranks that have yet to hear it
+        self._refused: dict[
+            Key, tuple[str, set[int]]
+        ] = {}  # and the ranks that have yet to hear it
         self._joined: dict[int, None] = {}  # in the order in which they came
         self._gone: dict[int, str] = {}
         self._broken = ""
@@ -63,7 +73,13 @@ class Matcher:
             return self._tell([rank], {"broken": self._broken})
         members = self.sets.get(key[0])
         if members is None or rank not in members:
-            return self._tell([rank], {"fail": [key], "error": f"{key[1]} {key[2]!r}: the process set {key[0]} does not exist"})
+            return self._tell(
+                [rank],
+                {
+                    "fail": [key],
+                    "error": f"{key[1]} {key[2]!r}: the process set {key[0]} does not exist",
+                },
+            )
         if key in self._refused:
             text, waiting = self._refused[key]
             if rank in waiting:
@@ -113,13 +129,15 @@ class Matcher:
     # ------------------------------------------------------------------ what ranks are told
 
     def take(self) -> list[tuple[Iterable[int], dict[str, Any]]]:
-        """What has to be told since the last time, each message with the ranks that it is for, in this order."""
+        """What has to be told since the last time, each message with the ranks that it is for, in
+        this order."""
         self._fuse()
         out, self._out = self._out, []
         return out
 
     def look(self) -> str:
-        """To be called now and then: ends what waits too long. Returns lines for the user, or ""."""
+        """To be called now and then: ends what waits too long. Returns lines for the user, or
+        ""."""
         now = self._clock()
         lines, late = [], ""
         for key, pending in list(self._pending.items()):
@@ -154,7 +172,8 @@ class Matcher:
         self._out.append((ranks, message))
 
     def _is_possible(self, parts: Parts) -> bool:
-        """Whether all ranks of a round can run it by themselves, and none has asked for a part of it by its name."""
+        """Whether all ranks of a round can run it by themselves, and none has asked for a part of
+        it by its name."""
         if self._joined or (self._gone and not self._rounds.has_lane(parts[0][0][0])):
             return False
         if any(rank in self._gone for rank in self.sets[parts[0][0][0]]):
@@ -162,7 +181,11 @@ class Matcher:
         return not any(key in self._pending or key in self._refused for key, _ in parts)
 
     def _missing(self, key: Key, pending: _Pending) -> list[int]:
-        return [rank for rank in self.sets[key[0]] if rank not in pending.asks and rank not in self._joined]
+        return [
+            rank
+            for rank in self.sets[key[0]]
+            if rank not in pending.asks and rank not in self._joined
+        ]
 
     def _look_at(self, key: Key) -> None:
         pending = self._pending.get(key)
@@ -184,7 +207,11 @@ class Matcher:
 
     def _refuse(self, key: Key, text: str) -> None:
         pending = self._pending.pop(key)
-        waiting = {rank for rank in self.sets[key[0]] if rank not in pending.asks and rank not in self._gone}
+        waiting = {
+            rank
+            for rank in self.sets[key[0]]
+            if rank not in pending.asks and rank not in self._gone
+        }
         if waiting:
             self._refused[key] = (text, waiting)
         self._tell(sorted(pending.asks), {"fail": [key], "error": text})
@@ -211,7 +238,8 @@ class Matcher:
             here = [rank for rank in self._missing(other, waiting) if rank in pending.asks]
             if there and here:
                 text = (
-                    f"{key[2]!r}: {ranks_text(here)} called {self._call(key)}, {ranks_text(there)} called {self._call(other)}; "
+                    f"{key[2]!r}: {ranks_text(here)} called {self._call(key)}, {ranks_text(there)} "
+                    f"called {self._call(other)}; "
                     "all ranks must call the same"
                 )
                 self._refuse(other, text)
@@ -219,16 +247,27 @@ class Matcher:
         return ""
 
     def _call(self, key: Key) -> str:
-        return key[1] if key[0] == GLOBAL_SET else f"{key[1]} in the process set of {ranks_text(self.sets[key[0]])}"
+        return (
+            key[1]
+            if key[0] == GLOBAL_SET
+            else f"{key[1]} in the process set of {ranks_text(self.sets[key[0]])}"
+        )
 
     def _stalled(self, key: Key, pending: _Pending, missing: list[int], age: float) -> str:
         waits = []
         for rank in missing:
-            others = [other for other, entry in self._pending.items() if rank in entry.asks and other != key]
-            waits += [f"rank {rank} waits in {self._call(others[0])} {others[0][2]!r}"] if others else []
+            others = [
+                other
+                for other, entry in self._pending.items()
+                if rank in entry.asks and other != key
+            ]
+            waits += (
+                [f"rank {rank} waits in {self._call(others[0])} {others[0][2]!r}"] if others else []
+            )
         more = f" ({', '.join(waits)})" if waits else ""
         return (
-            f"{self._call(key)} {key[2]!r}: {ranks_text(pending.asks)} called it {age:.0f} s ago, {ranks_text(missing)} "
+            f"{self._call(key)} {key[2]!r}: {ranks_text(pending.asks)} called it {age:.0f} s ago, "
+            f"{ranks_text(missing)} "
             f"did not{more}"
         )
 
@@ -241,7 +280,9 @@ class Matcher:
         for key, asks in ready:
             ask = next(iter(asks.values()))
             size = ask.size
-            fits = key[1] == "allreduce" and len(ask.shapes) == 1  # a group was put together by its caller
+            fits = (
+                key[1] == "allreduce" and len(ask.shapes) == 1
+            )  # a group was put together by its caller
             own = (key[0], ask.op, ask.pre, ask.post, ask.device, ask.dtypes) if fits else None
             if batch and (own is None or own != sort or held + size > self._threshold):
                 self._send(batch)
@@ -264,7 +305,10 @@ class Matcher:
             if away:
                 entry["ask"] = ordered[0].message()
             if key[1] == "allgather":
-                entry["rows"] = [[ask.shapes[place][0] for ask in ordered] for place in range(len(ordered[0].shapes))]
+                entry["rows"] = [
+                    [ask.shapes[place][0] for ask in ordered]
+                    for place in range(len(ordered[0].shapes))
+                ]
             if key[1] == "alltoall":
                 entry["splits"] = [ask.splits for ask in ordered]
             if key[1] == "add_set":

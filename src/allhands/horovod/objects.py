@@ -1,5 +1,5 @@
-"""Objects that travel: written by torch.save and read as checkpoints are, with ``weights_only=True``, so that nothing that comes
-over the network can run."""
+"""Objects that travel: written by torch.save and read as checkpoints are, with
+``weights_only=True``, so that nothing that comes over the network can run."""
 
 from __future__ import annotations
 
@@ -17,18 +17,45 @@ import torch
 from allhands.errors import UserError
 
 _multiarray: Any = (getattr(np, "_core", None) or np.core).multiarray  # renamed by numpy 2
-# Besides what torch allows: numpy's arrays, and plain values that pickle makes by calling their type.
+# Besides what torch allows: numpy's arrays, and plain values that pickle makes by calling their
+# type.
 _ALLOWED: list[Any] = [
-    bytes, bytearray, complex, frozenset, range, slice, codecs.encode,
-    _multiarray._reconstruct, _multiarray.scalar, np.ndarray, np.dtype,
-    *{type(np.dtype(name)) for name in ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")},
-    *{type(np.dtype(name)) for name in ("float16", "float32", "float64", "complex64", "complex128")},
-]  # fmt: skip
+    bytes,
+    bytearray,
+    complex,
+    frozenset,
+    range,
+    slice,
+    codecs.encode,
+    _multiarray._reconstruct,
+    _multiarray.scalar,
+    np.ndarray,
+    np.dtype,
+    *{
+        type(np.dtype(name))
+        for name in (
+            "bool",
+            "int8",
+            "int16",
+            "int32",
+            "int64",
+            "uint8",
+            "uint16",
+            "uint32",
+            "uint64",
+        )
+    },
+    *{
+        type(np.dtype(name))
+        for name in ("float16", "float32", "float64", "complex64", "complex128")
+    },
+]
 _REFUSED = b"refused "
 
 
 def pack(obj: Any) -> torch.Tensor:
-    """The object as bytes (uint8). One that cannot be read becomes the reason, which `unpack` raises on all ranks."""
+    """The object as bytes (uint8). One that cannot be read becomes the reason, which `unpack`
+    raises on all ranks."""
     file = io.BytesIO()
     try:
         torch.save(obj, file)
@@ -50,7 +77,8 @@ def unpack(data: torch.Tensor) -> Any:
     raw = data.numpy().tobytes()
     if raw.startswith(_REFUSED):
         raise UserError(
-            f"{raw[len(_REFUSED) :].decode()}. Objects may hold plain values, lists, tuples, dicts, sets, tensors and numpy "
+            f"{raw[len(_REFUSED) :].decode()}. Objects may hold plain values, lists, tuples, "
+            "dicts, sets, tensors and numpy "
             "arrays; give a state_dict() or vars() of it, or allow its class on all ranks with "
             "torch.serialization.add_safe_globals([...])"
         )

@@ -22,18 +22,23 @@ Tensors = Sequence[torch.Tensor]
 class Operations(ABC):
     """The collective operations of an engine.
 
-    Every operation takes a list of tensors, which travel together and are all or nothing; one tensor is a list of one. It
-    returns a `Handle` at once. Tensors are torch's, on the CPU or a GPU, and are not to be changed before the handle's `wait`
-    has returned.
+    Every operation takes a list of tensors, which travel together and are all or nothing; one
+    tensor is a list of one. It returns a `Handle` at once. Tensors are torch's, on the CPU or a
+    GPU, and are not to be changed before the handle's `wait` has returned.
     """
 
     world: World
 
     @abstractmethod
     def begin(
-        self, name: str | None, ask: Ask, process_set: ProcessSet, tensors: Tensors, outputs: Tensors,
+        self,
+        name: str | None,
+        ask: Ask,
+        process_set: ProcessSet,
+        tensors: Tensors,
+        outputs: Tensors,
         made_set: ProcessSet | None = None,
-    ) -> Handle:  # fmt: skip
+    ) -> Handle:
         """Begin what `ask` says; the operations below do it."""
 
     @abstractmethod
@@ -41,53 +46,100 @@ class Operations(ABC):
         """`name`, or one that counts this process set's operations of the kind that have none."""
 
     def allreduce(
-        self, tensors: Tensors, *, name: str | None = None, op: ReduceOp = Average, prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set, outputs: Tensors | None = None,
+        self,
+        tensors: Tensors,
+        *,
+        name: str | None = None,
+        op: ReduceOp = Average,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+        outputs: Tensors | None = None,
         tensor_names: Sequence[str] = (),
-    ) -> Handle:  # fmt: skip
-        """Reduce each tensor over the ranks; the result is post times the reduction of pre times the values.
+    ) -> Handle:
+        """Reduce each tensor over the ranks; the result is post times the reduction of pre times
+        the values.
 
-        `outputs` may be the tensors themselves; None makes new ones. `tensor_names` are for messages.
+        `outputs` may be the tensors themselves; None makes new ones. `tensor_names` are for
+        messages.
         """
-        ask = self.ask_allreduce(tensors, op, prescale_factor, postscale_factor, process_set, tensor_names)
+        ask = self.ask_allreduce(
+            tensors, op, prescale_factor, postscale_factor, process_set, tensor_names
+        )
         made = [torch.empty_like(tensor) for tensor in tensors] if outputs is None else outputs
         return self.begin(name, ask, process_set, tensors, made)
 
     def ask_allreduce(
-        self, tensors: Tensors, op: ReduceOp, pre: float, post: float, process_set: ProcessSet, names: Sequence[str] = (),
+        self,
+        tensors: Tensors,
+        op: ReduceOp,
+        pre: float,
+        post: float,
+        process_set: ProcessSet,
+        names: Sequence[str] = (),
         absent: Sequence[int] = (),
-    ) -> Ask:  # fmt: skip
-        """What `allreduce` asks for, to be given to `begin` again and again, with tensors like these or with one that holds them
-        all, one after another. `absent` are the places of tensors that this rank has no value for, and gives zeros.
+    ) -> Ask:
+        """What `allreduce` asks for, to be given to `begin` again and again, with tensors like
+        these or with one that holds them all, one after another. `absent` are the places of tensors
+        that this rank has no value for, and gives zeros.
         """
         if op == Adasum and process_set.size() & (process_set.size() - 1):
             raise UserError(
-                f"op Adasum needs a power of two of ranks, and there are {process_set.size()}; set op to hvd.Average, or train "
+                f"op Adasum needs a power of two of ranks, and there are {process_set.size()}; set "
+                "op to hvd.Average, or train "
                 "with 2, 4, 8 ... ranks"
             )
-        return self._ask("allreduce", tensors, names, absent=tuple(absent), op=op, pre=float(pre), post=float(post))
+        return self._ask(
+            "allreduce",
+            tensors,
+            names,
+            absent=tuple(absent),
+            op=op,
+            pre=float(pre),
+            post=float(post),
+        )
 
     def allgather(
-        self, tensors: Tensors, *, name: str | None = None, process_set: ProcessSet = global_process_set
-    ) -> Handle:  # fmt: skip
-        """All ranks' rows of each tensor, in the order of the ranks; the first dimension may differ between them."""
+        self,
+        tensors: Tensors,
+        *,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> Handle:
+        """All ranks' rows of each tensor, in the order of the ranks; the first dimension may differ
+        between them."""
         _need_rows("allgather", tensors)
         return self.begin(name, self._ask("allgather", tensors), process_set, tensors, [])
 
     def broadcast(
-        self, tensors: Tensors, root_rank: int, *, name: str | None = None, process_set: ProcessSet = global_process_set,
-        outputs: Tensors | None = None, tensor_names: Sequence[str] = (),
-    ) -> Handle:  # fmt: skip
-        """Rank `root_rank`'s tensors, on all ranks. It is counted in the whole world, also in a process set."""
+        self,
+        tensors: Tensors,
+        root_rank: int,
+        *,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+        outputs: Tensors | None = None,
+        tensor_names: Sequence[str] = (),
+    ) -> Handle:
+        """Rank `root_rank`'s tensors, on all ranks. It is counted in the whole world, also in a
+        process set."""
         members = process_set._members()
         if root_rank not in members:
-            raise UserError(f"broadcast: root_rank={root_rank} is none of the ranks {members}; set root_rank to one of them")
+            raise UserError(
+                f"broadcast: root_rank={root_rank} is none of the ranks {members}; set root_rank "
+                "to one of them"
+            )
         ask = self._ask("broadcast", tensors, tensor_names, root=int(root_rank))
         made = [torch.empty_like(tensor) for tensor in tensors] if outputs is None else outputs
         return self.begin(name, ask, process_set, tensors, made)
 
     def alltoall(
-        self, tensor: torch.Tensor, splits: Any = None, *, name: str | None = None, process_set: ProcessSet = global_process_set
+        self,
+        tensor: torch.Tensor,
+        splits: Any = None,
+        *,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
     ) -> Handle:
         """The rows that each rank has for this one, and how many came from each (int32).
 
@@ -95,23 +147,45 @@ class Operations(ABC):
         """
         _need_rows("alltoall", [tensor])
         size = process_set.size()
-        given = [int(number) for number in splits] if splits is not None else [len(tensor) // size] * size
+        given = (
+            [int(number) for number in splits]
+            if splits is not None
+            else [len(tensor) // size] * size
+        )
         if len(given) != size or min(given) < 0 or sum(given) != len(tensor):
             raise UserError(
-                f"alltoall: the splits {given} of {len(tensor)} rows over {size} ranks; set splits to {size} numbers of at "
+                f"alltoall: the splits {given} of {len(tensor)} rows over {size} ranks; set splits "
+                f"to {size} numbers of at "
                 f"least 0 whose sum is {len(tensor)}"
             )
-        return self.begin(name, self._ask("alltoall", [tensor], splits=tuple(given)), process_set, [tensor], [])
+        return self.begin(
+            name, self._ask("alltoall", [tensor], splits=tuple(given)), process_set, [tensor], []
+        )
 
     def reducescatter(
-        self, tensors: Tensors, *, name: str | None = None, op: ReduceOp = Average, prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-    ) -> Handle:  # fmt: skip
-        """This rank's rows of each reduced tensor; the first ranks have one more where they do not divide evenly."""
+        self,
+        tensors: Tensors,
+        *,
+        name: str | None = None,
+        op: ReduceOp = Average,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> Handle:
+        """This rank's rows of each reduced tensor; the first ranks have one more where they do not
+        divide evenly."""
         _need_rows("reducescatter", tensors)
         if op not in (Average, Sum):
-            raise UserError(f"reducescatter: op {op} is not possible; set op to hvd.Average or hvd.Sum")
-        ask = self._ask("reducescatter", tensors, op=op, pre=float(prescale_factor), post=float(postscale_factor))
+            raise UserError(
+                f"reducescatter: op {op} is not possible; set op to hvd.Average or hvd.Sum"
+            )
+        ask = self._ask(
+            "reducescatter",
+            tensors,
+            op=op,
+            pre=float(prescale_factor),
+            post=float(postscale_factor),
+        )
         return self.begin(name, ask, process_set, tensors, [])
 
     def barrier(self, process_set: ProcessSet = global_process_set) -> None:
@@ -119,26 +193,43 @@ class Operations(ABC):
         self.begin(None, Ask("barrier"), process_set, [], []).wait()
 
     def broadcast_object(
-        self, obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+        self,
+        obj: Any,
+        root_rank: int = 0,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
     ) -> Any:
-        """Rank `root_rank`'s object, which consists of plain values, containers, tensors and numpy arrays.
+        """Rank `root_rank`'s object, which consists of plain values, containers, tensors and numpy
+        arrays.
 
         Raises:
             UserError: on all ranks, when it holds something else.
         """
         name = self.named("broadcast_object", name, process_set)
-        data = objects.pack(obj) if self.world.rank == root_rank else torch.zeros(0, dtype=torch.uint8)
+        data = (
+            objects.pack(obj) if self.world.rank == root_rank else torch.zeros(0, dtype=torch.uint8)
+        )
         length = torch.tensor([len(data)])
-        (length,) = self.broadcast([length], root_rank, name=f"{name}.length", process_set=process_set).wait()
-        whole = data if self.world.rank == root_rank else torch.zeros(int(length), dtype=torch.uint8)
-        (whole,) = self.broadcast([whole], root_rank, name=f"{name}.data", process_set=process_set).wait()
+        (length,) = self.broadcast(
+            [length], root_rank, name=f"{name}.length", process_set=process_set
+        ).wait()
+        whole = (
+            data if self.world.rank == root_rank else torch.zeros(int(length), dtype=torch.uint8)
+        )
+        (whole,) = self.broadcast(
+            [whole], root_rank, name=f"{name}.data", process_set=process_set
+        ).wait()
         return objects.unpack(whole)
 
-    def allgather_object(self, obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    def allgather_object(
+        self, obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> list[Any]:
         """Every rank's object, in the order of the ranks; see `broadcast_object`."""
         name = self.named("allgather_object", name, process_set)
         data = objects.pack(obj)
-        handle = self.allgather([torch.tensor([len(data)]), data], name=name, process_set=process_set)
+        handle = self.allgather(
+            [torch.tensor([len(data)]), data], name=name, process_set=process_set
+        )
         lengths, whole = handle.wait()
         return [objects.unpack(part) for part in whole.split(lengths.tolist())]
 
@@ -148,22 +239,33 @@ class Operations(ABC):
         for place, tensor in enumerate(tensors):
             label = repr(names[place]) if names else f"number {place}"
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-                raise UserError(f"{kind}: tensor {label} is {_kind(tensor)}, and has to be a dense torch.Tensor")
+                raise UserError(
+                    f"{kind}: tensor {label} is {_kind(tensor)}, and has to be a dense torch.Tensor"
+                )
             if not tensor.is_contiguous():
-                raise UserError(f"{kind}: tensor {label} is not contiguous; give tensor.contiguous()")
+                raise UserError(
+                    f"{kind}: tensor {label} is not contiguous; give tensor.contiguous()"
+                )
         devices = {tensor.device.type for tensor in tensors}
         if len(devices) > 1 or not devices <= {"cpu", "cuda"}:
             raise UserError(
-                f"{kind}: tensors of one call lie on {' and '.join(sorted(devices))}; they have to be on the CPU, or a GPU"
+                f"{kind}: tensors of one call lie on {' and '.join(sorted(devices))}; they have to "
+                "be on the CPU, or a GPU"
             )
         if "cuda" in devices and self.world.backend != "nccl" and not self.world.is_alone:
             raise UserError(
-                f"{kind}: the tensors are on a GPU, and the ranks are connected by {self.world.backend}; give tensor.cpu(), or "
+                f"{kind}: the tensors are on a GPU, and the ranks are connected by "
+                f"{self.world.backend}; give tensor.cpu(), or "
                 "start processes that see one GPU each"
             )
-        if "cuda" in devices and not self.world.is_alone and any(tensor.device != self.world.device for tensor in tensors):
+        if (
+            "cuda" in devices
+            and not self.world.is_alone
+            and any(tensor.device != self.world.device for tensor in tensors)
+        ):
             raise UserError(
-                f"{kind}: a tensor is on {tensors[0].device}, and this rank's GPU is {self.world.device}; call "
+                f"{kind}: a tensor is on {tensors[0].device}, and this rank's GPU is "
+                f"{self.world.device}; call "
                 "torch.cuda.set_device(hvd.local_rank()) before tensors are made"
             )
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
@@ -174,7 +276,9 @@ class Operations(ABC):
 def _need_rows(kind: str, tensors: Tensors) -> None:
     for tensor in tensors:
         if not tensor.dim():
-            raise UserError(f"{kind}: a tensor without dimensions has no rows; give tensor.reshape(1)")
+            raise UserError(
+                f"{kind}: a tensor without dimensions has no rows; give tensor.reshape(1)"
+            )
 
 
 def _kind(value: Any) -> str:

@@ -9,7 +9,8 @@ from allhands.errors import UserError
 
 
 class ProcessSet:
-    """Some ranks. It can be used after `add_process_set`, or as one of ``hvd.init(process_sets=[...])``.
+    """Some ranks. It can be used after `add_process_set`, or as one of
+    ``hvd.init(process_sets=[...])``.
 
     Args:
         ranks: different ranks of the world, counted from 0.
@@ -18,7 +19,10 @@ class ProcessSet:
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks: list[int] | None = sorted(int(rank) for rank in ranks)
         if not self.ranks or len(set(self.ranks)) != len(self.ranks) or self.ranks[0] < 0:
-            raise UserError(f"ProcessSet({list(ranks)}): set ranks to one or more different ranks, counted from 0")
+            raise UserError(
+                f"ProcessSet({list(ranks)}): set ranks to one or more different ranks, counted "
+                "from 0"
+            )
         self.process_set_id: int | None = None
         self.group: Any = None  # of torch; None for a rank alone, and for ranks outside
         self._own = -1
@@ -34,7 +38,10 @@ class ProcessSet:
             UserError: none.
         """
         if not self.included():
-            raise UserError(f"rank {self._own} is not in the process set {self._members()}; ask included() first")
+            raise UserError(
+                f"rank {self._own} is not in the process set {self._members()}; ask included() "
+                "first"
+            )
         return self._members().index(self._own)
 
     def included(self) -> bool:
@@ -44,10 +51,12 @@ class ProcessSet:
     def _members(self) -> list[int]:
         if self.process_set_id is None or self.ranks is None:
             raise UserError(
-                "the global process set exists after hvd.init()" if self is global_process_set else
-                f"the process set {self.ranks} is not in use; call hvd.add_process_set() with it on all ranks, or name it in "
+                "the global process set exists after hvd.init()"
+                if self is global_process_set
+                else f"the process set {self.ranks} is not in use; call hvd.add_process_set() with "
+                "it on all ranks, or name it in "
                 "hvd.init(process_sets=[...])"
-            )  # fmt: skip
+            )
         return self.ranks
 
     def put_in_use(self, number: int, ranks: list[int], own: int, group: Any) -> None:

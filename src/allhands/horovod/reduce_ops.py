@@ -11,9 +11,9 @@ from allhands.errors import UserError
 class ReduceOp(enum.StrEnum):
     """How the values of the ranks become one.
 
-    `Average` divides the sum by the number of ranks, those that have joined included (see `join`); `ActiveAverage`, which Horovod
-    does not have, by the number of those that have not. `Adasum` is that of Maleki et al., "Scaling Distributed Training with
-    Adaptive Summation" (2020).
+    `Average` divides the sum by the number of ranks, those that have joined included (see `join`);
+    `ActiveAverage`, which Horovod does not have, by the number of those that have not. `Adasum` is
+    that of Maleki et al., "Scaling Distributed Training with Adaptive Summation" (2020).
     """
 
     Average = "Average"
@@ -38,14 +38,18 @@ ADDITIVE = (Average, Sum, ActiveAverage)
 
 
 def checked(op: Any = None, average: bool | None = None) -> ReduceOp:
-    """The operation that `op`, or Horovod's old argument `average`, means; `Average` when neither is given.
+    """The operation that `op`, or Horovod's old argument `average`, means; `Average` when neither
+    is given.
 
     Raises:
         UserError: both are given, or `op` is none.
     """
     if average is not None:
         if op is not None:
-            raise UserError("both average= and op= are given; leave average= out, op=hvd.Average or hvd.Sum says the same")
+            raise UserError(
+                "both average= and op= are given; leave average= out, op=hvd.Average or hvd.Sum "
+                "says the same"
+            )
         return Average if average else Sum
     if op is None:
         return Average

@@ -1,9 +1,12 @@
-"""Rounds: sets of allreduces that come again in every step, agreed as a whole before their tensors are there.
+"""Rounds: sets of allreduces that come again in every step, agreed as a whole before their tensors
+are there.
 
-A rank promises a round: it will give all its parts, and nothing can keep it from it but a fault. When all ranks of the process
-set have promised the same parts, they are told to go, and each runs them in the order of the parts on its own, in a torch group
-that serves nothing else (`lanes.Lane`). What is not the same on all ranks is declined, and the ranks ask for each part by its
-name, as they do for everything else. No sockets, no threads.
+A rank promises a round: it will give all its parts, and nothing can keep it from it but a fault.
+When all ranks of the process
+set have promised the same parts, they are told to go, and each runs them in the order of the parts
+on its own, in a torch group that serves nothing else (`lanes.Lane`). What is not the same on all
+ranks is declined, and the ranks ask for each part by its name, as they do for everything else. No
+sockets, no threads.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ from typing import Any
 from allhands.horovod.checks import Ask, Key, ranks_text
 
 Parts = tuple[tuple[Key, Ask], ...]
-# A rank that waits so long for the others' promises asks by name, so that whoever does something else is told of it by name. As
-# long after all have promised, they are asked whether they have kept it, and again and again.
+# A rank that waits so long for the others' promises asks by name, so that whoever does something
+# else is told of it by name. As long after all have promised, they are asked whether they have kept
+# it, and again and again.
 LATE_S = 5.0
 
 
@@ -27,7 +31,9 @@ class _Round:
     parts: Parts
     keys: frozenset[Key]
     promised: dict[int, None] = field(default_factory=dict)
-    unkept: set[int] = field(default_factory=set)  # of those who were told to go: from whom nothing has been heard since
+    unkept: set[int] = field(
+        default_factory=set
+    )  # of those who were told to go: from whom nothing has been heard since
     asked: float | None = None
     warned: bool = False
 
@@ -47,24 +53,39 @@ class Rounds:
     """
 
     def __init__(
-        self, tell: Callable[[Iterable[int], dict[str, Any]], None], size: int, clock: Callable[[], float] = time.monotonic
+        self,
+        tell: Callable[[Iterable[int], dict[str, Any]], None],
+        size: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tell, self._size, self._clock = tell, size, clock
         self._open: dict[int, _Round] = {}
         self._running: dict[int, _Round] = {}
         self._lanes: set[int] = set()  # the process sets that have one
 
-    def promise(self, rank: int, set_id: int, parts: Parts, members: tuple[int, ...], possible: Callable[[Parts], bool]) -> None:
-        """Rank `rank` promises these parts; `possible` says whether nothing else stands against them."""
+    def promise(
+        self,
+        rank: int,
+        set_id: int,
+        parts: Parts,
+        members: tuple[int, ...],
+        possible: Callable[[Parts], bool],
+    ) -> None:
+        """Rank `rank` promises these parts; `possible` says whether nothing else stands against
+        them."""
         running = self._running.get(set_id)
         if running is not None:
             running.unkept.discard(rank)
         found = self._open.get(set_id)
-        if not possible(parts) or (found is not None and found.parts is not parts and found.parts != parts):
+        if not possible(parts) or (
+            found is not None and found.parts is not parts and found.parts != parts
+        ):
             self.decline(set_id)
             return self._tell([rank], {"decline": set_id})
         if found is None:
-            found = self._open[set_id] = _Round(self._clock(), parts, frozenset(key for key, _ in parts))
+            found = self._open[set_id] = _Round(
+                self._clock(), parts, frozenset(key for key, _ in parts)
+            )
         found.promised[rank] = None
         if len(found.promised) == len(members):
             del self._open[set_id]
@@ -104,7 +125,8 @@ class Rounds:
             running.unkept.discard(rank)
 
     def broken_by(self, rank: int) -> str:
-        """What it says when rank `rank` is gone and may not have kept its promise; "" when it has."""
+        """What it says when rank `rank` is gone and may not have kept its promise; "" when it
+        has."""
         for running in self._running.values():
             if rank in running.unkept:
                 return running.what()
@@ -132,13 +154,18 @@ class Rounds:
             if not running.unkept:
                 continue
             age = now - running.since
-            if running.asked is None and age < min(LATE_S, warn_after or LATE_S, stop_after or LATE_S):
+            if running.asked is None and age < min(
+                LATE_S, warn_after or LATE_S, stop_after or LATE_S
+            ):
                 continue
             if running.asked is None or now - running.asked >= LATE_S:
                 running.asked = now
                 self._tell(sorted(running.unkept), {"kept?": set_id})
                 continue  # their answers come before the next look
-            text = f"{running.what()}: all ranks began it {age:.0f} s ago, {ranks_text(running.unkept)} did not end it"
+            text = (
+                f"{running.what()}: all ranks began it {age:.0f} s ago, "
+                f"{ranks_text(running.unkept)} did not end it"
+            )
             if 0 < warn_after <= age and not running.warned:
                 running.warned = True
                 lines.append(text)

@@ -16,11 +16,14 @@ class Settings:
 
     Attributes:
         fusion_threshold: bytes up to which reductions travel together; 0: each by itself.
-        cache_capacity: how many operations are known by a number when they come again; 0: none, and there are no rounds.
-        stall_warn: seconds after which a call that some rank has not made is reported on stderr; 0: never.
+        cache_capacity: how many operations are known by a number when they come again; 0: none, and
+            there are no rounds.
+        stall_warn: seconds after which a call that some rank has not made is reported on stderr; 0:
+            never.
         stall_stop: seconds after which it is an error on all ranks; 0: never.
         timeline: a file for `start_timeline`; "" for none.
-        start_timeout: seconds within which all ranks must have called `init`; None: those of `allhands.init`.
+        start_timeout: seconds within which all ranks must have called `init`; None: those of
+            `allhands.init`.
     """
 
     fusion_threshold: int = 128 * 2**20
@@ -32,8 +35,9 @@ class Settings:
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
-    """The settings that HOROVOD_FUSION_THRESHOLD, HOROVOD_CACHE_CAPACITY, HOROVOD_STALL_CHECK_TIME_SECONDS,
-    HOROVOD_STALL_CHECK_DISABLE, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, HOROVOD_TIMELINE and HOROVOD_START_TIMEOUT name.
+    """The settings that HOROVOD_FUSION_THRESHOLD, HOROVOD_CACHE_CAPACITY,
+    HOROVOD_STALL_CHECK_TIME_SECONDS, HOROVOD_STALL_CHECK_DISABLE,
+    HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, HOROVOD_TIMELINE and HOROVOD_START_TIMEOUT name.
 
     Raises:
         UserError: one of them is no number of at least 0.

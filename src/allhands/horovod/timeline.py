@@ -15,8 +15,8 @@ from allhands.horovod.checks import Key
 class Timeline:
     """Records of one process; all but rank 0's write nothing.
 
-    Each operation has a line of its own. NEGOTIATE_… lasts from this rank's call until all ranks have made theirs; the
-    operation itself follows. Its times on a GPU are those of the queueing.
+    Each operation has a line of its own. NEGOTIATE_… lasts from this rank's call until all ranks
+    have made theirs; the operation itself follows. Its times on a GPU are those of the queueing.
     """
 
     def __init__(self, rank: int) -> None:
@@ -35,11 +35,15 @@ class Timeline:
             return
         with self._lock:
             if self._file is not None:
-                raise UserError("a timeline is being written already; call hvd.stop_timeline() first")
+                raise UserError(
+                    "a timeline is being written already; call hvd.stop_timeline() first"
+                )
             try:
                 self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (until `stop`)
             except OSError as error:
-                raise UserError(f"the timeline {path!r} cannot be written: {error.strerror}") from None
+                raise UserError(
+                    f"the timeline {path!r} cannot be written: {error.strerror}"
+                ) from None
             self._file.write("[\n")
             self._lines.clear()
 
@@ -81,7 +85,14 @@ class Timeline:
                 label = f"{kind} {tensor}"
                 if label not in self._lines:
                     self._lines[label] = len(self._lines) + 1
-                    self._put({"name": "process_name", "ph": "M", "pid": self._lines[label], "args": {"name": label}})
+                    self._put(
+                        {
+                            "name": "process_name",
+                            "ph": "M",
+                            "pid": self._lines[label],
+                            "args": {"name": label},
+                        }
+                    )
                 event = {"ph": phase, "ts": at, "pid": self._lines[label], "tid": 0}
                 self._put({**event, "name": name} if name else event)
 

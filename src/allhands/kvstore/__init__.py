@@ -1,4 +1,5 @@
-"""Parameter servers: named tensors that all workers share, and a `Trainer` that updates a model through them.
+"""Parameter servers: named tensors that all workers share, and a `Trainer` that updates a model
+through them.
 
     store = allhands.kvstore.create("dist")
     trainer = allhands.kvstore.Trainer(net, "adam", {"learning_rate": 0.001}, kvstore=store)
@@ -53,20 +54,22 @@ def create(name: str = "local", **options: Any) -> KVStore:
     * ``local``: one worker; sums and updates on the CPU.
     * ``device``: one worker; sums and updates on its devices.
     * ``dist``, ``dist_sync``: all workers of the world; each step waits for the gradients of all.
-    * ``dist_device_sync``, ``dist_sync_device``: the same; with servers, the workers of one host add their gradients up among
-      themselves, and the first of them pushes the sum.
+    * ``dist_device_sync``, ``dist_sync_device``: the same; with servers, the workers of one host
+      add their gradients up among themselves, and the first of them pushes the sum.
     * ``dist_async``: all workers; the servers apply each one's gradients when they come.
     * ``dist_ssp``: all workers; as async, but nobody runs more than `staleness` steps ahead.
 
-    The synchronous ones work with servers (``allhands launch -s 2 …``) and without: then each worker updates 1/N of the weights,
-    and the values travel over torch.distributed. `allhands.init` is called if it was not.
+    The synchronous ones work with servers (``allhands launch -s 2 …``) and without: then each
+    worker updates 1/N of the weights, and the values travel over torch.distributed. `allhands.init`
+    is called if it was not.
 
     Args:
         name: the kind of store, in any case of letters.
         options: of a store with servers, such as `staleness` or `on_worker_loss`.
 
     Raises:
-        UserError: there is no such kind, it needs servers and the job has none, or an option does not belong to it.
+        UserError: there is no such kind, it needs servers and the job has none, or an option does
+            not belong to it.
     """
     from allhands.kvstore.modes import mode_named
 
@@ -81,13 +84,21 @@ def create(name: str = "local", **options: Any) -> KVStore:
         return ServedStore.connect(mode, options)
     if mode.distributed and mode.wait != "sync":
         raise UserError(
-            f"create('{name}') needs parameter servers, and this job has none: write `allhands launch -s 1 …`, or "
+            f"create('{name}') needs parameter servers, and this job has none: write `allhands "
+            "launch -s 1 …`, or "
             "create('dist_sync')"
         )
     if options:
         given = ", ".join(f"{option}={value!r}" for option, value in options.items())
-        why = "this job has none (`allhands launch -s 1 …` starts them)" if mode.distributed else f"'{name}' never has any"
-        raise UserError(f"create('{name}', {given}): options are for stores with servers, and {why}; leave them out")
+        why = (
+            "this job has none (`allhands launch -s 1 …` starts them)"
+            if mode.distributed
+            else f"'{name}' never has any"
+        )
+        raise UserError(
+            f"create('{name}', {given}): options are for stores with servers, and {why}; leave "
+            "them out"
+        )
     if mode.distributed:
         from allhands.kvstore.collective import CollectiveStore
         from allhands.world import init
@@ -110,7 +121,9 @@ def servers_of_job() -> int:
     try:
         return int(told)
     except ValueError:
-        raise UserError(f"ALLHANDS_NUM_SERVERS is {told!r}; it is a whole number, set by the launcher") from None
+        raise UserError(
+            f"ALLHANDS_NUM_SERVERS is {told!r}; it is a whole number, set by the launcher"
+        ) from None
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Memory that a worker and a server of the same host both map, so that values need not travel.
 
-It is anonymous (memfd) and handed over as an open file on the Unix socket: it has no name by which others could open it, and is
-gone when both processes are, however they end.
+It is anonymous (memfd) and handed over as an open file on the Unix socket: it has no name by which
+others could open it, and is gone when both processes are, however they end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ class Arena:
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         # Reading beyond the end of a file kills the process, so it must not shrink either.
-        elif os.fstat(fd).st_size < nbytes or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        elif (
+            os.fstat(fd).st_size < nbytes
+            or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        ):
             os.close(fd)
             raise ValueError("the shared memory is smaller than was said")
         self.fd, self.nbytes = fd, nbytes
@@ -75,12 +78,15 @@ def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
 def copy(into: torch.Tensor, values: torch.Tensor) -> None:
     """Copy numbers; both 1-D, on the CPU, of one dtype and without gaps.
 
-    With one thread the C library's copy takes a seventh less time than torch's, which reads what it is about to overwrite.
+    With one thread the C library's copy takes a seventh less time than torch's, which reads what it
+    is about to overwrite.
     """
     if torch.get_num_threads() > 1:
         into.copy_(values)
     else:
-        np.copyto(into.detach().view(torch.uint8).numpy(), values.detach().view(torch.uint8).numpy())
+        np.copyto(
+            into.detach().view(torch.uint8).numpy(), values.detach().view(torch.uint8).numpy()
+        )
 
 
 def send_file(link: socket.socket, fd: int) -> None:

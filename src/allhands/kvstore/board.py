@@ -36,19 +36,29 @@ class Board:
             self.failure = self.failure or error
             self.changed.notify_all()
 
-    def wait(self, ready: Callable[[], Any], what: Callable[[], str], timeout: float | None = None,
-             server: int | None = None, report: Callable[[], None] | None = None) -> None:  # fmt: skip
-        """Wait until `ready`, which is asked with the lock held. With `server`, only the loss of that one ends it.
+    def wait(
+        self,
+        ready: Callable[[], Any],
+        what: Callable[[], str],
+        timeout: float | None = None,
+        server: int | None = None,
+        report: Callable[[], None] | None = None,
+    ) -> None:
+        """Wait until `ready`, which is asked with the lock held. With `server`, only the loss of
+        that one ends it.
 
         `report` is called once when the wait is long, with the lock held.
 
         Raises:
-            AllhandsError: the failure, or nothing came within `timeout` seconds. A loss is told with what was waited for.
+            AllhandsError: the failure, or nothing came within `timeout` seconds. A loss is told
+                with what was waited for.
         """
         began, told = time.monotonic(), False
         with self.changed:
             while not ready():
-                if self.failure is not None:  # first: nothing comes back for a worker that was expelled
+                if (
+                    self.failure is not None
+                ):  # first: nothing comes back for a worker that was expelled
                     about = f"; {what()}" if isinstance(self.failure, WorldError) else ""
                     raise type(self.failure)(f"{self.failure}{about}") from self.failure
                 if self.broken and (server is None or server in self.broken):

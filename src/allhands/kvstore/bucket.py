@@ -1,4 +1,5 @@
-"""Keys of one dtype in one 1-D tensor, of which each worker updates one part; and the arithmetic of a round."""
+"""Keys of one dtype in one 1-D tensor, of which each worker updates one part; and the arithmetic of
+a round."""
 
 from __future__ import annotations
 
@@ -22,18 +23,27 @@ class Bucket:
         device: where the bucket lies.
         rank: which part is updated here.
         parts: into how many parts it is cut.
-        layout: the pieces of each key, and whose they are, where values go in fewer bits; None cuts evenly.
+        layout: the pieces of each key, and whose they are, where values go in fewer bits; None cuts
+            evenly.
 
     Attributes:
         names: the keys, sorted.
         whole: the weights of all keys, 1-D.
-        part: the weights that are updated here, 1-D; with one part, evenly cut, the same memory as `whole`.
+        part: the weights that are updated here, 1-D; with one part, evenly cut, the same memory as
+            `whole`.
         views: the weights by key, in the key's shape; the same memory as `whole`.
         optimizer: of `part`; None until the first step.
     """
 
-    def __init__(self, values: Mapping[str, torch.Tensor], group: int, device: torch.device, rank: int, parts: int,
-                 layout: Mapping[str, Sequence[Piece]] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        values: Mapping[str, torch.Tensor],
+        group: int,
+        device: torch.device,
+        rank: int,
+        parts: int,
+        layout: Mapping[str, Sequence[Piece]] | None = None,
+    ) -> None:
         self.names = sorted(values)
         self.group = group
         self._flat = FlatLayout({name: values[name] for name in self.names})
@@ -42,7 +52,9 @@ class Bucket:
         dtype = values[self.names[0]].dtype
         self.layout, self._rank = layout, rank
         self._slice = slice(rank * length, (rank + 1) * length)
-        self.whole = torch.zeros(parts * length if layout is None else count, dtype=dtype, device=device)
+        self.whole = torch.zeros(
+            parts * length if layout is None else count, dtype=dtype, device=device
+        )
         # In fewer bits, `whole` is what all workers have, and `part` what it should be.
         self.part = self.whole if parts == 1 and layout is None else self.own(self.whole).clone()
         self.views = self.cut(self.whole)
@@ -60,15 +72,22 @@ class Bucket:
         """This rank's part of a tensor that is as long as the bucket."""
         if self.layout is None:
             return whole[self._slice]
-        mine = [whole[offset + piece.start : offset + piece.stop] for _, offset, piece in self.pieces(self._rank)]
+        mine = [
+            whole[offset + piece.start : offset + piece.stop]
+            for _, offset, piece in self.pieces(self._rank)
+        ]
         return torch.cat(mine) if mine else whole.new_empty(0)
 
     def pieces(self, rank: int | None = None) -> list[tuple[str, int, Piece]]:
         """Those of one rank, or all: the key, where it begins in `whole`, and the piece of it."""
         if self.layout is None:
             return []
-        return [(place.name, place.start, piece) for place in self._flat.places for piece in self.layout[place.name]
-                if rank in (None, piece.server)]  # fmt: skip
+        return [
+            (place.name, place.start, piece)
+            for place in self._flat.places
+            for piece in self.layout[place.name]
+            if rank in (None, piece.server)
+        ]
 
     def put_together(self, parts: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
         """Fill `whole` with what `own` is on each rank."""
@@ -80,7 +99,8 @@ class Bucket:
                 used += count
 
     def room(self, number: int) -> torch.Tensor:
-        """The n-th tensor as long as the bucket to work in. Kept, because new memory of this size costs more than its use."""
+        """The n-th tensor as long as the bucket to work in. Kept, because new memory of this size
+        costs more than its use."""
         while len(self._room) <= number:
             self._room.append(torch.empty_like(self.whole))
         return self._room[number]
@@ -97,13 +117,20 @@ class Bucket:
         whole[used:].zero_()
         return whole
 
-    def step(self, gradient: torch.Tensor, spec: OptimizerSpec, options: Mapping[str, Any] | None) -> None:
+    def step(
+        self, gradient: torch.Tensor, spec: OptimizerSpec, options: Mapping[str, Any] | None
+    ) -> None:
         """Update `part` with its gradient."""
         if self.optimizer is None:
             self.optimizer = ChunkOptimizer(spec, self.group, self.part)
         self.optimizer.step(gradient, options)
 
-    def load(self, tensors: Mapping[str, Mapping[str, torch.Tensor]], numbers: Mapping[str, float], spec: OptimizerSpec) -> None:
+    def load(
+        self,
+        tensors: Mapping[str, Mapping[str, torch.Tensor]],
+        numbers: Mapping[str, float],
+        spec: OptimizerSpec,
+    ) -> None:
         """Continue from a state: tensors by the state's name, then by key; and numbers."""
         if self.optimizer is None:
             self.optimizer = ChunkOptimizer(spec, self.group, self.part)
@@ -124,5 +151,8 @@ def weight_factor(weights: Sequence[float], expected: float | None) -> float:
         return 1.0
     total = sum(weights)
     if total == 0:
-        raise UserError("no worker has a sample in this step: step(0) on all workers; leave the step out on all of them")
+        raise UserError(
+            "no worker has a sample in this step: step(0) on all workers; leave the step out on "
+            "all of them"
+        )
     return expected / total

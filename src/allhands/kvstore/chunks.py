@@ -82,16 +82,19 @@ class Chunk:
         version: rounds that were applied (in async: pushes).
         trained: it is of the keys that every step is over.
         ready: whether rank 0 has given the first value.
-        arrived: pushes of the open round that are not added yet, because a lower rank's is to come first.
+        arrived: pushes of the open round that are not added yet, because a lower rank's is to come
+            first.
         added: who is in the sum.
         total: the sum so far; the first one's own memory.
-        room: where the sum is made instead, while `total` is a worker's own memory, which must stay as it is.
+        room: where the sum is made instead, while `total` is a worker's own memory, which must stay
+            as it is.
         waiting: who wants the value, and from which version on.
         last: the last round that each worker pushed, to know a repetition.
         seen: the version that each worker got last, and its own pushes since.
         clocks: how often each worker has pushed, where nobody waits for all.
         outside: how often the value was set by no round.
-        square: of the round that is open or was closed last, where it is clipped: the sum of squares.
+        square: of the round that is open or was closed last, where it is clipped: the sum of
+            squares.
         workers: how many were in the round that was closed last.
     """
 
@@ -108,7 +111,9 @@ class Chunk:
     offset: int = 0
     lock: Any = field(default_factory=threading.RLock)
     optimizer: ChunkOptimizer | None = None
-    arrived: dict[int, tuple[torch.Tensor, Meta, Callable[[], None], torch.Tensor | None]] = field(default_factory=dict)
+    arrived: dict[int, tuple[torch.Tensor, Meta, Callable[[], None], torch.Tensor | None]] = field(
+        default_factory=dict
+    )
     added: list[Meta] = field(default_factory=list)
     total: torch.Tensor | None = None
     room: torch.Tensor | None = None
@@ -121,7 +126,9 @@ class Chunk:
     square: float | None = None
     workers: int = 0
     down: Compressor | None = None
-    sent: torch.Tensor | None = None  # what the workers have, where values are compressed on their way down
+    sent: torch.Tensor | None = (
+        None  # what the workers have, where values are compressed on their way down
+    )
     encoded: torch.Tensor | None = None
     clipped: bool = False  # combined, and waiting for the norm of all chunks
 
@@ -134,12 +141,21 @@ class Chunk:
         self.down = Compressor(codec, len(self.weights))
         self.sent = self.weights.clone()
 
-    def take(self, rank: int, values: torch.Tensor, meta: Meta, release: Callable[[], None],
-             room: torch.Tensor | None = None) -> None:  # fmt: skip
+    def take(
+        self,
+        rank: int,
+        values: torch.Tensor,
+        meta: Meta,
+        release: Callable[[], None],
+        room: torch.Tensor | None = None,
+    ) -> None:
         """Keep a push of the open round until it is to be added. The lock is held."""
         if rank in self.arrived or any(other.worker.rank == rank for other in self.added):
             release()
-            raise UserError(f"the key '{self.key}' was pushed twice in one round by worker {rank}; pull it before the next push")
+            raise UserError(
+                f"the key '{self.key}' was pushed twice in one round by worker {rank}; pull it "
+                "before the next push"
+            )
         self.arrived[rank] = (values, meta, release, room)
 
     def forget(self, rank: int) -> None:
@@ -164,15 +180,23 @@ class Chunk:
             if self.total is None:
                 self.total, self.room = values, room
                 self.held.append(release)
-            elif self.optimizer is None and settled and done | {due} == set(ready) and self.down is None:
-                # The sum is the new value: no worker reads the old one any more, as all have pushed.
+            elif (
+                self.optimizer is None
+                and settled
+                and done | {due} == set(ready)
+                and self.down is None
+            ):
+                # The sum is the new value: no worker reads the old one any more, as all have
+                # pushed.
                 self.total, self.room = torch.add(self.total, values, out=self.weights), None
                 release()
             else:
                 self.total = torch.add(self.total, values, out=self._writable())
                 release()
             self.added.append(meta)
-        return settled and not self.clipped and {meta.worker.rank for meta in self.added} == set(ready)
+        return (
+            settled and not self.clipped and {meta.worker.rank for meta in self.added} == set(ready)
+        )
 
     def _writable(self) -> torch.Tensor:
         """Where the sum, changed, is to be written."""
@@ -181,12 +205,16 @@ class Chunk:
         return self.total if room is None else room
 
     def combine(self) -> float:
-        """Weigh the sum; returns the sum of its squares where the step is clipped, else 0. The lock is held."""
+        """Weigh the sum; returns the sum of its squares where the step is clipped, else 0. The lock
+        is held."""
         assert self.total is not None
         lead = self.lead()
         others = {meta.expected for meta in self.added if not meta.idle}
         if len(others) > 1:
-            raise UserError(f"the key '{self.key}' was pushed with a weight by some workers and without by others")
+            raise UserError(
+                f"the key '{self.key}' was pushed with a weight by some workers and without by "
+                "others"
+            )
         factor = weight_factor([meta.weight for meta in self.added], lead.expected)
         if factor != 1.0:
             self.total = torch.mul(self.total, factor, out=self._writable())
@@ -198,7 +226,8 @@ class Chunk:
         return lead_of(self.added)
 
     def close(self, scale: float = 1.0, mirror: Any = None) -> list[Meta]:
-        """Apply the sum and open the next round; who was in it. Nobody hears of it before `mirror` has it. The lock is held."""
+        """Apply the sum and open the next round; who was in it. Nobody hears of it before `mirror`
+        has it. The lock is held."""
         assert self.total is not None
         if scale != 1.0:
             self.total = torch.mul(self.total, scale, out=self._writable())
@@ -218,7 +247,13 @@ class Chunk:
         self.serve()
         return metas
 
-    def repeat(self, total: torch.Tensor, options: dict[str, Any] | None, workers: int, square: float | None) -> None:
+    def repeat(
+        self,
+        total: torch.Tensor,
+        options: dict[str, Any] | None,
+        workers: int,
+        square: float | None,
+    ) -> None:
         """Apply a round that was closed elsewhere."""
         self.total = total
         try:
@@ -230,7 +265,8 @@ class Chunk:
         self._encode()
 
     def apply(self, options: dict[str, Any] | None) -> None:
-        """Take a step with the sum, or the sum itself where there is no optimizer. The lock is held."""
+        """Take a step with the sum, or the sum itself where there is no optimizer. The lock is
+        held."""
         assert self.total is not None
         if self.optimizer is not None:
             if self.room is not None:  # an optimizer may write to its gradient
@@ -262,7 +298,9 @@ class Chunk:
         """Say in few bits what has changed, where workers get it so. The lock is held."""
         if self.down is not None:
             assert self.sent is not None
-            self.encoded = self.down.compress(self.weights - self.sent if self.optimizer is not None else self.weights, self.key)
+            self.encoded = self.down.compress(
+                self.weights - self.sent if self.optimizer is not None else self.weights, self.key
+            )
             moved = torch.empty_like(self.sent)
             self.down.codec.decode(self.encoded, moved)
             if self.optimizer is not None:
@@ -273,7 +311,8 @@ class Chunk:
                 self.sent = moved
 
     def changed_outside(self) -> None:
-        """The value was set, and not by a round: workers that get compressed changes get it whole next time."""
+        """The value was set, and not by a round: workers that get compressed changes get it whole
+        next time."""
         self.outside += 1
         if self.down is not None:
             self.sent, self.encoded = self.weights.clone(), None

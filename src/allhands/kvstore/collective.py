@@ -1,9 +1,12 @@
-"""`CollectiveStore`: synchronous training without servers. Each worker is the server of 1/N of every bucket.
+"""`CollectiveStore`: synchronous training without servers. Each worker is the server of 1/N of
+every bucket.
 
-A step is a reduce-scatter, the optimizer on this rank's part, and an all-gather: as many bytes as an all-reduce, with the
-optimizer's state and its work cut by N. The reduce-scatter is an all-to-all whose parts are added up in the order of the ranks:
-as many bytes again, but sums do not depend on the number of workers' places in a ring, so the result is that of servers, bit for
-bit. It is also the faster one on gloo: 45 MB between 2 workers on 2 cores took 15 ms, gloo's own reduce-scatter 51 ms.
+A step is a reduce-scatter, the optimizer on this rank's part, and an all-gather: as many bytes as
+an all-reduce, with the optimizer's state and its work cut by N. The reduce-scatter is an all-to-all
+whose parts are added up in the order of the ranks: as many bytes again, but sums do not depend on
+the number of workers' places in a ring, so the result is that of servers, bit for
+bit. It is also the faster one on gloo: 45 MB between 2 workers on 2 cores took 15 ms, gloo's own
+reduce-scatter 51 ms.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 # Calls of others in which a worker that has left the store still takes part, with no samples.
 _OUTLIVE = ("update", "reduce")
 
-# Open stores of this process's world by number. Workers make them in the same order, so that a number is the same store on all.
+# Open stores of this process's world by number. Workers make them in the same order, so that a
+# number is the same store on all.
 _open: dict[int, CollectiveStore] = {}
 _made = 0
 _made_in: World | None = None
@@ -45,9 +49,10 @@ _made_in: World | None = None
 class CollectiveStore(LocalStore):
     """A store that all workers of a world share, over its torch.distributed group.
 
-    All workers make the same calls in the same order. Each call begins by comparing them, so that another order is an error
-    which names both calls. `close`, which also happens at the normal end of a script, is the exception: a worker that has no
-    more batches takes part, with no samples, in the steps of those that have.
+    All workers make the same calls in the same order. Each call begins by comparing them, so that
+    another order is an error which names both calls. `close`, which also happens at the normal end
+    of a script, is the exception: a worker that has no more batches takes part, with no samples, in
+    the steps of those that have.
 
     Args:
         mode: what `create` was given.
@@ -76,7 +81,7 @@ class CollectiveStore(LocalStore):
         _open[self._number] = self
         atexit.register(self._leave)
 
-    # ------------------------------------------------------------------ what the workers say to one another
+    # ---------------------------------------------------------- what the workers say to one another
 
     def _meet(self, call: str, about: Any, share: Share | None = None) -> list[float]:
         return self._follow(call, about, share)[1]
@@ -90,24 +95,37 @@ class CollectiveStore(LocalStore):
         if self._world.is_alone:
             return about, [weight]
         if self._closed:
-            raise UserError(f"{call}: this worker has closed the store; make a new one on all workers")
+            raise UserError(
+                f"{call}: this worker has closed the store; make a new one on all workers"
+            )
         said, weights = self._say(call, about, weight)
         own = said[self.rank]
-        shared = own if not _idle(own) else next((other for other in said if other[:2] == own[:2] and not _idle(other)), own)
+        shared = (
+            own
+            if not _idle(own)
+            else next((other for other in said if other[:2] == own[:2] and not _idle(other)), own)
+        )
         for rank, other in enumerate(said):
-            if other != shared and not (call in _OUTLIVE and (other[1] == "close" or (other[:2] == own[:2] and _idle(other)))):
+            if other != shared and not (
+                call in _OUTLIVE
+                and (other[1] == "close" or (other[:2] == own[:2] and _idle(other)))
+            ):
                 raise UserError(
-                    f"the workers do not make the same calls: worker {self.rank} is in {_text(own)}, worker {rank} in "
+                    f"the workers do not make the same calls: worker {self.rank} is in "
+                    f"{_text(own)}, worker {rank} in "
                     f"{_text(other)}; make the same calls in the same order on all workers"
                 )
         self._present = sum(other[1] != "close" for other in said)
         return shared[2], weights
 
     def _say(self, call: str, about: Any, weight: float) -> tuple[list[list[Any]], list[float]]:
-        """What each worker calls, and its weight. The words are exchanged only where hashes differ."""
+        """What each worker calls, and its weight. The words are exchanged only where hashes
+        differ."""
         words = json.dumps([self._number, call, about])
         digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
-        own = torch.tensor(struct.unpack("<qq", digest + struct.pack("<d", weight)), device=self._device)
+        own = torch.tensor(
+            struct.unpack("<qq", digest + struct.pack("<d", weight)), device=self._device
+        )
         all_ = torch.empty(2 * self.num_workers, dtype=torch.int64, device=self._device)
         _all_gather(all_, own)
         pairs = all_.view(-1, 2).tolist()
@@ -123,7 +141,8 @@ class CollectiveStore(LocalStore):
         for rank, other in enumerate(said):
             if other[:2] != [self._number, "init"]:
                 raise UserError(
-                    f"the workers do not make the same calls: worker {self.rank} makes keys, worker {rank} is in "
+                    f"the workers do not make the same calls: worker {self.rank} makes keys, "
+                    f"worker {rank} is in "
                     f"{_text(other)}; make the same calls in the same order on all workers"
                 )
         # Worker 0 is right: its values are taken. It names the first that differs.
@@ -132,15 +151,19 @@ class CollectiveStore(LocalStore):
         first, theirs = said[0][2], said[odd][2]
         if first and theirs and not set(first) & set(theirs):
             raise UserError(
-                f"the key {_named(first)} is not the same on all workers: worker 0 makes {_named(first)} while worker {odd} "
-                f"makes {_named(theirs)}. Without servers, workers make their keys in the same order: write init([…], […]) with "
-                "all keys in one call, in which their order changes nothing, or start servers (allhands launch -s 1)"
+                f"the key {_named(first)} is not the same on all workers: worker 0 makes "
+                f"{_named(first)} while worker {odd} "
+                f"makes {_named(theirs)}. Without servers, workers make their keys in the same "
+                "order: write init([…], […]) with "
+                "all keys in one call, in which their order changes nothing, or start servers "
+                "(allhands launch -s 1)"
             )
         for name in sorted({*first, *theirs}):
             if first.get(name) != theirs.get(name):
                 who = f"this worker ({odd})" if odd == self.rank else f"worker {odd}"
                 raise UserError(
-                    f"the key '{name}' is not the same on all workers: {_has(who, theirs.get(name))}, "
+                    f"the key '{name}' is not the same on all workers: "
+                    f"{_has(who, theirs.get(name))}, "
                     f"{_has('worker 0', first.get(name))}; all workers must make the same keys"
                 )
 
@@ -151,7 +174,9 @@ class CollectiveStore(LocalStore):
         if self._world.is_alone or not len(values):
             return values
         received = bucket.room(1)
-        dist.all_to_all_single(received.view(torch.uint8), values.view(torch.uint8))  # backends know few of torch's dtypes
+        dist.all_to_all_single(
+            received.view(torch.uint8), values.view(torch.uint8)
+        )  # backends know few of torch's dtypes
         parts = received.view(self.num_workers, -1)
         total = parts[0]
         for part in parts[1:]:
@@ -165,7 +190,10 @@ class CollectiveStore(LocalStore):
             # 45 MB between 2 workers on 2 cores: 10 ms as broadcasts, 41 ms as gloo's all-gather.
             parts = whole.view(self.num_workers, -1)
             parts[self.rank].copy_(part)
-            sent = [dist.broadcast(one.view(torch.uint8), rank, async_op=True) for rank, one in enumerate(parts)]
+            sent = [
+                dist.broadcast(one.view(torch.uint8), rank, async_op=True)
+                for rank, one in enumerate(parts)
+            ]
             for each in sent:
                 each.wait()
         elif len(part):
@@ -189,21 +217,26 @@ class CollectiveStore(LocalStore):
         width = sent.shape[1:].numel() * sent.element_size()
         received = sent.new_empty(sum(lengths), *sent.shape[1:])
         dist.all_to_all_single(
-            received.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8), [width * one for one in lengths],
+            received.view(-1).view(torch.uint8),
+            sent.view(-1).view(torch.uint8),
+            [width * one for one in lengths],
             [width * len(one) for one in tensors],
-        )  # fmt: skip
+        )
         return list(received.to(tensors[0].device).split(lengths))
 
     # ------------------------------------------------------------------ leaving
 
     def close(self) -> None:
-        """Leave the store, when all workers do. Until then this worker takes part in the steps of the others, with no samples."""
+        """Leave the store, when all workers do. Until then this worker takes part in the steps of
+        the others, with no samples."""
         if self._closed or self._world.is_alone:
             return
         atexit.unregister(self._leave)
         while True:
             said, weights = self._say("close", None, 0.0)
-            others = {json.dumps(one): one for one in said if one != said[self.rank] and not _idle(one)}
+            others = {
+                json.dumps(one): one for one in said if one != said[self.rank] and not _idle(one)
+            }
             if not others:
                 if all(one == said[self.rank] for one in said):
                     break
@@ -213,7 +246,8 @@ class CollectiveStore(LocalStore):
             if len(others) > 1 or call not in _OUTLIVE:
                 self._left()
                 raise UserError(
-                    f"worker {self.rank} has left the store, while others are in {_text(other)}; make the same calls in the same "
+                    f"worker {self.rank} has left the store, while others are in {_text(other)}; "
+                    "make the same calls in the same "
                     "order on all workers"
                 )
             if call == "update":
@@ -221,7 +255,10 @@ class CollectiveStore(LocalStore):
                 _open[number]._update(names, {}, weights, *rest)
             else:
                 forms, expected = about
-                zeros = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in forms.items()}
+                zeros = {
+                    name: torch.zeros(shape, dtype=getattr(torch, dtype))
+                    for name, (shape, dtype) in forms.items()
+                }
                 _open[number]._reduce(zeros, weights, expected)
         self._left()
 
@@ -254,7 +291,9 @@ def _text(said: Sequence[Any]) -> str:
 
 def _named(keys: Iterable[str]) -> str:
     found = list(keys)
-    return ", ".join(f"'{name}'" for name in found[:3]) + (f" and {len(found) - 3} more keys" if len(found) > 3 else "")
+    return ", ".join(f"'{name}'" for name in found[:3]) + (
+        f" and {len(found) - 3} more keys" if len(found) > 3 else ""
+    )
 
 
 def _has(who: str, form: str | None) -> str:

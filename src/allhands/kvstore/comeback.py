@@ -1,4 +1,5 @@
-"""A worker's part when a server was lost: wait until it is back, and go back with all servers to a snapshot that all have."""
+"""A worker's part when a server was lost: wait until it is back, and go back with all servers to a
+snapshot that all have."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ RETURN_TIMEOUT = 60.0
 
 
 def come_back(store: Connected) -> int | None:
-    """Go back to the newest step of which all servers have a snapshot; that step. None where no server has lost anything, because
-    those that died have fetched it from their mirrors.
+    """Go back to the newest step of which all servers have a snapshot; that step. None where no
+    server has lost anything, because those that died have fetched it from their mirrors.
 
     Raises:
         WorldError: a server did not come back, or there is no such step.
@@ -45,14 +46,26 @@ def _once(store: Connected) -> int | None:
     for link in store.links:
         link.forget()
     # With few small keys, a server may hold none of them, and has nothing to go back to.
-    holding = {piece.server for pieces in (*store._pieces.values(), *store._tables.values()) for piece in pieces}
+    holding = {
+        piece.server
+        for pieces in (*store._pieces.values(), *store._tables.values())
+        for piece in pieces
+    }
     # The same on all workers: the servers' lives.
     occasion = ":".join(str(link.where["life"]) for link in store.links)
     step: int | None = None
-    if not store.rules["mirror"] or not all(link.ask("mirrored", occasion=occasion)["whole"] for link in store.links):
+    if not store.rules["mirror"] or not all(
+        link.ask("mirrored", occasion=occasion)["whole"] for link in store.links
+    ):
         step = _common_step(store, broken, holding)
     asked = [
-        link.begin("back", step=step, occasion=occasion, empty=not step or link.number not in holding, seen=_seen(store, link))
+        link.begin(
+            "back",
+            step=step,
+            occasion=occasion,
+            empty=not step or link.number not in holding,
+            seen=_seen(store, link),
+        )
         for link in store.links
     ]
     for link, pending in zip(store.links, asked, strict=True):
@@ -69,7 +82,12 @@ def _once(store: Connected) -> int | None:
                 store._table_versions[name] = version
     for link in store.links:
         if not link.shares:  # it is new
-            here = [(name, one) for name, own in store._pieces.items() for one in own if one.server == link.number]
+            here = [
+                (name, one)
+                for name, own in store._pieces.items()
+                for one in own
+                if one.server == link.number
+            ]
             store._share([link], here)
     if step is not None:
         store._unread.clear()
@@ -81,14 +99,17 @@ def _common_step(store: Connected, broken: list[int], holding: set[int]) -> int:
     lost = f"server {', '.join(map(str, broken))} was lost"
     if not store.rules["snapshot_every"]:
         raise WorldError(
-            f"{lost}, and so was the copy of it that the next server kept; train again from the last checkpoint, and save "
-            "snapshots too (snapshot_every=…, snapshot_dir=…) where several servers may be lost at once"
+            f"{lost}, and so was the copy of it that the next server kept; train again from the "
+            "last checkpoint, and save "
+            "snapshots too (snapshot_every=…, snapshot_dir=…) where several servers may be lost at "
+            "once"
         )
     known = [set(link.ask("snapshots")["steps"]) for link in store.links if link.number in holding]
     common = set.intersection(*known) if known else {0}
     if not common:
         raise WorldError(
-            f"{lost} before there was a snapshot that all servers have; train again from the last checkpoint, and save snapshots "
+            f"{lost} before there was a snapshot that all servers have; train again from the last "
+            "checkpoint, and save snapshots "
             "more often (snapshot_every=…)"
         )
     return max(common)
@@ -98,10 +119,15 @@ def _seen(store: Connected, link: Link) -> dict[str, int]:
     """The newest versions that this worker knows that a server had, by chunk and table."""
     found = {
         str(one.number): link.versions[one.number] - (name in store._kept)
-        for name, own in store._pieces.items() for one in own if one.server == link.number
-    }  # fmt: skip
+        for name, own in store._pieces.items()
+        for one in own
+        if one.server == link.number
+    }
     # A round of rows is counted when they are pushed.
-    return found | {str(own[link.number].number): store._table_versions[name] - 1 for name, own in store._tables.items()}
+    return found | {
+        str(own[link.number].number): store._table_versions[name] - 1
+        for name, own in store._tables.items()
+    }
 
 
 def _new_place(store: Connected, gone: Link) -> dict[str, Any]:
@@ -114,7 +140,8 @@ def _new_place(store: Connected, gone: Link) -> dict[str, Any]:
             return where
         time.sleep(0.1)
     raise WorldError(
-        f"{gone.name} is gone, and was not started again within {RETURN_TIMEOUT:.0f} s; `allhands launch "
+        f"{gone.name} is gone, and was not started again within {RETURN_TIMEOUT:.0f} s; `allhands "
+        "launch "
         "--server-restarts N` starts it"
     )
 

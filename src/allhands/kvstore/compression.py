@@ -1,4 +1,5 @@
-"""Gradients of a store in fewer bits: the residual that carries what an encoding of a chunk has lost.
+"""Gradients of a store in fewer bits: the residual that carries what an encoding of a chunk has
+lost.
 
 All of it happens on the CPU, on one chunk: a 1-D tensor.
 """
@@ -20,8 +21,9 @@ def both_ways(given: Any, what: str = "compress=") -> tuple[dict[str, Any], dict
     """In which codecs gradients travel, and the weights that come back, each with all its options.
 
     Args:
-        given: a codec's name or ``{"name": …, option: …}``, or MXNet's ``{"type": "2bit", "threshold": 0.5}``. "none" sends
-            float32. "pull" says how weights come back, in the same words; without it as gradients travel, with 2bit whole.
+        given: a codec's name or ``{"name": …, option: …}``, or MXNet's ``{"type": "2bit",
+            "threshold": 0.5}``. "none" sends float32. "pull" says how weights come back, in the
+            same words; without it as gradients travel, with 2bit whole.
         what: the option in its call, for messages.
 
     Raises:
@@ -41,13 +43,16 @@ def _one_way(given: Any, what: str) -> dict[str, Any]:
         return wanted
     if wanted.get("name") == "1bit" and wanted.get("threshold") == 0:
         del wanted["threshold"]  # MXNet's default
-    checked = checked_compress(wanted["name"] if list(wanted) == ["name"] else wanted, what, {"powersgd": NO_MATRICES})
+    checked = checked_compress(
+        wanted["name"] if list(wanted) == ["name"] else wanted, what, {"powersgd": NO_MATRICES}
+    )
     assert checked is not None
     return checked
 
 
 def compressible(dtype: torch.dtype) -> bool:
-    """Whether values of this type are compressed. Whole numbers and float64 go as they are: they are chosen to be exact."""
+    """Whether values of this type are compressed. Whole numbers and float64 go as they are: they
+    are chosen to be exact."""
     return dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -56,19 +61,24 @@ def check_finite(name: str, values: torch.Tensor) -> None:
     # One pass without a mask: the largest size is NaN or infinite when any number is.
     if values.numel() and not math.isfinite(torch.linalg.vector_norm(values, ord=math.inf)):
         raise UserError(
-            f"{int((~values.isfinite()).sum())} of {values.numel()} values{_for(name)} are NaN or infinite and cannot be "
-            "compressed; lower the learning rate, clip, or look for the layer with torch.autograd.detect_anomaly()"
+            f"{int((~values.isfinite()).sum())} of {values.numel()} values{_for(name)} are NaN or "
+            "infinite and cannot be "
+            "compressed; lower the learning rate, clip, or look for the layer with "
+            "torch.autograd.detect_anomaly()"
         )
 
 
 class Compressor:
-    """Encodes one chunk again and again; what one encoding loses is added to the next (error feedback).
+    """Encodes one chunk again and again; what one encoding loses is added to the next (error
+    feedback).
 
-    After any number of calls, the sum of what was given is the sum of what is decoded plus the residual, but for rounding.
+    After any number of calls, the sum of what was given is the sum of what is decoded plus the
+    residual, but for rounding.
 
-    The residual is in the units of gradients: what is pushed is the gradient before the learning rate, which travels beside it
-    with each step. So a change of the rate needs no rescaling; what is left of earlier steps is applied with the rate of the step
-    that sends it.
+    The residual is in the units of gradients: what is pushed is the gradient before the learning
+    rate, which travels beside it
+    with each step. So a change of the rate needs no rescaling; what is left of earlier steps is
+    applied with the rate of the step that sends it.
 
     Args:
         codec: how.
@@ -95,7 +105,9 @@ class Compressor:
         """
         key = _for(name)
         if values.shape != self._residual.shape:
-            raise UserError(f"a chunk{key} of shape {list(values.shape)}; it has {len(self._residual)} numbers")
+            raise UserError(
+                f"a chunk{key} of shape {list(values.shape)}; it has {len(self._residual)} numbers"
+            )
         if not len(values):
             return torch.empty(self.codec.nbytes(0), dtype=torch.uint8)
         given = values.detach().to("cpu", torch.float32)
@@ -104,7 +116,8 @@ class Compressor:
         if not math.isfinite(torch.linalg.vector_norm(total, ord=math.inf)):
             check_finite(name, given)
             raise UserError(
-                f"what compression left over{key} grew beyond float32; gradients are too large for {self.codec.options}"
+                f"what compression left over{key} grew beyond float32; gradients are too large for "
+                f"{self.codec.options}"
             )
         data = self.codec.encode(total)
         self.codec.decode(data, self._residual)
@@ -122,7 +135,10 @@ class Compressor:
             UserError: it has another shape.
         """
         if residual.shape != self._residual.shape:
-            raise UserError(f"a residual of shape {list(residual.shape)} for a chunk of {len(self._residual)} numbers")
+            raise UserError(
+                f"a residual of shape {list(residual.shape)} for a chunk of {len(self._residual)} "
+                "numbers"
+            )
         self._residual.copy_(residual)
 
 

@@ -1,4 +1,5 @@
-"""A worker's connections to the servers of a store: where its keys lie, what is set for all of them, and their state."""
+"""A worker's connections to the servers of a store: where its keys lie, what is set for all of
+them, and their state."""
 
 from __future__ import annotations
 
@@ -46,14 +47,16 @@ START_TIMEOUT = 300.0
 
 
 class Connected(KVStore):
-    """The connections of a store to its servers, its keys, settings and state; what `ServedStore` stands on.
+    """The connections of a store to its servers, its keys, settings and state; what `ServedStore`
+    stands on.
 
     Args:
         mode: what `create` was given.
         rank, num_workers: who takes part.
         where: each server's announcement.
         rules: what all workers must agree on.
-        number: how many stores this worker has made before; the same store has the same on all workers.
+        number: how many stores this worker has made before; the same store has the same on all
+            workers.
         life: of this process; another one after it was started again.
         transport: "auto", or one of `TRANSPORTS`.
         find: gives a server's present announcement, for one that was started again.
@@ -62,9 +65,18 @@ class Connected(KVStore):
         links: the servers.
     """
 
-    def __init__(self, mode: Mode, rank: int, num_workers: int, where: Sequence[Mapping[str, Any]], rules: dict[str, Any],
-                 number: int, life: str = _LIFE, transport: str = "auto",
-                 find: Callable[[int], dict[str, Any]] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        mode: Mode,
+        rank: int,
+        num_workers: int,
+        where: Sequence[Mapping[str, Any]],
+        rules: dict[str, Any],
+        number: int,
+        life: str = _LIFE,
+        transport: str = "auto",
+        find: Callable[[int], dict[str, Any]] | None = None,
+    ) -> None:
         super().__init__(mode, rank, num_workers)
         check_servers(mode, rules, len(where))
         self.rules = rules
@@ -74,7 +86,9 @@ class Connected(KVStore):
         self._metas = itertools.count(1)
         self._tables: dict[str, list[Piece]] = {}
         self._table_versions: dict[str, int] = defaultdict(int)
-        self._unread: dict[str, int] = {}  # keys that were pushed and not pulled since, and the priority of the push
+        self._unread: dict[
+            str, int
+        ] = {}  # keys that were pushed and not pulled since, and the priority of the push
         self._complete: list[str] = []
         self._codec: Codec | None = None
         self._compressors: dict[int, Compressor] = {}
@@ -82,7 +96,9 @@ class Connected(KVStore):
         self._barriers = 0
         self._threads: set[int] = set()  # that have used the store
         self._kept: dict[str, Any] = {}  # with mirrors: what was pushed and not read
-        self._sent: dict[int, torch.Tensor] | None = None  # what is sent in fewer bits, the same when it is sent again
+        self._sent: dict[int, torch.Tensor] | None = (
+            None  # what is sent in fewer bits, the same when it is sent again
+        )
         self._steps_before = 0  # those of the state that was loaded
         self._staging = Staging()
         self._find, self._transport = find, transport
@@ -94,7 +110,9 @@ class Connected(KVStore):
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
-        self.links = [Link(index, one, self._board, said, transport) for index, one in enumerate(where)]
+        self.links = [
+            Link(index, one, self._board, said, transport) for index, one in enumerate(where)
+        ]
         for link in self.links:
             link.comes_back = find is not None and (rules["snapshot_every"] > 0 or rules["mirror"])
         self._again = any(link.again for link in self.links)
@@ -111,19 +129,32 @@ class Connected(KVStore):
         from torch.distributed import DistStoreError, TCPStore
 
         rules = rules_of(mode, options)
-        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        missing = [
+            name
+            for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+            if name not in os.environ
+        ]
         if missing:
             raise UserError(
-                f"ALLHANDS_NUM_SERVERS is set, but {', '.join(missing)} is not; start the job with `allhands launch -s …`"
+                f"ALLHANDS_NUM_SERVERS is set, but {', '.join(missing)} is not; start the job with "
+                "`allhands launch -s …`"
             )
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=START_TIMEOUT), wait_for_workers=False)
+        store = TCPStore(
+            address,
+            port,
+            is_master=False,
+            timeout=timedelta(seconds=START_TIMEOUT),
+            wait_for_workers=False,
+        )
 
         def find(number: int) -> dict[str, Any]:
             try:
                 found: dict[str, Any] = json.loads(store.get(server_key(number)))
             except (DistStoreError, RuntimeError) as error:
-                raise WorldError(f"server {number} has not appeared within {START_TIMEOUT:.0f} s: {error}") from error
+                raise WorldError(
+                    f"server {number} has not appeared within {START_TIMEOUT:.0f} s: {error}"
+                ) from error
             return found
 
         where = [find(number) for number in range(servers_of_job())]
@@ -131,21 +162,35 @@ class Connected(KVStore):
         if transport not in ("auto", *TRANSPORTS):
             raise UserError(f"{TRANSPORT}={transport}; it must be auto, {', '.join(TRANSPORTS)}")
         return cls(
-            mode, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), where, rules, next(_numbers), transport=transport,
+            mode,
+            int(os.environ["RANK"]),
+            int(os.environ["WORLD_SIZE"]),
+            where,
+            rules,
+            next(_numbers),
+            transport=transport,
             find=find,
-        )  # fmt: skip
+        )
 
     # ------------------------------------------------------------------ keys
 
     def declare(
-        self, named: Mapping[str, torch.Tensor | RowSparse], complete: bool = False, groups: Mapping[str, int] | None = None
+        self,
+        named: Mapping[str, torch.Tensor | RowSparse],
+        complete: bool = False,
+        groups: Mapping[str, int] | None = None,
     ) -> None:
         groups = groups or {}
         forms: dict[str, dict[str, Any]] = {}
         for name, value in named.items():
             group, dtype = groups.get(name, 0), dtype_name(name, value.dtype)
             if isinstance(value, RowSparse):
-                forms[name] = {"rows": value.rows, "columns": value.columns, "std": value.std, "seed": value.seed}
+                forms[name] = {
+                    "rows": value.rows,
+                    "columns": value.columns,
+                    "std": value.std,
+                    "seed": value.seed,
+                }
             else:
                 forms[name] = {"shape": list(value.shape), "count": value.numel()}
             forms[name] |= {"dtype": dtype, "group": group}
@@ -161,41 +206,92 @@ class Connected(KVStore):
                 self.tables[name] = named[name]  # type: ignore[assignment]
         if complete:
             self._complete = sorted(dense)
-        flat = {name: value.detach().to("cpu").contiguous().view(-1) for name, value in dense.items()} if self.rank == 0 else {}
+        flat = (
+            {name: value.detach().to("cpu").contiguous().view(-1) for name, value in dense.items()}
+            if self.rank == 0
+            else {}
+        )
         for link in self.links:
-            here = {piece.number: (name, piece) for name in dense for piece in self._pieces[name] if piece.server == link.number}
+            here = {
+                piece.number: (name, piece)
+                for name in dense
+                for piece in self._pieces[name]
+                if piece.server == link.number
+            }
             chunks = [
-                [number, name, piece.start, piece.stop, forms[name]["dtype"], forms[name]["group"], complete]
+                [
+                    number,
+                    name,
+                    piece.start,
+                    piece.stop,
+                    forms[name]["dtype"],
+                    forms[name]["group"],
+                    complete,
+                ]
                 for number, (name, piece) in here.items()
             ]
-            link.versions |= {int(number): version for number, version in link.ask("create", chunks=chunks)["versions"].items()}
+            link.versions |= {
+                int(number): version
+                for number, version in link.ask("create", chunks=chunks)["versions"].items()
+            }
             if len(dense) < len(named):
                 tables = [
-                    [self._tables[name][link.number].number, name, value.rows, value.columns, value.std, value.seed,
-                     forms[name]["dtype"], forms[name]["group"]]
-                    for name, value in named.items() if isinstance(value, RowSparse)
-                ]  # fmt: skip
+                    [
+                        self._tables[name][link.number].number,
+                        name,
+                        value.rows,
+                        value.columns,
+                        value.std,
+                        value.seed,
+                        forms[name]["dtype"],
+                        forms[name]["group"],
+                    ]
+                    for name, value in named.items()
+                    if isinstance(value, RowSparse)
+                ]
                 link.ask("tables", tables=tables)
-            if self.rank == 0:  # also when it comes again: it may have been lost before; servers keep values that they have
+            if (
+                self.rank == 0
+                # also when it comes again: it may have been lost before; servers keep values that
+                # they have
+            ):
                 for number, (name, piece) in here.items():
                     values = flat[name][piece.start : piece.stop].clone()
                     link.put(pack(Kind.INIT, chunk=number, nbytes=values.nbytes), values)
-        self._share(self.links, [(name, one) for name in dense for one in self._pieces[name]], buffers=True)
+        self._share(
+            self.links, [(name, one) for name in dense for one in self._pieces[name]], buffers=True
+        )
         for link in self.links:
-            numbers = [one.number for name in dense for one in self._pieces[name] if one.server == link.number]
+            numbers = [
+                one.number
+                for name in dense
+                for one in self._pieces[name]
+                if one.server == link.number
+            ]
             link.answer(
-                link.begin("ready", chunks=numbers), "init: the first values, which worker 0 gives",
+                link.begin("ready", chunks=numbers),
+                "init: the first values, which worker 0 gives",
                 lambda: report(self, [("init", name, 1) for name in dense]),
-            )  # fmt: skip
+            )
         if self._again:
             self._join(list(named))
 
-    def _share(self, links: Sequence[Link], pieces: Sequence[tuple[str, Piece]], buffers: bool = False) -> None:
-        """Map memory with servers of this host; with `buffers`, also for `buffer` of these keys, across all servers."""
+    def _share(
+        self, links: Sequence[Link], pieces: Sequence[tuple[str, Piece]], buffers: bool = False
+    ) -> None:
+        """Map memory with servers of this host; with `buffers`, also for `buffer` of these keys,
+        across all servers."""
         if not any(link.local for link in links) or not pieces:
             return
         sizes = [(one.stop - one.start) * self.shapes[name][1].itemsize for name, one in pieces]
-        whole = {name: self.shapes[name][0].numel() * self.shapes[name][1].itemsize for name, _ in pieces} if buffers else {}
+        whole = (
+            {
+                name: self.shapes[name][0].numel() * self.shapes[name][1].itemsize
+                for name, _ in pieces
+            }
+            if buffers
+            else {}
+        )
         starts, total = offsets([*sizes, *whole.values()])
         first = dict(zip(whole, starts[len(sizes) :], strict=True))
         arena = Arena(total)
@@ -220,19 +316,34 @@ class Connected(KVStore):
             for link in self.links:
                 told = link.ask("versions")
                 for number, version in (*told["versions"].items(), *told["tables"].items()):
-                    newest[int(number)] = max(version, newest.get(int(number), 0))  # a table has one number on all servers
-            pieces = {name: self._pieces[name] if name in self._pieces else self._tables[name] for name in names}
-            begins = first_rounds({name: max(newest[one.number] for one in pieces[name]) for name in names}, late)
-            found = {name for link in self.links for name in link.ask("join", begins=begins)["late"]}
+                    newest[int(number)] = max(
+                        version, newest.get(int(number), 0)
+                    )  # a table has one number on all servers
+            pieces = {
+                name: self._pieces[name] if name in self._pieces else self._tables[name]
+                for name in names
+            }
+            begins = first_rounds(
+                {name: max(newest[one.number] for one in pieces[name]) for name in names}, late
+            )
+            found = {
+                name for link in self.links for name in link.ask("join", begins=begins)["late"]
+            }
             if not found:
                 break
             late |= found
         for name in names:
             if name in self._tables:
-                self._table_versions[name] = begins[name] - 1 if self._sync else max(newest[one.number] for one in pieces[name])
+                self._table_versions[name] = (
+                    begins[name] - 1
+                    if self._sync
+                    else max(newest[one.number] for one in pieces[name])
+                )
                 continue
             for piece in pieces[name]:
-                self.links[piece.server].versions[piece.number] = begins[name] - 1 if self._sync else newest[piece.number]
+                self.links[piece.server].versions[piece.number] = (
+                    begins[name] - 1 if self._sync else newest[piece.number]
+                )
 
     # ------------------------------------------------------------------ settings, meeting, state
 
@@ -254,13 +365,17 @@ class Connected(KVStore):
         self._usable()
         self._again_if_lost(self._settle)
         self._barriers += 1
-        number = 0 if self._again else self._barriers  # one that came again has not counted with the others
+        number = (
+            0 if self._again else self._barriers
+        )  # one that came again has not counted with the others
         self._again_if_lost(lambda: self._wait_for_all(number))
 
     def _wait_for_all(self, number: int) -> None:
         """Wait until all workers have come to this barrier; 0: to any, on one that came again."""
         needs: list[Need] = [("barrier", "", number)] if number else []
-        self.links[0].answer(self.links[0].begin("barrier", number=number), "barrier", lambda: report(self, needs))
+        self.links[0].answer(
+            self.links[0].begin("barrier", number=number), "barrier", lambda: report(self, needs)
+        )
 
     def _settle(self) -> None:
         """Wait until the servers have taken all that this worker has sent."""
@@ -277,8 +392,13 @@ class Connected(KVStore):
         self._settle()
         found: dict[str, torch.Tensor] = {}
         for link in self.links:
-            found |= {f"{link.number}\t{name}": value for name, value in link.ask("state", weights=False).items()}
-        return put_together(found, self._steps_before + self._version(), self._pieces, self._tables, self.shapes)
+            found |= {
+                f"{link.number}\t{name}": value
+                for name, value in link.ask("state", weights=False).items()
+            }
+        return put_together(
+            found, self._steps_before + self._version(), self._pieces, self._tables, self.shapes
+        )
 
     def load_state(self, state: StoreState) -> None:
         self.barrier()  # nobody's push is to come after it
@@ -294,7 +414,9 @@ class Connected(KVStore):
         self._steps_before = state.step - self._version()
 
     def _give_state(self, state: StoreState) -> None:
-        for link, part in zip(self.links, taken_apart(state, self._pieces, self._tables, len(self.links)), strict=True):
+        for link, part in zip(
+            self.links, taken_apart(state, self._pieces, self._tables, len(self.links)), strict=True
+        ):
             number, pending = link.expect()
             data = save(part)
             link.put(pack(Kind.STATE, meta=number, nbytes=len(data)) + data)
@@ -303,40 +425,57 @@ class Connected(KVStore):
     def residuals(self) -> dict[str, torch.Tensor]:
         found = {}
         for name, pieces in self._pieces.items():
-            parts = [self._compressors[one.number].state() for one in pieces if one.number in self._compressors]
+            parts = [
+                self._compressors[one.number].state()
+                for one in pieces
+                if one.number in self._compressors
+            ]
             if len(parts) == len(pieces) and parts:
                 found[name] = torch.cat(parts)
         return found
 
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
         if self._codec is None:
-            raise UserError("load_residuals: the store does not compress; call set_gradient_compression first")
+            raise UserError(
+                "load_residuals: the store does not compress; call set_gradient_compression first"
+            )
         for name, values in residuals.items():
             self._check_residual(name, values)
             for piece in self._pieces[name]:
-                compressor = self._compressors.setdefault(piece.number, Compressor(self._codec, piece.stop - piece.start))
+                compressor = self._compressors.setdefault(
+                    piece.number, Compressor(self._codec, piece.stop - piece.start)
+                )
                 compressor.load(values.reshape(-1)[piece.start : piece.stop])
 
     # ------------------------------------------------------------------ a server that was lost
 
     def _version(self) -> int:
-        return max((version for link in self.links for version in link.versions.values()), default=0)
+        return max(
+            (version for link in self.links for version in link.versions.values()), default=0
+        )
 
     def _come_back(self) -> int | None:
-        """Wait for a server that was lost; the step that all went back to, or None where nothing is lost."""
+        """Wait for a server that was lost; the step that all went back to, or None where nothing is
+        lost."""
         before = self._version()
         step = come_back(self)
         if step is None:
             if self.rank == 0:
-                print("allhands: a server was lost and has come back with all that it had; no step is lost", flush=True)
+                print(
+                    "allhands: a server was lost and has come back with all that it had; no step "
+                    "is lost",
+                    flush=True,
+                )
             self._send_unread()
             return None
         self._kept.clear()
         if self.rank == 0:
             print(
-                f"allhands: a server was lost and has come back; all go on from step {step}, of which there is a snapshot: "
-                f"{before - step} finished steps are lost", flush=True,
-            )  # fmt: skip
+                f"allhands: a server was lost and has come back; all go on from step {step}, of "
+                "which there is a snapshot: "
+                f"{before - step} finished steps are lost",
+                flush=True,
+            )
         return step
 
     def _send_unread(self) -> None:
@@ -367,7 +506,8 @@ class Connected(KVStore):
                 link.close()
 
     def _leave(self) -> None:
-        """At the end of a script; after an error without a goodbye, and not only when Python has taken down all that it holds."""
+        """At the end of a script; after an error without a goodbye, and not only when Python has
+        taken down all that it holds."""
         if getattr(sys, "last_type", None) is None and not worker.exit_code:
             self.close()
         else:
@@ -378,9 +518,9 @@ class Connected(KVStore):
 def first_rounds(newest: Mapping[str, int], late: Collection[str] = ()) -> dict[str, int]:
     """From which rounds on a worker that came again counts, by key.
 
-    It is the next one, at which a key stays that is not pushed any more; or the one after that where the next one has begun, as
-    it may be over on one server before the worker has asked another. Keys whose rounds are at most one apart are stepped
-    together, and begin together.
+    It is the next one, at which a key stays that is not pushed any more; or the one after that
+    where the next one has begun, as it may be over on one server before the worker has asked
+    another. Keys whose rounds are at most one apart are stepped together, and begin together.
 
     Args:
         newest: the newest round of each key.
@@ -392,5 +532,7 @@ def first_rounds(newest: Mapping[str, int], late: Collection[str] = ()) -> dict[
         if together and newest[name] > newest[together[-1]] + 1:
             together = []
         together.append(name)
-        begins |= dict.fromkeys(together, newest[name] + (1 if set(late).isdisjoint(together) else 2))
+        begins |= dict.fromkeys(
+            together, newest[name] + (1 if set(late).isdisjoint(together) else 2)
+        )
     return begins

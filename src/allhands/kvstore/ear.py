@@ -9,8 +9,8 @@ import time
 class Ear:
     """A connection that knows since when its reader waits.
 
-    While a server works on what came, it reads no sign of life; and while a large frame comes, none can come between. Neither is
-    the worker's silence.
+    While a server works on what came, it reads no sign of life; and while a large frame comes, none
+    can come between. Neither is the worker's silence.
 
     Args:
         link: the connection; one thread reads from it.

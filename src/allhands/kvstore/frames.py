@@ -1,7 +1,10 @@
-"""What workers and servers say to one another: a fixed header, then bytes whose number the reader knows or bounds beforehand.
+"""What workers and servers say to one another: a fixed header, then bytes whose number the reader
+knows or bounds beforehand.
 
-A frame is a header of 28 bytes (little endian: magic, kind, flags, chunk, meta, round, bytes) and a payload. Control messages are
-JSON with fixed fields (`op`, …) of known types; values are raw numbers of the key's dtype. Nothing is ever unpickled.
+A frame is a header of 28 bytes (little endian: magic, kind, flags, chunk, meta, round, bytes) and a
+payload. Control messages are
+JSON with fixed fields (`op`, …) of known types; values are raw numbers of the key's dtype. Nothing
+is ever unpickled.
 """
 
 from __future__ import annotations
@@ -68,7 +71,9 @@ class Frame:
     nbytes: int
 
 
-def pack(kind: Kind, flags: int = 0, chunk: int = 0, meta: int = 0, round: int = 0, nbytes: int = 0) -> bytes:
+def pack(
+    kind: Kind, flags: int = 0, chunk: int = 0, meta: int = 0, round: int = 0, nbytes: int = 0
+) -> bytes:
     """A header."""
     return _HEADER.pack(MAGIC, kind, flags, chunk, meta, round, nbytes)
 

@@ -1,4 +1,5 @@
-"""The workers of one host: what they say to one another, how they add up, and who of them is lost."""
+"""The workers of one host: what they say to one another, how they add up, and who of them is
+lost."""
 
 from __future__ import annotations
 
@@ -28,15 +29,18 @@ _BEAT_EVERY = 1.0
 _LOOK_EVERY = 0.3
 _LEFT = b"left"
 _START_TIMEOUT = timedelta(seconds=300)
-# A worker may compute, or wait for the servers, as long as it likes; one that is lost is noticed by its missing beats.
+# A worker may compute, or wait for the servers, as long as it likes; one that is lost is noticed by
+# its missing beats.
 _ANY_TIME = timedelta(days=7)
 
 
 class HostGroup:
-    """The workers of one host as one member of a store: the first of them, the leader, speaks for all.
+    """The workers of one host as one member of a store: the first of them, the leader, speaks for
+    all.
 
-    Values travel over process groups of their own, gloo for tensors of the CPU and nccl for those of GPUs. All workers make the
-    same calls in the same order. Each worker writes a beat into the job's store once a second.
+    Values travel over process groups of their own, gloo for tensors of the CPU and nccl for those
+    of GPUs. All workers make the same calls in the same order. Each worker writes a beat into the
+    job's store once a second.
 
     Args:
         store: a store of torch.distributed which only the workers of this host use.
@@ -63,9 +67,15 @@ class HostGroup:
         store.set(f"about/{rank}", f"{socket.gethostname()}, process {os.getpid()}")
         store.set(f"beat/{rank}", "0")
         try:
-            store.wait([f"{what}/{one}" for one in self.ranks for what in ("about", "beat")], _START_TIMEOUT)
+            store.wait(
+                [f"{what}/{one}" for one in self.ranks for what in ("about", "beat")],
+                _START_TIMEOUT,
+            )
         except RuntimeError as error:
-            raise WorldError(f"worker {rank} waits for the workers of its host, which are {_all(self.ranks)}: {error}") from error
+            raise WorldError(
+                f"worker {rank} waits for the workers of its host, which are {_all(self.ranks)}: "
+                f"{error}"
+            ) from error
         self._about = {one: store.get(f"about/{one}").decode() for one in self.ranks}
         self._groups: dict[str, Any] = {}
         self._room: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -83,9 +93,11 @@ class HostGroup:
     # ------------------------------------------------------------------ values
 
     def add_up(self, values: torch.Tensor, total: torch.Tensor) -> None:
-        """Write the sum over the host's workers, in the order of their ranks, into the leader's `total`.
+        """Write the sum over the host's workers, in the order of their ranks, into the leader's
+        `total`.
 
-        Both are 1-D and as long as `padded` says. Each worker adds up one part, so that none carries more than another.
+        Both are 1-D and as long as `padded` says. Each worker adds up one part, so that none
+        carries more than another.
         """
         if not len(values):
             return
@@ -108,7 +120,8 @@ class HostGroup:
         return -(-count // self.size) * self.size
 
     def room(self, what: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A tensor to work in, 1-D. Kept, because new memory of this size costs more than its use."""
+        """A tensor to work in, 1-D. Kept, because new memory of this size costs more than its
+        use."""
         kept = self._room.get((what, dtype, device))
         if kept is None or len(kept) < count:
             kept = self._room[what, dtype, device] = torch.empty(count, dtype=dtype, device=device)
@@ -117,20 +130,26 @@ class HostGroup:
     # ------------------------------------------------------------------ words
 
     def say(self, said: list[Any], weight: float) -> tuple[list[list[Any]], list[float]]:
-        """What each worker calls, and its weight, by place. The words are exchanged only where hashes differ."""
+        """What each worker calls, and its weight, by place. The words are exchanged only where
+        hashes differ."""
         words = json.dumps(said, sort_keys=True)
         digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
-        own = torch.tensor(struct.unpack("<qqq", digest + struct.pack("<dq", weight, len(words.encode()))))
+        own = torch.tensor(
+            struct.unpack("<qqq", digest + struct.pack("<dq", weight, len(words.encode())))
+        )
         pairs = [row.tolist() for row in self._all_of(own)]
         weights = [struct.unpack("<d", struct.pack("<q", bits))[0] for _, bits, _ in pairs]
         if len({hashed for hashed, _, _ in pairs}) == 1:
             return [said] * self.size, weights
         longest = max(length for _, _, length in pairs)
-        texts = self._all_of(torch.frombuffer(bytearray(words.encode().ljust(longest)), dtype=torch.uint8))
+        texts = self._all_of(
+            torch.frombuffer(bytearray(words.encode().ljust(longest)), dtype=torch.uint8)
+        )
         return [json.loads(bytes(text.numpy())) for text in texts], weights
 
     def lead(self, work: Callable[[], Sequence[float] | None]) -> list[float]:
-        """Let the leader do something for all; up to three numbers that it gives. Its error is everybody's."""
+        """Let the leader do something for all; up to three numbers that it gives. Its error is
+        everybody's."""
         head, failure = torch.zeros(4, dtype=torch.float64), None
         if self.leads:
             try:
@@ -141,7 +160,9 @@ class HostGroup:
                 head[0] = 2 if isinstance(error, UserError) else 1
         self.spread(head)
         if head[0]:
-            told = self.spread_bytes(str(failure).encode() if failure is not None else None).decode()
+            told = self.spread_bytes(
+                str(failure).encode() if failure is not None else None
+            ).decode()
             if failure is not None:
                 raise failure
             kind: type[AllhandsError] = UserError if head[0] == 2 else WorldError
@@ -152,14 +173,19 @@ class HostGroup:
         """The leader's data; the others pass None."""
         count = torch.tensor([len(data or b"")])
         self.spread(count)
-        values = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(count), dtype=torch.uint8)
+        values = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if data
+            else torch.empty(int(count), dtype=torch.uint8)
+        )
         self.spread(values)
         return bytes(values.numpy())
 
     # ------------------------------------------------------------------ underneath
 
     def _group(self, device: str) -> Any:
-        """The process group for tensors of this type of device, made at its first use, which is the same on all workers."""
+        """The process group for tensors of this type of device, made at its first use, which is the
+        same on all workers."""
         if device not in self._groups:
             store = dist.PrefixStore(device, self._store)
             if device == "cuda":
@@ -167,7 +193,9 @@ class HostGroup:
                 options._timeout = _ANY_TIME
                 self._groups[device] = dist.ProcessGroupNCCL(store, self.place, self.size, options)
             else:
-                self._groups[device] = dist.ProcessGroupGloo(store, self.place, self.size, _ANY_TIME)
+                self._groups[device] = dist.ProcessGroupGloo(
+                    store, self.place, self.size, _ANY_TIME
+                )
         return self._groups[device]
 
     def _all_of(self, own: torch.Tensor) -> list[torch.Tensor]:
@@ -189,15 +217,21 @@ class HostGroup:
                 self.board.changed.notify_all()
 
         work.get_future().add_done_callback(done)
-        self.board.wait(lambda: came, lambda: f"worker {self._rank} waits for the other workers of its host")
+        self.board.wait(
+            lambda: came, lambda: f"worker {self._rank} waits for the other workers of its host"
+        )
         try:
-            while values.device.type == "cuda" and not work.is_completed():  # nccl's future comes when the work is queued
+            while (
+                values.device.type == "cuda" and not work.is_completed()
+            ):  # nccl's future comes when the work is queued
                 self._check()
                 time.sleep(0)
             work.wait()
         except RuntimeError as error:
             with self.board.changed:  # whose connection it was is known when its beats are missed
-                self.board.changed.wait_for(lambda: self.board.failure is not None, self.lease + 2 * _LOOK_EVERY)
+                self.board.changed.wait_for(
+                    lambda: self.board.failure is not None, self.lease + 2 * _LOOK_EVERY
+                )
             self._lost(f"a worker of this host (they are {_all(self.ranks)}) is lost: {error}")
             self._check()
 
@@ -227,8 +261,10 @@ class HostGroup:
                 elif now - heard[one] > self.lease:
                     who, all_ = f"worker {one} ({self._about[one]})", _all(self.ranks)
                     self._lost(
-                        f"{who} is lost: it was killed, it crashed, is stopped or hangs, and gave no sign of life for "
-                        f"{self.lease:.1f} s. The workers of a host ({all_}) are one member of this store, and end with it"
+                        f"{who} is lost: it was killed, it crashed, is stopped or hangs, and gave "
+                        "no sign of life for "
+                        f"{self.lease:.1f} s. The workers of a host ({all_}) are one member of "
+                        "this store, and end with it"
                     )
 
     def _lost(self, text: str) -> None:
@@ -236,7 +272,8 @@ class HostGroup:
         if self.board.failure is not None:
             return
         for group in self._groups.values():
-            # A collective that will never end would keep the interpreter from ending, which waits for the groups it takes down.
+            # A collective that will never end would keep the interpreter from ending, which waits
+            # for the groups it takes down.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self.board.fail(WorldError(text))
         for store in self.stores:
@@ -246,7 +283,11 @@ class HostGroup:
         """At the end of the process: say that it ends as it should, if it does."""
         self._ending.set()
         self._thread.join(2.0)
-        if self.board.failure is None and getattr(sys, "last_type", None) is None and not worker.exit_code:
+        if (
+            self.board.failure is None
+            and getattr(sys, "last_type", None) is None
+            and not worker.exit_code
+        ):
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"beat/{self._rank}", _LEFT.decode())
 

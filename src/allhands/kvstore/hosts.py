@@ -1,7 +1,9 @@
-"""`HostStore`: the workers of one host add up their gradients among themselves, and the first of them speaks to the servers.
+"""`HostStore`: the workers of one host add up their gradients among themselves, and the first of
+them speaks to the servers.
 
-A worker of eight on a host would otherwise send eight times what the host has to say. Chen et al., "A Unified Architecture for
-Accelerating Distributed DNN Training in Heterogeneous GPU/CPU Clusters" (OSDI 2020), describe the scheme.
+A worker of eight on a host would otherwise send eight times what the host has to say. Chen et al.,
+"A Unified Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU Clusters"
+(OSDI 2020), describe the scheme.
 """
 
 from __future__ import annotations
@@ -44,12 +46,16 @@ def connect(mode: Mode, options: Mapping[str, Any]) -> KVStore:
         UserError: workers that are lost are to be started again, which cannot be here.
     """
     world = init()
-    sizes = torch.cat(all_gather_rows(torch.tensor([world.local_world_size], device=world.device), world))
+    sizes = torch.cat(
+        all_gather_rows(torch.tensor([world.local_world_size], device=world.device), world)
+    )
     several = bool((sizes > 1).any())
     if several and os.environ.get("ALLHANDS_ON_WORKER_FAILURE") == "restart":
         raise UserError(
-            f"create('{mode.name}') with --on-worker-failure restart: the workers of a host are one member of the store, which "
-            "one of them alone cannot join again; write create('dist_sync'), where each worker is a member, or "
+            f"create('{mode.name}') with --on-worker-failure restart: the workers of a host are "
+            "one member of the store, which "
+            "one of them alone cannot join again; write create('dist_sync'), where each worker is "
+            "a member, or "
             "--on-worker-failure continue, where the other hosts go on"
         )
 
@@ -67,31 +73,43 @@ def _group_of(world: World) -> HostGroup:
         from torch.distributed import PrefixStore, TCPStore
 
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=300), wait_for_workers=False)
+        store = TCPStore(
+            address, port, is_master=False, timeout=timedelta(seconds=300), wait_for_workers=False
+        )
         life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         here = PrefixStore(f"allhands/kvstore/{life}/host/{world.node_rank}", store)
         here.set(f"rank/{world.local_rank}", str(world.rank))
         ranks = [int(here.get(f"rank/{local}")) for local in range(world.local_world_size)]
-        _group = HostGroup(here, ranks, world.rank, float(os.environ.get("ALLHANDS_KVSTORE_LEASE", "10")))
+        _group = HostGroup(
+            here, ranks, world.rank, float(os.environ.get("ALLHANDS_KVSTORE_LEASE", "10"))
+        )
     return _group
 
 
 class HostStore(KVStore):
-    """A store on servers whose members are hosts: what the workers of a host push is added up before it is sent, once.
+    """A store on servers whose members are hosts: what the workers of a host push is added up
+    before it is sent, once.
 
-    All workers of a host make the same calls in the same order; each call begins by comparing them. `close`, also at the normal
-    end of a script, is the exception: a worker that has no more batches takes part, with no samples, in the steps of the others.
-    A `RowSparse` key is no part of this: rows travel between each worker and the servers, as in "dist_sync".
+    All workers of a host make the same calls in the same order; each call begins by comparing them.
+    `close`, also at the normal
+    end of a script, is the exception: a worker that has no more batches takes part, with no
+    samples, in the steps of the others.
+    A `RowSparse` key is no part of this: rows travel between each worker and the servers, as in
+    "dist_sync".
 
-    In `Step.workers` the hosts are counted. The loss of a worker ends its host's part, with a `WorldError` on the others.
+    In `Step.workers` the hosts are counted. The loss of a worker ends its host's part, with a
+    `WorldError` on the others.
 
     Args:
-        own: this worker's connections to the servers; those of a worker that does not lead are closed here.
+        own: this worker's connections to the servers; those of a worker that does not lead are
+            closed here.
         group: the workers of the host.
         served: connects anew, for rows.
     """
 
-    def __init__(self, own: ServedStore, group: HostGroup, served: Callable[[], ServedStore]) -> None:
+    def __init__(
+        self, own: ServedStore, group: HostGroup, served: Callable[[], ServedStore]
+    ) -> None:
         super().__init__(own.mode, own.rank, own.num_workers)
         self._group, self._served, self._closed = group, served, False
         self._dense: ServedStore | None = own if group.leads else None
@@ -104,9 +122,11 @@ class HostStore(KVStore):
             atexit.unregister(own._leave)  # not before the others of this host have left
         atexit.register(self._leave)
 
-    # ------------------------------------------------------------------ what the workers of the host say to one another
+    # ---------------------------------------------- what the workers of the host say to one another
 
-    def _meet(self, call: str, about: Any, weight: float = 0.0, closing: bool = False) -> tuple[Any, list[float]]:
+    def _meet(
+        self, call: str, about: Any, weight: float = 0.0, closing: bool = False
+    ) -> tuple[Any, list[float]]:
         """What all workers of the host do in this call, and their weights."""
         if self._closed and not closing:
             raise UserError(f"{call}: this store was closed; create another")
@@ -118,7 +138,8 @@ class HostStore(KVStore):
             late = call in _OUTLIVE and (one[1] == "close" or (one[:2] == own[:2] and _idle(one)))
             if one != shared and not late:
                 raise UserError(
-                    f"the workers of a host do not make the same calls: worker {self.rank} is in {_text(own)}, worker {rank} in "
+                    f"the workers of a host do not make the same calls: worker {self.rank} is in "
+                    f"{_text(own)}, worker {rank} in "
                     f"{_text(one)}; make the same calls in the same order on all of them"
                 )
         return shared[2], weights
@@ -126,9 +147,16 @@ class HostStore(KVStore):
     def _lead(self, work: Callable[[ServedStore], Any]) -> list[float]:
         return self._group.lead(lambda: work(self._dense) if self._dense is not None else None)
 
-    def _place(self, names: Sequence[str], what: str, device: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Memory for the values of these keys: a tensor a dtype, padded for the group, and its parts by key."""
-        where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    def _place(
+        self, names: Sequence[str], what: str, device: str
+    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Memory for the values of these keys: a tensor a dtype, padded for the group, and its
+        parts by key."""
+        where = (
+            torch.device("cuda", torch.cuda.current_device())
+            if device == "cuda"
+            else torch.device("cpu")
+        )
         alike: dict[torch.dtype, list[str]] = {}
         for name in names:
             alike.setdefault(self.shapes[name][1], []).append(name)
@@ -146,8 +174,11 @@ class HostStore(KVStore):
         return wholes, views
 
     @torch.no_grad()
-    def _add_up(self, names: Sequence[str], values: Mapping[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
-        """The host's sums by key, on the leader; values that this worker does not have count as zeros."""
+    def _add_up(
+        self, names: Sequence[str], values: Mapping[str, torch.Tensor], device: str
+    ) -> dict[str, torch.Tensor]:
+        """The host's sums by key, on the leader; values that this worker does not have count as
+        zeros."""
         wholes, views = self._place(names, "own", device)
         for name, view in views.items():
             if name in values:
@@ -160,7 +191,9 @@ class HostStore(KVStore):
         return sums
 
     @torch.no_grad()
-    def _spread(self, names: Sequence[str], what: str, device: str, outs: Mapping[str, torch.Tensor]) -> None:
+    def _spread(
+        self, names: Sequence[str], what: str, device: str, outs: Mapping[str, torch.Tensor]
+    ) -> None:
         """Give the leader's values to all workers."""
         wholes, views = self._place(names, what, device)
         for whole in wholes:
@@ -170,15 +203,22 @@ class HostStore(KVStore):
 
     # ------------------------------------------------------------------ rounds
 
-    def update(self, grads: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor], share: Share,
-               groups: Sequence[Mapping[str, Any]] | None = None, clip_norm: float | None = None) -> Step:  # fmt: skip
+    def update(
+        self,
+        grads: Mapping[str, torch.Tensor],
+        outs: Mapping[str, torch.Tensor],
+        share: Share,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        clip_norm: float | None = None,
+    ) -> Step:
         if self.optimizer is None:
             raise UserError("update: the store has no optimizer; call set_optimizer first")
         rows = {name: grad for name, grad in grads.items() if name in self.tables}
         dense = {name: grad for name, grad in grads.items() if name not in self.tables}
         if rows and dense and clip_norm is not None:
             raise UserError(
-                f"clip_norm over keys of rows and others in create('{self.type}'), where rows do not travel with the host's sum; "
+                f"clip_norm over keys of rows and others in create('{self.type}'), where rows do "
+                "not travel with the host's sum; "
                 "write create('dist_sync'), or leave clip_norm out"
             )
         for name, grad in rows.items():
@@ -186,40 +226,65 @@ class HostStore(KVStore):
         self._check_all(dense, "the gradient")
         self._check_all(outs, "out")
         about = {
-            "keys": sorted(dense), "outs": sorted(outs), "rows": sorted(rows), "groups": groups, "clip": clip_norm,
-            "expected": share.expected, "device": _device_of([*dense.values(), *outs.values()]),
-        }  # fmt: skip
+            "keys": sorted(dense),
+            "outs": sorted(outs),
+            "rows": sorted(rows),
+            "groups": groups,
+            "clip": clip_norm,
+            "expected": share.expected,
+            "device": _device_of([*dense.values(), *outs.values()]),
+        }
         shared, weights = self._meet("update", about, share.weight)
         for name in sorted(set(outs) - set(shared["outs"])):
-            raise UserError(f"update: the other workers of this host do not read the key '{name}'; read the same keys on all")
+            raise UserError(
+                f"update: the other workers of this host do not read the key '{name}'; read the "
+                "same keys on all"
+            )
         step = self._update(shared, weights, dense, outs)
         if shared["rows"]:
             assert self._rows is not None
             mine = {name: rows.get(name, _no_rows(self.tables[name])) for name in shared["rows"]}
-            step = self._rows.update(mine, {}, Share(share.weight, shared["expected"]), shared["groups"], shared["clip"])
+            step = self._rows.update(
+                mine, {}, Share(share.weight, shared["expected"]), shared["groups"], shared["clip"]
+            )
         return step
 
-    def _update(self, about: Any, weights: Sequence[float], grads: Mapping[str, torch.Tensor],
-                outs: Mapping[str, torch.Tensor]) -> Step:  # fmt: skip
+    def _update(
+        self,
+        about: Any,
+        weights: Sequence[float],
+        grads: Mapping[str, torch.Tensor],
+        outs: Mapping[str, torch.Tensor],
+    ) -> Step:
         keys, read, device = about["keys"], about["outs"], about["device"]
         if not keys and about["rows"]:
             return Step(0, 1)
         sums = self._add_up(keys, grads, device)
         _, new = self._place(read, "new", device)
         share = Share(sum(weights), about["expected"])
-        numbers = self._lead(lambda store: _numbers(store.update(sums, new, share, about["groups"], about["clip"])))
+        numbers = self._lead(
+            lambda store: _numbers(store.update(sums, new, share, about["groups"], about["clip"]))
+        )
         self._spread(read, "new", device, outs)
         return Step(int(numbers[0]), int(numbers[1]), int(numbers[2]))
 
     def reduce(self, grads: Mapping[str, torch.Tensor], share: Share) -> Step:
         self._check_all(grads, "the gradient")
-        about = {"keys": sorted(grads), "expected": share.expected, "device": _device_of(grads.values())}
+        about = {
+            "keys": sorted(grads),
+            "expected": share.expected,
+            "device": _device_of(grads.values()),
+        }
         return self._reduce(*self._meet("reduce", about, share.weight), grads)
 
-    def _reduce(self, about: Any, weights: Sequence[float], grads: Mapping[str, torch.Tensor]) -> Step:
+    def _reduce(
+        self, about: Any, weights: Sequence[float], grads: Mapping[str, torch.Tensor]
+    ) -> Step:
         keys, device = about["keys"], about["device"]
         sums = self._add_up(keys, grads, device)
-        numbers = self._lead(lambda store: _numbers(store.reduce(sums, Share(sum(weights), about["expected"]))))
+        numbers = self._lead(
+            lambda store: _numbers(store.reduce(sums, Share(sum(weights), about["expected"])))
+        )
         self._spread(keys, "sums", device, grads)
         return Step(int(numbers[0]), int(numbers[1]), int(numbers[2]))
 
@@ -228,10 +293,17 @@ class HostStore(KVStore):
             assert self._rows is not None
             self._rows._push(name, value, priority, share)
         else:
-            about = {"keys": [name], "expected": share.expected, "device": _device_of([value]), "priority": priority}
+            about = {
+                "keys": [name],
+                "expected": share.expected,
+                "device": _device_of([value]),
+                "priority": priority,
+            }
             self._push_sum(*self._meet("push", about, share.weight), {name: value})
 
-    def _push_sum(self, about: Any, weights: Sequence[float], values: Mapping[str, torch.Tensor]) -> None:
+    def _push_sum(
+        self, about: Any, weights: Sequence[float], values: Mapping[str, torch.Tensor]
+    ) -> None:
         sums, (name,) = self._add_up(about["keys"], values, about["device"]), about["keys"]
         share = Share(sum(weights), about["expected"])
         self._lead(lambda store: store._push(name, sums[name], about["priority"], share))
@@ -257,13 +329,20 @@ class HostStore(KVStore):
     # ------------------------------------------------------------------ keys, settings, state
 
     def declare(
-        self, named: Mapping[str, torch.Tensor | RowSparse], complete: bool = False, groups: Mapping[str, int] | None = None
+        self,
+        named: Mapping[str, torch.Tensor | RowSparse],
+        complete: bool = False,
+        groups: Mapping[str, int] | None = None,
     ) -> None:
         dense = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
         rows = {name: value for name, value in named.items() if isinstance(value, RowSparse)}
-        forms = {name: f"shape {list(value.shape)} of {value.dtype}" for name, value in dense.items()}
+        forms = {
+            name: f"shape {list(value.shape)} of {value.dtype}" for name, value in dense.items()
+        }
         forms |= {name: repr(value) for name, value in rows.items()}
-        self._meet("declare", [[name, forms[name], (groups or {}).get(name, 0)] for name in sorted(forms)])
+        self._meet(
+            "declare", [[name, forms[name], (groups or {}).get(name, 0)] for name in sorted(forms)]
+        )
         if dense:
             self._lead(lambda store: store.declare(dense, complete, groups))
             self.shapes |= {name: (value.shape, value.dtype) for name, value in dense.items()}
@@ -286,7 +365,8 @@ class HostStore(KVStore):
         self._lead(lambda store: store.set_gradient_compression({**push, "pull": pull}))
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """What compression has left over on this host, by key, on its leader; nothing on the others."""
+        """What compression has left over on this host, by key, on its leader; nothing on the
+        others."""
         return {} if self._dense is None else self._dense.residuals()
 
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
@@ -294,7 +374,8 @@ class HostStore(KVStore):
             self._dense.load_residuals(residuals)
         elif residuals:
             raise UserError(
-                f"load_residuals: the host's sum is compressed by its first worker, {self._group.ranks[0]}; give them to it"
+                "load_residuals: the host's sum is compressed by its first worker, "
+                f"{self._group.ranks[0]}; give them to it"
             )
 
     def barrier(self) -> None:
@@ -316,7 +397,9 @@ class HostStore(KVStore):
 
     def load_state(self, state: StoreState) -> None:
         self._meet("load_state", [state.step, sorted({*state.tensors, *state.numbers})])
-        self._lead(lambda store: store.load_state(part_of(state, lambda name: name not in self.tables)))
+        self._lead(
+            lambda store: store.load_state(part_of(state, lambda name: name not in self.tables))
+        )
         if self._rows is not None:
             self._rows.load_state(part_of(state, self.tables.__contains__))
 
@@ -331,7 +414,8 @@ class HostStore(KVStore):
                     link.abandon()
 
     def close(self) -> None:
-        """Leave the store, when all workers of the host do; takes part in the steps of the others until then, with no samples."""
+        """Leave the store, when all workers of the host do; takes part in the steps of the others
+        until then, with no samples."""
         if self._closed:
             return
         self._closed = True
@@ -344,11 +428,16 @@ class HostStore(KVStore):
             others = [one for one in said if one != own]
             if not others:
                 break
-            number, call, about = shared = next((one for one in others if not _idle(one)), others[0])
-            if call not in _OUTLIVE or any(one != shared and not (_idle(one) and one[:2] == shared[:2]) for one in others):
+            number, call, about = shared = next(
+                (one for one in others if not _idle(one)), others[0]
+            )
+            if call not in _OUTLIVE or any(
+                one != shared and not (_idle(one) and one[:2] == shared[:2]) for one in others
+            ):
                 calls = " and in ".join(map(_text, others))
                 raise UserError(
-                    f"worker {self.rank} has left the store, while others of its host are in {calls}; make the "
+                    f"worker {self.rank} has left the store, while others of its host are in "
+                    f"{calls}; make the "
                     "same calls in the same order on all of them"
                 )
             self._group.stores[number].take_part(call, about, weights)
@@ -367,7 +456,8 @@ class HostStore(KVStore):
             self._pull_for_all(about, {})
 
     def _leave(self) -> None:
-        """At the normal end of a script; after an error the others see the beats, and the connections, end."""
+        """At the normal end of a script; after an error the others see the beats, and the
+        connections, end."""
         if getattr(sys, "last_type", None) is None and not worker.exit_code:
             try:
                 self.close()
@@ -384,8 +474,13 @@ def _device_of(values: Iterable[torch.Tensor]) -> str:
 
 
 def _no_rows(table: RowSparse) -> torch.Tensor:
-    ids, none = torch.empty(1, 0, dtype=torch.int64), torch.empty(0, table.columns, dtype=table.dtype)
-    return torch.sparse_coo_tensor(ids, none, (table.rows, table.columns), is_coalesced=True, check_invariants=False)
+    ids, none = (
+        torch.empty(1, 0, dtype=torch.int64),
+        torch.empty(0, table.columns, dtype=table.dtype),
+    )
+    return torch.sparse_coo_tensor(
+        ids, none, (table.rows, table.columns), is_coalesced=True, check_invariants=False
+    )
 
 
 def _idle(said: Sequence[Any]) -> bool:

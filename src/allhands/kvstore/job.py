@@ -1,4 +1,5 @@
-"""What the workers and servers of a job share: the store's keys, the token, and TLS where it is asked for."""
+"""What the workers and servers of a job share: the store's keys, the token, and TLS where it is
+asked for."""
 
 from __future__ import annotations
 
@@ -26,17 +27,19 @@ def token_from(environ: Mapping[str, str]) -> bytes:
     token = environ.get(TOKEN, "")
     if len(token) < 16:
         raise UserError(
-            f"{TOKEN} is not set: parameter servers talk only to workers of their own job. `allhands launch -s 1 …` sets it; "
+            f"{TOKEN} is not set: parameter servers talk only to workers of their own job. "
+            "`allhands launch -s 1 …` sets it; "
             "with another launcher, set it to the same long random text for all workers and servers"
         )
     return token.encode()
 
 
 def tls_contexts(environ: Mapping[str, str]) -> tuple[ssl.SSLContext, ssl.SSLContext] | None:
-    """Contexts for servers and for clients, from the three variables; None when none of them is set.
+    """Contexts for servers and for clients, from the three variables; None when none of them is
+    set.
 
-    Both sides show the certificate and check the other's against the authority; names are not checked, because the token
-    already says that both belong to this job.
+    Both sides show the certificate and check the other's against the authority; names are not
+    checked, because the token already says that both belong to this job.
 
     Raises:
         UserError: one of them is missing, or no such file.
@@ -48,7 +51,8 @@ def tls_contexts(environ: Mapping[str, str]) -> tuple[ssl.SSLContext, ssl.SSLCon
         if not path or not Path(path).is_file():
             told = f"{path}, which is no file" if path else "not set"
             raise UserError(
-                f"{name} is {told}; TLS needs {', '.join(TLS)}: a certificate, its key, and the authority that signed it"
+                f"{name} is {told}; TLS needs {', '.join(TLS)}: a certificate, its key, and the "
+                "authority that signed it"
             )
     contexts = []
     for purpose in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
@@ -60,6 +64,8 @@ def tls_contexts(environ: Mapping[str, str]) -> tuple[ssl.SSLContext, ssl.SSLCon
             context.load_cert_chain(paths[TLS[0]], paths[TLS[1]])
             context.load_verify_locations(paths[TLS[2]])
         except (ssl.SSLError, OSError) as error:
-            raise UserError(f"{', '.join(f'{name}={path}' for name, path in paths.items())}: {error}") from error
+            raise UserError(
+                f"{', '.join(f'{name}={path}' for name, path in paths.items())}: {error}"
+            ) from error
         contexts.append(context)
     return contexts[0], contexts[1]

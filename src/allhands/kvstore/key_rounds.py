@@ -1,4 +1,5 @@
-"""Who counts in the open round of a dense key: the same workers in all of its chunks on one server."""
+"""Who counts in the open round of a dense key: the same workers in all of its chunks on one
+server."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ class _Round:
 class KeyRounds:
     """The open rounds of a server's dense keys.
 
-    A worker that is lost between two chunks of a key must count in all of them or in none. So its part is added up once all of
-    its chunks are here, and who is in a round is settled once for the whole key. Where a loss ends the job there is nothing to
-    mend, and each chunk goes its own way, sooner.
+    A worker that is lost between two chunks of a key must count in all of them or in none. So its
+    part is added up once all of its chunks are here, and who is in a round is settled once for the
+    whole key. Where a loss ends the job there is nothing to mend, and each chunk goes its own way,
+    sooner.
 
     Its lock is taken after a chunk's, and before that of the members.
 
@@ -44,16 +46,20 @@ class KeyRounds:
         """The chunks whose rounds have the same members as this one's."""
         if not self._by_key:
             return [chunk]
-        if chunk.key not in self._parts:  # a key gets all of its chunks at once, before it is pushed
-            self._parts[chunk.key] = [one for one in list(self._chunks.values()) if one.key == chunk.key]
+        if (
+            chunk.key not in self._parts
+        ):  # a key gets all of its chunks at once, before it is pushed
+            self._parts[chunk.key] = [
+                one for one in list(self._chunks.values()) if one.key == chunk.key
+            ]
         return self._parts[chunk.key]
 
     def _unit(self, chunk: Chunk) -> str | int:
         return chunk.key if self._by_key else chunk.number
 
     def arrive(self, chunk: Chunk, number: int, worker: Any) -> bool | None:
-        """A push of round `number` has come. True: it completes the worker's part. None: the worker is not counted any more,
-        and what it pushes is to be dropped. The chunk's lock is held."""
+        """A push of round `number` has come. True: it completes the worker's part. None: the worker
+        is not counted any more, and what it pushes is to be dropped. The chunk's lock is held."""
         parts = len(self.parts(chunk))
         with self._lock:
             if self._by_key and not self._members.holds(worker):
@@ -69,8 +75,8 @@ class KeyRounds:
             return True
 
     def state(self, chunk: Chunk) -> tuple[Collection[int], Collection[int], bool]:
-        """Of the chunk's open round: the ranks that are waited for, those whose part is here, and whether nobody else comes into
-        it. The chunk's lock is held."""
+        """Of the chunk's open round: the ranks that are waited for, those whose part is here, and
+        whether nobody else comes into it. The chunk's lock is held."""
         with self._lock:
             current = self._open.get(self._unit(chunk))
             if current is None or current.number != chunk.version + 1:
@@ -89,7 +95,11 @@ class KeyRounds:
                     self._settle(unit if isinstance(unit, str) else self._chunks[unit].key, current)
 
     def _settle(self, key: str, current: _Round) -> None:
-        if current.members is None and current.whole and self._members.counted(key, current.number) <= current.whole:
+        if (
+            current.members is None
+            and current.whole
+            and self._members.counted(key, current.number) <= current.whole
+        ):
             current.members = frozenset(current.whole)
 
     def clear(self) -> None:

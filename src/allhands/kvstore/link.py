@@ -1,4 +1,5 @@
-"""A worker's two connections to one server: one thread sends by priority, another takes what comes."""
+"""A worker's two connections to one server: one thread sends by priority, another takes what
+comes."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ BEAT_EVERY = 1.0
 FIRST = 1 << 60
 LAST = -FIRST
 TRANSPORT = "ALLHANDS_KVSTORE_TRANSPORT"
-# Left to itself, a worker takes the last one that the server's host allows: memory only when it is the same host.
+# Left to itself, a worker takes the last one that the server's host allows: memory only when it is
+# the same host.
 TRANSPORTS = ("tcp", "unix", "shared")
 
 
@@ -56,7 +58,14 @@ class Link:
         versions: of the chunks that this worker has.
     """
 
-    def __init__(self, number: int, where: Mapping[str, Any], board: Board, said: Mapping[str, Any], transport: str) -> None:
+    def __init__(
+        self,
+        number: int,
+        where: Mapping[str, Any],
+        board: Board,
+        said: Mapping[str, Any],
+        transport: str,
+    ) -> None:
         self.transport = transport
         self.comes_back = False
         self.number, self.where, self.board = number, where, board
@@ -65,7 +74,9 @@ class Link:
         self.versions: dict[int, int] = {}
         self.targets: dict[int, tuple[torch.Tensor, Pending]] = {}
         self.down_codec: Codec | None = None
-        self.base: dict[int, torch.Tensor] = {}  # what this worker has, where changes come compressed
+        self.base: dict[
+            int, torch.Tensor
+        ] = {}  # what this worker has, where changes come compressed
         self.adds = True
         self.squares: dict[int, dict[int, float]] = {}
         self.done: dict[int, dict[str, Any] | None] = {}  # of the steps that are waited for
@@ -74,7 +85,9 @@ class Link:
         self._queue: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._regions: dict[int, torch.Tensor] = {}
-        self._buffers: dict[int, int] = {}  # where in this process the chunks of `KVStore.buffer` begin
+        self._buffers: dict[
+            int, int
+        ] = {}  # where in this process the chunks of `KVStore.buffer` begin
         self._shared: dict[int, torch.Tensor] = {}
         self._welcome = Pending(1)
         self._closing = False
@@ -99,12 +112,13 @@ class Link:
         for side in ("up", "down"):
             try:
                 words = {**said, "session": session, "side": side, "maps": False}
-                links[side] = wire.join(lambda: self._open(words), token, words)  # noqa: B023 - called at once
+                links[side] = wire.join(lambda: self._open(words), token, words)  # noqa: B023
             except (wire.RefusedError, OSError, EOFError) as error:
                 for link in links.values():
                     link.close()
                 raise WorldError(
-                    f"{self.name} at {self.where['address']}:{self.where['port']} cannot be used: {error or 'no answer'}"
+                    f"{self.name} at {self.where['address']}:{self.where['port']} cannot be used: "
+                    f"{error or 'no answer'}"
                 ) from error
         self._up, self._down = links["up"], links["down"]
         self._threads = [
@@ -113,7 +127,12 @@ class Link:
         ]
         for thread in self._threads:
             thread.start()
-        self.board.wait(lambda: self._welcome.left == 0, lambda: f"{self.name} has not answered", 30.0, self.number)
+        self.board.wait(
+            lambda: self._welcome.left == 0,
+            lambda: f"{self.name} has not answered",
+            30.0,
+            self.number,
+        )
         answer = self._welcome.answer
         if answer["refused"] or answer["failed"]:
             self.abandon()
@@ -133,7 +152,9 @@ class Link:
             except OSError:  # another host, or another network namespace
                 link.close()
         if self.transport in ("unix", "shared"):
-            raise OSError(f"{TRANSPORT}={self.transport}, but it is on another host; leave the variable out")
+            raise OSError(
+                f"{TRANSPORT}={self.transport}, but it is on another host; leave the variable out"
+            )
         link = socket.create_connection((self.where["address"], self.where["port"]), timeout=10.0)
         contexts = tls_contexts(os.environ)
         try:
@@ -160,7 +181,9 @@ class Link:
         """
         return self.answer(self.begin(op, fd, **fields), op)
 
-    def begin(self, op: str, fd: int | None = None, priority: int = FIRST, **fields: Any) -> Pending:
+    def begin(
+        self, op: str, fd: int | None = None, priority: int = FIRST, **fields: Any
+    ) -> Pending:
         """Send a request."""
         number, pending = self.expect()
         handed = () if fd is None else (lambda: send_file(self._up, fd),)
@@ -177,7 +200,11 @@ class Link:
 
     def answer(self, pending: Pending, what: str, report: Callable[[], None] | None = None) -> Any:
         """Wait for an answer; `report` is that of `Board.wait`."""
-        self.board.wait(lambda: pending.left == 0, lambda: f"{self.name} has not answered to '{what}'", report=report)
+        self.board.wait(
+            lambda: pending.left == 0,
+            lambda: f"{self.name} has not answered to '{what}'",
+            report=report,
+        )
         found = pending.answer
         if isinstance(found, dict) and found.get("error"):
             raise UserError(found["error"])
@@ -185,19 +212,38 @@ class Link:
             raise WorldError(found["lost"])
         return found
 
-    def push(self, chunk: int, number: int, meta: int, values: torch.Tensor, wanted: bool, priority: int,
-             encoded: torch.Tensor | None, copies: bool = False, travels: bool = False) -> None:  # fmt: skip
-        """Queue a chunk; `values` must stay as they are until its value has come, unless it `copies` them before it returns.
+    def push(
+        self,
+        chunk: int,
+        number: int,
+        meta: int,
+        values: torch.Tensor,
+        wanted: bool,
+        priority: int,
+        encoded: torch.Tensor | None,
+        copies: bool = False,
+        travels: bool = False,
+    ) -> None:
+        """Queue a chunk; `values` must stay as they are until its value has come, unless it
+        `copies` them before it returns.
 
-        `encoded`: what is sent instead, in fewer bits. `travels`: not through shared memory, where the next push would overwrite
+        `encoded`: what is sent instead, in fewer bits. `travels`: not through shared memory, where
+        the next push would overwrite
         it before it was read.
         """
         flags = Flag.WANTED if wanted else Flag.NONE
         region = None if travels else self._regions.get(chunk)
         if encoded is not None:
-            self.put(pack(Kind.PUSH, flags | Flag.COMPRESSED, chunk, meta, number, encoded.nbytes), encoded, priority=priority)
+            self.put(
+                pack(Kind.PUSH, flags | Flag.COMPRESSED, chunk, meta, number, encoded.nbytes),
+                encoded,
+                priority=priority,
+            )
         elif region is not None and not copies and self._buffers.get(chunk) == values.data_ptr():
-            self.put(pack(Kind.PUSH, flags | Flag.SHARED | Flag.OWN, chunk, meta, number), priority=priority)
+            self.put(
+                pack(Kind.PUSH, flags | Flag.SHARED | Flag.OWN, chunk, meta, number),
+                priority=priority,
+            )
         elif region is not None:
             header = pack(Kind.PUSH, flags | Flag.SHARED, chunk, meta, number)
             if copies:  # the last round is closed, so that nobody reads there any more
@@ -207,7 +253,11 @@ class Link:
                 self.put(lambda: copy(region, values), header, priority=priority)
         else:
             values = values.clone() if copies else values
-            self.put(pack(Kind.PUSH, flags, chunk, meta, number, values.nbytes), values, priority=priority)
+            self.put(
+                pack(Kind.PUSH, flags, chunk, meta, number, values.nbytes),
+                values,
+                priority=priority,
+            )
 
     def _send(self) -> None:
         try:
@@ -242,7 +292,9 @@ class Link:
         for number, place in chunks.items():
             self._regions[number] = arena.view(place.region, place.count, place.dtype)
             if place.buffer is not None:
-                self._buffers[number] = arena.view(place.buffer, place.count, place.dtype).data_ptr()
+                self._buffers[number] = arena.view(
+                    place.buffer, place.count, place.dtype
+                ).data_ptr()
         for number in chunks:
             if number not in self._shared:
                 told = self.ask("block", chunk=number)
@@ -261,7 +313,11 @@ class Link:
         except (EOFError, OSError):
             self._ended()
         except (FrameError, ValueError, KeyError, TypeError) as error:
-            self.board.fail(WorldError(f"{self.name} sent what is not understood: {type(error).__name__}: {error}"))
+            self.board.fail(
+                WorldError(
+                    f"{self.name} sent what is not understood: {type(error).__name__}: {error}"
+                )
+            )
 
     def _ended(self) -> None:
         if self._closing:
@@ -279,7 +335,9 @@ class Link:
         elif frame.kind == Kind.MESSAGE:
             self._told(read_message(self._down, frame.nbytes))
         elif frame.kind in (Kind.ROWS, Kind.STATE):
-            data = read_bytes(self._down, frame.nbytes, LONGEST_ROWS if frame.kind == Kind.ROWS else LONGEST_STATE)
+            data = read_bytes(
+                self._down, frame.nbytes, LONGEST_ROWS if frame.kind == Kind.ROWS else LONGEST_STATE
+            )
             self._answered(frame.meta, load(bytes(data)) if frame.kind == Kind.STATE else data)
         else:
             raise FrameError(f"a server does not send {frame.kind.name}")
@@ -292,12 +350,16 @@ class Link:
         target, pending = found
         with torch.no_grad():
             if frame.flags & Flag.SHARED:
-                copy(target, (self._regions if frame.flags & Flag.OWN else self._shared)[frame.chunk])
+                copy(
+                    target, (self._regions if frame.flags & Flag.OWN else self._shared)[frame.chunk]
+                )
             elif frame.flags & Flag.COMPRESSED:
                 assert self.down_codec is not None
                 data = torch.empty(self.down_codec.nbytes(len(target)), dtype=torch.uint8)
                 if frame.nbytes != data.nbytes:
-                    raise FrameError(f"a value of {frame.nbytes} bytes for a chunk of {data.nbytes}")
+                    raise FrameError(
+                        f"a value of {frame.nbytes} bytes for a chunk of {data.nbytes}"
+                    )
                 wire.read_into(self._down, raw(data))
                 moved = torch.empty_like(target)  # rounded as the server rounds it
                 self.down_codec.decode(data, moved)
@@ -309,7 +371,9 @@ class Link:
                 target.copy_(base)
             else:
                 if frame.nbytes != target.nbytes:
-                    raise FrameError(f"a value of {frame.nbytes} bytes for a chunk of {target.nbytes}")
+                    raise FrameError(
+                        f"a value of {frame.nbytes} bytes for a chunk of {target.nbytes}"
+                    )
                 wire.read_into(self._down, raw(target))
                 if self.down_codec is not None:
                     self.base[frame.chunk] = target.clone()
@@ -330,7 +394,9 @@ class Link:
             if op == "welcome":
                 self._welcome.answer, self._welcome.left = said, 0
             elif op == "squares":
-                self.squares[said["step"]] = {int(number): float(square) for number, square in said["squares"]}
+                self.squares[said["step"]] = {
+                    int(number): float(square) for number, square in said["squares"]
+                }
             elif op == "done":
                 if said["step"] in self.done:
                     self.done[said["step"]] = said
@@ -381,7 +447,8 @@ class Link:
         self.put(message({"op": "bye"}), None, priority=LAST - 1)
         self._threads[0].join(5.0)  # it has ended already where the server is gone
         self._shut_down()
-        # A thread that is in the midst of torch when the interpreter ends takes the process down with it.
+        # A thread that is in the midst of torch when the interpreter ends takes the process down
+        # with it.
         for thread in self._threads:
             thread.join(5.0)
         for link in (self._up, self._down):

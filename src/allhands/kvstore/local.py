@@ -1,4 +1,5 @@
-"""`LocalStore`: all keys in this process. `CollectiveStore` cuts the same buckets into one part a worker."""
+"""`LocalStore`: all keys in this process. `CollectiveStore` cuts the same buckets into one part a
+worker."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from allhands.kvstore.values import RowSparse, check_rows
 
 
 class LocalStore(KVStore):
-    """One worker's store. "local" keeps the values on the CPU, "device" where the first value of each key lies.
+    """One worker's store. "local" keeps the values on the CPU, "device" where the first value of
+    each key lies.
 
     Args:
         mode: what `create` was given.
@@ -31,7 +33,9 @@ class LocalStore(KVStore):
         device: where all values are kept; None: where they are when they are declared.
     """
 
-    def __init__(self, mode: Mode, rank: int = 0, num_workers: int = 1, device: torch.device | None = None) -> None:
+    def __init__(
+        self, mode: Mode, rank: int = 0, num_workers: int = 1, device: torch.device | None = None
+    ) -> None:
         super().__init__(mode, rank, num_workers)
         self._device = device
         self._buckets: dict[str, Bucket] = {}
@@ -42,14 +46,16 @@ class LocalStore(KVStore):
         self._reduced: tuple[dict[str, Any], list[Bucket]] = {}, []
         self._narrow: Narrow | None = None
 
-    # ------------------------------------------------------------------ what CollectiveStore does with others
+    # -------------------------------------------------------- what CollectiveStore does with others
 
     def _meet(self, call: str, about: Any, share: Share | None = None) -> list[float]:
-        """Make sure that all workers make this call with these arguments; returns their weights, by rank."""
+        """Make sure that all workers make this call with these arguments; returns their weights, by
+        rank."""
         return [share.weight if share else 0.0]
 
     def _meet_in_step(self, about: list[Any], share: Share) -> tuple[list[Any], list[float]]:
-        """The same for `update`, in which a worker without keys does what the others do; returns also what that is."""
+        """The same for `update`, in which a worker without keys does what the others do; returns
+        also what that is."""
         return about, self._meet("update", about, share)
 
     def _agree_on_keys(self, forms: dict[str, str]) -> None:
@@ -80,12 +86,18 @@ class LocalStore(KVStore):
     # ------------------------------------------------------------------ keys
 
     def declare(
-        self, named: Mapping[str, torch.Tensor | RowSparse], complete: bool = False, groups: Mapping[str, int] | None = None
+        self,
+        named: Mapping[str, torch.Tensor | RowSparse],
+        complete: bool = False,
+        groups: Mapping[str, int] | None = None,
     ) -> None:
         forms = {}
         for name in sorted(named):
             if name in self.shapes or name in self.tables:
-                raise UserError(f"the key '{name}' is in the store already; make a new store for another training")
+                raise UserError(
+                    f"the key '{name}' is in the store already; make a new store for another "
+                    "training"
+                )
             forms[name] = _form(named[name], (groups or {}).get(name, 0))
         self._agree_on_keys(forms)
         alike: dict[tuple[str, int, str], list[str]] = defaultdict(list)
@@ -94,7 +106,12 @@ class LocalStore(KVStore):
             if isinstance(value, RowSparse):
                 self.tables[name] = value
                 self._rows[name] = Table(
-                    value, self.optimizer, (groups or {}).get(name, 0), self.rank, self.num_workers, self._swap
+                    value,
+                    self.optimizer,
+                    (groups or {}).get(name, 0),
+                    self.rank,
+                    self.num_workers,
+                    self._swap,
                 )
             else:
                 self.shapes[name] = (value.shape, value.dtype)
@@ -107,7 +124,9 @@ class LocalStore(KVStore):
             bucket.part.copy_(bucket.own(bucket.whole))
             self._add(bucket)
 
-    def _bucket(self, values: Mapping[str, torch.Tensor], group: int, device: torch.device) -> Bucket:
+    def _bucket(
+        self, values: Mapping[str, torch.Tensor], group: int, device: torch.device
+    ) -> Bucket:
         layout = self._narrow.layout(values) if self._narrow is not None else None
         return Bucket(values, group, device, self.rank, self.num_workers, layout)
 
@@ -116,7 +135,8 @@ class LocalStore(KVStore):
             self._buckets[name] = bucket
 
     def _buckets_of(self, names: Iterable[str]) -> list[Bucket]:
-        """The buckets that hold these keys and no others. A bucket that also holds others is cut in two for good.
+        """The buckets that hold these keys and no others. A bucket that also holds others is cut in
+        two for good.
 
         All workers ask for the same keys, so that all of them cut alike.
         """
@@ -139,17 +159,26 @@ class LocalStore(KVStore):
             true = bucket.cut(whole)
         made = []
         for names in pieces:
-            new = self._bucket({name: bucket.views[name] for name in names}, bucket.group, bucket.whole.device)
+            new = self._bucket(
+                {name: bucket.views[name] for name in names}, bucket.group, bucket.whole.device
+            )
             new.part.copy_(new.own(new.filled(true, torch.empty_like(new.whole))))
             if bucket.optimizer is not None:
                 assert self.optimizer is not None
-                new.load({name: {key: tensors[name][key] for key in names} for name in tensors}, numbers, self.optimizer)
+                new.load(
+                    {name: {key: tensors[name][key] for key in names} for name in tensors},
+                    numbers,
+                    self.optimizer,
+                )
             self._add(new)
             made.append(new)
         return made
 
-    def _state_of(self, bucket: Bucket) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, float]]:
-        """The optimizer's state of a bucket: tensors by the state's name, then by key; and numbers."""
+    def _state_of(
+        self, bucket: Bucket
+    ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, float]]:
+        """The optimizer's state of a bucket: tensors by the state's name, then by key; and
+        numbers."""
         if bucket.optimizer is None:
             return {}, {}
         tensors, numbers = bucket.optimizer.state()
@@ -167,7 +196,10 @@ class LocalStore(KVStore):
 
     def _push(self, name: str, value: torch.Tensor, priority: int, share: Share) -> None:
         if name in self._unread:
-            raise UserError(f"the key '{name}' was pushed already and not pulled since; pull it before the next push")
+            raise UserError(
+                f"the key '{name}' was pushed already and not pulled since; pull it before the "
+                "next push"
+            )
         self._check_narrow({name: value})
         weights = self._meet("push", [name, share.expected], share)
         factor = weight_factor(weights, share.expected)
@@ -189,8 +221,14 @@ class LocalStore(KVStore):
         with torch.no_grad():
             out.copy_(self._rows[name].read(ids))
 
-    def update(self, grads: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor], share: Share,
-               groups: Sequence[Mapping[str, Any]] | None = None, clip_norm: float | None = None) -> Step:  # fmt: skip
+    def update(
+        self,
+        grads: Mapping[str, torch.Tensor],
+        outs: Mapping[str, torch.Tensor],
+        share: Share,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        clip_norm: float | None = None,
+    ) -> Step:
         if self.optimizer is None:
             raise UserError("update: the store has no optimizer; call set_optimizer first")
         for name, grad in grads.items():
@@ -203,23 +241,39 @@ class LocalStore(KVStore):
         check_clip_norm(clip_norm)
         self._check_narrow(grads)
         options = None if groups is None else [dict(group) for group in groups]
-        (names, *how), weights = self._meet_in_step([sorted(grads), share.expected, options, clip_norm], share)
+        (names, *how), weights = self._meet_in_step(
+            [sorted(grads), share.expected, options, clip_norm], share
+        )
         self._update(names, grads, weights, *how)
         with torch.no_grad():
             for name, out in outs.items():
                 out.copy_(self._buckets[name].views[name])
         return Step(self._steps, self._present)
 
-    def _update(self, names: Sequence[str], grads: Mapping[str, torch.Tensor], weights: Sequence[float], expected: float | None,
-                groups: Sequence[Mapping[str, Any]] | None, clip_norm: float | None) -> None:  # fmt: skip
-        """One step over the keys `names`; a key that is not in `grads` has a gradient of 0 on this worker."""
+    def _update(
+        self,
+        names: Sequence[str],
+        grads: Mapping[str, torch.Tensor],
+        weights: Sequence[float],
+        expected: float | None,
+        groups: Sequence[Mapping[str, Any]] | None,
+        clip_norm: float | None,
+    ) -> None:
+        """One step over the keys `names`; a key that is not in `grads` has a gradient of 0 on this
+        worker."""
         factor = weight_factor(weights, expected)
         buckets = self._buckets_of(name for name in names if name not in self._rows)
         combined = [self._combined(bucket, grads, factor) for bucket in buckets]
         tables = [self._rows[name] for name in names if name in self._rows]
-        rows = [self._rows[name].combined(grads.get(name), factor) for name in names if name in self._rows]
+        rows = [
+            self._rows[name].combined(grads.get(name), factor)
+            for name in names
+            if name in self._rows
+        ]
         if clip_norm is not None:
-            own = sum(square_of(values) for values in combined) + sum(square_of(found[1]) for found in rows)
+            own = sum(square_of(values) for values in combined) + sum(
+                square_of(found[1]) for found in rows
+            )
             bound = clip_factor(self._total(own), clip_norm)
             if bound != 1.0:
                 for values in (*combined, *(found[1] for found in rows)):
@@ -231,7 +285,9 @@ class LocalStore(KVStore):
         self._steps += 1
 
     @torch.no_grad()
-    def _combined(self, bucket: Bucket, values: Mapping[str, torch.Tensor], factor: float) -> torch.Tensor:
+    def _combined(
+        self, bucket: Bucket, values: Mapping[str, torch.Tensor], factor: float
+    ) -> torch.Tensor:
         """This rank's part of the combined gradient; 1-D, to be changed at will."""
         filled = bucket.filled(values, bucket.room(0))
         if bucket.layout is None:
@@ -242,7 +298,9 @@ class LocalStore(KVStore):
         return part.mul_(factor) if factor != 1.0 else part
 
     @torch.no_grad()
-    def _apply(self, bucket: Bucket, values: torch.Tensor, options: Mapping[str, Any] | None) -> None:
+    def _apply(
+        self, bucket: Bucket, values: torch.Tensor, options: Mapping[str, Any] | None
+    ) -> None:
         if self.optimizer is None:
             bucket.part.copy_(values)
         else:
@@ -267,12 +325,17 @@ class LocalStore(KVStore):
                 raise UserError(f"the gradient of '{name}' is sparse, and reduce takes dense ones")
         self._check_narrow(grads)
         names = sorted(grads)
-        forms = {name: [list(grads[name].shape), str(grads[name].dtype).removeprefix("torch.")] for name in names}
+        forms = {
+            name: [list(grads[name].shape), str(grads[name].dtype).removeprefix("torch.")]
+            for name in names
+        }
         weights = self._meet("reduce", [forms, share.expected], share)
         self._reduce(grads, weights, share.expected)
         return Step(self._steps, self._present)
 
-    def _reduce(self, grads: Mapping[str, torch.Tensor], weights: Sequence[float], expected: float | None) -> None:
+    def _reduce(
+        self, grads: Mapping[str, torch.Tensor], weights: Sequence[float], expected: float | None
+    ) -> None:
         factor = weight_factor(weights, expected)
         self._steps += 1
         if self.num_workers == 1 and self._narrow is None:
@@ -287,7 +350,10 @@ class LocalStore(KVStore):
 
     def _buckets_like(self, grads: Mapping[str, torch.Tensor]) -> list[Bucket]:
         """Buckets for these gradients; those of the last call when they are alike."""
-        forms = {name: (grads[name].shape, grads[name].dtype, self._device or grads[name].device) for name in sorted(grads)}
+        forms = {
+            name: (grads[name].shape, grads[name].dtype, self._device or grads[name].device)
+            for name in sorted(grads)
+        }
         if self._reduced[0] != forms:
             alike: dict[tuple[str, str], list[str]] = defaultdict(list)
             for name, (_, dtype, device) in forms.items():
@@ -334,7 +400,9 @@ class LocalStore(KVStore):
 
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
         if self._narrow is None or not self._narrow.keeps:
-            raise UserError("load_residuals: the store does not compress; call set_gradient_compression first")
+            raise UserError(
+                "load_residuals: the store does not compress; call set_gradient_compression first"
+            )
         for name, values in residuals.items():
             self._check_residual(name, values)
         self._narrow.load_residuals(residuals)
@@ -363,7 +431,8 @@ class LocalStore(KVStore):
             for what, tensor in found.items():
                 if name in self._buckets and tensor.shape != self.shapes[name][0]:
                     raise UserError(
-                        f"the state '{what}' of the key '{name}' has shape {list(tensor.shape)}, the key "
+                        f"the state '{what}' of the key '{name}' has shape {list(tensor.shape)}, "
+                        "the key "
                         f"{list(self.shapes[name][0])}"
                     )
         self._meet("load_state", state.step)
@@ -371,12 +440,16 @@ class LocalStore(KVStore):
             # Keys of one bucket that have not taken the same steps must part.
             alike: dict[str, list[str]] = defaultdict(list)
             for name in bucket.names:
-                form = [sorted(state.tensors.get(name, ())), sorted(state.numbers.get(name, {}).items())]
+                form = [
+                    sorted(state.tensors.get(name, ())),
+                    sorted(state.numbers.get(name, {}).items()),
+                ]
                 alike[json.dumps(form)].append(name)
             for part in self._cut(bucket, list(alike.values())) if len(alike) > 1 else [bucket]:
                 first = part.names[0]
                 tensors = {
-                    what: {name: state.tensors[name][what] for name in part.names} for what in state.tensors.get(first, ())
+                    what: {name: state.tensors[name][what] for name in part.names}
+                    for what in state.tensors.get(first, ())
                 }
                 part.load(tensors, state.numbers.get(first, {}), self.optimizer)
                 self._gather(part, part.part, part.whole)
@@ -391,7 +464,9 @@ def _form(value: torch.Tensor | RowSparse, group: int = 0) -> str:
         return repr(value)
     if value.layout != torch.strided or not value.is_floating_point():
         kind = str(value.dtype) if value.layout == torch.strided else "a sparse tensor"
-        raise UserError(f"a value of a store must be a dense tensor of floating-point numbers, not {kind}")
+        raise UserError(
+            f"a value of a store must be a dense tensor of floating-point numbers, not {kind}"
+        )
     return f"shape {list(value.shape)} of {value.dtype}" + (f" in group {group}" if group else "")
 
 

@@ -10,8 +10,9 @@ from typing import Any
 class Members:
     """The workers of a job, as one server knows them.
 
-    All workers are counted from the beginning, also before they have connected. One that leaves, or is lost, is not counted any
-    more; one that comes again counts from the rounds on that it named, and only for the keys that it named.
+    All workers are counted from the beginning, also before they have connected. One that leaves, or
+    is lost, is not counted any more; one that comes again counts from the rounds on that it named,
+    and only for the keys that it named.
 
     Attributes:
         live: the ranks that are counted.
@@ -29,7 +30,11 @@ class Members:
     def counted(self, key: str, number: int) -> set[int]:
         """The ranks without which round `number` of `key` does not close."""
         with self.lock:
-            return {rank for rank in self.live if rank not in self.begins or self.begins[rank].get(key, number + 1) <= number}
+            return {
+                rank
+                for rank in self.live
+                if rank not in self.begins or self.begins[rank].get(key, number + 1) <= number
+            }
 
     def everyone(self) -> set[int]:
         """The ranks that are counted on."""
@@ -47,7 +52,8 @@ class Members:
             return self.sessions.get(session.rank) is session
 
     def connect(self, session: Any) -> tuple[Any, bool]:
-        """A worker has come; the session that it replaces, and whether it comes again after others went on without it."""
+        """A worker has come; the session that it replaces, and whether it comes again after others
+        went on without it."""
         with self.lock:
             before = self.sessions.get(session.rank)
             again = session.rank not in self.live
@@ -82,7 +88,8 @@ class Members:
             return True
 
     def remove(self, session: Any) -> bool:
-        """A worker is gone; False when it was not counted, or another session has taken its place."""
+        """A worker is gone; False when it was not counted, or another session has taken its
+        place."""
         with self.lock:
             known: Any = self.sessions.get(session.rank)
             if known is not session:

@@ -1,7 +1,10 @@
-"""What a server sends to the next one, which keeps a copy of all that it holds: the input of each update, before it is answered.
+"""What a server sends to the next one, which keeps a copy of all that it holds: the input of each
+update, before it is answered.
 
-Server i connects to server i + 1 (the last one to server 0), proves itself as workers do, and sends control messages, each with a
-payload, which may be empty: raw numbers, or a safetensors file. The other side answers each one when it has it, and then applies
+Server i connects to server i + 1 (the last one to server 0), proves itself as workers do, and sends
+control messages, each with a
+payload, which may be empty: raw numbers, or a safetensors file. The other side answers each one
+when it has it, and then applies
 it: the same update of the same numbers gives the same numbers.
 """
 
@@ -49,14 +52,16 @@ Ticket = tuple[socket.socket, int]
 class Mirror:
     """One shard's connection to the server that keeps its copy.
 
-    While there is none, the training goes on without a copy, and a new one is made as soon as the other server is there.
+    While there is none, the training goes on without a copy, and a new one is made as soon as the
+    other server is there.
 
     Args:
         shard: what is copied.
         store: the number of the store in the job.
         token: the job's.
         find: gives a server's present announcement.
-        patience: seconds for which the other server may owe an answer. Workers that wait for it must not seem lost meanwhile.
+        patience: seconds for which the other server may owe an answer. Workers that wait for it
+            must not seem lost meanwhile.
     """
 
     def __init__(self, shard: Any, store: int, token: bytes, find: Find, patience: float) -> None:
@@ -66,10 +71,14 @@ class Mirror:
         self._tls = tls_contexts(os.environ)
         self._up: socket.socket | None = None
         self._down: socket.socket | None = None
-        self._sending = threading.RLock()  # the order of what is sent; taken after a chunk's or a table's lock
+        self._sending = (
+            threading.RLock()
+        )  # the order of what is sent; taken after a chunk's or a table's lock
         self._changed = threading.Condition()
         self._sent = self._taken = 0
-        self._chunks: dict[int, int] = {}  # those that the other side has, and how often they had been set by no round
+        self._chunks: dict[
+            int, int
+        ] = {}  # those that the other side has, and how often they had been set by no round
         self._tables: set[int] = set()
         self._known: set[int] = set()  # chunks and tables that the other side has been told of
         self._answer: tuple[dict[str, Any], bytes] | None = None
@@ -81,7 +90,8 @@ class Mirror:
     # ------------------------------------------------------------------ the connection
 
     def start(self) -> bool:
-        """Make a copy, and another one whenever it was lost; False where that is being done already."""
+        """Make a copy, and another one whenever it was lost; False where that is being done
+        already."""
         if self._thread is not None:
             return False
         self._thread = threading.Thread(target=self._keep, name="mirror", daemon=True)
@@ -109,7 +119,11 @@ class Mirror:
                         self._tell(f"it cannot be reached ({error or 'no answer'})")
                 if self._up is not None and self._alone:
                     self._alone = False
-                    print(f"allhands: server {self.target} keeps a copy of server {self.shard.number} again", flush=True)
+                    print(
+                        f"allhands: server {self.target} keeps a copy of server "
+                        f"{self.shard.number} again",
+                        flush=True,
+                    )
             if self._up is not None or time.monotonic() - began > self._patience:
                 self._tried.set()
             self._closed.wait(_LOOK_EVERY)
@@ -119,12 +133,20 @@ class Mirror:
         where, session = self._find(self.target), secrets.token_hex(8)
         links: list[socket.socket] = []
         try:
-            for side in ("up", "down"):  # two, because a connection with TLS is not read and written at once
+            for side in (
+                "up",
+                "down",
+            ):  # two, because a connection with TLS is not read and written at once
                 said = {
-                    "session": session, "side": side, "mirror": self.shard.number, "store": self._store,
+                    "session": session,
+                    "side": side,
+                    "mirror": self.shard.number,
+                    "store": self._store,
                     "rules": self.shard.rules,
-                }  # fmt: skip
-                links.append(wire.join(lambda: self._open(where), self._token, said, self._patience))
+                }
+                links.append(
+                    wire.join(lambda: self._open(where), self._token, said, self._patience)
+                )
                 links[-1].settimeout(self._patience)
         except BaseException:
             for link in links:
@@ -164,7 +186,10 @@ class Mirror:
                 frame = read_header(down, header)
                 if frame.kind == Kind.MESSAGE:
                     said = read_message(down, frame.nbytes)
-                    self._answer = said, bytes(read_bytes(down, read_header(down, header).nbytes, LONGEST_STATE))
+                    self._answer = (
+                        said,
+                        bytes(read_bytes(down, read_header(down, header).nbytes, LONGEST_STATE)),
+                    )
                 elif frame.kind != Kind.BEAT:
                     raise FrameError(f"it sent {frame.kind.name}")
                 with self._changed:
@@ -202,9 +227,11 @@ class Mirror:
         if not self._alone and self.shard.members.everyone():  # else the job ends
             self._alone = True
             print(
-                f"allhands: server {self.shard.number} goes on without a copy, because server {self.target}, which keeps it, is "
-                f"lost: {why}; there is another one once that server is back", flush=True,
-            )  # fmt: skip
+                f"allhands: server {self.shard.number} goes on without a copy, because server "
+                f"{self.target}, which keeps it, is "
+                f"lost: {why}; there is another one once that server is back",
+                flush=True,
+            )
 
     def _say(self, fields: Mapping[str, Any], payload: torch.Tensor | bytes = b"") -> Ticket | None:
         """Send something; what to wait for, or None without a connection."""
@@ -233,12 +260,18 @@ class Mirror:
     # ------------------------------------------------------------------ what is copied
 
     def begin(self, chunk: Any, options: dict[str, Any] | None, workers: int) -> Ticket | None:
-        """Send the sum of a round that is about to be applied; None where the whole chunk is to be sent afterwards. The chunk's
-        lock is held."""
+        """Send the sum of a round that is about to be applied; None where the whole chunk is to be
+        sent afterwards. The chunk's lock is held."""
         with self._sending:
             if self._chunks.get(chunk.number) != chunk.outside:
                 return None
-            said = {"op": "step", "chunk": chunk.number, "options": options, "workers": workers, "square": chunk.square}
+            said = {
+                "op": "step",
+                "chunk": chunk.number,
+                "options": options,
+                "workers": workers,
+                "square": chunk.square,
+            }
             return self._say(said, chunk.total)
 
     def settle(self, chunk: Any, ticket: Ticket | None) -> None:
@@ -257,11 +290,20 @@ class Mirror:
                 self._chunks[chunk.number] = chunk.outside
             return ticket
 
-    def rows(self, table: Any, ids: torch.Tensor, rows: torch.Tensor, options: dict[str, Any] | None) -> None:
-        """Send the rows of a round that is about to be applied, and wait. The table's lock is held."""
+    def rows(
+        self, table: Any, ids: torch.Tensor, rows: torch.Tensor, options: dict[str, Any] | None
+    ) -> None:
+        """Send the rows of a round that is about to be applied, and wait. The table's lock is
+        held."""
         with self._sending:
             known = table.number in self._tables
-            ticket = self._say({"op": "rows", "table": table.number, "options": options}, pack_rows(ids, rows)) if known else None
+            ticket = (
+                self._say(
+                    {"op": "rows", "table": table.number, "options": options}, pack_rows(ids, rows)
+                )
+                if known
+                else None
+            )
         self._wait(ticket)
 
     def settings(self) -> None:
@@ -272,13 +314,18 @@ class Mirror:
     def _tell_settings(self) -> Ticket | None:
         with self._sending:
             with self.shard._lock:
-                fields = {**about(self.shard, 0), "versions": {}, "table_versions": {}, "passed": self.shard.passed}
+                fields = {
+                    **about(self.shard, 0),
+                    "versions": {},
+                    "table_versions": {},
+                    "passed": self.shard.passed,
+                }
             self._known = {one[0] for one in (*fields["chunks"], *fields["tables"])}
             return self._say({"op": "settings", **fields})
 
     def refresh(self) -> None:
-        """Send settings, rows, and all chunks that the other side has not, or that were set by no round, and wait. No lock is
-        held."""
+        """Send settings, rows, and all chunks that the other side has not, or that were set by no
+        round, and wait. No lock is held."""
         self._tried.wait(2 * self._patience)
         self._refresh()
 
@@ -304,7 +351,8 @@ class Mirror:
     # ------------------------------------------------------------------ back
 
     def fetch(self) -> bool:
-        """Take everything from the copy, after this server was started again; whether there was a whole one."""
+        """Take everything from the copy, after this server was started again; whether there was a
+        whole one."""
         end = time.monotonic() + _LONGEST_LOOK
         while True:
             try:

@@ -51,7 +51,8 @@ class Copy:
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def hold(self, up: socket.socket, down: socket.socket, live: Any) -> None:
-        """Take what comes on a connection until it ends; `live` says who is counted on now. An older connection ends."""
+        """Take what comes on a connection until it ends; `live` says who is counted on now. An
+        older connection ends."""
         with self._lock:
             before, self._present = self._present, (up, down)
         _end(before)
@@ -76,9 +77,11 @@ class Copy:
         except (UserError, FrameError, KeyError, ValueError, TypeError, RuntimeError) as error:
             self.whole = False
             print(
-                f"allhands: the copy of server {self._made[0]} was lost, because what came cannot be applied: "
-                f"{type(error).__name__}: {error}", flush=True,
-            )  # fmt: skip
+                f"allhands: the copy of server {self._made[0]} was lost, because what came cannot "
+                "be applied: "
+                f"{type(error).__name__}: {error}",
+                flush=True,
+            )
         finally:
             _end((up, down))
 
@@ -100,7 +103,9 @@ class Copy:
         match said["op"]:
             case "step":
                 chunk = shard.chunks[said["chunk"]]
-                chunk.repeat(body.view(chunk.weights.dtype), said["options"], said["workers"], said["square"])
+                chunk.repeat(
+                    body.view(chunk.weights.dtype), said["options"], said["workers"], said["square"]
+                )
             case "rows":
                 table = shard.tables[said["table"]]
                 table.repeat(*unpack_rows(bytearray(body), table.table, True), said["options"])
@@ -112,7 +117,11 @@ class Copy:
             case "table":
                 shard.tables[said["table"]].restore(said, load(body))
             case "fill" | "end":
-                self.shard, self.whole, self.finished = Shard(*self._made), False, said["op"] == "end"
+                self.shard, self.whole, self.finished = (
+                    Shard(*self._made),
+                    False,
+                    said["op"] == "end",
+                )
             case "whole":
                 self.whole = True
             case other:
@@ -127,12 +136,25 @@ class Copy:
             tensors |= states
         for table in tables:
             tensors |= state_of_table(table)
-        settings = {**about(shard, 0), "versions": {}, "table_versions": {}, "passed": shard.passed, "live": live}
+        settings = {
+            **about(shard, 0),
+            "versions": {},
+            "table_versions": {},
+            "passed": shard.passed,
+            "live": live,
+        }
         body = save(tensors)
-        down.sendall(message({
-            "whole": self.whole, "settings": settings, "chunks": [fields for fields, _ in chunks],
-            "tables": [table.about() for table in tables],
-        }) + pack(Kind.PUSH, nbytes=len(body)))  # fmt: skip
+        down.sendall(
+            message(
+                {
+                    "whole": self.whole,
+                    "settings": settings,
+                    "chunks": [fields for fields, _ in chunks],
+                    "tables": [table.about() for table in tables],
+                }
+            )
+            + pack(Kind.PUSH, nbytes=len(body))
+        )
         down.sendall(body)
 
 

@@ -14,8 +14,10 @@ class Mode:
     Attributes:
         name: as it was given to `create`.
         distributed: several workers share the store.
-        wait: "sync" (all workers push before anyone goes on), "ssp" (nobody runs more than a number of steps ahead) or "async".
-        by_host: with servers, the workers of one host are one member: their gradients are added up there, and sent once.
+        wait: "sync" (all workers push before anyone goes on), "ssp" (nobody runs more than a number
+            of steps ahead) or "async".
+        by_host: with servers, the workers of one host are one member: their gradients are added up
+            there, and sent once.
     """
 
     name: str
@@ -49,5 +51,8 @@ def mode_named(name: str) -> Mode:
         raise UserError(f"create({name!r}); write the name of a kind of store: {', '.join(MODES)}")
     mode = MODES.get(name.lower())
     if mode is None:
-        raise UserError(f"there is no key-value store '{name}'{did_you_mean(name, MODES)} Known are: {', '.join(MODES)}")
+        raise UserError(
+            f"there is no key-value store '{name}'{did_you_mean(name, MODES)} Known are: "
+            f"{', '.join(MODES)}"
+        )
     return mode

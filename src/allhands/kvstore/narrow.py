@@ -1,8 +1,8 @@
 """`Narrow`: gradients and weights in fewer bits, in a store without servers.
 
-Keys are cut as one server cuts them, and each piece has a worker that is its server: it decodes and adds up what all workers
-push, and encodes what the step has changed. So the numbers are those of a job with one server, also where a codec looks at a
-whole piece (1bit, topk).
+Keys are cut as one server cuts them, and each piece has a worker that is its server: it decodes and
+adds up what all workers push, and encodes what the step has changed. So the numbers are those of a
+job with one server, also where a codec looks at a whole piece (1bit, topk).
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Narrow:
         rank, workers: who takes part.
     """
 
-    def __init__(self, push: Mapping[str, Any], pull: Mapping[str, Any], rank: int, workers: int) -> None:
+    def __init__(
+        self, push: Mapping[str, Any], pull: Mapping[str, Any], rank: int, workers: int
+    ) -> None:
         self._up_codec, self._down_codec = codec_from(push), codec_from(pull)
         self.keeps, self.narrows_values = push != NO_CODEC, pull != NO_CODEC
         self._rank, self._workers = rank, workers
@@ -40,7 +42,8 @@ class Narrow:
         self._down: dict[tuple[str, int], Compressor] = {}
 
     def layout(self, values: Mapping[str, torch.Tensor]) -> dict[str, list[Piece]] | None:
-        """Where the pieces of these keys lie; None where they are not compressed. A key stays where it was put first."""
+        """Where the pieces of these keys lie; None where they are not compressed. A key stays where
+        it was put first."""
         if not all(compressible(value.dtype) for value in values.values()):
             return None
         for name in sorted(values):
@@ -55,7 +58,8 @@ class Narrow:
         return {name: self._pieces[name] for name in sorted(values)}
 
     def check(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Raise `UserError` for a number that cannot be compressed, before any residual has changed."""
+        """Raise `UserError` for a number that cannot be compressed, before any residual has
+        changed."""
         for name, value in values.items():
             if value.layout == torch.strided and compressible(value.dtype):
                 check_finite(name, value)
@@ -63,11 +67,14 @@ class Narrow:
     # ------------------------------------------------------------------ a round
 
     def added_up(self, bucket: Bucket, values: torch.Tensor, swap: Swap) -> torch.Tensor:
-        """This rank's part of the sum over the workers of what they push, each in fewer bits; all ranks call it."""
+        """This rank's part of the sum over the workers of what they push, each in fewer bits; all
+        ranks call it."""
         sent: list[list[torch.Tensor]] = [[] for _ in range(self._workers)]
         flat = values.to("cpu")
         for name, offset, piece in bucket.pieces():
-            data = self._compressor(name, piece.number).compress(flat[offset + piece.start : offset + piece.stop], name)
+            data = self._compressor(name, piece.number).compress(
+                flat[offset + piece.start : offset + piece.stop], name
+            )
             sent[piece.server].append(data)
         total = torch.empty(len(bucket.part), dtype=values.dtype)
         counts = [piece.stop - piece.start for _, _, piece in bucket.pieces(self._rank)]
@@ -84,7 +91,9 @@ class Narrow:
 
     def _compressor(self, name: str, number: int) -> Compressor:
         if name not in self._up:
-            self._up[name] = [Compressor(self._up_codec, piece.stop - piece.start) for piece in self._pieces[name]]
+            self._up[name] = [
+                Compressor(self._up_codec, piece.stop - piece.start) for piece in self._pieces[name]
+            ]
         return self._up[name][number]
 
     def spread(self, bucket: Bucket, part: torch.Tensor, changes: bool, swap: Swap) -> None:
@@ -93,15 +102,17 @@ class Narrow:
         Args:
             bucket: its `whole` is what all workers have.
             part: the true values of this rank's part.
-            changes: send by how much values have changed, as with an optimizer. Else the values themselves are sent, and what
-                is lost of them is added to the next.
+            changes: send by how much values have changed, as with an optimizer. Else the values
+                themselves are sent, and what is lost of them is added to the next.
         """
         mine = bucket.pieces(self._rank)
         counts = [piece.stop - piece.start for _, _, piece in mine]
         new, had = part.to("cpu").split(counts), bucket.own(bucket.whole).to("cpu").split(counts)
         encoded, failed = [_OK], ""
         for (name, _, piece), value, before in zip(mine, new, had, strict=True):
-            compressor = self._down.setdefault((name, piece.number), Compressor(self._down_codec, len(value)))
+            compressor = self._down.setdefault(
+                (name, piece.number), Compressor(self._down_codec, len(value))
+            )
             try:
                 encoded.append(compressor.compress(value - before if changes else value, name))
             except UserError as error:
@@ -110,7 +121,11 @@ class Narrow:
             if changes:  # what is lost is in the next difference already
                 compressor.load(torch.zeros(len(value)))
         # After a first byte of 1 come the words of an error, which all ranks raise.
-        body = torch.frombuffer(bytearray(b"\x01" + failed.encode()), dtype=torch.uint8) if failed else torch.cat(encoded)
+        body = (
+            torch.frombuffer(bytearray(b"\x01" + failed.encode()), dtype=torch.uint8)
+            if failed
+            else torch.cat(encoded)
+        )
         received = swap([body] * self._workers)
         for rank, data in enumerate(received):
             if data[0]:
@@ -132,13 +147,19 @@ class Narrow:
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """What the pushes have left over on this worker: by key, float32, 1-D."""
-        return {name: torch.cat([one.state() for one in each]) for name, each in self._up.items()} if self.keeps else {}
+        return (
+            {name: torch.cat([one.state() for one in each]) for name, each in self._up.items()}
+            if self.keeps
+            else {}
+        )
 
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Go on with what `residuals` gave."""
         for name, values in residuals.items():
             for piece in self._pieces[name]:
-                self._compressor(name, piece.number).load(values.reshape(-1)[piece.start : piece.stop])
+                self._compressor(name, piece.number).load(
+                    values.reshape(-1)[piece.start : piece.stop]
+                )
 
     def forget_values(self) -> None:
         """All workers have got the values whole: nothing of the way back is left over."""

@@ -1,4 +1,5 @@
-"""Coming back after a server was started again: with what its mirror has, or to a step of which all servers have a snapshot."""
+"""Coming back after a server was started again: with what its mirror has, or to a step of which all
+servers have a snapshot."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from allhands.kvstore.snapshots import Snapshots
 class Recovery:
     """How a shard comes back, and the meeting of all workers when it does.
 
-    Every worker asks every server to go back, with the same step and the same name of the occasion. The first one's asking does
-    it; all are answered when all have asked. What a worker sent before it asked belongs to the time before, and is dropped.
+    Every worker asks every server to go back, with the same step and the same name of the occasion.
+    The first one's asking does it; all are answered when all have asked. What a worker sent before
+    it asked belongs to the time before, and is dropped.
 
     Args:
         snapshots: where there are some.
@@ -23,7 +25,8 @@ class Recovery:
     def __init__(self, snapshots: Snapshots | None, restarted: bool = False) -> None:
         self.snapshots = snapshots
         self.restored = not restarted
-        # A server that was started again takes nothing that is not of an occasion, and so serves nothing that was not restored.
+        # A server that was started again takes nothing that is not of an occasion, and so serves
+        # nothing that was not restored.
         self.occasion = "not restored" if restarted else ""
         self._lock = threading.RLock()
         self._fetching = threading.Lock()
@@ -38,7 +41,11 @@ class Recovery:
 
     def closed(self, shard: Any, chunk: Any) -> None:
         """A round of a chunk was applied. The chunk's lock is held."""
-        if self.snapshots is not None and chunk.version % self.snapshots.every == 0 and chunk.number in shard.trained():
+        if (
+            self.snapshots is not None
+            and chunk.version % self.snapshots.every == 0
+            and chunk.number in shard.trained()
+        ):
             self.snapshots.collect(shard, chunk)
 
     def stepped(self, shard: Any) -> None:
@@ -52,19 +59,23 @@ class Recovery:
             self.snapshots.take_all(shard, number)
 
     def from_copy(self, shard: Any, occasion: str) -> bool:
-        """Whether the shard has all that it ever answered: it lives, or its mirror had a whole copy, which is fetched once. All
-        workers are told the same, also those that ask when another one has gone back already."""
+        """Whether the shard has all that it ever answered: it lives, or its mirror had a whole
+        copy, which is fetched once. All workers are told the same, also those that ask when another
+        one has gone back already."""
         with self._fetching:
             if occasion not in self._fetched:
-                self._fetched[occasion] = self.restored or (shard.mirror is not None and shard.mirror.fetch())
+                self._fetched[occasion] = self.restored or (
+                    shard.mirror is not None and shard.mirror.fetch()
+                )
             return self._fetched[occasion]
 
     def go_back(self, shard: Any, session: Any, request: int, said: dict[str, Any]) -> None:
         """Go back, once for each occasion; the answer comes when all workers have asked.
 
         Args:
-            said: `step`, None to stay at what there is; `occasion`; `empty`, the server holds nothing; and `seen`, the newest
-                version of each chunk and table that the worker knows of.
+            said: `step`, None to stay at what there is; `occasion`; `empty`, the server holds
+                nothing; and `seen`, the newest version of each chunk and table that the worker
+                knows of.
         """
         with self._lock:
             if said["occasion"] != self.occasion:
@@ -82,7 +93,9 @@ class Recovery:
         try:
             if step is None:
                 for chunk in shard.chunks.values():
-                    chunk.outside += chunk.down is not None  # workers get compressed changes whole next time
+                    chunk.outside += (
+                        chunk.down is not None
+                    )  # workers get compressed changes whole next time
             else:
                 if not empty:
                     assert self.snapshots is not None
@@ -95,12 +108,14 @@ class Recovery:
             shard.mirror.refresh()
 
     def _check(self, shard: Any, seen: dict[str, int]) -> None:
-        """A copy may be older than what a worker knows of, if the connection to it was lost before the server was."""
+        """A copy may be older than what a worker knows of, if the connection to it was lost before
+        the server was."""
         for number, version in seen.items():
             part = shard.chunks.get(int(number)) or shard.tables.get(int(number))
             if part is None or part.version < version:
                 self._trouble = (
-                    f"the copy of server {shard.number} is older than what workers have got from it: it had gone on without one "
+                    f"the copy of server {shard.number} is older than what workers have got from "
+                    "it: it had gone on without one "
                     "when it was lost; train again from the last checkpoint"
                 )
 

@@ -16,8 +16,9 @@ from allhands.kvstore.data import Device, devices_of
 def replicate(net: nn.Module, devices: Sequence[Device] | Device) -> Replicas:
     """Put a net on several devices.
 
-    ``[loss(net(X), Y) for X, Y in zip(data, label)]`` then computes each slice that `split_and_load` made on its own device, and
-    `Trainer` adds up the gradients of all of them and keeps their weights alike.
+    ``[loss(net(X), Y) for X, Y in zip(data, label)]`` then computes each slice that
+    `split_and_load` made on its own device, and `Trainer` adds up the gradients of all of them and
+    keeps their weights alike.
 
     Args:
         net: the net, which becomes the first replica; the others are copies of it.
@@ -30,18 +31,23 @@ def replicate(net: nn.Module, devices: Sequence[Device] | Device) -> Replicas:
         raise UserError("the net was replicated already; call replicate once, with all devices")
     for name, parameter in net.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise UserError(f"'{name}' has no shape yet; call the net on one batch, then replicate it")
+            raise UserError(
+                f"'{name}' has no shape yet; call the net on one batch, then replicate it"
+            )
     unique = list(dict.fromkeys(devices_of(devices)))
     first = net.to(unique[0])
-    return Replicas({unique[0]: first, **{device: copy.deepcopy(first).to(device) for device in unique[1:]}})
+    return Replicas(
+        {unique[0]: first, **{device: copy.deepcopy(first).to(device) for device in unique[1:]}}
+    )
 
 
 class Replicas(nn.Module):
     """Copies of a net; a call goes to the copy on the device of the first tensor that is passed.
 
-    `parameters`, `state_dict` and the like are those of the first replica. Buffers, such as the running statistics of BatchNorm,
-    go their own way on each replica in training; `state_dict` has their mean, and `eval` gives the mean to all replicas, so that
-    all of them answer alike. Whole numbers among the buffers are those of the first.
+    `parameters`, `state_dict` and the like are those of the first replica. Buffers, such as the
+    running statistics of BatchNorm, go their own way on each replica in training; `state_dict` has
+    their mean, and `eval` gives the mean to all replicas, so that all of them answer alike. Whole
+    numbers among the buffers are those of the first.
     """
 
     def __init__(self, replicas: Mapping[torch.device, nn.Module]) -> None:
@@ -64,26 +70,38 @@ class Replicas(nn.Module):
         device = _device_of((args, kwargs))
         replica = self.__dict__["_by_device"].get(device)
         if replica is None:
-            found = "no tensor was passed" if device is None else f"the first tensor passed is on {device}"
+            found = (
+                "no tensor was passed"
+                if device is None
+                else f"the first tensor passed is on {device}"
+            )
             raise UserError(
-                f"which replica? {found}, and there are replicas on {', '.join(map(str, self.devices))}; cut the batch with "
+                f"which replica? {found}, and there are replicas on "
+                f"{', '.join(map(str, self.devices))}; cut the batch with "
                 "split_and_load(batch, devices)"
             )
         return replica(*args, **kwargs)
 
     def collect_params(self) -> dict[str, list[nn.Parameter]]:
         """Parameters by name; for each a list with one for each replica. What `Trainer` takes."""
-        named = [dict(replica.named_parameters(remove_duplicate=False)) for replica in self.replicas]
-        return {name: [parameters[name] for parameters in named] for name in dict(self.replicas[0].named_parameters())}
+        named = [
+            dict(replica.named_parameters(remove_duplicate=False)) for replica in self.replicas
+        ]
+        return {
+            name: [parameters[name] for parameters in named]
+            for name in dict(self.replicas[0].named_parameters())
+        }
 
     # ------------------------------------------------------------------ as nn.Module has them
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True,
-                         remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:  # fmt: skip
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         return self.replicas[0].named_parameters(prefix, recurse, remove_duplicate)
 
-    def named_buffers(self, prefix: str = "", recurse: bool = True,
-                      remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         return self.replicas[0].named_buffers(prefix, recurse, remove_duplicate)
 
     def train(self, mode: bool = True) -> Replicas:
@@ -111,22 +129,32 @@ class Replicas(nn.Module):
                 state[prefix + name] = mean
         return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         if assign:
-            raise UserError("load_state_dict(assign=True) would give all replicas the same tensors; leave assign out")
+            raise UserError(
+                "load_state_dict(assign=True) would give all replicas the same tensors; leave "
+                "assign out"
+            )
         loaded = [replica.load_state_dict(state_dict, strict) for replica in self.replicas]
         return loaded[0]
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Replicas:
         raise UserError(
-            "apply would change each replica by itself, to other random numbers for one; call net.apply(…) before replicate"
+            "apply would change each replica by itself, to other random numbers for one; call "
+            "net.apply(…) before replicate"
         )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Replicas:
-        raise UserError("replicas cannot be moved or cast (to, cuda, half, …); do that to the net, then replicate it")
+        raise UserError(
+            "replicas cannot be moved or cast (to, cuda, half, …); do that to the net, then "
+            "replicate it"
+        )
 
     def _mean_buffers(self) -> dict[str, torch.Tensor]:
-        """The mean over the replicas of each floating-point buffer, on the first device; none of one replica's."""
+        """The mean over the replicas of each floating-point buffer, on the first device; none of
+        one replica's."""
         replicas = self.replicas
         if len(replicas) == 1:
             return {}

@@ -1,4 +1,5 @@
-"""A server's table of rows that are made when they are first written, and the optimizer's state beside each of them."""
+"""A server's table of rows that are made when they are first written, and the optimizer's state
+beside each of them."""
 
 from __future__ import annotations
 
@@ -19,18 +20,20 @@ _EMPTY = -1
 class RowTable:
     """The rows of a `RowSparse` key that one server has, by id.
 
-    Updates are lazy: an optimizer's step over some rows leaves all others, and their state, as they are. Weight decay and
-    momentum therefore act on a row only when it is pushed (as torch.optim.SparseAdam does for Adam), and each row counts its own
-    steps for what depends on them. A row that is in every push gets what torch's plain loop computes for it, bit for bit in
-    float32 and float64.
+    Updates are lazy: an optimizer's step over some rows leaves all others, and their state, as they
+    are. Weight decay and
+    momentum therefore act on a row only when it is pushed (as torch.optim.SparseAdam does for
+    Adam), and each row counts its own steps for what depends on them. A row that is in every push
+    gets what torch's plain loop computes for it, bit for bit in float32 and float64.
 
-    Memory is taken for rows that were pushed, and for those only: up to 1.5 times their numbers and states (and as much again
+    Memory is taken for rows that were pushed, and for those only: up to 1.5 times their numbers and
+    states (and as much again
     while the table grows), and 40 to 72 bytes a row for finding and counting.
 
     Args:
         table: what the key is.
-        spec: the optimizer; None assigns what is pushed. With ``multi_precision``, rows of 16 bits are kept and updated as
-            float32.
+        spec: the optimizer; None assigns what is pushed. With ``multi_precision``, rows of 16 bits
+            are kept and updated as float32.
         group: which of the optimizer's groups.
 
     Raises:
@@ -52,9 +55,15 @@ class RowTable:
     def set_optimizer(self, spec: OptimizerSpec | None, group: int = 0) -> None:
         """Update with another optimizer from now on, from its first state; the rows stay."""
         if spec is not None and spec.name not in _UPDATES:
-            raise UserError(f"a RowSparse key cannot be updated by '{spec.name}'; write one of {', '.join(_UPDATES)}")
+            raise UserError(
+                f"a RowSparse key cannot be updated by '{spec.name}'; write one of "
+                f"{', '.join(_UPDATES)}"
+            )
         options = dict(spec.groups[group]) if spec is not None else {}
-        wide = options.pop("multi_precision", False) and self.table.dtype in (torch.float16, torch.bfloat16)
+        wide = options.pop("multi_precision", False) and self.table.dtype in (
+            torch.float16,
+            torch.bfloat16,
+        )
         self._spec, self._options, self._last = spec, options, dict[str, Any]()
         self._rows = self._rows.to(torch.float32 if wide else self.table.dtype)
         self._states = {name: self._first(name, len(self._rows)) for name in self._state_names()}
@@ -83,7 +92,9 @@ class RowTable:
             out[present] = self._rows.index_select(0, slots[present]).to(self.table.dtype)
         return out
 
-    def push(self, ids: torch.Tensor, grads: torch.Tensor, options: Mapping[str, Any] | None = None) -> None:
+    def push(
+        self, ids: torch.Tensor, grads: torch.Tensor, options: Mapping[str, Any] | None = None
+    ) -> None:
         """Take one optimizer step over these rows; without an optimizer, assign them.
 
         Args:
@@ -92,18 +103,27 @@ class RowTable:
             options: numbers of the optimizer's group from this step on: ``{"lr": 0.01}``.
 
         Raises:
-            UserError: ids or shapes that cannot be, or an option that does not exist, cannot change or is out of range. Nothing
-                has changed then.
+            UserError: ids or shapes that cannot be, or an option that does not exist, cannot change
+                or is out of range. Nothing has changed then.
         """
         self._check(ids)
         if len(ids) > 1 and not bool((ids[1:] > ids[:-1]).all()):
-            raise UserError("the ids of pushed rows must ascend, each of them once; add rows up with sum_rows first")
+            raise UserError(
+                "the ids of pushed rows must ascend, each of them once; add rows up with sum_rows "
+                "first"
+            )
         if grads.shape != (len(ids), self.table.columns):
-            raise UserError(f"rows of shape {list(grads.shape)} for {len(ids)} ids; it must be {[len(ids), self.table.columns]}")
+            raise UserError(
+                f"rows of shape {list(grads.shape)} for {len(ids)} ids; it must be "
+                f"{[len(ids), self.table.columns]}"
+            )
         if self._spec is not None and options and options != self._last:
             new = changed(self._spec.name, self._options, options)
             if new.get("momentum", 0) > 0 and "momentum_buffer" not in self._states:
-                raise UserError(f"{self._spec.name} began with momentum 0 and cannot get one later; set it from the start")
+                raise UserError(
+                    f"{self._spec.name} began with momentum 0 and cannot get one later; set it "
+                    "from the start"
+                )
             self._options, self._last = new, dict(options)
         if not len(ids):
             return
@@ -115,7 +135,9 @@ class RowTable:
         rows = self._rows.index_select(0, slots)
         states = {name: kept.index_select(0, slots) for name, kept in self._states.items()}
         states["step"] += 1
-        _UPDATES[self._spec.name](rows, -values if self._options["maximize"] else values, states, self._options)
+        _UPDATES[self._spec.name](
+            rows, -values if self._options["maximize"] else values, states, self._options
+        )
         self._rows[slots] = rows
         for name, kept in self._states.items():
             kept[slots] = states[name]
@@ -132,31 +154,42 @@ class RowTable:
         """All that was pushed, in the order of ids, as copies.
 
         Returns:
-            "ids" (int64, shape [n]), "rows" (shape [n, columns]), with an optimizer "step" (int64, shape [n]: how often each row
-            was pushed) and its states under torch's names, such as "exp_avg" (shape [n, columns]). What several servers have can
-            be concatenated, and divided in other ways.
+            "ids" (int64, shape [n]), "rows" (shape [n, columns]), with an optimizer "step" (int64,
+            shape [n]: how often each row was pushed) and its states under torch's names, such as
+            "exp_avg" (shape [n, columns]). What several servers have can be concatenated, and
+            divided in other ways.
         """
         ids, order = self._ids[: len(self)].sort()
         found = {"ids": ids, "rows": self._rows.index_select(0, order)}
-        return {**found, **{name: kept.index_select(0, order) for name, kept in self._states.items()}}
+        return {
+            **found,
+            **{name: kept.index_select(0, order) for name, kept in self._states.items()},
+        }
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Replace all rows by what `state` gave, in any order; without the optimizer's states, those begin anew.
+        """Replace all rows by what `state` gave, in any order; without the optimizer's states,
+        those begin anew.
 
         Raises:
-            UserError: a part is missing, unknown or of another shape, or an id is there twice or beyond the table.
+            UserError: a part is missing, unknown or of another shape, or an id is there twice or
+                beyond the table.
         """
         ids = state.get("ids")
         wanted = {"ids", "rows"}, {"ids", "rows", *self._states}
         if ids is None or set(state) not in wanted:
-            raise UserError(f"a table's state has the parts {sorted(wanted[1])}, but there are {sorted(state)}")
+            raise UserError(
+                f"a table's state has the parts {sorted(wanted[1])}, but there are {sorted(state)}"
+            )
         self._check(ids)
         if len(torch.unique(ids)) < len(ids):
             raise UserError("the state of a table has an id twice")
         for name, value in state.items():
             shape = (len(ids),) if name in ("ids", "step") else (len(ids), self.table.columns)
             if value.shape != shape:
-                raise UserError(f"'{name}' in a table's state has shape {list(value.shape)}; it must be {list(shape)}")
+                raise UserError(
+                    f"'{name}' in a table's state has shape {list(value.shape)}; it must be "
+                    f"{list(shape)}"
+                )
         self._index = _Index()
         self._ids, self._rows = self._ids[:0], self._rows[:0]
         self._states = {name: self._first(name, 0) for name in self._states}
@@ -168,16 +201,28 @@ class RowTable:
 
     def _check(self, ids: torch.Tensor) -> None:
         if ids.dtype != torch.int64 or ids.dim() != 1:
-            raise UserError(f"row ids are int64 in one dimension, not {ids.dtype} of shape {list(ids.shape)}")
+            raise UserError(
+                f"row ids are int64 in one dimension, not {ids.dtype} of shape {list(ids.shape)}"
+            )
         if len(ids):
             least, most = (int(bound) for bound in torch.aminmax(ids))
             if least < 0 or most >= self.table.rows:
-                raise UserError(f"row ids go from {least} to {most}; the table has rows 0 to {self.table.rows - 1}")
+                raise UserError(
+                    f"row ids go from {least} to {most}; the table has rows 0 to "
+                    f"{self.table.rows - 1}"
+                )
 
     def _state_names(self) -> list[str]:
         if self._spec is None:
             return []
-        return ["step", *(name for name, number in layout_of(self._spec.name, self._options).items() if number is None)]
+        return [
+            "step",
+            *(
+                name
+                for name, number in layout_of(self._spec.name, self._options).items()
+                if number is None
+            ),
+        ]
 
     def _first(self, name: str, count: int) -> torch.Tensor:
         """The states of rows that were never pushed."""
@@ -196,8 +241,13 @@ class RowTable:
             if end > len(self._ids):
                 more = max(end, len(self._ids) * 3 // 2, 64) - len(self._ids)
                 self._ids = torch.cat([self._ids, torch.empty(more, dtype=torch.int64)])
-                self._rows = torch.cat([self._rows, torch.empty(more, self.table.columns, dtype=self._rows.dtype)])
-                self._states = {name: torch.cat([kept, self._first(name, more)]) for name, kept in self._states.items()}
+                self._rows = torch.cat(
+                    [self._rows, torch.empty(more, self.table.columns, dtype=self._rows.dtype)]
+                )
+                self._states = {
+                    name: torch.cat([kept, self._first(name, more)])
+                    for name, kept in self._states.items()
+                }
             self._ids[begin:end] = fresh
             self._rows[begin:end] = first_rows(self.table, fresh)
             slots[absent] = torch.arange(begin, end)
@@ -205,14 +255,18 @@ class RowTable:
         return slots
 
 
-def sum_rows(pushes: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+def sum_rows(
+    pushes: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Add up what several workers push.
 
-    The floats of one row are added one after another: in the order of the list, and in one push in the order of its repetitions.
+    The floats of one row are added one after another: in the order of the list, and in one push in
+    the order of its repetitions.
     It takes as many passes as the most frequent id has repetitions.
 
     Args:
-        pushes: ids (int64, shape [n]) and rows (shape [n, columns]) of each worker; at least one, which may be empty.
+        pushes: ids (int64, shape [n]) and rows (shape [n, columns]) of each worker; at least one,
+            which may be empty.
 
     Returns:
         The ids, each once and ascending, and their sums; new tensors.
@@ -237,10 +291,12 @@ def sum_rows(pushes: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch
 
 
 def first_rows(table: RowSparse, ids: torch.Tensor) -> torch.Tensor:
-    """The first values of rows, of the table's type: normal numbers that depend on (seed, id, column), and on nothing else.
+    """The first values of rows, of the table's type: normal numbers that depend on (seed, id,
+    column), and on nothing else.
 
-    They are the Box-Muller transform of hashed counters, two columns from each hash, computed in float64 and rounded. Between
-    machines whose logarithms and cosines differ, a last bit may, rarely.
+    They are the Box-Muller transform of hashed counters, two columns from each hash, computed in
+    float64 and rounded. Between machines whose logarithms and cosines differ, a last bit may,
+    rarely.
     """
     if table.std == 0:
         return torch.zeros(len(ids), table.columns, dtype=table.dtype)
@@ -259,7 +315,8 @@ _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, an odd number near 2**64 / th
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """Hashes of 64 bits, by the finalizer of SplitMix64 (Steele, Lea and Flood 2014). Multiplication wraps around."""
+    """Hashes of 64 bits, by the finalizer of SplitMix64 (Steele, Lea and Flood 2014).
+    Multiplication wraps around."""
     numbers = (numbers ^ (numbers >> 30 & (1 << 34) - 1)) * -4658895280553007687
     numbers = (numbers ^ (numbers >> 27 & (1 << 37) - 1)) * -7723592293110705685
     return numbers ^ (numbers >> 31 & (1 << 33) - 1)
@@ -310,22 +367,32 @@ class _Index:
             ids, slots, place = ids[~won], slots[~won], place[~won] + 1 & mask
 
 
-# ---------------------------------------------------------------------- updates: in the order of torch's plain loops
+# ----------------------------------------------------- updates: in the order of torch's plain loops
 
 _Update = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]], None]
 
 
-def _of_steps(steps: torch.Tensor, like: torch.Tensor, formula: Callable[[int], float]) -> torch.Tensor:
-    """A number for each row from how often it was pushed, shape [n, 1]; Python's arithmetic, as torch's optimizers have it."""
+def _of_steps(
+    steps: torch.Tensor, like: torch.Tensor, formula: Callable[[int], float]
+) -> torch.Tensor:
+    """A number for each row from how often it was pushed, shape [n, 1]; Python's arithmetic, as
+    torch's optimizers have it."""
     different, which = torch.unique(steps, return_inverse=True)
-    return torch.tensor([formula(step) for step in different.tolist()], dtype=torch.float64).to(like.dtype)[which, None]
+    return torch.tensor([formula(step) for step in different.tolist()], dtype=torch.float64).to(
+        like.dtype
+    )[which, None]
 
 
 def _decayed(rows: torch.Tensor, grads: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
     return grads.add(rows, alpha=options["weight_decay"]) if options["weight_decay"] != 0 else grads
 
 
-def _sgd(rows: torch.Tensor, grads: torch.Tensor, states: dict[str, torch.Tensor], options: dict[str, Any]) -> None:
+def _sgd(
+    rows: torch.Tensor,
+    grads: torch.Tensor,
+    states: dict[str, torch.Tensor],
+    options: dict[str, Any],
+) -> None:
     grads = _decayed(rows, grads, options)
     momentum = options["momentum"]
     if momentum != 0:
@@ -337,14 +404,26 @@ def _sgd(rows: torch.Tensor, grads: torch.Tensor, states: dict[str, torch.Tensor
     rows.add_(grads, alpha=-options["lr"])
 
 
-def _adagrad(rows: torch.Tensor, grads: torch.Tensor, states: dict[str, torch.Tensor], options: dict[str, Any]) -> None:
+def _adagrad(
+    rows: torch.Tensor,
+    grads: torch.Tensor,
+    states: dict[str, torch.Tensor],
+    options: dict[str, Any],
+) -> None:
     grads = _decayed(rows, grads, options)
-    rate = _of_steps(states["step"], rows, lambda step: -options["lr"] / (1 + (step - 1) * options["lr_decay"]))
+    rate = _of_steps(
+        states["step"], rows, lambda step: -options["lr"] / (1 + (step - 1) * options["lr_decay"])
+    )
     states["sum"].addcmul_(grads, grads, value=1)
     rows.add_((grads * rate).div_(states["sum"].sqrt().add_(options["eps"])))
 
 
-def _adam(rows: torch.Tensor, grads: torch.Tensor, states: dict[str, torch.Tensor], options: dict[str, Any]) -> None:
+def _adam(
+    rows: torch.Tensor,
+    grads: torch.Tensor,
+    states: dict[str, torch.Tensor],
+    options: dict[str, Any],
+) -> None:
     if not options.get("decoupled_weight_decay", False):
         grads = _decayed(rows, grads, options)
     elif options["weight_decay"] != 0:
@@ -360,11 +439,21 @@ def _adam(rows: torch.Tensor, grads: torch.Tensor, states: dict[str, torch.Tenso
     rows.add_((mean * rate).div_(square.sqrt().div_(scale).add_(options["eps"])))
 
 
-def _adamw(rows: torch.Tensor, grads: torch.Tensor, states: dict[str, torch.Tensor], options: dict[str, Any]) -> None:
+def _adamw(
+    rows: torch.Tensor,
+    grads: torch.Tensor,
+    states: dict[str, torch.Tensor],
+    options: dict[str, Any],
+) -> None:
     _adam(rows, grads, states, {**options, "decoupled_weight_decay": True})
 
 
-def _rmsprop(rows: torch.Tensor, grads: torch.Tensor, states: dict[str, torch.Tensor], options: dict[str, Any]) -> None:
+def _rmsprop(
+    rows: torch.Tensor,
+    grads: torch.Tensor,
+    states: dict[str, torch.Tensor],
+    options: dict[str, Any],
+) -> None:
     grads = _decayed(rows, grads, options)
     alpha, square = options["alpha"], states["square_avg"]
     square.mul_(alpha).addcmul_(grads, grads, value=1 - alpha)
@@ -375,9 +464,18 @@ def _rmsprop(rows: torch.Tensor, grads: torch.Tensor, states: dict[str, torch.Te
         size = square.sqrt()
     size.add_(options["eps"])
     if options["momentum"] > 0:
-        rows.add_(states["momentum_buffer"].mul_(options["momentum"]).addcdiv_(grads, size), alpha=-options["lr"])
+        rows.add_(
+            states["momentum_buffer"].mul_(options["momentum"]).addcdiv_(grads, size),
+            alpha=-options["lr"],
+        )
     else:
         rows.addcdiv_(grads, size, value=-options["lr"])
 
 
-_UPDATES: dict[str, _Update] = {"sgd": _sgd, "adagrad": _adagrad, "adam": _adam, "adamw": _adamw, "rmsprop": _rmsprop}
+_UPDATES: dict[str, _Update] = {
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+    "adam": _adam,
+    "adamw": _adamw,
+    "rmsprop": _rmsprop,
+}

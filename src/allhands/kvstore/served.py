@@ -1,4 +1,5 @@
-"""`ServedStore`: the values lie on parameter servers, and the workers talk to those and not to one another."""
+"""`ServedStore`: the values lie on parameter servers, and the workers talk to those and not to one
+another."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _Counted = tuple[dict[int, int], dict[str, int]]
 
 @dataclass
 class _Pushed:
-    """A push that was not read yet, and is sent again when a server is lost whose mirror has not got it."""
+    """A push that was not read yet, and is sent again when a server is lost whose mirror has not
+    got it."""
 
     value: torch.Tensor
     priority: int
@@ -41,13 +43,22 @@ class _Pushed:
 
 
 class ServedStore(Connected):
-    """A store on servers. `create` makes it in a job that `allhands launch -s` has given servers."""
+    """A store on servers. `create` makes it in a job that `allhands launch -s` has given
+    servers."""
 
     # ------------------------------------------------------------------ rounds
 
-    def _begin(self, names: Sequence[str], share: Share, groups: Any, clip: float | None,
-               rows: Sequence[str] = (), wait: bool = True) -> tuple[int, int, list[Link]]:  # fmt: skip
-        """Announce a step to the servers that have a part of it; its number, that of its announcement, and those servers."""
+    def _begin(
+        self,
+        names: Sequence[str],
+        share: Share,
+        groups: Any,
+        clip: float | None,
+        rows: Sequence[str] = (),
+        wait: bool = True,
+    ) -> tuple[int, int, list[Link]]:
+        """Announce a step to the servers that have a part of it; its number, that of its
+        announcement, and those servers."""
         counts: dict[int, int] = defaultdict(int)
         for name in names:
             for piece in self._pieces[name]:
@@ -55,31 +66,61 @@ class ServedStore(Connected):
         for _ in rows:
             for link in self.links:
                 counts[link.number] += 1
-        version = max((self.links[one.server].versions[one.number] for name in names for one in self._pieces[name]), default=0)
+        version = max(
+            (
+                self.links[one.server].versions[one.number]
+                for name in names
+                for one in self._pieces[name]
+            ),
+            default=0,
+        )
         version = max([version, *(self._table_versions[name] for name in rows)])
-        # The same on all workers, also on one that came later; calls over other keys have other numbers.
+        # The same on all workers, also on one that came later; calls over other keys have other
+        # numbers.
         step = (version + 1 << 32) + zlib.crc32("\n".join(sorted([*names, *rows])).encode())
         meta = next(self._metas) & 0xFFFFFFFF
         involved = [link for link in self.links if counts[link.number]]
         for link in involved:
             if wait:
                 link.done[step] = None
-            link.put(message({
-                "op": "step", "meta": meta, "step": step, "weight": share.weight, "expected": share.expected, "groups": groups,
-                "clip": clip, "chunks": counts[link.number], "idle": share.weight == 0 and groups is None,
-            }), priority=FIRST)  # fmt: skip
+            link.put(
+                message(
+                    {
+                        "op": "step",
+                        "meta": meta,
+                        "step": step,
+                        "weight": share.weight,
+                        "expected": share.expected,
+                        "groups": groups,
+                        "clip": clip,
+                        "chunks": counts[link.number],
+                        "idle": share.weight == 0 and groups is None,
+                    }
+                ),
+                priority=FIRST,
+            )
         return step, meta, involved
 
-    def _send(self, values: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor] | None, share: Share, groups: Any = None,
-              clip: float | None = None, priority: int | None = None, copies: bool = False,
-              rows: Mapping[str, torch.Tensor] = MappingProxyType({})) -> tuple[int, list[Link], Pending]:  # fmt: skip
+    def _send(
+        self,
+        values: Mapping[str, torch.Tensor],
+        outs: Mapping[str, torch.Tensor] | None,
+        share: Share,
+        groups: Any = None,
+        clip: float | None = None,
+        priority: int | None = None,
+        copies: bool = False,
+        rows: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> tuple[int, list[Link], Pending]:
         """Push all values, and `rows`; with `outs`, ask for the new values, which go there."""
         names = list(values)
         flat = self._staging.values(values)
         if self._codec and self._sent is None:
             self._sent = self._all_encoded(flat)
         encoded = self._sent or {}
-        step, meta, involved = self._begin(names, share, groups, clip, list(rows), wait=outs is not None)
+        step, meta, involved = self._begin(
+            names, share, groups, clip, list(rows), wait=outs is not None
+        )
         pending = Pending(sum(len(self._pieces[name]) for name in names) if outs is not None else 0)
         for order, name in enumerate(names):
             for piece in self._pieces[name]:
@@ -87,9 +128,16 @@ class ServedStore(Connected):
                 if outs is not None:
                     link.targets[piece.number] = (outs[name][piece.start : piece.stop], pending)
                 link.push(
-                    piece.number, link.versions[piece.number] + 1, meta, flat[name][piece.start : piece.stop], outs is not None,
-                    -order if priority is None else priority, encoded.get(piece.number), copies, copies and not self._sync,
-                )  # fmt: skip
+                    piece.number,
+                    link.versions[piece.number] + 1,
+                    meta,
+                    flat[name][piece.start : piece.stop],
+                    outs is not None,
+                    -order if priority is None else priority,
+                    encoded.get(piece.number),
+                    copies,
+                    copies and not self._sync,
+                )
                 if outs is None:
                     link.versions[piece.number] += 1
         for name, value in rows.items():
@@ -97,29 +145,39 @@ class ServedStore(Connected):
         return step, involved, pending
 
     def _all_encoded(self, flat: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """What is sent in fewer bits, by the chunk's number; when a value is NaN or infinite, all residuals stay as they are."""
+        """What is sent in fewer bits, by the chunk's number; when a value is NaN or infinite, all
+        residuals stay as they are."""
         narrow = {name: values for name, values in flat.items() if compressible(values.dtype)}
         for name, values in narrow.items():
             check_finite(name, values)
-        return {one.number: self._encoded(one, name, values) for name, values in narrow.items() for one in self._pieces[name]}
+        return {
+            one.number: self._encoded(one, name, values)
+            for name, values in narrow.items()
+            for one in self._pieces[name]
+        }
 
     def _encoded(self, piece: Piece, name: str, flat: torch.Tensor) -> torch.Tensor:
         assert self._codec is not None
         compressor = self._compressors.get(piece.number)
         if compressor is None:
-            compressor = self._compressors[piece.number] = Compressor(self._codec, piece.stop - piece.start)
+            compressor = self._compressors[piece.number] = Compressor(
+                self._codec, piece.stop - piece.start
+            )
         return compressor.compress(flat[piece.start : piece.stop], name)
 
-    def _clip(self, step: int, involved: Sequence[Link], pending: Pending, clip_norm: float) -> None:
+    def _clip(
+        self, step: int, involved: Sequence[Link], pending: Pending, clip_norm: float
+    ) -> None:
         """Find the norm of all servers' parts, and tell them by what to multiply."""
 
         def known() -> bool:
             return all(step in link.squares or link.done.get(step) is not None for link in involved)
 
         self._board.wait(
-            known, lambda: self._about(self._missing(step, involved, "the norm of the gradients")),
+            known,
+            lambda: self._about(self._missing(step, involved, "the norm of the gradients")),
             report=lambda: report(self, missing_rounds(self, 1)),
-        )  # fmt: skip
+        )
         with self._board.changed:
             squares = [link.squares.pop(step, None) for link in involved]
         if any(found is None for found in squares):
@@ -127,9 +185,13 @@ class ServedStore(Connected):
         # fsum rounds once, so that the order, and with it the number of servers, changes nothing.
         total = math.fsum(square for found in squares if found for square in found.values())
         for link in involved:
-            link.first(message({"op": "commit", "step": step, "scale": clip_factor(total, clip_norm)}))
+            link.first(
+                message({"op": "commit", "step": step, "scale": clip_factor(total, clip_norm)})
+            )
 
-    def _finish(self, step: int, involved: Sequence[Link], pending: Pending, rows: Iterable[str] = ()) -> Step:
+    def _finish(
+        self, step: int, involved: Sequence[Link], pending: Pending, rows: Iterable[str] = ()
+    ) -> Step:
         """Wait until all values have come, and the rounds of these tables are over."""
 
         def done() -> bool:
@@ -137,9 +199,10 @@ class ServedStore(Connected):
 
         tables: list[Need] = [("push", name, self._table_versions[name]) for name in rows]
         self._board.wait(
-            done, lambda: self._about(self._missing(step, involved, "the other workers' gradients")),
+            done,
+            lambda: self._about(self._missing(step, involved, "the other workers' gradients")),
             report=lambda: report(self, [*missing_rounds(self, 1), *tables]),
-        )  # fmt: skip
+        )
         with self._board.changed:
             told = [link.done.pop(step) or {} for link in involved]
             for link in involved:
@@ -151,16 +214,28 @@ class ServedStore(Connected):
     def _missing(self, step: int, involved: Sequence[Link], what: str) -> str:
         """`what` of which keys, on which servers, in which step."""
         away = {link.number: set(link.targets) for link in involved if link.targets}
-        keys = [name for name, own in self._pieces.items() if any(one.number in away.get(one.server, ()) for one in own)]
-        named = ", ".join(f"'{name}'" for name in keys[:3]) + (f" and {len(keys) - 3} other keys" if len(keys) > 3 else "")
+        keys = [
+            name
+            for name, own in self._pieces.items()
+            if any(one.number in away.get(one.server, ()) for one in own)
+        ]
+        named = ", ".join(f"'{name}'" for name in keys[:3]) + (
+            f" and {len(keys) - 3} other keys" if len(keys) > 3 else ""
+        )
         where = f", for {named} of server {', '.join(map(str, sorted(away)))}" if keys else ""
         return f"{what} in step {self._steps_before + (step >> 32)}{where}"
 
     def _about(self, what: str) -> str:
         return f"worker {self.rank} waits for {what}"
 
-    def update(self, grads: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor], share: Share,
-               groups: Sequence[Mapping[str, Any]] | None = None, clip_norm: float | None = None) -> Step:  # fmt: skip
+    def update(
+        self,
+        grads: Mapping[str, torch.Tensor],
+        outs: Mapping[str, torch.Tensor],
+        share: Share,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        clip_norm: float | None = None,
+    ) -> Step:
         if self.optimizer is None:
             raise UserError("update: the store has no optimizer; call set_optimizer first")
         check_clip_norm(clip_norm)
@@ -177,17 +252,27 @@ class ServedStore(Connected):
             self._sent = None
             if step == before and self._codec is None:  # the weights are those of the gradients
                 return self.update(grads, outs, share, groups, clip_norm)
-            # The gradients belong to weights that are gone; the caller goes on from those of the snapshot.
+            # The gradients belong to weights that are gone; the caller goes on from those of the
+            # snapshot.
             for name, out in outs.items():
                 self._pull(name, out, 0)
             return Step(self._steps_before + step, self.num_workers)
 
-    def _update(self, grads: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor], share: Share,
-                groups: Sequence[Mapping[str, Any]] | None, clip_norm: float | None) -> Step:  # fmt: skip
+    def _update(
+        self,
+        grads: Mapping[str, torch.Tensor],
+        outs: Mapping[str, torch.Tensor],
+        share: Share,
+        groups: Sequence[Mapping[str, Any]] | None,
+        clip_norm: float | None,
+    ) -> Step:
         rows = {name: grad for name, grad in grads.items() if name in self.tables}
         dense = {name: grad for name, grad in grads.items() if name not in self.tables}
         if rows and clip_norm is not None and self.rules["mirror"]:
-            raise UserError("clip_norm with keys of rows needs a store without mirror=True; leave one of the two out")
+            raise UserError(
+                "clip_norm with keys of rows needs a store without mirror=True; leave one of the "
+                "two out"
+            )
         for name, grad in dense.items():
             self._check_like(name, grad, "the gradient")
         for name, grad in rows.items():
@@ -204,22 +289,36 @@ class ServedStore(Connected):
             forms = {name: self.shapes[name] for name in self._complete or outs}
             if not forms:
                 raise UserError(
-                    "update without keys: the servers cannot know which ones the other workers step over; declare all of them "
+                    "update without keys: the servers cannot know which ones the other workers "
+                    "step over; declare all of them "
                     "with declare(…, complete=True), or pass outs for these keys"
                 )
-            dense = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in forms.items()}
+            dense = {
+                name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in forms.items()
+            }
         if clip_norm is not None and not self._sync:
             (bounded, share), clip_norm = _clipped({**dense, **rows}, share, clip_norm), None
-            dense, rows = {name: bounded[name] for name in dense}, {name: bounded[name] for name in rows}
+            dense, rows = (
+                {name: bounded[name] for name in dense},
+                {name: bounded[name] for name in rows},
+            )
         staged = self._staging.room({name: outs[name] for name in dense if name in outs})
-        staged |= {name: torch.empty(grad.numel(), dtype=grad.dtype) for name, grad in dense.items() if name not in outs}
+        staged |= {
+            name: torch.empty(grad.numel(), dtype=grad.dtype)
+            for name, grad in dense.items()
+            if name not in outs
+        }
         merged = {name: grad.detach().coalesce() for name, grad in rows.items()}
         # The norm is that of all keys, whose rounds are then one step.
         together = merged if clip_norm is not None else {}
         step, involved, pending = self._send(dense, staged, share, told, clip_norm, rows=together)
         if clip_norm is not None:
             self._clip(step, involved, pending, clip_norm)
-        taken = self._finish(step, involved, pending, together) if dense or together else Step(0, self.num_workers)
+        taken = (
+            self._finish(step, involved, pending, together)
+            if dense or together
+            else Step(0, self.num_workers)
+        )
         for name, grad in merged.items():
             if name not in together:
                 taken = replace(self._push_rows(name, grad, share, told), staleness=taken.staleness)
@@ -231,7 +330,10 @@ class ServedStore(Connected):
 
     def reduce(self, grads: Mapping[str, torch.Tensor], share: Share) -> Step:
         if self.optimizer is not None:
-            raise UserError("reduce: the store has an optimizer, which would take steps with the gradients; use update")
+            raise UserError(
+                "reduce: the store has an optimizer, which would take steps with the gradients; "
+                "use update"
+            )
         self._usable()
         for name, grad in grads.items():
             self._check_like(name, grad, "the gradient")
@@ -266,10 +368,13 @@ class ServedStore(Connected):
         self._sent = sent
 
     def _counted(self) -> _Counted:
-        """The versions of all chunks and tables, as this worker knows them, where pushes may be sent again."""
+        """The versions of all chunks and tables, as this worker knows them, where pushes may be
+        sent again."""
         if not self.rules["mirror"]:
             return {}, {}
-        return {number: version for link in self.links for number, version in link.versions.items()}, dict(self._table_versions)
+        return {
+            number: version for link in self.links for number, version in link.versions.items()
+        }, dict(self._table_versions)
 
     def _count_from(self, counted: _Counted, only: str | None = None) -> None:
         """Go back to what `_counted` gave; of one key, or of all."""
@@ -281,8 +386,13 @@ class ServedStore(Connected):
             if only in (None, name):
                 self._table_versions[name] = counted[1].get(name, 0)
 
-    def _exchange(self, values: Mapping[str, torch.Tensor], staged: Mapping[str, torch.Tensor], share: Share,
-                  priority: int | None = None) -> Step:  # fmt: skip
+    def _exchange(
+        self,
+        values: Mapping[str, torch.Tensor],
+        staged: Mapping[str, torch.Tensor],
+        share: Share,
+        priority: int | None = None,
+    ) -> Step:
         """Push values, and read the new ones."""
         if any(link.comes_back for link in self.links):
             # Answers may overwrite what must be sent again after a server was lost.
@@ -297,15 +407,23 @@ class ServedStore(Connected):
                 else:
                     self._sent = None
 
-    def pushpull(self, key: Key | Sequence[Key], value: Any, out: Any = None, priority: int = 0,
-                 weight: float | None = None) -> None:  # fmt: skip
+    def pushpull(
+        self,
+        key: Key | Sequence[Key],
+        value: Any,
+        out: Any = None,
+        priority: int = 0,
+        weight: float | None = None,
+    ) -> None:
         self._usable()
         given, targets = self._pairs(key, value), self._pairs(key, value if out is None else out)
         if any(name in self.tables for name, _ in given):
             super().pushpull(key, value, out, priority, weight)
             return
         values = {name: self._checked(name, one) for name, one in given}
-        outs = {name: list(one) if isinstance(one, (list, tuple)) else [one] for name, one in targets}
+        outs = {
+            name: list(one) if isinstance(one, (list, tuple)) else [one] for name, one in targets
+        }
         for name, several in outs.items():
             for tensor in several:
                 self._check_like(name, tensor, "out")
@@ -314,11 +432,20 @@ class ServedStore(Connected):
         share = Share() if weight is None else Share(weight, 1.0)
         self._exchange(values, staged, share, priority)
         for position in range(max(map(len, outs.values()))):
-            self._staging.put(staged, {name: several[position] for name, several in outs.items() if position < len(several)})
+            self._staging.put(
+                staged,
+                {
+                    name: several[position]
+                    for name, several in outs.items()
+                    if position < len(several)
+                },
+            )
 
     def _pull(self, name: str, out: torch.Tensor, priority: int) -> None:
         self._usable()
-        priority = min(priority, self._unread.pop(name, priority))  # never before this worker's own push
+        priority = min(
+            priority, self._unread.pop(name, priority)
+        )  # never before this worker's own push
         self._again_if_lost(lambda: self._pull_once(name, out, priority))
         self._kept.pop(name, None)
 
@@ -329,11 +456,17 @@ class ServedStore(Connected):
         for piece in pieces:
             link = self.links[piece.server]
             link.targets[piece.number] = (staged[name][piece.start : piece.stop], pending)
-            link.put(pack(Kind.PULL, chunk=piece.number, round=link.versions[piece.number]), priority=priority)
+            link.put(
+                pack(Kind.PULL, chunk=piece.number, round=link.versions[piece.number]),
+                priority=priority,
+            )
         version = max(self.links[piece.server].versions[piece.number] for piece in pieces)
         self._board.wait(
             lambda: pending.left == 0,
-            lambda: self._about(f"step {self._steps_before + version} of the key '{name}', which others have not pushed yet"),
+            lambda: self._about(
+                f"step {self._steps_before + version} of the key '{name}', which others have not "
+                "pushed yet"
+            ),
             report=lambda: report(self, missing_rounds(self, 0)),
         )
         self._staging.put(staged, {name: out})
@@ -343,10 +476,16 @@ class ServedStore(Connected):
     def _owners(self, ids: torch.Tensor) -> torch.Tensor:
         return ids.remainder(len(self.links))
 
-    def _push_rows(self, name: str, value: torch.Tensor, share: Share, groups: Any, wait: bool = True) -> Step:
+    def _push_rows(
+        self, name: str, value: torch.Tensor, share: Share, groups: Any, wait: bool = True
+    ) -> Step:
         step, meta, involved = self._begin([], share, groups, None, [name], wait)
         self._send_rows(name, value, meta)
-        return self._finish(step, involved, Pending(0), [name]) if wait else Step(step >> 32, self.num_workers)
+        return (
+            self._finish(step, involved, Pending(0), [name])
+            if wait
+            else Step(step >> 32, self.num_workers)
+        )
 
     def _send_rows(self, name: str, value: torch.Tensor, meta: int) -> None:
         ids, rows = value._indices()[0].cpu(), value._values().cpu()
@@ -357,10 +496,13 @@ class ServedStore(Connected):
             body = pack_rows(ids[mine], rows[mine])
             if len(body) > LONGEST_ROWS:
                 raise UserError(
-                    f"a push of {len(body):,} bytes of rows to one server; at most {LONGEST_ROWS:,}: push fewer ids at once"
+                    f"a push of {len(body):,} bytes of rows to one server; at most "
+                    f"{LONGEST_ROWS:,}: push fewer ids at once"
                 )
             number = self._tables[name][link.number].number
-            link.put(pack(Kind.PUSH_ROWS, 0, number, meta, self._table_versions[name], len(body)) + body)
+            link.put(
+                pack(Kind.PUSH_ROWS, 0, number, meta, self._table_versions[name], len(body)) + body
+            )
 
     def _pull_rows(self, name: str, ids: torch.Tensor, out: torch.Tensor) -> None:
         self._usable()
@@ -377,7 +519,8 @@ class ServedStore(Connected):
                 body = pack_rows(ids[mine], None)
                 if max(len(body), len(mine) * table.columns * table.dtype.itemsize) > LONGEST_ROWS:
                     raise UserError(
-                        f"row_sparse_pull of {len(ids):,} rows at once is over {LONGEST_ROWS:,} bytes; pull fewer ids at once"
+                        f"row_sparse_pull of {len(ids):,} rows at once is over {LONGEST_ROWS:,} "
+                        "bytes; pull fewer ids at once"
                     )
                 request, pending = link.expect()
                 number = self._tables[name][link.number].number
@@ -385,23 +528,36 @@ class ServedStore(Connected):
                 asked.append((link, mine, pending))
         with torch.no_grad():
             for link, mine, pending in asked:
-                data = link.answer(pending, f"rows of '{name}'", lambda: report(self, [("push", name, version)]))
-                out[mine.to(out.device)] = torch.frombuffer(data, dtype=table.dtype).view(len(mine), table.columns).to(out.device)
+                data = link.answer(
+                    pending, f"rows of '{name}'", lambda: report(self, [("push", name, version)])
+                )
+                out[mine.to(out.device)] = (
+                    torch.frombuffer(data, dtype=table.dtype)
+                    .view(len(mine), table.columns)
+                    .to(out.device)
+                )
 
     def _check_read(self, names: Iterable[str]) -> None:
         """Raise `UserError` where a push of these keys cannot be."""
         for name in names:
             if self._sync and name in self._unread:
-                raise UserError(f"the key '{name}' was pushed already and not pulled since; pull it before the next push")
+                raise UserError(
+                    f"the key '{name}' was pushed already and not pulled since; pull it before the "
+                    "next push"
+                )
             if not self._sync and self.optimizer is None:
                 raise UserError(
-                    f"the key '{name}' cannot be pushed: create('{self.type}') applies each push by itself, which needs an "
+                    f"the key '{name}' cannot be pushed: create('{self.type}') applies each push "
+                    "by itself, which needs an "
                     "optimizer; call set_optimizer first"
                 )
 
 
-def _clipped(grads: Mapping[str, torch.Tensor], share: Share, clip_norm: float) -> tuple[dict[str, torch.Tensor], Share]:
-    """This worker's own gradients, weighed and bounded; without waiting for others there is no norm of all."""
+def _clipped(
+    grads: Mapping[str, torch.Tensor], share: Share, clip_norm: float
+) -> tuple[dict[str, torch.Tensor], Share]:
+    """This worker's own gradients, weighed and bounded; without waiting for others there is no norm
+    of all."""
     factor = weight_factor([share.weight], share.expected) if share.weight else 1.0
     whole = {name: grad.coalesce() if grad.is_sparse else grad for name, grad in grads.items()}
     weighed = {name: grad if factor == 1.0 else grad * factor for name, grad in whole.items()}

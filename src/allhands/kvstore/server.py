@@ -1,7 +1,8 @@
-"""A parameter-server process: listens, lets in who knows the job's token, and serves until the launcher ends it.
+"""A parameter-server process: listens, lets in who knows the job's token, and serves until the
+launcher ends it.
 
-`allhands launch -s 2` starts two of them beside the workers, one a host in turn. Server i says in the job's store, under
-``allhands/server/i``, where it listens.
+`allhands launch -s 2` starts two of them beside the workers, one a host in turn. Server i says in
+the job's store, under ``allhands/server/i``, where it listens.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from allhands.kvstore.snapshots import Snapshots
 from allhands.world.interface import address_towards
 
 LEASE = "ALLHANDS_KVSTORE_LEASE"
-# Seconds without a sign of life after which a worker counts as lost. A worker gives one every second.
+# Seconds without a sign of life after which a worker counts as lost. A worker gives one every
+# second.
 DEFAULT_LEASE = 10.0
 START = "ALLHANDS_KVSTORE_START"
 # Seconds after the first worker within which every other one must have come.
@@ -48,19 +50,36 @@ class Server:
         token: the job's.
         address: where to listen.
         lease: seconds of silence after which a worker is lost.
-        restarted: the one before died; nothing is answered before the workers have chosen what all go on from.
+        restarted: the one before died; nothing is answered before the workers have chosen what all
+            go on from.
         find: gives a server's present announcement, where servers mirror one another.
-        start: seconds after a store's first worker after which one that has never come, to any store, is lost.
+        start: seconds after a store's first worker after which one that has never come, to any
+            store, is lost.
 
     Attributes:
         shards: this server's part of each store, by the number of the store.
         copies: copies of the part of the server before this one.
     """
 
-    def __init__(self, number: int, servers: int, workers: int, token: bytes, address: str = "127.0.0.1",
-                 lease: float = DEFAULT_LEASE, restarted: bool = False, find: Find | None = None,
-                 start: float = DEFAULT_START) -> None:  # fmt: skip
-        self.number, self.servers, self.workers, self.lease, self.patience = number, servers, workers, lease, start
+    def __init__(
+        self,
+        number: int,
+        servers: int,
+        workers: int,
+        token: bytes,
+        address: str = "127.0.0.1",
+        lease: float = DEFAULT_LEASE,
+        restarted: bool = False,
+        find: Find | None = None,
+        start: float = DEFAULT_START,
+    ) -> None:
+        self.number, self.servers, self.workers, self.lease, self.patience = (
+            number,
+            servers,
+            workers,
+            lease,
+            start,
+        )
         self._came: set[int] = set()  # workers that have been here
         self._began: dict[int, float] = {}  # when each store's first worker came
         self.restarted = restarted
@@ -78,7 +97,11 @@ class Server:
             self.unix_name = None
         tls = tls_contexts(os.environ)
         self._acceptor = wire.Acceptor(
-            f"parameter server {number}", listeners, token, self._welcome, None if tls is None else tls[0]
+            f"parameter server {number}",
+            listeners,
+            token,
+            self._welcome,
+            None if tls is None else tls[0],
         )
         self._halves: dict[str, tuple[float, str, socket.socket]] = {}
         self._lock = threading.Lock()
@@ -88,9 +111,13 @@ class Server:
     def where(self) -> dict[str, Any]:
         """What workers must know to connect."""
         return {
-            "host": socket.gethostname(), "pid": os.getpid(), "address": self._name[0], "port": self._name[1],
-            "unix": self.unix_name, "life": secrets.token_hex(8),
-        }  # fmt: skip
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "address": self._name[0],
+            "port": self._name[1],
+            "unix": self.unix_name,
+            "life": secrets.token_hex(8),
+        }
 
     def start(self) -> None:
         """Serve in threads of this process."""
@@ -102,7 +129,11 @@ class Server:
         self._stopped = True
         self._ending.set()
         self._acceptor.close()
-        sessions = [session for shard in list(self.shards.values()) for session in shard.members.sessions_now()]
+        sessions = [
+            session
+            for shard in list(self.shards.values())
+            for session in shard.members.sessions_now()
+        ]
         for session in sessions:
             session.mute()  # none of them is to hear that others are gone
         for session in sessions:
@@ -142,17 +173,28 @@ class Server:
             shard = self._shard(said) if copy is None else None
         if copy is not None:
             number = int(said["store"])
-            threading.Thread(target=copy.hold, args=(up, down, lambda: self._live(number)), name="copy", daemon=True).start()
+            threading.Thread(
+                target=copy.hold,
+                args=(up, down, lambda: self._live(number)),
+                name="copy",
+                daemon=True,
+            ).start()
             return
         assert shard is not None
         session = Session(
-            shard, int(said["rank"]), up, down, f"host {said['host']}, process {said['pid']}", local and said["maps"]
+            shard,
+            int(said["rank"]),
+            up,
+            down,
+            f"host {said['host']}, process {said['pid']}",
+            local and said["maps"],
         )
         session.life = str(said["life"])
         refusal = None
         if said["rules"] != shard.rules:
             refusal = (
-                f"the store is {said['rules']} on worker {session.rank}, but {shard.rules} on another: create it alike on all"
+                f"the store is {said['rules']} on worker {session.rank}, but {shard.rules} "
+                "on another: create it alike on all"
             )
         elif not 0 <= session.rank < shard.workers:
             refusal = f"there is no worker {session.rank} among {shard.workers}"
@@ -166,33 +208,44 @@ class Server:
                 if before.life != session.life:
                     session.again = True
                     shard.members.connect(before)
-                    shard.gone(before, f"worker {session.rank} ({before.about}) was started again", polite=True)
+                    shard.gone(
+                        before,
+                        f"worker {session.rank} ({before.about}) was started again",
+                        polite=True,
+                    )
                     shard.members.connect(session)
                 before.end()
-        session.tell({"op": "welcome", "again": session.again, "refused": refusal, "failed": shard.failure})
+        session.tell(
+            {"op": "welcome", "again": session.again, "refused": refusal, "failed": shard.failure}
+        )
         session.start()
         if refusal is not None:
             session.end_soon()
 
     def _shard(self, said: dict[str, Any]) -> Shard:
-        """The part of the n-th store that the workers have created; made by the first worker's rules. `_lock` is held."""
+        """The part of the n-th store that the workers have created; made by the first worker's
+        rules. `_lock` is held."""
         number = int(said["store"])
         if number not in self.shards:
             for old in [old for old, shard in self.shards.items() if not shard.members.everyone()]:
                 self._forget(old)  # all have left it
             rules = said["rules"]
             checked: dict[str, Any] = {
-                "wait": {"sync": "sync", "async": "async", "ssp": "ssp"}[rules["wait"]], "staleness": int(rules["staleness"]),
+                "wait": {"sync": "sync", "async": "async", "ssp": "ssp"}[rules["wait"]],
+                "staleness": int(rules["staleness"]),
                 "damping": bool(rules["damping"]),
                 "on_worker_loss": {"stop": "stop", "continue": "continue"}[rules["on_worker_loss"]],
-                "snapshot_every": int(rules["snapshot_every"]), "snapshot_dir": str(rules["snapshot_dir"]),
+                "snapshot_every": int(rules["snapshot_every"]),
+                "snapshot_dir": str(rules["snapshot_dir"]),
                 "mirror": bool(rules["mirror"]),
-            }  # fmt: skip
+            }
             shard = Shard(self.number, self.servers, self.workers, checked)
             snapshots = None
             if checked["snapshot_every"]:
                 job = os.environ.get("TORCHELASTIC_RUN_ID", "local")
-                snapshots = Snapshots(checked["snapshot_dir"], job, number, self.number, checked["snapshot_every"])
+                snapshots = Snapshots(
+                    checked["snapshot_dir"], job, number, self.number, checked["snapshot_every"]
+                )
             if snapshots is not None or checked["mirror"]:
                 shard.recovery = Recovery(snapshots, self.restarted)
             if checked["mirror"]:
@@ -244,27 +297,43 @@ class Server:
             if suspended:
                 self._began = dict.fromkeys(list(self._began), now)
             for number, part in list(self.shards.items()):
-                if now - self._began[number] > self.patience and (part.recovery is None or part.recovery.restored):
+                if now - self._began[number] > self.patience and (
+                    part.recovery is None or part.recovery.restored
+                ):
                     self._not_come(part)
-            for shard, session in [(part, one) for part in list(self.shards.values()) for one in part.members.sessions_now()]:
+            for shard, session in [
+                (part, one)
+                for part in list(self.shards.values())
+                for one in part.members.sessions_now()
+            ]:
                 if suspended:  # this process itself stood still
                     session.ear.forgive(now)
                 elif (silent := session.ear.silent(now)) > self.lease:
                     why = (
-                        f"worker {session.rank} ({session.about}) is lost: no sign of life for {silent:.0f} s (it "
-                        f"is stopped or hangs, or its host or network is down; {LEASE} sets how long is waited)"
+                        f"worker {session.rank} ({session.about}) is lost: no sign of life for "
+                        f"{silent:.0f} s (it "
+                        f"is stopped or hangs, or its host or network is down; {LEASE} sets how "
+                        "long is waited)"
                     )
-                    session.tell({"op": "failed", "error": f"the servers go on without this worker: {why}"})
+                    session.tell(
+                        {"op": "failed", "error": f"the servers go on without this worker: {why}"}
+                    )
                     shard.gone(session, why, polite=False)
                     session.end_soon()
 
     def _not_come(self, shard: Shard) -> None:
-        """Go on without workers that have never come, or tell those that are here that they cannot."""
+        """Go on without workers that have never come, or tell those that are here that they
+        cannot."""
         for rank in sorted(shard.members.everyone() - self._came):
-            shard.absent(rank, (
-                f"worker {rank} is lost: it has not connected to server {self.number} within {self.patience:.0f} s of the first "
-                f"worker (it ended, or is still at work before it creates the store; {START} sets how long is waited)"
-            ))  # fmt: skip
+            shard.absent(
+                rank,
+                (
+                    f"worker {rank} is lost: it has not connected to server {self.number} within "
+                    f"{self.patience:.0f} s of the first "
+                    f"worker (it ended, or is still at work before it creates the store; {START} "
+                    "sets how long is waited)"
+                ),
+            )
 
 
 def main() -> None:
@@ -276,19 +345,31 @@ def main() -> None:
     number, servers = int(os.environ["ALLHANDS_SERVER"]), int(os.environ["ALLHANDS_NUM_SERVERS"])
     meeting, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        lease, start = float(os.environ.get(LEASE, DEFAULT_LEASE)), float(os.environ.get(START, DEFAULT_START))
+        lease, start = (
+            float(os.environ.get(LEASE, DEFAULT_LEASE)),
+            float(os.environ.get(START, DEFAULT_START)),
+        )
         server = Server(
-            number, servers, int(os.environ["WORLD_SIZE"]), token_from(os.environ), address_towards(meeting) or "", lease,
-            restarted=os.environ.get("ALLHANDS_SERVER_RESTART", "0") != "0", start=start,
-        )  # fmt: skip
+            number,
+            servers,
+            int(os.environ["WORLD_SIZE"]),
+            token_from(os.environ),
+            address_towards(meeting) or "",
+            lease,
+            restarted=os.environ.get("ALLHANDS_SERVER_RESTART", "0") != "0",
+            start=start,
+        )
     except (AllhandsError, ValueError) as error:
         sys.exit(f"allhands: server {number}: {error}")
-    store = TCPStore(meeting, port, is_master=False, timeout=timedelta(minutes=5), wait_for_workers=False)
+    store = TCPStore(
+        meeting, port, is_master=False, timeout=timedelta(minutes=5), wait_for_workers=False
+    )
     server.find = lambda one: json.loads(store.get(key(one)))
     server.start()
 
     def leave(*_: Any) -> None:
-        # All processes of a job are asked to end at once; workers may first bring a step to its end, and save.
+        # All processes of a job are asked to end at once; workers may first bring a step to its
+        # end, and save.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while any(part.members.sessions_now() for part in list(server.shards.values())):
             time.sleep(0.05)

@@ -46,37 +46,55 @@ def put_together(
     for key, parts in tables.items():
         states = [by_chunk.get(("table", one.server, one.number), {}) for one in parts]
         order = torch.cat([values["ids"] for values in states]).argsort()
-        state.tensors[key] = {what: torch.cat([values[what] for values in states])[order].contiguous() for what in states[0]}
+        state.tensors[key] = {
+            what: torch.cat([values[what] for values in states])[order].contiguous()
+            for what in states[0]
+        }
     return state
 
 
-def taken_apart(state: StoreState, pieces: Pieces, tables: Pieces, servers: int) -> list[dict[str, torch.Tensor]]:
+def taken_apart(
+    state: StoreState, pieces: Pieces, tables: Pieces, servers: int
+) -> list[dict[str, torch.Tensor]]:
     """Each server's part, for `load_state` there.
 
     Raises:
-        UserError: a key is missing in the state, or there is none of that name, or it has another size.
+        UserError: a key is missing in the state, or there is none of that name, or it has another
+            size.
     """
     known = set(pieces) | set(tables)
     for key in (*state.tensors, *state.numbers):
         if key not in known:
-            raise UserError(f"the state has the key '{key}', which is not in the store: {', '.join(sorted(known)[:10])}")
+            raise UserError(
+                f"the state has the key '{key}', which is not in the store: "
+                f"{', '.join(sorted(known)[:10])}"
+            )
     parts: list[dict[str, torch.Tensor]] = [{} for _ in range(servers)]
     for key in sorted(set(tables) - set(state.tensors)):
-        raise UserError(f"the state has nothing of '{key}', which holds rows here; it is of another store")
+        raise UserError(
+            f"the state has nothing of '{key}', which holds rows here; it is of another store"
+        )
     for key, own in pieces.items():
         if not state.tensors.get(key) and not state.numbers.get(key):
             for piece in own:  # no steps were taken, so the optimizer begins anew
                 parts[piece.server][f"chunk\t{piece.number}\t{ANEW}"] = torch.empty(0)
         for what, whole in state.tensors.get(key, {}).items():
             if whole.numel() != own[-1].stop:
-                raise UserError(f"the state '{what}' of '{key}' has {whole.numel()} numbers; the key has {own[-1].stop}")
+                raise UserError(
+                    f"the state '{what}' of '{key}' has {whole.numel()} numbers; the key has "
+                    f"{own[-1].stop}"
+                )
             flat = whole.detach().cpu().contiguous().view(-1)
             for piece in own:
                 # Numbers have no dimension, so a chunk of one number must keep its one.
-                parts[piece.server][f"chunk\t{piece.number}\t{what}"] = flat[piece.start : piece.stop].clone()
+                parts[piece.server][f"chunk\t{piece.number}\t{what}"] = flat[
+                    piece.start : piece.stop
+                ].clone()
         for what, number in state.numbers.get(key, {}).items():
             for piece in own:
-                parts[piece.server][f"chunk\t{piece.number}\t{what}"] = torch.tensor(number, dtype=torch.float64)
+                parts[piece.server][f"chunk\t{piece.number}\t{what}"] = torch.tensor(
+                    number, dtype=torch.float64
+                )
     for key, own in tables.items():
         values = state.tensors[key]
         owners = values["ids"].remainder(servers)

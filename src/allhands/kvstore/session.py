@@ -1,4 +1,5 @@
-"""A worker's two connections on the server: what comes in is done by one thread, what goes out by another."""
+"""A worker's two connections on the server: what comes in is done by one thread, what goes out by
+another."""
 
 from __future__ import annotations
 
@@ -53,22 +54,42 @@ class Session:
         local: both ends map the same memory.
     """
 
-    def __init__(self, shard: Shard, rank: int, up: socket.socket, down: socket.socket, about: str, local: bool) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        rank: int,
+        up: socket.socket,
+        down: socket.socket,
+        about: str,
+        local: bool,
+    ) -> None:
         self.shard, self.rank, self.about, self.local = shard, rank, about, local
         self.ear = Ear(up)
         self.again = False
-        self.occasion = ""  # the last time that this worker went back to a snapshot with the servers
+        self.occasion = (
+            ""  # the last time that this worker went back to a snapshot with the servers
+        )
         self.life = ""  # of the worker process; another one after it was started again
         self._up, self._down = up, down
         self._out: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
-        self._metas: dict[int, Meta | None] = {}  # None: a step that was refused, whose pushes are dropped
+        self._metas: dict[
+            int, Meta | None
+        ] = {}  # None: a step that was refused, whose pushes are dropped
         self._regions: dict[int, torch.Tensor] = {}
-        self._buffers: dict[int, torch.Tensor] = {}  # of the worker's own, which may not be written to
+        self._buffers: dict[
+            int, torch.Tensor
+        ] = {}  # of the worker's own, which may not be written to
         self._left = False
         self._closed = False
-        self._pool: dict[int, list[torch.Tensor]] = defaultdict(list)  # by size: with one list, those below the last pile up
-        self._given: dict[int, tuple[int, int]] = {}  # versions that went out, where they are compressed
-        self._sent: dict[int, torch.Tensor] = {}  # what the worker has, where each one has something else
+        self._pool: dict[int, list[torch.Tensor]] = defaultdict(
+            list
+        )  # by size: with one list, those below the last pile up
+        self._given: dict[
+            int, tuple[int, int]
+        ] = {}  # versions that went out, where they are compressed
+        self._sent: dict[
+            int, torch.Tensor
+        ] = {}  # what the worker has, where each one has something else
 
     def start(self) -> None:
         """Begin to read and to write."""
@@ -110,7 +131,11 @@ class Session:
         header = {"chunk": chunk.number, "round": chunk.version}
         if chunk.down is not None:
             try:
-                data, flags = self._compressed(chunk) if self.shard.synchronous else self._change(chunk, chunk.down)
+                data, flags = (
+                    self._compressed(chunk)
+                    if self.shard.synchronous
+                    else self._change(chunk, chunk.down)
+                )
             except UserError as error:
                 self.tell({"op": "failed", "error": str(error)})
                 return
@@ -126,7 +151,8 @@ class Session:
             self._out.put([pack(Kind.VALUE, nbytes=data.nbytes, **header), data])
 
     def _compressed(self, chunk: Chunk) -> tuple[torch.Tensor, Flag]:
-        """What the last round has changed, the same for all workers; the whole value for one that has not the one before."""
+        """What the last round has changed, the same for all workers; the whole value for one that
+        has not the one before."""
         had = self._given.get(chunk.number) == (chunk.version - 1, chunk.outside)
         self._given[chunk.number] = (chunk.version, chunk.outside)
         if had and chunk.encoded is not None:
@@ -135,7 +161,8 @@ class Session:
         return chunk.sent.clone(), Flag.NONE
 
     def _change(self, chunk: Chunk, down: Compressor) -> tuple[torch.Tensor, Flag]:
-        """What has changed since this worker's last value: without rounds, each worker has another one."""
+        """What has changed since this worker's last value: without rounds, each worker has another
+        one."""
         sent = self._sent.get(chunk.number)
         if sent is None:
             self._sent[chunk.number] = chunk.weights.clone()
@@ -186,7 +213,10 @@ class Session:
                     self.tell({"op": "failed", "error": str(error)})
             # not reached
         except (EOFError, OSError):
-            why = "its connection ended without a goodbye: it was killed, it crashed, or its host or network is down"
+            why = (
+                "its connection ended without a goodbye: it was killed, it crashed, or its host "
+                "or network is down"
+            )
         except Exception as error:  # whatever one worker sends, the others go on
             why = f"it sent what this server does not understand ({type(error).__name__}: {error})"
         if not self._left and not self._closed:
@@ -206,12 +236,18 @@ class Session:
             chunk = shard.chunks[frame.chunk]
             meta = self._metas[frame.meta]
             values, buffer = self._values(frame, chunk)
-            release = (lambda: self._pool[buffer.nbytes].append(buffer)) if buffer is not None else _nothing
+            release = (
+                (lambda: self._pool[buffer.nbytes].append(buffer))
+                if buffer is not None
+                else _nothing
+            )
             if meta is None:
                 release()
                 return
             room = self._regions[frame.chunk] if frame.flags & Flag.OWN else None
-            shard.push(chunk, frame.round, meta, values, release, bool(frame.flags & Flag.WANTED), room)
+            shard.push(
+                chunk, frame.round, meta, values, release, bool(frame.flags & Flag.WANTED), room
+            )
         elif frame.kind == Kind.PULL:
             shard.pull(self, shard.chunks[frame.chunk], frame.round)
         elif frame.kind == Kind.INIT:
@@ -219,12 +255,16 @@ class Session:
             shard.initialise(chunk, self._values(frame, chunk)[0])
         elif frame.kind == Kind.PUSH_ROWS:
             table, meta = shard.tables[frame.chunk], self._metas[frame.meta]
-            ids, rows = unpack_rows(read_bytes(self.ear, frame.nbytes, LONGEST_ROWS), table.table, True)
+            ids, rows = unpack_rows(
+                read_bytes(self.ear, frame.nbytes, LONGEST_ROWS), table.table, True
+            )
             if meta is not None:
                 shard.push_rows(table, frame.round, meta, ids, rows)
         elif frame.kind == Kind.PULL_ROWS:
             table = shard.tables[frame.chunk]
-            ids, _ = unpack_rows(read_bytes(self.ear, frame.nbytes, LONGEST_ROWS), table.table, False)
+            ids, _ = unpack_rows(
+                read_bytes(self.ear, frame.nbytes, LONGEST_ROWS), table.table, False
+            )
             table.pull(self, frame.meta, ids, frame.round, shard.rules, shard.members)
         elif frame.kind == Kind.STATE:
             shard.load(load(bytes(read_bytes(self.ear, frame.nbytes, LONGEST_STATE))))
@@ -233,7 +273,8 @@ class Session:
             raise FrameError(f"a worker does not send {frame.kind.name}")
 
     def _is_behind(self) -> bool:
-        """What comes is of the time before the servers went back to a snapshot, and is to be dropped."""
+        """What comes is of the time before the servers went back to a snapshot, and is to be
+        dropped."""
         return self.shard.recovery is not None and self.occasion != self.shard.recovery.occasion
 
     def _values(self, frame: Frame, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -286,7 +327,9 @@ class Session:
                     self.reply(request)
                 case "block":
                     arena, chunks = shard.block(shard.chunks[said["chunk"]].block)
-                    self._out.put([message({"op": "reply", "id": request, "chunks": chunks}), arena.fd])
+                    self._out.put(
+                        [message({"op": "reply", "id": request, "chunks": chunks}), arena.fd]
+                    )
                 case "optimizer":
                     shard.set_optimizer(said["name"], said["groups"])
                     shard.copied()
@@ -296,8 +339,16 @@ class Session:
                     shard.copied()
                     self.reply(request)
                 case "step":
-                    meta = Meta(self, said["step"], float(said["weight"]), said["expected"], said["groups"], said["clip"],
-                                said["chunks"], bool(said["idle"]))  # fmt: skip
+                    meta = Meta(
+                        self,
+                        said["step"],
+                        float(said["weight"]),
+                        said["expected"],
+                        said["groups"],
+                        said["clip"],
+                        said["chunks"],
+                        bool(said["idle"]),
+                    )
                     self._metas[said["meta"]] = None
                     shard.announce(meta)
                     self._metas[said["meta"]] = meta
@@ -317,10 +368,17 @@ class Session:
                     data = save(state_of(shard, said["weights"]))
                     self._out.put([pack(Kind.STATE, meta=request, nbytes=len(data)) + data])
                 case "snapshots":
-                    self.reply(request, steps=[] if shard.recovery is None else shard.recovery.steps())
+                    self.reply(
+                        request, steps=[] if shard.recovery is None else shard.recovery.steps()
+                    )
                 case "mirrored":
                     # Beside this thread, which hears meanwhile that the worker lives.
-                    threading.Thread(target=self._fetch, args=(request, str(said["occasion"])), name="fetch", daemon=True).start()
+                    threading.Thread(
+                        target=self._fetch,
+                        args=(request, str(said["occasion"])),
+                        name="fetch",
+                        daemon=True,
+                    ).start()
                 case "back":
                     if shard.recovery is None:
                         raise UserError("the servers of this store cannot come back")
@@ -337,7 +395,11 @@ class Session:
             self.reply(request, error=str(error))
 
     def _fetch(self, request: int, occasion: str) -> None:
-        self.reply(request, whole=self.shard.recovery is not None and self.shard.recovery.from_copy(self.shard, occasion))
+        self.reply(
+            request,
+            whole=self.shard.recovery is not None
+            and self.shard.recovery.from_copy(self.shard, occasion),
+        )
 
     def _region(self, said: dict[str, Any]) -> None:
         """Memory of the worker's, in which its pushes lie."""

@@ -1,4 +1,5 @@
-"""What one server holds and decides: its chunks, the steps that are open, who is counted; no connection of its own."""
+"""What one server holds and decides: its chunks, the steps that are open, who is counted; no
+connection of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Shard(ShardKeys):
         number: which server.
         servers: how many there are.
         workers: how many workers are counted on.
-        rules: what the workers have agreed on: `wait` ("sync", "async" or "ssp"), `staleness`, `damping`, `on_worker_loss`.
+        rules: what the workers have agreed on: `wait` ("sync", "async" or "ssp"), `staleness`,
+            `damping`, `on_worker_loss`.
 
     Attributes:
         recovery: where the servers can come back.
@@ -46,7 +48,9 @@ class Shard(ShardKeys):
         self.rounds = KeyRounds(self.chunks, self.members, rules["on_worker_loss"] == "continue")
         self._clips: dict[int, dict[int, float]] = {}  # by step: square sums by chunk
         self._clip_metas: dict[int, list[Meta]] = {}
-        self._forms: dict[int, tuple[str, int]] = {}  # by step: groups and clip of whoever came first
+        self._forms: dict[
+            int, tuple[str, int]
+        ] = {}  # by step: groups and clip of whoever came first
         self._barrier: dict[int, tuple[Any, int, int]] = {}
         self._waits = Waits()
 
@@ -56,7 +60,8 @@ class Shard(ShardKeys):
         """A worker begins a step.
 
         Raises:
-            UserError: its learning rate, or another number of the optimizer, is not that of the others.
+            UserError: its learning rate, or another number of the optimizer, is not that of the
+                others.
         """
         if self.failure:
             raise UserError(self.failure)
@@ -64,7 +69,8 @@ class Shard(ShardKeys):
         if not self.synchronous:
             if self.spec is None:
                 raise UserError(
-                    f"create('dist_{self.rules['wait']}') applies each push by itself, which needs an optimizer: call "
+                    f"create('dist_{self.rules['wait']}') applies each push by itself, which needs "
+                    "an optimizer: call "
                     "set_optimizer first"
                 )
             if not meta.chunks:
@@ -72,11 +78,17 @@ class Shard(ShardKeys):
             return
         form = json.dumps([meta.groups, meta.clip, meta.expected])
         with self._lock:
-            first, rank = (form, meta.worker.rank) if meta.idle else self._forms.setdefault(meta.step, (form, meta.worker.rank))
+            first, rank = (
+                (form, meta.worker.rank)
+                if meta.idle
+                else self._forms.setdefault(meta.step, (form, meta.worker.rank))
+            )
             if form != first:
                 raise UserError(
-                    f"in step {meta.step} worker {meta.worker.rank} has {form} for [the optimizer's options, "
-                    f"clip_norm, expected], but worker {rank} has {first}: all workers must step with the same"
+                    f"in step {meta.step} worker {meta.worker.rank} has {form} for [the "
+                    "optimizer's options, "
+                    f"clip_norm, expected], but worker {rank} has {first}: all workers must step "
+                    "with the same"
                 )
             while len(self._forms) > 64:
                 del self._forms[next(iter(self._forms))]
@@ -85,9 +97,18 @@ class Shard(ShardKeys):
         if not meta.chunks:
             meta.worker.finished(meta, len(self.members.everyone()), 0)
 
-    def push(self, chunk: Chunk, number: int, meta: Meta, values: torch.Tensor, release: Callable[[], None], wanted: bool,
-             room: torch.Tensor | None = None) -> None:  # fmt: skip
-        """A worker's values for a round; with `room`, they must stay as they are, and sums can be made there."""
+    def push(
+        self,
+        chunk: Chunk,
+        number: int,
+        meta: Meta,
+        values: torch.Tensor,
+        release: Callable[[], None],
+        wanted: bool,
+        room: torch.Tensor | None = None,
+    ) -> None:
+        """A worker's values for a round; with `room`, they must stay as they are, and sums can be
+        made there."""
         worker = meta.worker
         with chunk.lock:
             if self.recovery is not None and worker.occasion != self.recovery.occasion:
@@ -96,7 +117,9 @@ class Shard(ShardKeys):
             if not self.synchronous:
                 self._apply_alone(chunk, number, meta, values, release, wanted, room)
                 return
-            if number <= chunk.version:  # the others went on without it, or it was sent again after a lost connection
+            if (
+                number <= chunk.version
+            ):  # the others went on without it, or it was sent again after a lost connection
                 release()
                 if wanted:
                     chunk.waiting.append((worker, 0))
@@ -104,13 +127,18 @@ class Shard(ShardKeys):
                 if self.mirror is None:
                     self._part_done(meta, len(chunk.added) or 1)
                     return
-                if meta.clip is not None and chunk.square is not None:  # another server may have to close this step yet
+                if (
+                    meta.clip is not None and chunk.square is not None
+                ):  # another server may have to close this step yet
                     self._add_square(meta.step, chunk.number, chunk.square)
                 self._part_done(meta, chunk.workers or 1)
                 return
             if number != chunk.version + 1:
                 release()
-                raise UserError(f"the key '{chunk.key}' is at version {chunk.version}; a push for {number} cannot be placed")
+                raise UserError(
+                    f"the key '{chunk.key}' is at version {chunk.version}; a push for {number} "
+                    "cannot be placed"
+                )
             chunk.take(worker.rank, values, meta, release, room)
             whole = self.rounds.arrive(chunk, number, worker)
             if whole is None:
@@ -121,7 +149,8 @@ class Shard(ShardKeys):
             self._go_on(chunk)
 
     def _go_on(self, chunk: Chunk) -> None:
-        """Add up what can be, of a chunk and of those whose rounds have the same members. None of their locks is held."""
+        """Add up what can be, of a chunk and of those whose rounds have the same members. None of
+        their locks is held."""
         for one in self.rounds.parts(chunk):
             with one.lock:
                 self._after(one, one.add_up(*self.rounds.state(one)))
@@ -152,7 +181,8 @@ class Shard(ShardKeys):
         _tell_squares(step, squares, metas)
 
     def commit(self, step: int, scale: float) -> None:
-        """Apply a clipped step; the first worker that knows the norm of all servers says by how much."""
+        """Apply a clipped step; the first worker that knows the norm of all servers says by how
+        much."""
         with self._lock:
             squares = self._clips.pop(step, None)
             self._clip_metas.pop(step, None)
@@ -189,16 +219,26 @@ class Shard(ShardKeys):
         if self.recovery is not None and not self.synchronous:
             self.recovery.stepped(self)
 
-    # ------------------------------------------------------------------ without waiting, and with bounded staleness
+    # -------------------------------------------------- without waiting, and with bounded staleness
 
-    def _apply_alone(self, chunk: Chunk, number: int, meta: Meta, values: torch.Tensor, release: Callable[[], None],
-                     wanted: bool, room: torch.Tensor | None) -> None:  # fmt: skip
+    def _apply_alone(
+        self,
+        chunk: Chunk,
+        number: int,
+        meta: Meta,
+        values: torch.Tensor,
+        release: Callable[[], None],
+        wanted: bool,
+        room: torch.Tensor | None,
+    ) -> None:
         worker = meta.worker
         if number > chunk.last.get(worker.rank, 0):
             chunk.last[worker.rank] = number
             stale = max(0, chunk.version - chunk.seen.setdefault(worker.rank, chunk.version))
             chunk.clocks[worker.rank] = chunk.clocks.get(worker.rank, 0) + 1
-            if not meta.weight:  # it had no samples, so there is nothing to apply, and nothing becomes stale
+            if (
+                not meta.weight
+            ):  # it had no samples, so there is nothing to apply, and nothing becomes stale
                 release()
                 chunk.version += 1
                 chunk.seen = {rank: version + 1 for rank, version in chunk.seen.items()}
@@ -211,14 +251,23 @@ class Shard(ShardKeys):
         self._serve(chunk)
         self._part_done(meta, 1)
 
-    def _step_alone(self, chunk: Chunk, meta: Meta, values: torch.Tensor, release: Callable[[], None], stale: int,
-                    room: torch.Tensor | None) -> None:  # fmt: skip
+    def _step_alone(
+        self,
+        chunk: Chunk,
+        meta: Meta,
+        values: torch.Tensor,
+        release: Callable[[], None],
+        stale: int,
+        room: torch.Tensor | None,
+    ) -> None:
         chunk.added, chunk.total, chunk.held, chunk.room = [meta], values, [release], room
         try:
             chunk.combine()
             options = meta.options(chunk.group)
             if stale and self.rules.get("damping"):
-                rate = (options or (self.spec.groups[chunk.group] if self.spec else {})).get("lr", 0.0)
+                rate = (options or (self.spec.groups[chunk.group] if self.spec else {})).get(
+                    "lr", 0.0
+                )
                 options = {**(options or {}), "lr": rate / (1 + stale)}
             chunk.apply(options)
         finally:
@@ -231,11 +280,17 @@ class Shard(ShardKeys):
     def _serve(self, chunk: Chunk) -> None:
         """Answer those who wait, if they are not too far ahead. The chunk's lock is held."""
         ssp = self.rules["wait"] == "ssp"
-        chunk.serve(within(chunk.clocks, self.members.everyone(), self.rules["staleness"]) if ssp else None)
+        chunk.serve(
+            within(chunk.clocks, self.members.everyone(), self.rules["staleness"]) if ssp else None
+        )
 
-    def push_rows(self, table: TableRounds, number: int, meta: Meta, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    def push_rows(
+        self, table: TableRounds, number: int, meta: Meta, ids: torch.Tensor, rows: torch.Tensor
+    ) -> None:
         """A worker's rows for a round."""
-        self._rows_done(table, lambda: table.push(number, meta, ids, rows, self.members, self.synchronous))
+        self._rows_done(
+            table, lambda: table.push(number, meta, ids, rows, self.members, self.synchronous)
+        )
 
     def _rows_done(self, table: TableRounds, close: Callable[[], list[Meta]]) -> None:
         try:
@@ -260,7 +315,8 @@ class Shard(ShardKeys):
             self._serve(chunk)
 
     def barrier(self, session: Any, request: int, number: int = 0) -> None:
-        """Answer once all workers that are counted on have asked; with a number, also when they had, before a server was lost."""
+        """Answer once all workers that are counted on have asked; with a number, also when they
+        had, before a server was lost."""
         with self._lock:
             if number and number <= self.passed:
                 session.reply(request)
@@ -285,7 +341,7 @@ class Shard(ShardKeys):
         for session, request, _ in waiting.values():
             session.reply(request)
 
-    # ------------------------------------------------------------------ what a copy must know before the answer
+    # ------------------------------------------------------ what a copy must know before the answer
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
         """Continue from a state that a worker gave."""
@@ -300,7 +356,8 @@ class Shard(ShardKeys):
     # ------------------------------------------------------------------ who is there
 
     def gone(self, session: Any, reason: str, polite: bool) -> None:
-        """A worker has left, or is lost; the others go on without it, or all are told that they cannot."""
+        """A worker has left, or is lost; the others go on without it, or all are told that they
+        cannot."""
         if not self.members.remove(session):
             return
         self._waits.remove(session.rank)
@@ -326,13 +383,15 @@ class Shard(ShardKeys):
         self._go_on_without(rank)
 
     def has_left(self, rank: int) -> None:
-        """A worker that is gone has said goodbye: those who wait for what only it could give are told."""
+        """A worker that is gone has said goodbye: those who wait for what only it could give are
+        told."""
         with self._lock:
             self.members.final.add(rank)
             self._tell_initialised()
 
     def _go_on_without(self, rank: int | None) -> None:
-        """Close what waited only for a worker that is not counted any more; with None, for one that counts from later on."""
+        """Close what waited only for a worker that is not counted any more; with None, for one that
+        counts from later on."""
         self.rounds.look_again(rank)
         for chunk in list(self.chunks.values()):
             with chunk.lock:
@@ -350,7 +409,10 @@ class Shard(ShardKeys):
             self.recovery.look_again(self)
         self._open_barrier()
         with self._lock:
-            clips = [(step, dict(squares), list(self._clip_metas.get(step, ()))) for step, squares in self._clips.items()]
+            clips = [
+                (step, dict(squares), list(self._clip_metas.get(step, ())))
+                for step, squares in self._clips.items()
+            ]
         for clip in clips:  # the one that was lost may have been about to commit
             _tell_squares(*clip)
 
@@ -370,11 +432,12 @@ class Shard(ShardKeys):
                 chunk.drop()
         for table in list(self.tables.values()):
             table.drop()
-        self.rounds.clear()  # last: while a chunk is not dropped, pushes of the time before come into it
+        # last: while a chunk is not dropped, pushes of the time before come into it
+        self.rounds.clear()
 
     def join(self, session: Any, begins: dict[str, int]) -> list[str]:
-        """Count a worker again, from these rounds on; the keys for which it is too late, as the others are in that round already.
-        The worker names later ones for them then, at all servers.
+        """Count a worker again, from these rounds on; the keys for which it is too late, as the
+        others are in that round already. The worker names later ones for them then, at all servers.
         """
         with self._lock:
             self.members.count_from(session.rank, begins)
@@ -384,7 +447,9 @@ class Shard(ShardKeys):
         for part in parts:
             if part.key in begins:
                 with part.lock:  # it begins beside the slowest
-                    part.clocks[session.rank] = min((part.clocks.get(rank, 0) for rank in others), default=0)
+                    part.clocks[session.rank] = min(
+                        (part.clocks.get(rank, 0) for rank in others), default=0
+                    )
                     if self.synchronous and part.has_begun(begins[part.key]):
                         late.add(part.key)
         # It may have been late before, and rounds may wait for it.
@@ -395,7 +460,10 @@ class Shard(ShardKeys):
         """The newest round of each chunk and of each table, by number."""
         return {
             "versions": {str(number): chunk.version for number, chunk in list(self.chunks.items())},
-            "tables": {str(number): table.newest(self.synchronous) for number, table in list(self.tables.items())},
+            "tables": {
+                str(number): table.newest(self.synchronous)
+                for number, table in list(self.tables.items())
+            },
         }
 
     def fail(self, text: str) -> None:

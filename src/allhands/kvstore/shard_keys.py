@@ -1,4 +1,5 @@
-"""The keys of one server: chunks and tables, where they lie, and what all workers have set for them."""
+"""The keys of one server: chunks and tables, where they lie, and what all workers have set for
+them."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ class ShardKeys:
         self._settings = threading.Lock()
         self._lock = threading.RLock()
         self._blocks: list[tuple[Arena, list[int]]] = []
-        self._initial: list[tuple[Any, int, set[int]]] = []  # (worker, request, chunks) that wait for first values
+        self._initial: list[
+            tuple[Any, int, set[int]]
+        ] = []  # (worker, request, chunks) that wait for first values
 
     def declare(self, keys: dict[str, dict[str, Any]], rank: int, complete: bool) -> dict[str, Any]:
         """Place new keys, and say where all of these are; server 0 only.
@@ -61,7 +64,8 @@ class ShardKeys:
                 known = self.keys.get(name)
                 if known is not None and known["form"] != form:
                     raise UserError(
-                        f"the key '{name}' is {_told(form)} on worker {rank}, but {_told(known['form'])} on another worker"
+                        f"the key '{name}' is {_told(form)} on worker {rank}, but "
+                        f"{_told(known['form'])} on another worker"
                     )
             if complete:
                 first = self.sets.setdefault("names", [rank, sorted(keys)])
@@ -70,11 +74,15 @@ class ShardKeys:
                     has = f"has no key '{missing[0]}'" if missing else f"has the key '{more[0]}'"
                     other = "has" if missing else "has not"
                     raise UserError(
-                        f"worker {rank} {has}, which worker {first[0]} {other}: all workers must train the same parameters"
+                        f"worker {rank} {has}, which worker {first[0]} {other}: all workers must "
+                        "train the same parameters"
                     )
             new = {name: form for name, form in keys.items() if name not in self.keys}
             dense = {name: form for name, form in new.items() if "rows" not in form}
-            sizes = {name: (form["count"], DTYPES[form["dtype"]].itemsize) for name, form in dense.items()}
+            sizes = {
+                name: (form["count"], DTYPES[form["dtype"]].itemsize)
+                for name, form in dense.items()
+            }
             loads = [0] * self.servers
             highest = 0
             for known in self.keys.values():
@@ -84,11 +92,17 @@ class ShardKeys:
             placed = place(sizes, loads, highest)
             for name, pieces in placed.items():
                 self.keys[name] = {
-                    "form": dense[name], "pieces": [[piece.number, piece.server, piece.start, piece.stop] for piece in pieces],
-                }  # fmt: skip
+                    "form": dense[name],
+                    "pieces": [
+                        [piece.number, piece.server, piece.start, piece.stop] for piece in pieces
+                    ],
+                }
             highest += sum(len(pieces) for pieces in placed.values())
             for number, name in enumerate(sorted(set(new) - set(dense)), highest):
-                self.keys[name] = {"form": new[name], "pieces": [[number, server, 0, 0] for server in range(self.servers)]}
+                self.keys[name] = {
+                    "form": new[name],
+                    "pieces": [[number, server, 0, 0] for server in range(self.servers)],
+                }
             return {name: self.keys[name]["pieces"] for name in keys}
 
     def create(self, chunks: list[list[Any]]) -> dict[str, int]:
@@ -96,13 +110,27 @@ class ShardKeys:
         with self._lock:
             new = [one for one in chunks if one[0] not in self.chunks]
             if new:
-                sizes = [(stop - start) * DTYPES[dtype].itemsize for _, _, start, stop, dtype, _, _ in new]
+                sizes = [
+                    (stop - start) * DTYPES[dtype].itemsize
+                    for _, _, start, stop, dtype, _, _ in new
+                ]
                 starts, total = offsets(sizes)
                 arena = Arena(total)
                 self._blocks.append((arena, [one[0] for one in new]))
-                for (number, key, start, stop, dtype, group, trained), offset in zip(new, starts, strict=True):
+                for (number, key, start, stop, dtype, group, trained), offset in zip(
+                    new, starts, strict=True
+                ):
                     weights = arena.view(offset, stop - start, DTYPES[dtype])
-                    chunk = Chunk(number, key, start, stop, group, weights, block=len(self._blocks) - 1, offset=offset)
+                    chunk = Chunk(
+                        number,
+                        key,
+                        start,
+                        stop,
+                        group,
+                        weights,
+                        block=len(self._blocks) - 1,
+                        offset=offset,
+                    )
                     chunk.trained = bool(trained)
                     if self.spec is not None:
                         chunk.set_optimizer(self.spec)
@@ -121,7 +149,9 @@ class ShardKeys:
     def block(self, number: int) -> tuple[Arena, list[list[int]]]:
         """Memory with the values of chunks, and where in it each begins."""
         arena, chunks = self._blocks[number]
-        return arena, [[one, self.chunks[one].offset, len(self.chunks[one].weights)] for one in chunks]
+        return arena, [
+            [one, self.chunks[one].offset, len(self.chunks[one].weights)] for one in chunks
+        ]
 
     def initialise(self, chunk: Chunk, values: torch.Tensor) -> None:
         """Take the first value; a later one is left, because the training has begun."""
@@ -150,7 +180,9 @@ class ShardKeys:
             if missing and 0 in self.members.final:
                 names = ", ".join(sorted({f"'{self.chunks[number].key}'" for number in missing}))
                 session.reply(
-                    request, lost=f"worker 0 has left or is lost, and has not given the first values of {names}; start again"
+                    request,
+                    lost="worker 0 has left or is lost, and has not given the first values of "
+                    f"{names}; start again",
                 )
             elif missing:
                 left.append((session, request, missing))
@@ -159,7 +191,8 @@ class ShardKeys:
         self._initial = left
 
     def set_optimizer(self, name: str, groups: list[dict[str, Any]]) -> None:
-        """Take steps with pushed values from now on; the second worker that says the same changes nothing.
+        """Take steps with pushed values from now on; the second worker that says the same changes
+        nothing.
 
         Raises:
             UserError: another worker has set another one, or there is no such optimizer here.
@@ -167,9 +200,13 @@ class ShardKeys:
         spec = spec_from(OptimizerSpec(name, tuple(groups)))
         with self._settings:
             if self.spec is not None:
-                if (spec.name, json.dumps(spec.groups)) != (self.spec.name, json.dumps(self.spec.groups)):
+                if (spec.name, json.dumps(spec.groups)) != (
+                    self.spec.name,
+                    json.dumps(self.spec.groups),
+                ):
                     raise UserError(
-                        f"the optimizer is {spec.name} {list(spec.groups)} on this worker, but {self.spec.name} "
+                        f"the optimizer is {spec.name} {list(spec.groups)} on this worker, but "
+                        f"{self.spec.name} "
                         f"{list(self.spec.groups)} on another"
                     )
                 return
@@ -187,7 +224,9 @@ class ShardKeys:
         wanted = {"push": push, "pull": pull}
         with self._settings:
             if self.compression is not None and self.compression != wanted:
-                raise UserError(f"the compression is {wanted} on this worker, but {self.compression} on another")
+                raise UserError(
+                    f"the compression is {wanted} on this worker, but {self.compression} on another"
+                )
             if self.compression is None:
                 self.compression, self.push_codec = wanted, codec_from(push)
                 for chunk in list(self.chunks.values()):
@@ -201,7 +240,9 @@ class ShardKeys:
 
     def trained(self) -> set[int]:
         """The chunks that every step is over; all of them where no worker has said which."""
-        return {number for number, chunk in self.chunks.items() if chunk.trained} or set(self.chunks)
+        return {number for number, chunk in self.chunks.items() if chunk.trained} or set(
+            self.chunks
+        )
 
     def rebuild(self, fields: dict[str, Any]) -> None:
         """Make what a snapshot says there was; its numbers are loaded afterwards."""

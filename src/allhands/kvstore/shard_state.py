@@ -1,4 +1,5 @@
-"""All that a server holds, as tensors with names: for workers that save, for snapshots, and back."""
+"""All that a server holds, as tensors with names: for workers that save, for snapshots, and
+back."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ def state_of_chunk(chunk: Any, with_weights: bool) -> dict[str, torch.Tensor]:
         if chunk.optimizer is not None:
             tensors, numbers = chunk.optimizer.state()
             found |= {prefix + name: value.detach().clone() for name, value in tensors.items()}
-            found |= {prefix + name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+            found |= {
+                prefix + name: torch.tensor(value, dtype=torch.float64)
+                for name, value in numbers.items()
+            }
         if with_weights:
             found[prefix + _WEIGHTS] = chunk.weights.clone()
     return found
@@ -31,16 +35,24 @@ def state_of_table(table: Any) -> dict[str, torch.Tensor]:
     """Copies of one table's rows and states, as in `state_of`."""
     with table.lock:
         state = table.rows.state()
-        return {f"table\t{table.number}\t{name}": value.detach().clone().contiguous() for name, value in state.items()}
+        return {
+            f"table\t{table.number}\t{name}": value.detach().clone().contiguous()
+            for name, value in state.items()
+        }
 
 
 def whole_of(chunk: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """All of a chunk between two rounds: what is no tensor, and copies of the tensors, as in `state_of`."""
+    """All of a chunk between two rounds: what is no tensor, and copies of the tensors, as in
+    `state_of`."""
     with chunk.lock:
         fields = {
-            "chunk": chunk.number, "version": chunk.version, "ready": chunk.ready, "square": chunk.square,
-            "workers": chunk.workers, "options": None if chunk.optimizer is None else chunk.optimizer.options(),
-        }  # fmt: skip
+            "chunk": chunk.number,
+            "version": chunk.version,
+            "ready": chunk.ready,
+            "square": chunk.square,
+            "workers": chunk.workers,
+            "options": None if chunk.optimizer is None else chunk.optimizer.options(),
+        }
         tensors = state_of_chunk(chunk, True)
         if chunk.down is not None:
             tensors[f"chunk\t{chunk.number}\t{_SENT}"] = chunk.sent.clone()
@@ -51,7 +63,11 @@ def whole_of(chunk: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 def load_whole(chunk: Any, fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Continue from what `whole_of` gave; tensors of other chunks are left."""
     prefix = f"chunk\t{chunk.number}\t"
-    own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    own = {
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }
     with chunk.lock:
         sent, residual = own.pop(_SENT, None), own.pop(_RESIDUAL, None)
         chunk.weights.copy_(own.pop(_WEIGHTS))
@@ -74,8 +90,11 @@ def _divided(states: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], 
     )
 
 
-def state_of(shard: Any, with_weights: bool, only: set[int] | None = None) -> dict[str, torch.Tensor]:
-    """Copies of the optimizer's states by ``chunk\\tnumber\\tname``, numbers as float64 of shape []; and the values.
+def state_of(
+    shard: Any, with_weights: bool, only: set[int] | None = None
+) -> dict[str, torch.Tensor]:
+    """Copies of the optimizer's states by ``chunk\\tnumber\\tname``, numbers as float64 of shape
+    []; and the values.
 
     `only`: these chunks, and all tables.
     """
@@ -108,7 +127,9 @@ def load_state(shard: Any, tensors: dict[str, torch.Tensor]) -> None:
             if weights is not None:
                 chunk.weights.copy_(weights)
             if states and chunk.optimizer is None:
-                raise UserError("there is no optimizer whose state this could be; call set_optimizer first")
+                raise UserError(
+                    "there is no optimizer whose state this could be; call set_optimizer first"
+                )
             if chunk.optimizer is not None:
                 chunk.optimizer.load_state(*_divided(states))
             chunk.changed_outside()

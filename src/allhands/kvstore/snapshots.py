@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from allhands.errors import UserError
 from allhands.kvstore.shard_state import load_state, state_of, state_of_chunk
 
-# A server may have one more than another when it is killed; the one before is the one that all have.
+# A server may have one more than another when it is killed; the one before is the one that all
+# have.
 _KEPT = 3
 
 
@@ -40,23 +41,30 @@ class Snapshots:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"snapshot_dir={folder} cannot be written on the host of server {server}: {error}") from None
+            raise UserError(
+                f"snapshot_dir={folder} cannot be written on the host of server {server}: {error}"
+            ) from None
         self._parts: dict[int, dict[str, torch.Tensor]] = {}
         self._have: dict[int, set[int]] = {}
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[
+            tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None
+        ] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="snapshots", daemon=True)
         self._writer.start()
 
     def steps(self) -> list[int]:
         """The steps of which there is a whole one."""
-        return sorted(int(path.stem.split("-")[1]) for path in self._folder.glob("step-*.safetensors"))
+        return sorted(
+            int(path.stem.split("-")[1]) for path in self._folder.glob("step-*.safetensors")
+        )
 
     def collect(self, shard: Any, chunk: Any) -> None:
-        """Take a chunk that has just got a version of which there is to be a snapshot; write it once all have it.
+        """Take a chunk that has just got a version of which there is to be a snapshot; write it
+        once all have it.
 
-        The chunk's lock is held. It cannot get its next version before all workers have this one from all servers, so that a
-        snapshot holds every chunk at the same step.
+        The chunk's lock is held. It cannot get its next version before all workers have this one
+        from all servers, so that a snapshot holds every chunk at the same step.
         """
         step = chunk.version
         part = state_of_chunk(chunk, True)
@@ -76,7 +84,8 @@ class Snapshots:
         self._queue.put((step, tensors, about(shard, step)))
 
     def take_all(self, shard: Any, step: int) -> None:
-        """Write all chunks as they are now; where nobody waits for anybody, there is no step that all have."""
+        """Write all chunks as they are now; where nobody waits for anybody, there is no step that
+        all have."""
         self._queue.put((step, state_of(shard, True, set(shard.chunks)), about(shard, step)))
 
     def _write(self) -> None:
@@ -85,14 +94,21 @@ class Snapshots:
             target = self._folder / f"step-{step}.safetensors"
             aside = self._folder / f".step-{step}.{os.getpid()}"
             try:
-                save_file({name: value.contiguous() for name, value in tensors.items()}, aside, {"allhands": json.dumps(fields)})
+                save_file(
+                    {name: value.contiguous() for name, value in tensors.items()},
+                    aside,
+                    {"allhands": json.dumps(fields)},
+                )
                 with aside.open("rb") as written:
                     os.fsync(written.fileno())
                 aside.replace(target)
                 for old in self.steps()[:-_KEPT]:
                     (self._folder / f"step-{old}.safetensors").unlink(missing_ok=True)
             except OSError as error:
-                print(f"allhands: the snapshot of step {step} could not be written: {error}", flush=True)
+                print(
+                    f"allhands: the snapshot of step {step} could not be written: {error}",
+                    flush=True,
+                )
                 aside.unlink(missing_ok=True)
 
     def restore(self, shard: Any, step: int) -> None:
@@ -130,14 +146,28 @@ def about(shard: Any, step: int) -> dict[str, Any]:
     """What a shard is, beside its numbers."""
     spec, trained = shard.spec, shard.trained()
     return {
-        "step": step, "keys": shard.keys, "sets": shard.sets, "compression": shard.compression,
+        "step": step,
+        "keys": shard.keys,
+        "sets": shard.sets,
+        "compression": shard.compression,
         "optimizer": None if spec is None else {"name": spec.name, "groups": list(spec.groups)},
         "chunks": [
-            [one.number, one.key, one.start, one.stop, str(one.weights.dtype).removeprefix("torch."), one.group, one.trained]
+            [
+                one.number,
+                one.key,
+                one.start,
+                one.stop,
+                str(one.weights.dtype).removeprefix("torch."),
+                one.group,
+                one.trained,
+            ]
             for one in list(shard.chunks.values())
         ],
-        "versions": {str(one.number): step if one.number in trained else one.version for one in list(shard.chunks.values())},
+        "versions": {
+            str(one.number): step if one.number in trained else one.version
+            for one in list(shard.chunks.values())
+        },
         "tables": [one.form() for one in list(shard.tables.values())],
         "table_versions": {str(one.number): one.version for one in list(shard.tables.values())},
         "live": sorted(shard.members.everyone()),
-    }  # fmt: skip
+    }

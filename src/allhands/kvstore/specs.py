@@ -1,7 +1,9 @@
 """Names and options of optimizers: which a store can run, and whether the options are right.
 
-A server updates chunks of keys, so only optimizers are taken whose update of one number depends on that number alone. No class is
-ever looked up from what a worker sends: names are those below, and those of the entry-point group ``allhands.optimizers`` on the
+A server updates chunks of keys, so only optimizers are taken whose update of one number depends on
+that number alone. No class is
+ever looked up from what a worker sends: names are those below, and those of the entry-point group
+``allhands.optimizers`` on the
 machine that runs the update.
 """
 
@@ -24,10 +26,19 @@ from allhands.errors import UserError, did_you_mean
 CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     cls.__name__.lower(): cls
     for cls in (
-        torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
-        torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.ASGD, torch.optim.Rprop,
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.RMSprop,
+        torch.optim.ASGD,
+        torch.optim.Rprop,
     )
-}  # fmt: skip
+}
 _BUILT_IN = frozenset(CLASSES)
 
 # What a name that cannot be had should be replaced by.
@@ -35,7 +46,8 @@ REFUSED = {
     "lbfgs": "LBFGS looks at all parameters at once; write 'sgd' or 'adam'",
     "adafactor": "Adafactor's update of one number depends on its row and column; write 'adamw'",
     "muon": "Muon's update of one number depends on its whole matrix; write 'adamw'",
-    "sparseadam": "write 'adam', and init the key with RowSparse(rows, columns): its rows are then updated lazily",
+    "sparseadam": "write 'adam', and init the key with RowSparse(rows, columns): its rows are then "
+    "updated lazily",
 }
 REFUSED["sparse_adam"] = REFUSED["sparseadam"]
 
@@ -49,8 +61,9 @@ class OptimizerSpec:
 
     Attributes:
         name: a name of `known_optimizers`: a class of torch.optim in lower case, such as "adamw".
-        groups: the options of each group under torch's names, complete, as JSON has them (betas are a list). Usually one group.
-            ``multi_precision`` is ours: weights of 16 bits have a float32 copy, which is what is updated.
+        groups: the options of each group under torch's names, complete, as JSON has them (betas are
+            a list). Usually one group. ``multi_precision`` is ours: weights of 16 bits have a
+            float32 copy, which is what is updated.
     """
 
     name: str
@@ -72,32 +85,44 @@ def name_of(name: str) -> str:
     if lowered in CLASSES or any(entry.name.lower() == lowered for entry in _entries()):
         return lowered
     if lowered in REFUSED:
-        raise UserError(f"a store cannot run '{name}': {REFUSED[lowered]}. Known are: {', '.join(known_optimizers())}")
+        raise UserError(
+            f"a store cannot run '{name}': {REFUSED[lowered]}. Known are: "
+            f"{', '.join(known_optimizers())}"
+        )
     raise UserError(f"there is no optimizer '{name}'{nearest(name, known_optimizers())}")
 
 
 def class_of(name: str) -> type[torch.optim.Optimizer]:
-    """The class of a name that `name_of` has passed; one of an entry point is imported when it is first asked for."""
+    """The class of a name that `name_of` has passed; one of an entry point is imported when it is
+    first asked for."""
     if name not in CLASSES:
         entry = next(entry for entry in _entries() if entry.name.lower() == name)
         try:
             cls = entry.load()
         except Exception as error:
-            raise UserError(f"the optimizer '{name}' ({entry.value}) is installed, but cannot be imported: {error}") from error
+            raise UserError(
+                f"the optimizer '{name}' ({entry.value}) is installed, but cannot be imported: "
+                f"{error}"
+            ) from error
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-            raise UserError(f"the optimizer '{name}' ({entry.value}) is no subclass of torch.optim.Optimizer")
+            raise UserError(
+                f"the optimizer '{name}' ({entry.value}) is no subclass of torch.optim.Optimizer"
+            )
         CLASSES[name] = cls
     return CLASSES[name]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` when there is something close, and all that is known. Goes behind a name that does not exist."""
+    """``; did you mean 'x'?`` when there is something close, and all that is known. Goes behind a
+    name that does not exist."""
     names = list(known)
     near = did_you_mean(word, names, "")
     return f"{near} Known are: {', '.join(names)}" if near else f"; known are: {', '.join(names)}"
 
 
-def build(name: str, params: list[torch.Tensor], options: Mapping[str, Any]) -> torch.optim.Optimizer:
+def build(
+    name: str, params: list[torch.Tensor], options: Mapping[str, Any]
+) -> torch.optim.Optimizer:
     """The torch optimizer, which updates with the plain loop."""
     cls = class_of(name)
     takes = inspect.signature(cls).parameters
@@ -123,10 +148,13 @@ def plain(value: Any) -> Any:
 
 @lru_cache
 def defaults_of(name: str) -> dict[str, Any]:
-    """The options that the constructor takes, with their defaults, but for those that say how to compute."""
+    """The options that the constructor takes, with their defaults, but for those that say how to
+    compute."""
     parameters = list(inspect.signature(class_of(name)).parameters.values())[1:]
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {one.name: one.default for one in parameters if one.kind in named and one.name not in HOW}
+    return {
+        one.name: one.default for one in parameters if one.kind in named and one.name not in HOW
+    }
 
 
 @lru_cache
@@ -150,7 +178,10 @@ def complete(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     defaults = defaults_of(name)
     for option in options:
         if option not in defaults and option != "multi_precision":
-            raise UserError(f"the optimizer '{name}' has no option '{option}'{nearest(option, [*defaults, 'multi_precision'])}")
+            raise UserError(
+                f"the optimizer '{name}' has no option "
+                f"'{option}'{nearest(option, [*defaults, 'multi_precision'])}"
+            )
     full: dict[str, Any] = {}
     for option, default in defaults.items():
         value = options.get(option, default)
@@ -172,15 +203,22 @@ def changed(name: str, options: Mapping[str, Any], new: Mapping[str, Any]) -> di
     for option in new:
         if option not in changeable(name):
             what = "cannot change its option" if option in defaults_of(name) else "has no option"
-            raise UserError(f"between steps, the optimizer '{name}' {what} '{option}'{nearest(option, sorted(changeable(name)))}")
-    checked = {option: _of_kind(name, option, value, defaults_of(name)[option]) for option, value in new.items()}
+            raise UserError(
+                f"between steps, the optimizer '{name}' {what} "
+                f"'{option}'{nearest(option, sorted(changeable(name)))}"
+            )
+    checked = {
+        option: _of_kind(name, option, value, defaults_of(name)[option])
+        for option, value in new.items()
+    }
     whole = {**options, **checked}
     _accepted(name, _frozen(whole))
     return whole
 
 
 def layout_of(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The states that an optimizer keeps, by name: None for a tensor, the type (of torch or Python) of a number.
+    """The states that an optimizer keeps, by name: None for a tensor, the type (of torch or Python)
+    of a number.
 
     Raises:
         UserError: torch refuses the options, or the update of one number depends on others.
@@ -208,10 +246,17 @@ def _of_kind(name: str, option: str, given: Any, default: Any) -> Any:
     elif isinstance(default, (int, float)):
         right, kind = number(value), "a finite number"
     elif isinstance(default, (tuple, list)):
-        right = isinstance(value, list) and len(value) == len(default) and all(number(one) for one in value)
+        right = (
+            isinstance(value, list)
+            and len(value) == len(default)
+            and all(number(one) for one in value)
+        )
         kind = f"{len(default)} finite numbers"
     else:
-        right, kind = value is None or isinstance(value, (bool, int, float, str)), "a number, a string or None"
+        right, kind = (
+            value is None or isinstance(value, (bool, int, float, str)),
+            "a number, a string or None",
+        )
     if not right:
         raise UserError(f"the optimizer '{name}' cannot have {option}={given!r}; it must be {kind}")
     return [float(one) for one in value] if isinstance(default, (tuple, list)) else value
@@ -222,7 +267,9 @@ def _accepted(name: str, frozen: str) -> None:
     try:
         build(name, [torch.zeros(1)], json.loads(frozen))
     except Exception as error:
-        raise UserError(f"the optimizer '{name}' does not work with {json.loads(frozen)}: {error}") from error
+        raise UserError(
+            f"the optimizer '{name}' does not work with {json.loads(frozen)}: {error}"
+        ) from error
 
 
 @lru_cache(maxsize=64)
@@ -234,7 +281,9 @@ def _layout(name: str, frozen: str) -> dict[str, Any]:
         optimizer = build(name, list(pieces), options)
         for scale in (1.0, -0.5, 0.25):
             for piece, grad in zip(
-                pieces, torch.arange(1.0, 7.0).mul_(scale).split([len(piece) for piece in pieces]), strict=True
+                pieces,
+                torch.arange(1.0, 7.0).mul_(scale).split([len(piece) for piece in pieces]),
+                strict=True,
             ):
                 piece.grad = grad
             optimizer.step()
@@ -248,8 +297,10 @@ def _layout(name: str, frozen: str) -> dict[str, Any]:
         raise UserError(f"the optimizer '{name}' does not work with {options}: {error}") from error
     if name not in _BUILT_IN and not torch.equal(whole, torch.cat(pieces)):
         raise UserError(
-            f"the optimizer '{name}' ({class_of(name).__module__}.{class_of(name).__name__}) updates a number by others "
-            f"than itself, so that a key cannot be cut into chunks; known are: {', '.join(known_optimizers())}"
+            f"the optimizer '{name}' ({class_of(name).__module__}.{class_of(name).__name__}) "
+            "updates a number by others "
+            "than itself, so that a key cannot be cut into chunks; known are: "
+            f"{', '.join(known_optimizers())}"
         )
 
     def kind(value: Any) -> Any:

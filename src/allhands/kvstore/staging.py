@@ -1,4 +1,5 @@
-"""Where tensors of a GPU, or of an unusual layout, lie while they travel: in memory of the CPU, and page-locked for a GPU."""
+"""Where tensors of a GPU, or of an unusual layout, lie while they travel: in memory of the CPU, and
+page-locked for a GPU."""
 
 from __future__ import annotations
 
@@ -8,13 +9,15 @@ import torch
 
 
 class Staging:
-    """Keeps one buffer a key and direction, because page-locking memory costs more than the copy."""
+    """Keeps one buffer a key and direction, because page-locking memory costs more than the
+    copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
 
     def values(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The numbers of each tensor in order, 1-D, on the CPU: its own memory where they lie so already."""
+        """The numbers of each tensor in order, 1-D, on the CPU: its own memory where they lie so
+        already."""
         found, devices = {}, set()
         for name, tensor in given.items():
             value = tensor.detach()
@@ -32,7 +35,9 @@ class Staging:
     def room(self, outs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """1-D tensors on the CPU for new values: the tensors' own memory where possible."""
         return {
-            name: out.detach().view(-1) if out.device.type == "cpu" and out.is_contiguous() else self._buffer(name, "down", out)
+            name: out.detach().view(-1)
+            if out.device.type == "cpu" and out.is_contiguous()
+            else self._buffer(name, "down", out)
             for name, out in outs.items()
         }
 
@@ -46,6 +51,8 @@ class Staging:
     def _buffer(self, name: str, way: str, like: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get((name, way))
         if buffer is None or buffer.numel() != like.numel() or buffer.dtype != like.dtype:
-            buffer = torch.empty(like.numel(), dtype=like.dtype, pin_memory=like.device.type == "cuda")
+            buffer = torch.empty(
+                like.numel(), dtype=like.dtype, pin_memory=like.device.type == "cuda"
+            )
             self._buffers[name, way] = buffer
         return buffer

@@ -23,8 +23,9 @@ _FORMAT = "allhands optimizer states 1"
 class StoreState:
     """Attributes:
     step: optimizer steps taken.
-    tensors: by key, then by the name of the state ("exp_avg"), in the key's own shape; for a `RowSparse` key, also "ids" (int64,
-        shape [n]) and "rows" (shape [n, columns]), and states of shape [n, columns].
+    tensors: by key, then by the name of the state ("exp_avg"), in the key's own shape; for a
+        `RowSparse` key, also "ids" (int64, shape [n]) and "rows" (shape [n, columns]), and states
+        of shape [n, columns].
     numbers: by key, then by name: states that are one number, such as Adam's "step".
     """
 
@@ -33,11 +34,17 @@ class StoreState:
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def write_states(path: str | os.PathLike[str], state: StoreState, spec: OptimizerSpec | None) -> None:
+def write_states(
+    path: str | os.PathLike[str], state: StoreState, spec: OptimizerSpec | None
+) -> None:
     """Write `state` into one safetensors file, which appears whole or not at all."""
     target = Path(path)
     # Names of states hold no tab; keys may hold anything else.
-    tensors = {f"{name}\t{key}": value.contiguous() for key, values in state.tensors.items() for name, value in values.items()}
+    tensors = {
+        f"{name}\t{key}": value.contiguous()
+        for key, values in state.tensors.items()
+        for name, value in values.items()
+    }
     about: dict[str, Any] = {"format": _FORMAT, "step": state.step, "numbers": state.numbers}
     if spec is not None:
         about["optimizer"] = {"name": spec.name, "groups": spec.groups}
@@ -78,7 +85,10 @@ def packed(state: StoreState) -> bytes:
     """`state` as bytes, to be sent; `unpacked` is the way back."""
     names = [(key, what) for key, values in state.tensors.items() for what in values]
     about = json.dumps([state.step, state.numbers, names]).encode()
-    tensors = {str(number): state.tensors[key][what].contiguous() for number, (key, what) in enumerate(names)}
+    tensors = {
+        str(number): state.tensors[key][what].contiguous()
+        for number, (key, what) in enumerate(names)
+    }
     return len(about).to_bytes(8) + about + save(tensors)
 
 

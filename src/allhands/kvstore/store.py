@@ -16,7 +16,15 @@ from allhands.kvstore.compression import both_ways, compressible
 from allhands.kvstore.modes import Mode
 from allhands.kvstore.optimizers import OptimizerSpec, spec_from
 from allhands.kvstore.states import StoreState, read_states, write_states
-from allhands.kvstore.values import RowSparse, check_first_rows, check_ids, check_rows, one, several, sum_on_one_device
+from allhands.kvstore.values import (
+    RowSparse,
+    check_first_rows,
+    check_ids,
+    check_rows,
+    one,
+    several,
+    sum_on_one_device,
+)
 
 Key = str | int
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -28,9 +36,10 @@ class Share:
 
     Attributes:
         weight: how many samples they stand for.
-        expected: the sum of the gradients is multiplied by expected / (the sum of the weights of those who pushed). With 1,
-            gradients that are sums over samples become the mean over all samples. With the size of the global batch,
-            gradients that are parts of one mean already stay as they are, unless a worker is missing. None leaves the plain sum.
+        expected: the sum of the gradients is multiplied by expected / (the sum of the weights of
+            those who pushed). With 1, gradients that are sums over samples become the mean over all
+            samples. With the size of the global batch, gradients that are parts of one mean already
+            stay as they are, unless a worker is missing. None leaves the plain sum.
     """
 
     weight: float = 1.0
@@ -48,8 +57,9 @@ class Step:
     Attributes:
         number: steps taken so far, this one included.
         workers: how many workers' gradients are in it.
-        staleness: how many pushes of others were applied between this worker's last pull and its push; the largest over all
-            chunks and servers; always 0 in sync. Of tables of rows it is not counted.
+        staleness: how many pushes of others were applied between this worker's last pull and its
+            push; the largest over all chunks and servers; always 0 in sync. Of tables of rows it is
+            not counted.
     """
 
     number: int
@@ -60,8 +70,9 @@ class Step:
 class KVStore(ABC):
     """Named tensors, shared by all workers. Made by `allhands.kvstore.create`.
 
-    Keys are strings or whole numbers, one of both in one store. Methods that take a key also take a list of keys, with a list of
-    values. A value is a tensor or a list of tensors, one for each device of this worker; those of a list are added up first.
+    Keys are strings or whole numbers, one of both in one store. Methods that take a key also take a
+    list of keys, with a list of values. A value is a tensor or a list of tensors, one for each
+    device of this worker; those of a list are added up first.
 
     Attributes:
         mode: the kind of store.
@@ -86,17 +97,21 @@ class KVStore(ABC):
         """The name that was given to `create`."""
         return self.mode.name
 
-    # ------------------------------------------------------------------ what the engines do, for one key and one tensor
+    # ---------------------------------------------- what the engines do, for one key and one tensor
 
     @abstractmethod
     def declare(
-        self, named: Mapping[str, torch.Tensor | RowSparse], complete: bool = False, groups: Mapping[str, int] | None = None
+        self,
+        named: Mapping[str, torch.Tensor | RowSparse],
+        complete: bool = False,
+        groups: Mapping[str, int] | None = None,
     ) -> None:
         """Make keys; their values are those of rank 0. To be called on every worker.
 
         Args:
             named: the values by key.
-            complete: this is all that this worker will ever step over; a worker that declares another set is told so.
+            complete: this is all that this worker will ever step over; a worker that declares
+                another set is told so.
             groups: the optimizer's group of each key; keys that are not in it belong to group 0.
         """
 
@@ -117,21 +132,29 @@ class KVStore(ABC):
     def _set_compression(self, push: dict[str, Any], pull: dict[str, Any]) -> None: ...
 
     @abstractmethod
-    def update(self, grads: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor], share: Share,
-               groups: Sequence[Mapping[str, Any]] | None = None, clip_norm: float | None = None) -> Step:  # fmt: skip
+    def update(
+        self,
+        grads: Mapping[str, torch.Tensor],
+        outs: Mapping[str, torch.Tensor],
+        share: Share,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        clip_norm: float | None = None,
+    ) -> Step:
         """Take one optimizer step over all keys of `grads`, and read the new weights into `outs`.
 
         Args:
             grads: by key; an empty mapping with a weight of 0 takes part without gradients.
             outs: where the new weights go, by key.
             share: how the gradients are weighed.
-            groups: options of the optimizer's groups, from this step on: ``[{"lr": 0.01}]``. None leaves them as they are.
+            groups: options of the optimizer's groups, from this step on: ``[{"lr": 0.01}]``. None
+                leaves them as they are.
             clip_norm: bound of the L2 norm of the combined gradients of all keys.
         """
 
     @abstractmethod
     def reduce(self, grads: Mapping[str, torch.Tensor], share: Share) -> Step:
-        """Replace the gradients by their combination over all workers, which all workers get alike."""
+        """Replace the gradients by their combination over all workers, which all workers get
+        alike."""
 
     @abstractmethod
     def barrier(self) -> None:
@@ -149,7 +172,8 @@ class KVStore(ABC):
         """Leave the store."""
 
     def _in_order(self, pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-        """The order in which the keys of a list are pushed, where that is the same on all workers by need."""
+        """The order in which the keys of a list are pushed, where that is the same on all workers
+        by need."""
         return pairs
 
     # ------------------------------------------------------------------ the names that people know
@@ -159,9 +183,10 @@ class KVStore(ABC):
 
         Args:
             key: a key, or a list of them.
-            value: a tensor (or `RowSparse`), or a list with one for each key. A sparse tensor of rows, as
-                `torch.sparse_coo_tensor(ids[None], rows, (table_rows, columns))`, makes a key of rows that begins with them, and
-                with zeros in all other rows; no optimizer may be set before.
+            value: a tensor (or `RowSparse`), or a list with one for each key. A sparse tensor of
+                rows, as `torch.sparse_coo_tensor(ids[None], rows, (table_rows, columns))`, makes a
+                key of rows that begins with them, and with zeros in all other rows; no optimizer
+                may be set before.
 
         Raises:
             UserError: the key is there already, or another worker made it with another shape.
@@ -170,60 +195,91 @@ class KVStore(ABC):
         for name, _ in pairs:
             if name in self.shapes or name in self.tables:
                 raise UserError(f"the key '{name}' was initialised already; push to it instead")
-        first = {name: value if isinstance(value, RowSparse) else one(value, name) for name, value in pairs}
-        rows = {name: value for name, value in first.items() if isinstance(value, torch.Tensor) and value.is_sparse}
+        first = {
+            name: value if isinstance(value, RowSparse) else one(value, name)
+            for name, value in pairs
+        }
+        rows = {
+            name: value
+            for name, value in first.items()
+            if isinstance(value, torch.Tensor) and value.is_sparse
+        }
         check_first_rows(rows, self.mode, self.optimizer)
-        tables = {name: RowSparse(value.shape[0], value.shape[1], dtype=value.dtype) for name, value in rows.items()}
+        tables = {
+            name: RowSparse(value.shape[0], value.shape[1], dtype=value.dtype)
+            for name, value in rows.items()
+        }
         self.declare({**first, **tables})
         for name, given in sorted(rows.items()):
             self._assign_first(name, given.detach().coalesce())
 
     def _assign_first(self, name: str, rows: torch.Tensor) -> None:
-        """Begin a table with rank 0's rows: without an optimizer, what all workers push is added up and assigned."""
+        """Begin a table with rank 0's rows: without an optimizer, what all workers push is added up
+        and assigned."""
         count = len(rows.values()) if self.rank == 0 else 0
         ids, values = rows.indices()[:, :count], rows.values()[:count]
-        mine = torch.sparse_coo_tensor(ids, values, rows.shape, is_coalesced=True, check_invariants=False)
+        mine = torch.sparse_coo_tensor(
+            ids, values, rows.shape, is_coalesced=True, check_invariants=False
+        )
         self._push(name, mine, 0, Share())
-        # Wait for each server, which has every n-th row: an optimizer that is set next must not take a step with them.
+        # Wait for each server, which has every n-th row: an optimizer that is set next must not
+        # take a step with them.
         some = torch.arange(min(len(rows), 1024))
         self._pull_rows(name, some, values.new_empty(len(some), rows.shape[1]))
 
-    def push(self, key: Key | Sequence[Key], value: Any, priority: int = 0, weight: float | None = None) -> None:
-        """Give this worker's values. What all workers push is added up; with an optimizer, the sum is the gradient.
+    def push(
+        self, key: Key | Sequence[Key], value: Any, priority: int = 0, weight: float | None = None
+    ) -> None:
+        """Give this worker's values. What all workers push is added up; with an optimizer, the sum
+        is the gradient.
 
         Args:
             key: a key, or a list of them.
-            value: for each key a tensor (dense, or sparse_coo with rows for a `RowSparse` key), or a list with one a device.
+            value: for each key a tensor (dense, or sparse_coo with rows for a `RowSparse` key), or
+                a list with one a device.
             priority: larger ones are sent first.
-            weight: how many samples the value stands for: the sum over the workers is then divided by the sum of their weights.
-                None leaves the plain sum.
+            weight: how many samples the value stands for: the sum over the workers is then divided
+                by the sum of their weights. None leaves the plain sum.
 
         Raises:
-            UserError: no such key, another shape or dtype, or a second push before a pull (when synchronous).
+            UserError: no such key, another shape or dtype, or a second push before a pull (when
+                synchronous).
         """
         share = Share() if weight is None else Share(weight, 1.0)
         for name, given in self._in_order(self._pairs(key, value)):
             self._push(name, self._checked(name, given), int(priority), share)
 
-    def pull(self, key: Key | Sequence[Key], out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
+    def pull(
+        self,
+        key: Key | Sequence[Key],
+        out: Any = None,
+        priority: int = 0,
+        ignore_sparse: bool = True,
+    ) -> Any:
         """Read values; sees this worker's own pushes, and when synchronous those of all workers.
 
         Args:
             key: a key, or a list of them.
             out: for each key a tensor or a list of tensors to write into; None returns new tensors.
             priority: larger ones are sent first.
-            ignore_sparse: leave `RowSparse` keys out. False is refused for them: use `row_sparse_pull`.
+            ignore_sparse: leave `RowSparse` keys out. False is refused for them: use
+                `row_sparse_pull`.
 
         Returns:
             A tensor for each key when `out` is None.
         """
         names = self._names(key)
-        given = [None] * len(names) if out is None else [values for _, values in self._pairs(key, out)]
+        given = (
+            [None] * len(names) if out is None else [values for _, values in self._pairs(key, out)]
+        )
         returned = []
         for name, target in zip(names, given, strict=True):
             if name in self.tables:
                 if not ignore_sparse:
-                    raise UserError(f"'{name}' holds rows; read them with row_sparse_pull(key, out=…, row_ids=…)")
+                    raise UserError(
+                        f"'{name}' holds rows; read them with row_sparse_pull(key, out=…, "
+                        "row_ids=…)"
+                    )
                 continue
             shape, dtype = self._known(name)
             outs = [torch.empty(shape, dtype=dtype)] if target is None else several(target, name)
@@ -237,17 +293,25 @@ class KVStore(ABC):
             return None
         return returned if isinstance(key, (list, tuple)) else returned[0]
 
-    def pushpull(self, key: Key | Sequence[Key], value: Any, out: Any = None, priority: int = 0,
-                 weight: float | None = None) -> None:  # fmt: skip
+    def pushpull(
+        self,
+        key: Key | Sequence[Key],
+        value: Any,
+        out: Any = None,
+        priority: int = 0,
+        weight: float | None = None,
+    ) -> None:
         """`push`, then `pull` into `out`; into `value` when there is no `out`."""
         self.push(key, value, priority, weight)
         self.pull(key, value if out is None else out, priority)
 
     def buffer(self, key: Key) -> torch.Tensor:
-        """Memory for values of a dense key: on the CPU, in the key's shape and dtype, zeros at first, always the same tensor.
+        """Memory for values of a dense key: on the CPU, in the key's shape and dtype, zeros at
+        first, always the same tensor.
 
-        Servers of this host read it themselves, so that ``pushpull(key, store.buffer(key))``, with `out` or without, spares the
-        copy that is made of other tensors. In all else it is a tensor like any other.
+        Servers of this host read it themselves, so that ``pushpull(key, store.buffer(key))``, with
+        `out` or without, spares the copy that is made of other tensors. In all else it is a tensor
+        like any other.
         """
         (name,) = self._names(key)
         shape, dtype = self._known(name)
@@ -260,15 +324,21 @@ class KVStore(ABC):
         self.init(key, value)
         self.pull(key, out, priority)
 
-    def row_sparse_pull(self, key: Key, out: torch.Tensor | None = None, priority: int = 0,
-                        row_ids: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+    def row_sparse_pull(
+        self,
+        key: Key,
+        out: torch.Tensor | None = None,
+        priority: int = 0,
+        row_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Read some rows of a `RowSparse` key.
 
         Args:
             key: the key.
             out: shape [len(row_ids), columns]; None makes one.
             priority: has no effect on rows, which are always read at once.
-            row_ids: int64 numbers of rows, in any order, with repetitions if need be, possibly none.
+            row_ids: int64 numbers of rows, in any order, with repetitions if need be, possibly
+                none.
 
         Returns:
             `out`; row i of it is the table's row ``row_ids[i]``.
@@ -278,7 +348,8 @@ class KVStore(ABC):
         if table is None:
             self._known(name)
             raise UserError(
-                f"'{name}' is a dense tensor; read it with pull, or make it with init('{name}', RowSparse(rows, columns))"
+                f"'{name}' is a dense tensor; read it with pull, or make it with init('{name}', "
+                "RowSparse(rows, columns))"
             )
         if row_ids is None:
             raise UserError(f"row_sparse_pull('{name}') needs row_ids=…, a tensor of row numbers")
@@ -287,23 +358,30 @@ class KVStore(ABC):
             out = torch.empty(len(ids), table.columns, dtype=table.dtype)
         if out.shape != (len(ids), table.columns) or out.dtype != table.dtype:
             raise UserError(
-                f"row_sparse_pull('{name}'): out has shape {list(out.shape)} and {out.dtype}; for {len(ids)} row ids it must "
+                f"row_sparse_pull('{name}'): out has shape {list(out.shape)} and {out.dtype}; for "
+                f"{len(ids)} row ids it must "
                 f"have [{len(ids)}, {table.columns}] and {table.dtype}"
             )
         self._pull_rows(name, ids, out)
         return out
 
-    def set_optimizer(self, optimizer: str | OptimizerSpec | torch.optim.Optimizer, options: Mapping[str, Any] | None = None,
-                      **more: Any) -> None:  # fmt: skip
+    def set_optimizer(
+        self,
+        optimizer: str | OptimizerSpec | torch.optim.Optimizer,
+        options: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
         """From now on, pushed values are gradients, and the store takes optimizer steps with them.
 
         Args:
-            optimizer: a name ("sgd", "adam"), what `allhands.kvstore.optimizer.create` gave, or a torch optimizer with one group.
+            optimizer: a name ("sgd", "adam"), what `allhands.kvstore.optimizer.create` gave, or a
+                torch optimizer with one group.
             options: of the optimizer, under torch's names or MXNet's (`learning_rate`, `wd`, …).
             more: the same, as keywords.
 
         Raises:
-            UserError: no such optimizer or option, or one whose update of one number depends on others.
+            UserError: no such optimizer or option, or one whose update of one number depends on
+                others.
         """
         self.optimizer = spec_from(optimizer, {**(options or {}), **more})
         self._set_optimizer(self.optimizer)
@@ -312,9 +390,10 @@ class KVStore(ABC):
         """Send gradients in fewer bits; what is lost is added to the next ones (error feedback).
 
         Args:
-            compression_params: MXNet's ``{"type": "2bit", "threshold": 0.5}``, or what ``compress=`` takes: fp16, bf16, int8,
-                1bit, 2bit or topk, or ``{"name": "topk", "keep": 0.01}``; "none" sends float32. "pull" says how weights come
-                back: a name, or such a dict; without it as the gradients, with 2bit whole.
+            compression_params: MXNet's ``{"type": "2bit", "threshold": 0.5}``, or what
+                ``compress=`` takes: fp16, bf16, int8, 1bit, 2bit or topk, or ``{"name": "topk",
+                "keep": 0.01}``; "none" sends float32. "pull" says how weights come back: a name, or
+                such a dict; without it as the gradients, with 2bit whole.
 
         Raises:
             UserError: no such codec or option, or another one than the other workers'.
@@ -324,7 +403,8 @@ class KVStore(ABC):
 
     @abstractmethod
     def residuals(self) -> dict[str, torch.Tensor]:
-        """What compression has left over on this worker, by key: float32, 1-D; to be kept in its checkpoint."""
+        """What compression has left over on this worker, by key: float32, 1-D; to be kept in its
+        checkpoint."""
 
     @abstractmethod
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
@@ -338,7 +418,8 @@ class KVStore(ABC):
         shape, dtype = self._known(name)
         if values.numel() != shape.numel() or not compressible(dtype):
             raise UserError(
-                f"load_residuals: {values.numel()} numbers for '{name}', which has {shape.numel()} of {dtype}; give what "
+                f"load_residuals: {values.numel()} numbers for '{name}', which has {shape.numel()} "
+                f"of {dtype}; give what "
                 "residuals() gave for this key"
             )
 
@@ -346,27 +427,35 @@ class KVStore(ABC):
         """Whether the store can run the "optimizer"."""
         return capability.lower() == "optimizer"
 
-    def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
-        """Write the optimizer's state of all keys into one safetensors file. To be called on every worker; rank 0 writes.
+    def save_optimizer_states(
+        self, fname: str | os.PathLike[str], dump_optimizer: bool = False
+    ) -> None:
+        """Write the optimizer's state of all keys into one safetensors file. To be called on every
+        worker; rank 0 writes.
 
         Args:
             fname: the file.
             dump_optimizer: also write the optimizer's name and options.
         """
         if self.optimizer is None:
-            raise UserError("save_optimizer_states: the store has no optimizer; call set_optimizer first")
+            raise UserError(
+                "save_optimizer_states: the store has no optimizer; call set_optimizer first"
+            )
         state = self.state()
         if self.rank == 0:
             write_states(fname, state, self.optimizer if dump_optimizer else None)
         self.barrier()
 
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
-        """Continue with the state that `save_optimizer_states` wrote, with any number of workers and servers."""
+        """Continue with the state that `save_optimizer_states` wrote, with any number of workers
+        and servers."""
         state, spec = read_states(fname)
         if spec is not None and self.optimizer is None:
             self.set_optimizer(spec)
         if self.optimizer is None:
-            raise UserError("load_optimizer_states: the store has no optimizer; call set_optimizer first")
+            raise UserError(
+                "load_optimizer_states: the store has no optimizer; call set_optimizer first"
+            )
         self.load_state(state)
 
     def _barrier(self) -> None:
@@ -382,7 +471,8 @@ class KVStore(ABC):
             kind = str if isinstance(item, str) else int
             if self._key_type not in (None, kind):
                 raise UserError(
-                    f"the key {item!r} is a {kind.__name__}, but this store's keys are of type {self._key_type.__name__}"
+                    f"the key {item!r} is a {kind.__name__}, but this store's keys are of type "
+                    f"{self._key_type.__name__}"
                 )
             self._key_type = kind
         if len(set(keys)) < len(keys):
@@ -394,21 +484,31 @@ class KVStore(ABC):
         if not isinstance(key, (list, tuple)):
             return [(names[0], value)]
         if not isinstance(value, (list, tuple)) or len(value) != len(names):
-            found = f"a list of {len(value)}" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
-            raise UserError(f"for {len(names)} keys there must be a list of {len(names)} values, not {found}")
+            found = (
+                f"a list of {len(value)}"
+                if isinstance(value, (list, tuple))
+                else f"a {type(value).__name__}"
+            )
+            raise UserError(
+                f"for {len(names)} keys there must be a list of {len(names)} values, not {found}"
+            )
         return list(zip(names, value, strict=True))
 
     def _known(self, name: str) -> tuple[torch.Size, torch.dtype]:
         if name not in self.shapes:
             known = ", ".join(list(self.shapes)[:10]) or "none"
-            raise UserError(f"there is no key '{name}' in the store; call init('{name}', value) first. Keys: {known}")
+            raise UserError(
+                f"there is no key '{name}' in the store; call init('{name}', value) first. Keys: "
+                f"{known}"
+            )
         return self.shapes[name]
 
     def _check_like(self, name: str, tensor: torch.Tensor, what: str) -> None:
         shape, dtype = self._known(name)
         if tensor.shape != shape or tensor.dtype != dtype:
             raise UserError(
-                f"{what} for the key '{name}' has shape {list(tensor.shape)} and {tensor.dtype}, but the key was initialised "
+                f"{what} for the key '{name}' has shape {list(tensor.shape)} and {tensor.dtype}, "
+                "but the key was initialised "
                 f"with {list(shape)} and {dtype}"
             )
 
@@ -423,7 +523,8 @@ class KVStore(ABC):
         for value in values:
             if value.layout != torch.strided:
                 raise UserError(
-                    f"the value for '{name}' is sparse, but the key is dense; make the key with init('{name}', "
+                    f"the value for '{name}' is sparse, but the key is dense; make the key with "
+                    f"init('{name}', "
                     "RowSparse(rows, columns))"
                 )
             self._check_like(name, value, "the value")

@@ -27,7 +27,9 @@ def pack_rows(ids: torch.Tensor, rows: torch.Tensor | None) -> bytes:
     return body if rows is None else body + rows.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def unpack_rows(data: bytearray, table: RowSparse, with_rows: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack_rows(
+    data: bytearray, table: RowSparse, with_rows: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What `pack_rows` packed.
 
     Raises:
@@ -47,7 +49,11 @@ def unpack_rows(data: bytearray, table: RowSparse, with_rows: bool) -> tuple[tor
     if not with_rows:
         return ids, torch.empty(0)
     start = _COUNT.size + 8 * count
-    rows = torch.frombuffer(data, dtype=torch.uint8, count=count * width, offset=start).clone().view(table.dtype)
+    rows = (
+        torch.frombuffer(data, dtype=torch.uint8, count=count * width, offset=start)
+        .clone()
+        .view(table.dtype)
+    )
     return ids, rows.view(count, table.columns)
 
 
@@ -58,7 +64,9 @@ class RoundError(UserError):
 class TableRounds:
     """A table's rows on this server, its rounds, and who waits for rows."""
 
-    def __init__(self, number: int, key: str, table: RowSparse, group: int, spec: OptimizerSpec | None) -> None:
+    def __init__(
+        self, number: int, key: str, table: RowSparse, group: int, spec: OptimizerSpec | None
+    ) -> None:
         self.number, self.key, self.table, self.group = number, key, table, group
         self.rows = RowTable(table, spec, group)
         self.lock = threading.RLock()
@@ -70,24 +78,44 @@ class TableRounds:
         # Combined, and waiting for the norm of all keys; and whether it was told.
         self._held: tuple[torch.Tensor, torch.Tensor, list[Meta]] | None = None
         self._told = False
-        self._early: dict[int, tuple[int, torch.Tensor, torch.Tensor, Meta]] = {}  # of the round after the open one
+        self._early: dict[
+            int, tuple[int, torch.Tensor, torch.Tensor, Meta]
+        ] = {}  # of the round after the open one
         self._waiting: list[tuple[Any, int, torch.Tensor, int]] = []
 
     def form(self) -> list[Any]:
         """What `Shard.create_tables` makes it of."""
         table = self.table
         dtype = str(table.dtype).removeprefix("torch.")
-        return [self.number, self.key, table.rows, table.columns, table.std, table.seed, dtype, self.group]
+        return [
+            self.number,
+            self.key,
+            table.rows,
+            table.columns,
+            table.std,
+            table.seed,
+            dtype,
+            self.group,
+        ]
 
     def set_optimizer(self, spec: OptimizerSpec) -> None:
         """Take steps with this optimizer from now on."""
         with self.lock:
             self.rows.set_optimizer(spec, self.group)
 
-    def push(self, number: int, meta: Meta, ids: torch.Tensor, rows: torch.Tensor, members: Any, synchronous: bool) -> list[Meta]:
+    def push(
+        self,
+        number: int,
+        meta: Meta,
+        ids: torch.Tensor,
+        rows: torch.Tensor,
+        members: Any,
+        synchronous: bool,
+    ) -> list[Meta]:
         """A worker's rows for a round; the workers whose part is done with it.
 
-        A worker that came again counts from a round on that may not be open yet here, while it is on another server.
+        A worker that came again counts from a round on that may not be open yet here, while it is
+        on another server.
 
         Raises:
             UserError: a second push in one round, or one of a later round than the next.
@@ -104,14 +132,16 @@ class TableRounds:
                 return [meta]
             if number > self.version + 2:
                 raise UserError(
-                    f"the key '{self.key}' is at version {self.version}; a push for {number} cannot be placed; pull rows first"
+                    f"the key '{self.key}' is at version {self.version}; a push for {number} "
+                    "cannot be placed; pull rows first"
                 )
             if number == self.version + 2:
                 self._early[rank] = (number, ids, rows, meta)
                 return []
             if rank in self._arrived:
                 raise UserError(
-                    f"the key '{self.key}' was pushed twice in one round by worker {rank}; pull rows before the next push"
+                    f"the key '{self.key}' was pushed twice in one round by worker {rank}; pull "
+                    "rows before the next push"
                 )
             self._arrived[rank] = (ids, rows, meta)
             return self._close(members)
@@ -124,7 +154,9 @@ class TableRounds:
     def has_begun(self, number: int) -> bool:
         """Whether it is too late to be counted from this round on."""
         with self.lock:
-            return self.version + 1 > number or (self.version + 1 == number and bool(self._arrived or self._held))
+            return self.version + 1 > number or (
+                self.version + 1 == number and bool(self._arrived or self._held)
+            )
 
     def drop(self) -> None:
         """Forget the open round, and who waits for rows."""
@@ -142,7 +174,8 @@ class TableRounds:
             return self._close(members) if self._arrived else []
 
     def square(self) -> tuple[int, int, float] | None:
-        """Of a round that is combined and waits for `commit`: the step, this table's number, and the sum of squares; once."""
+        """Of a round that is combined and waits for `commit`: the step, this table's number, and
+        the sum of squares; once."""
         with self.lock:
             if self._held is None or self._told:
                 return None
@@ -156,7 +189,9 @@ class TableRounds:
             if self._held is None:
                 return []
             (ids, rows, metas), self._held = self._held, None
-            late = [meta for _, _, meta in self._arrived.values()]  # of workers that are not counted in this round
+            late = [
+                meta for _, _, meta in self._arrived.values()
+            ]  # of workers that are not counted in this round
             self._arrived.clear()
             if scale != 1.0:
                 rows.mul_(scale)
@@ -164,7 +199,10 @@ class TableRounds:
             return metas + late
 
     def _close(self, members: Any) -> list[Meta]:
-        if self._held is not None or not members.counted(self.key, self.version + 1) <= self._arrived.keys():
+        if (
+            self._held is not None
+            or not members.counted(self.key, self.version + 1) <= self._arrived.keys()
+        ):
             return []
         arrived = [self._arrived[rank] for rank in sorted(self._arrived)]
         self._arrived.clear()
@@ -180,7 +218,9 @@ class TableRounds:
     def _apply(self, pushes: list[tuple[torch.Tensor, torch.Tensor, Meta]]) -> None:
         self._step(*self._combined(pushes))
 
-    def _combined(self, pushes: list[tuple[torch.Tensor, torch.Tensor, Meta]]) -> tuple[torch.Tensor, torch.Tensor, list[Meta]]:
+    def _combined(
+        self, pushes: list[tuple[torch.Tensor, torch.Tensor, Meta]]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[Meta]]:
         metas = [meta for _, _, meta in pushes]
         ids, rows = sum_rows([(ids, rows) for ids, rows, _ in pushes])
         factor = weight_factor([meta.weight for meta in metas], lead_of(metas).expected)
@@ -192,7 +232,9 @@ class TableRounds:
             self.mirror.rows(self, ids, rows, options)
         self.rows.push(ids, rows, options)
         self.version += 1
-        for rank in [rank for rank, (number, *_) in self._early.items() if number == self.version + 1]:
+        for rank in [
+            rank for rank, (number, *_) in self._early.items() if number == self.version + 1
+        ]:
             _, early_ids, early_rows, meta = self._early.pop(rank)
             self._arrived[rank] = (early_ids, early_rows, meta)
         self.serve()
@@ -207,15 +249,23 @@ class TableRounds:
         return {"table": self.number, "version": self.version, "options": self.rows.options()}
 
     def restore(self, fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Continue from what `about` and `state_of_table` gave; tensors of other tables are left."""
+        """Continue from what `about` and `state_of_table` gave; tensors of other tables are
+        left."""
         prefix = f"table\t{self.number}\t"
         with self.lock:
-            self.rows.load({name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)})
+            self.rows.load(
+                {
+                    name.removeprefix(prefix): value
+                    for name, value in tensors.items()
+                    if name.startswith(prefix)
+                }
+            )
             self.rows.set_options(fields["options"])
             self.version = fields["version"]
 
     def serve(self, may: Collection[int] | None = None) -> None:
-        """Answer those whose version is reached; and, where that is bounded, those of `may` only."""
+        """Answer those whose version is reached; and, where that is bounded, those of `may`
+        only."""
         with self.lock:
             waiting, self._waiting = self._waiting, []
             for session, request, ids, version in waiting:
@@ -224,8 +274,21 @@ class TableRounds:
                 else:
                     self._waiting.append((session, request, ids, version))
 
-    def pull(self, session: Any, request: int, ids: torch.Tensor, version: int, rules: dict[str, Any], members: Any) -> None:
-        """Send rows once the table has this version; with bounded staleness, once the worker is not too far ahead."""
+    def pull(
+        self,
+        session: Any,
+        request: int,
+        ids: torch.Tensor,
+        version: int,
+        rules: dict[str, Any],
+        members: Any,
+    ) -> None:
+        """Send rows once the table has this version; with bounded staleness, once the worker is not
+        too far ahead."""
         with self.lock:
             self._waiting.append((session, request, ids, version if rules["wait"] == "sync" else 0))
-            self.serve(within(self.clocks, members.everyone(), rules["staleness"]) if rules["wait"] == "ssp" else None)
+            self.serve(
+                within(self.clocks, members.everyone(), rules["staleness"])
+                if rules["wait"] == "ssp"
+                else None
+            )

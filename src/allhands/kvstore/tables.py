@@ -1,4 +1,5 @@
-"""`Table`: a worker's part of the rows of a `RowSparse` key, where there are no servers. Row `id` belongs to rank ``id % N``."""
+"""`Table`: a worker's part of the rows of a `RowSparse` key, where there are no servers. Row `id`
+belongs to rank ``id % N``."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from allhands.kvstore.rows import RowTable, sum_rows
 from allhands.kvstore.values import RowSparse
 
 Rows = tuple[torch.Tensor, torch.Tensor]
-# Sends the n-th tensor to rank n; returns what each rank sent here. Only the first dimension may differ.
+# Sends the n-th tensor to rank n; returns what each rank sent here. Only the first dimension may
+# differ.
 Swap = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
@@ -27,7 +29,15 @@ class Table:
         swap: how the ranks exchange rows.
     """
 
-    def __init__(self, table: RowSparse, spec: OptimizerSpec | None, group: int, rank: int, parts: int, swap: Swap) -> None:
+    def __init__(
+        self,
+        table: RowSparse,
+        spec: OptimizerSpec | None,
+        group: int,
+        rank: int,
+        parts: int,
+        swap: Swap,
+    ) -> None:
         self.group = group
         self._table, self._rank, self._parts, self._swap = table, rank, parts, swap
         self._spec = spec
@@ -39,7 +49,8 @@ class Table:
         self._rows.set_optimizer(spec, self.group)
 
     def combined(self, value: torch.Tensor | None, factor: float) -> Rows:
-        """The sum over the workers of what each pushes, for the rows that this rank owns. All ranks call it.
+        """The sum over the workers of what each pushes, for the rows that this rank owns. All ranks
+        call it.
 
         Args:
             value: a sparse_coo tensor of rows; None for nothing.
@@ -64,7 +75,8 @@ class Table:
         self._rows.push(*found, options)
 
     def read(self, ids: torch.Tensor) -> torch.Tensor:
-        """The rows of any ids, from whoever owns them; shape [len(ids), columns]. All ranks call it, each with its own ids."""
+        """The rows of any ids, from whoever owns them; shape [len(ids), columns]. All ranks call
+        it, each with its own ids."""
         unique, places = torch.unique(ids.cpu(), return_inverse=True)
         owned = self._owned(unique)
         asked = self._swap([unique[mine] for mine in owned])

@@ -26,7 +26,8 @@ from allhands.kvstore.states import read_states, write_states
 from allhands.kvstore.store import KVStore, Share, Step
 from allhands.kvstore.values import sum_on_one_device
 
-# Under this key the workers add up their samples, where their gradients were added up by `allreduce_grads`.
+# Under this key the workers add up their samples, where their gradients were added up by
+# `allreduce_grads`.
 _SAMPLES = "allhands/samples"
 
 
@@ -35,46 +36,65 @@ class Trainer:
 
         trainer = Trainer(net, "adam", {"learning_rate": 0.001}, kvstore=create("dist"))
         for X, Y in batches:
-            loss(net(X), Y).backward()     # a sum over the samples: nn.CrossEntropyLoss(reduction="sum")
-            trainer.step(len(X))           # the mean over the samples of all workers
+            loss(net(X), Y).backward()     # a sum over the samples:
+            nn.CrossEntropyLoss(reduction="sum") trainer.step(len(X))           # the mean over the
+            samples of all workers
 
-    `step` ends by setting the gradients to None, so that the loop needs no zero_grad; several backward passes before a step add
-    up. The weights of worker 0 are taken when the Trainer is made, on all workers: load a checkpoint before that.
+    `step` ends by setting the gradients to None, so that the loop needs no zero_grad; several
+    backward passes before a step add up. The weights of worker 0 are taken when the Trainer is
+    made, on all workers: load a checkpoint before that.
 
     Args:
-        params: a net, what `replicate` gave or its `collect_params()`, parameters by name (in a dict or as pairs), or a list of
-            parameters. Their names are the keys of the store. Frozen ones (requires_grad=False) are left out.
-        optimizer: a name ("sgd", "adam", …), a class of torch.optim, what `optimizer.create` gave; or a torch optimizer of the
-            parameters, or a function that makes one of a list of them. A store can run those that `optimizer.known_optimizers`
-            lists; others run in each worker.
-        optimizer_params: its options under torch's names or MXNet's. ``lr_scheduler`` is a function of the number of the step,
-            1 for the first, which gives the learning rate. Schedulers of torch are made on `Trainer.optimizer` and act as usual.
-        kvstore: a store, the name of one, or None, which is "device" with the optimizer in this worker.
+        params: a net, what `replicate` gave or its `collect_params()`, parameters by name (in a
+            dict or as pairs), or a list of parameters. Their names are the keys of the store.
+            Frozen ones (requires_grad=False) are left out.
+        optimizer: a name ("sgd", "adam", …), a class of torch.optim, what `optimizer.create` gave;
+            or a torch optimizer of the parameters, or a function that makes one of a list of them.
+            A store can run those that `optimizer.known_optimizers` lists; others run in each
+            worker.
+        optimizer_params: its options under torch's names or MXNet's. ``lr_scheduler`` is a function
+            of the number of the step, 1 for the first, which gives the learning rate. Schedulers of
+            torch are made on `Trainer.optimizer` and act as usual.
+        kvstore: a store, the name of one, or None, which is "device" with the optimizer in this
+            worker.
         compression_params: for `KVStore.set_gradient_compression`.
-        update_on_kvstore: who runs the optimizer: the store (True) or this worker (False). None: a distributed store, if it can.
-        reduction: what the loss is over the samples of this worker's batch: their "sum", or their "mean" (torch's default; with
-            several replicas only "sum" is right).
-        aggregate: "mean", over the samples of all workers; or MXNet's "sum" over the workers of each one's gradient / batch_size.
+        update_on_kvstore: who runs the optimizer: the store (True) or this worker (False). None: a
+            distributed store, if it can.
+        reduction: what the loss is over the samples of this worker's batch: their "sum", or their
+            "mean" (torch's default; with several replicas only "sum" is right).
+        aggregate: "mean", over the samples of all workers; or MXNet's "sum" over the workers of
+            each one's gradient / batch_size.
         clip_norm: bound of the L2 norm of the combined gradients of all parameters.
     """
 
-    def __init__(self, params: Any, optimizer: Any, optimizer_params: Mapping[str, Any] | None = None,
-                 kvstore: KVStore | str | None = "device", compression_params: str | Mapping[str, Any] | None = None,
-                 update_on_kvstore: bool | None = None, reduction: str = "sum", aggregate: str = "mean",
-                 clip_norm: float | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        params: Any,
+        optimizer: Any,
+        optimizer_params: Mapping[str, Any] | None = None,
+        kvstore: KVStore | str | None = "device",
+        compression_params: str | Mapping[str, Any] | None = None,
+        update_on_kvstore: bool | None = None,
+        reduction: str = "sum",
+        aggregate: str = "mean",
+        clip_norm: float | None = None,
+    ) -> None:
         _one_of("reduction", reduction, ("sum", "mean"))
         _one_of("aggregate", aggregate, ("mean", "sum"))
         check_clip_norm(clip_norm)
         self._slots = slots_of(params)
         if reduction == "mean" and any(len(slot.replicas) > 1 for slot in self._slots):
             raise UserError(
-                "reduction='mean' with several replicas, whose slices may differ in size; use a loss that is a sum over the "
+                "reduction='mean' with several replicas, whose slices may differ in size; use a "
+                "loss that is a sum over the "
                 "samples, such as nn.CrossEntropyLoss(reduction='sum'), and reduction='sum'"
             )
         self._reduction, self._aggregate, self._clip_norm = reduction, aggregate, clip_norm
         options = dict(optimizer_params or {})
         self._scheduler = _scheduler(options)
-        self._optimizer, self._spec, reason = build_optimizer(optimizer, options, [slot.first for slot in self._slots])
+        self._optimizer, self._spec, reason = build_optimizer(
+            optimizer, options, [slot.first for slot in self._slots]
+        )
         self._store = self._chosen_store(kvstore)
         self._on_store = self._where(kvstore, update_on_kvstore, reason)
         self._num_update = 0
@@ -84,7 +104,8 @@ class Trainer:
         if compression_params:
             if kvstore is None:
                 raise UserError(
-                    "compression_params without a kvstore: nothing is sent; leave them out, or pass kvstore=create('dist')"
+                    "compression_params without a kvstore: nothing is sent; leave them out, or "
+                    "pass kvstore=create('dist')"
                 )
             self._store.set_gradient_compression(compression_params)
         self._start()
@@ -93,11 +114,14 @@ class Trainer:
         if isinstance(kvstore, KVStore):
             if kvstore.optimizer is not None:
                 raise UserError(
-                    "the store has an optimizer already, of another Trainer or of set_optimizer; make a store for each"
+                    "the store has an optimizer already, of another Trainer or of set_optimizer; "
+                    "make a store for each"
                 )
             return kvstore
         if kvstore is not None and not isinstance(kvstore, str):
-            raise UserError(f"kvstore is {kind_of(kvstore)}; write a store, the name of one, or None")
+            raise UserError(
+                f"kvstore is {kind_of(kvstore)}; write a store, the name of one, or None"
+            )
         return create(kvstore or "device")
 
     def _where(self, kvstore: Any, asked: bool | None, reason: UserError | None) -> bool:
@@ -106,20 +130,32 @@ class Trainer:
         if asked is None:
             asked = mode.distributed and (reason is None or mode.wait != "sync")
         if asked and kvstore is None:
-            raise UserError("update_on_kvstore=True without a kvstore; pass kvstore='device', or leave update_on_kvstore out")
+            raise UserError(
+                "update_on_kvstore=True without a kvstore; pass kvstore='device', or leave "
+                "update_on_kvstore out"
+            )
         if asked and reason is not None:
             raise reason
         if not asked and mode.wait != "sync":
             raise UserError(
-                f"update_on_kvstore=False with '{mode.name}', whose servers apply gradients when they come; leave it out"
+                f"update_on_kvstore=False with '{mode.name}', whose servers apply gradients when "
+                "they come; leave it out"
             )
-        if not asked and self._spec is not None and any(group.get("multi_precision") for group in self._spec.groups):
+        if (
+            not asked
+            and self._spec is not None
+            and any(group.get("multi_precision") for group in self._spec.groups)
+        ):
             raise UserError(
-                "multi_precision=True needs update_on_kvstore=True; write that, or train float32 weights under autocast"
+                "multi_precision=True needs update_on_kvstore=True; write that, or train float32 "
+                "weights under autocast"
             )
-        if asked and any(float(state.get("step", 1)) > 0 for state in self._optimizer.state.values() if state):
+        if asked and any(
+            float(state.get("step", 1)) > 0 for state in self._optimizer.state.values() if state
+        ):
             raise UserError(
-                "the optimizer has taken steps already, and the store would begin anew; give a new one, then load_states"
+                "the optimizer has taken steps already, and the store would begin anew; give a new "
+                "one, then load_states"
             )
         return asked
 
@@ -130,11 +166,17 @@ class Trainer:
             assert self._spec is not None
             store.set_optimizer(self._spec)
         if self._on_store or store.mode.distributed:
-            numbers = {id(one): number for number, group in enumerate(self._optimizer.param_groups) for one in group["params"]}
+            numbers = {
+                id(one): number
+                for number, group in enumerate(self._optimizer.param_groups)
+                for one in group["params"]
+            }
             values = {slot.name: slot.first.detach() for slot in slots}
             if not self._on_store:
                 values[_SAMPLES] = torch.zeros(1, dtype=torch.float64)
-            store.declare(values, complete=True, groups={slot.name: numbers[id(slot.first)] for slot in slots})
+            store.declare(
+                values, complete=True, groups={slot.name: numbers[id(slot.first)] for slot in slots}
+            )
             store.pull([slot.name for slot in slots], [slot.first.detach() for slot in slots])
         for slot in slots:
             slot.spread()
@@ -143,28 +185,40 @@ class Trainer:
     # ------------------------------------------------------------------ steps
 
     def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
-        """Update the parameters with the gradients of the last backward pass, and set these to None.
+        """Update the parameters with the gradients of the last backward pass, and set these to
+        None.
 
         Args:
-            batch_size: samples of this worker in this step, over all its devices; may differ from step to step and from worker
-                to worker. With 0 the worker takes part and its gradients, if it has any, are not used.
-            ignore_stale_grad: allow parameters that have no gradient. They stay as they are with a store of one worker; with
-                several workers, of whom others may have one, their gradient counts as 0 here.
+            batch_size: samples of this worker in this step, over all its devices; may differ from
+                step to step and from worker to worker. With 0 the worker takes part and its
+                gradients, if it has any, are not used.
+            ignore_stale_grad: allow parameters that have no gradient. They stay as they are with a
+                store of one worker; with several workers, of whom others may have one, their
+                gradient counts as 0 here.
 
         Raises:
             UserError: a parameter has no gradient, or its weights were changed since the last step.
         """
         batch = self._batch(batch_size)
         if self._reduced:
-            raise UserError("step after allreduce_grads would add up twice; call update(batch_size), or step alone")
+            raise UserError(
+                "step after allreduce_grads would add up twice; call update(batch_size), or step "
+                "alone"
+            )
         grads = self._gradients(batch, ignore_stale_grad)
         share = Share(batch, 1.0)
         if self._aggregate == "sum":
             share = Share()
             if batch and self._reduction == "sum":
-                grads = {name: torch.div(grad.detach(), batch, out=self._room(name, grad)) for name, grad in grads.items()}
+                grads = {
+                    name: torch.div(grad.detach(), batch, out=self._room(name, grad))
+                    for name, grad in grads.items()
+                }
         elif self._reduction == "mean":
-            grads = {name: torch.mul(grad.detach(), batch, out=self._room(name, grad)) for name, grad in grads.items()}
+            grads = {
+                name: torch.mul(grad.detach(), batch, out=self._room(name, grad))
+                for name, grad in grads.items()
+            }
         self._next_update()
         if self._on_store:
             outs = {slot.name: slot.first.detach() for slot in self._slots if slot.name in grads}
@@ -176,14 +230,16 @@ class Trainer:
             self._update(grads)
 
     def allreduce_grads(self) -> None:
-        """Add the gradients up over all devices and workers, and leave the sums in the parameters, for `update` to use.
+        """Add the gradients up over all devices and workers, and leave the sums in the parameters,
+        for `update` to use.
 
         Between the two, gradients can be looked at and changed. For ``update_on_kvstore=False``.
         """
         self._only_here("allreduce_grads()")
         if self._reduction == "mean":
             raise UserError(
-                "allreduce_grads with reduction='mean' does not know the batch_size; use step(batch_size), or a loss that is a "
+                "allreduce_grads with reduction='mean' does not know the batch_size; use "
+                "step(batch_size), or a loss that is a "
                 "sum over the samples, and reduction='sum'"
             )
         if self._reduced:
@@ -193,25 +249,37 @@ class Trainer:
         for slot in self._slots:
             if slot.name in grads:
                 for one in slot.replicas:
-                    one.grad = grads[slot.name] if one is slot.first else grads[slot.name].to(one.device, copy=True)
+                    one.grad = (
+                        grads[slot.name]
+                        if one is slot.first
+                        else grads[slot.name].to(one.device, copy=True)
+                    )
         self._reduced = True
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
-        """Update the parameters with the gradients that `allreduce_grads` has added up. Both together are `step`.
+        """Update the parameters with the gradients that `allreduce_grads` has added up. Both
+        together are `step`.
 
         Args:
             batch_size: samples of this worker, as in `step`.
             ignore_stale_grad: as in `step`.
         """
         self._only_here("update(batch_size)")
-        if not self._reduced and (self._store.num_workers > 1 or any(len(slot.replicas) > 1 for slot in self._slots)):
-            raise UserError("update: the gradients were not added up; call allreduce_grads() first, or step(batch_size) for both")
+        if not self._reduced and (
+            self._store.num_workers > 1 or any(len(slot.replicas) > 1 for slot in self._slots)
+        ):
+            raise UserError(
+                "update: the gradients were not added up; call allreduce_grads() first, or "
+                "step(batch_size) for both"
+            )
         batch = self._batch(batch_size)
         total = torch.tensor([batch], dtype=torch.float64)
         if self._aggregate == "mean" and self._store.mode.distributed:
             self._store.reduce({_SAMPLES: total}, Share())
         if not float(total):
-            raise UserError("update(0): no worker has a sample in this step; leave it out on all of them")
+            raise UserError(
+                "update(0): no worker has a sample in this step; leave it out on all of them"
+            )
         stale = [slot.name for slot in self._slots if slot.first.grad is None]
         if stale and not ignore_stale_grad:
             raise _stale(stale)
@@ -223,12 +291,20 @@ class Trainer:
     def _only_here(self, call: str) -> None:
         if self._on_store:
             raise UserError(
-                f"{call} with the optimizer in the store: use step(batch_size), or Trainer(…, update_on_kvstore=False)"
+                f"{call} with the optimizer in the store: use step(batch_size), or Trainer(…, "
+                "update_on_kvstore=False)"
             )
 
     def _batch(self, batch_size: float) -> float:
-        if isinstance(batch_size, bool) or not isinstance(batch_size, (int, float)) or not 0 <= batch_size < math.inf:
-            raise UserError(f"batch_size={batch_size!r}; it must be the number of samples of this worker, 0 or more")
+        if (
+            isinstance(batch_size, bool)
+            or not isinstance(batch_size, (int, float))
+            or not 0 <= batch_size < math.inf
+        ):
+            raise UserError(
+                f"batch_size={batch_size!r}; it must be the number of samples of this worker, 0 or "
+                "more"
+            )
         return float(batch_size)
 
     def _gradients(self, batch: float | None, ignore_stale: bool) -> dict[str, torch.Tensor]:
@@ -236,11 +312,15 @@ class Trainer:
         self._check_unchanged()
         grads, stale = {}, []
         for slot in self._slots:
-            found = [one.grad for one in slot.replicas if one.grad is not None] if batch != 0 else []
+            found = (
+                [one.grad for one in slot.replicas if one.grad is not None] if batch != 0 else []
+            )
             if any(grad.layout != torch.strided for grad in found):
                 raise UserError(
-                    f"the gradient of '{slot.name}' is sparse; use nn.Embedding(…, sparse=False), or keep the table in the "
-                    f"store: init('{slot.name}', RowSparse(rows, columns)), push and row_sparse_pull"
+                    f"the gradient of '{slot.name}' is sparse; use nn.Embedding(…, sparse=False), "
+                    "or keep the table in the "
+                    f"store: init('{slot.name}', RowSparse(rows, columns)), push and "
+                    "row_sparse_pull"
                 )
             if found:
                 grads[slot.name] = sum_on_one_device(found).to(slot.first.device)
@@ -253,7 +333,8 @@ class Trainer:
         return grads
 
     def _room(self, name: str, grad: torch.Tensor) -> torch.Tensor | None:
-        """Where a gradient that is computed here is to lie, so that servers of this host read it there; None: anywhere."""
+        """Where a gradient that is computed here is to lie, so that servers of this host read it
+        there; None: anywhere."""
         return self._store._buffers.get(name) if grad.device.type == "cpu" else None
 
     def _next_update(self) -> None:
@@ -279,7 +360,8 @@ class Trainer:
                 one.grad = None
         self._num_update += 1
         self._reduced = False
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether step was called
+        # PyTorch's schedulers ask whether step() was called.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
         self._remember()
 
     def _remember(self) -> None:
@@ -287,14 +369,17 @@ class Trainer:
             self._versions = [[one._version for one in slot.replicas] for slot in self._slots]
 
     def _check_unchanged(self) -> None:
-        """The store's weights are the ones that are trained; a change of the net's own would be lost without a word."""
+        """The store's weights are the ones that are trained; a change of the net's own would be
+        lost without a word."""
         if not self._on_store:
             return
         for slot, versions in zip(self._slots, self._versions, strict=True):
             if [one._version for one in slot.replicas] != versions:
                 raise UserError(
-                    f"the weights of '{slot.name}' were changed since the Trainer last wrote them, and the store does not know; "
-                    "load or change weights before the Trainer is made, or use update_on_kvstore=False"
+                    f"the weights of '{slot.name}' were changed since the Trainer last wrote them, "
+                    "and the store does not know; "
+                    "load or change weights before the Trainer is made, or use "
+                    "update_on_kvstore=False"
                 )
 
     # ------------------------------------------------------------------ learning rate and states
@@ -318,7 +403,8 @@ class Trainer:
         """Set the learning rate of all groups, from the next step on, also on servers."""
         if self._scheduler is not None:
             raise UserError(
-                "set_learning_rate with an lr_scheduler, which would set it back; change the scheduler, or leave it out"
+                "set_learning_rate with an lr_scheduler, which would set it back; change the "
+                "scheduler, or leave it out"
             )
         self._set_rate(lr)
 
@@ -327,17 +413,23 @@ class Trainer:
             group["lr"] = learning_rate(lr)
 
     def save_states(self, fname: str | os.PathLike[str]) -> None:
-        """Write the optimizer's state and options into one file. To be called on every worker; rank 0 writes.
+        """Write the optimizer's state and options into one file. To be called on every worker; rank
+        0 writes.
 
         The weights are the net's; save them with torch.save(net.state_dict(), …).
         """
-        state = self._store.state() if self._on_store else state_of(self._optimizer, self._slots, self._num_update)
+        state = (
+            self._store.state()
+            if self._on_store
+            else state_of(self._optimizer, self._slots, self._num_update)
+        )
         if self._store.rank == 0:
             write_states(fname, state, written_spec(self._optimizer, self._spec))
         self._store.barrier()
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
-        """Continue from what `save_states` wrote, with any kind of store and any number of workers; on every worker."""
+        """Continue from what `save_states` wrote, with any kind of store and any number of workers;
+        on every worker."""
         state, spec = read_states(fname)
         read_spec(self._optimizer, written_spec(self._optimizer, self._spec), spec, fname)
         if self._on_store:
@@ -353,10 +445,14 @@ def _scheduler(options: dict[str, Any]) -> Callable[[int], float] | None:
     if scheduler is None:
         return None
     if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-        raise UserError("lr_scheduler is a scheduler of torch, which belongs to another optimizer; make it on trainer.optimizer")
+        raise UserError(
+            "lr_scheduler is a scheduler of torch, which belongs to another optimizer; make it on "
+            "trainer.optimizer"
+        )
     if not callable(scheduler):
         raise UserError(
-            f"lr_scheduler is {kind_of(scheduler)}; it must be a function of the step's number, such as lambda n: 0.1 / n"
+            f"lr_scheduler is {kind_of(scheduler)}; it must be a function of the step's number, "
+            "such as lambda n: 0.1 / n"
         )
     rate = options.get("learning_rate", options.get("lr"))
     if rate is not None and hasattr(scheduler, "base_lr"):  # as MXNet's schedulers have
@@ -372,8 +468,11 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _stale(names: list[str]) -> UserError:
-    shown = ", ".join(f"'{name}'" for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    shown = ", ".join(f"'{name}'" for name in names[:5]) + (
+        f" and {len(names) - 5} more" if len(names) > 5 else ""
+    )
     return UserError(
-        f"no gradient since the last step: {shown}; call backward on a loss that depends on them, freeze them with "
+        f"no gradient since the last step: {shown}; call backward on a loss that depends on them, "
+        "freeze them with "
         "requires_grad_(False) before the Trainer is made, or pass ignore_stale_grad=True"
     )

@@ -1,7 +1,10 @@
-"""Workers that wait for one another for ever: each reports a long wait to server 0, which finds those that are in a circle.
+"""Workers that wait for one another for ever: each reports a long wait to server 0, which finds
+those that are in a circle.
 
-A report says what its worker waits for, and how far that worker has come itself. While it waits it comes no further, so that
-a circle of reports is final, however old each of them is: none of its workers can have got what the next one has not given.
+A report says what its worker waits for, and how far that worker has come itself. While it waits it
+comes no further, so that
+a circle of reports is final, however old each of them is: none of its workers can have got what the
+next one has not given.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from allhands.kvstore.link import FIRST
 if TYPE_CHECKING:
     from allhands.kvstore.connected import Connected
 
-# What a worker waits for: round n of a key ("push"), the first value of a key ("init"), or the n-th barrier ("barrier").
+# What a worker waits for: round n of a key ("push"), the first value of a key ("init"), or the n-th
+# barrier ("barrier").
 Need = tuple[str, str, int]
 
 
@@ -28,12 +32,14 @@ Need = tuple[str, str, int]
 
 
 def report(store: Connected, needs: Sequence[Need]) -> None:
-    """Tell server 0 for what this worker waits, and what it has given. Called by the thread that waits."""
+    """Tell server 0 for what this worker waits, and what it has given. Called by the thread that
+    waits."""
     # Another thread of a worker may still push what is missing.
     if not (needs and store._sync and store._threads <= {threading.get_ident()}):
         return
     pushed: dict[str, float] = {
-        name: max((store.links[one.server].versions[one.number] for one in own), default=0) for name, own in store._pieces.items()
+        name: max((store.links[one.server].versions[one.number] for one in own), default=0)
+        for name, own in store._pieces.items()
     }
     pushed |= store._table_versions
     pushed |= {name: max(number, pushed[name]) for kind, name, number in needs if kind == "push"}
@@ -44,17 +50,29 @@ def report(store: Connected, needs: Sequence[Need]) -> None:
         reached["barrier"][""] = store._barriers
     call, line = _call_and_line()
     store.links[0].put(
-        message({"op": "waits", "call": call, "line": line, "needs": needs, "reached": reached, "again": store._again}),
+        message(
+            {
+                "op": "waits",
+                "call": call,
+                "line": line,
+                "needs": needs,
+                "reached": reached,
+                "again": store._again,
+            }
+        ),
         priority=FIRST,
     )
 
 
 def missing_rounds(store: Connected, ahead: int) -> list[Need]:
-    """The rounds of dense keys whose values have not come; `ahead` of the versions that the worker has."""
+    """The rounds of dense keys whose values have not come; `ahead` of the versions that the worker
+    has."""
     found: list[Need] = []
     for name, own in store._pieces.items():
         links = [(store.links[one.server], one.number) for one in own]
-        numbers = [link.versions[number] + ahead for link, number in links if number in link.targets]
+        numbers = [
+            link.versions[number] + ahead for link, number in links if number in link.targets
+        ]
         if numbers:
             found.append(("push", name, max(numbers)))
     return found
@@ -63,7 +81,9 @@ def missing_rounds(store: Connected, ahead: int) -> list[Need]:
 def _call_and_line() -> tuple[str, str]:
     """The public call of this package in which this thread is, and the user's line."""
     frame, call = sys._getframe(1), ""
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("allhands.kvstore."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+        "allhands.kvstore."
+    ):
         call, frame = frame.f_code.co_name, frame.f_back
     return call, users_line(frame)
 
@@ -93,11 +113,15 @@ class Waits:
         absent = math.inf if said["again"] else 0
         needs = [(str(kind), str(key), int(number)) for kind, key, number in said["needs"]]
         with self._lock:
-            self._waits[rank] = _Wait(str(said["call"]), str(said["line"]), needs, said["reached"], absent)
+            self._waits[rank] = _Wait(
+                str(said["call"]), str(said["line"]), needs, said["reached"], absent
+            )
             circle = self._circle(rank)
             lowest = circle.index(min(circle)) if circle else 0
             circle = circle[lowest:] + circle[:lowest]
-            return _text([(one, self._waits[one], need) for one, need in circle]) if circle else None
+            return (
+                _text([(one, self._waits[one], need) for one, need in circle]) if circle else None
+            )
 
     def remove(self, rank: int) -> None:
         """A worker is gone."""
@@ -114,7 +138,11 @@ class Waits:
         paths: dict[int, list[tuple[int, Need]]] = {first: []}
         for rank in (ranks := [first]):
             for other in sorted(self._waits):
-                need = self._lacks(rank, other) if other != rank and (other == first or other not in paths) else None
+                need = (
+                    self._lacks(rank, other)
+                    if other != rank and (other == first or other not in paths)
+                    else None
+                )
                 if need is None:
                     continue
                 path = [*paths[rank], (rank, need)]
@@ -136,14 +164,23 @@ class Waits:
 
 def _text(circle: Sequence[tuple[int, _Wait, Need]]) -> str:
     parts = []
-    for (rank, wait, (kind, key, _)), (other, *_) in zip(circle, [*circle[1:], circle[0]], strict=True):
-        what = {"push": f"pushes '{key}'", "init": f"makes '{key}'", "barrier": f"calls {wait.call} too"}[kind]
-        parts.append(f"worker {rank} is in {wait.call} ({wait.line}) and waits until worker {other} {what}")
+    for (rank, wait, (kind, key, _)), (other, *_) in zip(
+        circle, [*circle[1:], circle[0]], strict=True
+    ):
+        what = {
+            "push": f"pushes '{key}'",
+            "init": f"makes '{key}'",
+            "barrier": f"calls {wait.call} too",
+        }[kind]
+        parts.append(
+            f"worker {rank} is in {wait.call} ({wait.line}) and waits until worker {other} {what}"
+        )
     advice = "make the same calls in the same order on all workers"
     if all(kind == "push" for _, _, (kind, _, _) in circle):
         keys = sorted({key for _, _, (_, key, _) in circle})
         advice = (
-            "exchange keys in the same order on all workers, or push all of them before the first is pulled: "
+            "exchange keys in the same order on all workers, or push all of them before the first "
+            "is pulled: "
             f"push({keys}, …), then pull({keys}, …)"
         )
     return f"the workers wait for one another for ever: {'; '.join(parts)}; {advice}"

@@ -1,12 +1,14 @@
 """Starts processes and looks after them.
 
 * `spawn(fn, args, workers=N)` calls a function in N workers and returns its results.
-* `launch_local(Command("script", "train.py"), N)` runs a script in N workers, as `allhands launch -n N
+* `launch_local(Command("script", "train.py"), N)` runs a script in N workers, as `allhands launch
+  -n N
 train.py` does.
 * `worker.send(message)` and `worker.active()` are for code that runs in a worker.
 
-One *keeper* a host forks the workers and looks after them (`keeper`), one *supervisor* in the launching
-process drives all keepers (`supervisor`); they speak lines of JSON over pipes (`protocol`).
+One *keeper* a host forks the workers and looks after them (`keeper`), one *supervisor* in the
+launching process drives all keepers (`supervisor`); they speak lines of JSON over pipes
+(`protocol`).
 """
 
 from allhands.launch import worker

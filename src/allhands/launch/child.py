@@ -1,4 +1,5 @@
-"""One worker, as the keeper that forked it sees it: its pipes, its heartbeat, how it is told to end."""
+"""One worker, as the keeper that forked it sees it: its pipes, its heartbeat, how it is told to
+end."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ STOPPED_FOR = 5.0
 
 
 class Child:
-    """A worker of this host. `beats`: it sends heartbeats, which Python does and other programs do not."""
+    """A worker of this host. `beats`: it sends heartbeats, which Python does and other programs do
+    not."""
 
     def __init__(self, rank: int, beats: bool) -> None:
         self.rank = rank
@@ -41,7 +43,8 @@ class Child:
                 os.kill(self.pid, number)
 
     def end(self, grace: float) -> None:
-        """SIGTERM now, and SIGKILL for it and all that it started after `grace` seconds (`kill_if_due`)."""
+        """SIGTERM now, and SIGKILL for it and all that it started after `grace` seconds
+        (`kill_if_due`)."""
         if not self.told and not self.exited:
             self.told, self.own_end = True, processes.is_ending(self.pid)
         if grace > 0:

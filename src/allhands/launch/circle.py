@@ -1,4 +1,5 @@
-"""How the tasks that srun has started, one on each node, meet and agree on who starts how many workers."""
+"""How the tasks that srun has started, one on each node, meet and agree on who starts how many
+workers."""
 
 from __future__ import annotations
 
@@ -33,10 +34,13 @@ class Circle:
         node: which one this is; 0 leads.
         hosts: the name of each node's host.
         counts: how many workers each node has.
-        links: on the leader one connection for each other node, in their order; else the one to the leader.
+        links: on the leader one connection for each other node, in their order; else the one to the
+            leader.
     """
 
-    def __init__(self, node: int, told: Sequence[dict[str, Any]], links: Sequence[socket.socket]) -> None:
+    def __init__(
+        self, node: int, told: Sequence[dict[str, Any]], links: Sequence[socket.socket]
+    ) -> None:
         self.node, self.links = node, list(links)
         self.hosts = [str(one["host"]) for one in told]
         self.counts = [int(one["workers"]) for one in told]
@@ -45,11 +49,21 @@ class Circle:
         self.address = _plain(here)
 
     def places(self, servers: int = 0) -> list[Place]:
-        """Each node's part of the job, with one of the `servers` a node in turn; the network interface is this node's own."""
+        """Each node's part of the job, with one of the `servers` a node in turn; the network
+        interface is this node's own."""
         name = interface_with(_plain(self.links[0].getsockname()[0]))
-        defaults = dict.fromkeys(INTERFACE_VARIABLES, name) if name and not is_loopback(self.address) else {}
+        defaults = (
+            dict.fromkeys(INTERFACE_VARIABLES, name)
+            if name and not is_loopback(self.address)
+            else {}
+        )
         return [
-            Place(count, range(index, servers, len(self.counts)), self.address, defaults if index == self.node else {})
+            Place(
+                count,
+                range(index, servers, len(self.counts)),
+                self.address,
+                defaults if index == self.node else {},
+            )
             for index, count in enumerate(self.counts)
         ]
 
@@ -70,8 +84,14 @@ class Circle:
             link.close()
 
 
-def gather(node: int, hosts: Sequence[str], key: str, workers: int, refused: str | None = None,
-           timeout: float = MEETING_TIMEOUT) -> Circle:  # fmt: skip
+def gather(
+    node: int,
+    hosts: Sequence[str],
+    key: str,
+    workers: int,
+    refused: str | None = None,
+    timeout: float = MEETING_TIMEOUT,
+) -> Circle:
     """Meet the tasks of the other nodes; to be called on all of them, equally often.
 
     Args:
@@ -88,8 +108,16 @@ def gather(node: int, hosts: Sequence[str], key: str, workers: int, refused: str
     """
     key = f"{key} nodes {next(_meetings)}"
     why = None if refused is None else refused[:_LONGEST_REASON]
-    said = {"node": node, "host": socket.gethostname(), "workers": workers, "refused": why, "versions": versions()}
-    told, links = _lead(said, hosts, key, timeout) if node == 0 else _follow(said, hosts, key, timeout)
+    said = {
+        "node": node,
+        "host": socket.gethostname(),
+        "workers": workers,
+        "refused": why,
+        "versions": versions(),
+    }
+    told, links = (
+        _lead(said, hosts, key, timeout) if node == 0 else _follow(said, hosts, key, timeout)
+    )
     circle = Circle(node, told, links)
     try:
         _check(told)
@@ -99,7 +127,9 @@ def gather(node: int, hosts: Sequence[str], key: str, workers: int, refused: str
     return circle
 
 
-def _lead(said: dict[str, Any], hosts: Sequence[str], key: str, timeout: float) -> tuple[Told, list[socket.socket]]:
+def _lead(
+    said: dict[str, Any], hosts: Sequence[str], key: str, timeout: float
+) -> tuple[Told, list[socket.socket]]:
     came: dict[int, tuple[dict[str, Any], socket.socket]] = {}
     everyone = threading.Event()
 
@@ -122,7 +152,8 @@ def _lead(said: dict[str, Any], hosts: Sequence[str], key: str, timeout: float) 
             link.close()
         missing = [hosts[index] for index in range(1, len(hosts)) if index not in came]
         raise WorldError(
-            f"{len(came) + 1} of {len(hosts)} nodes met within {timeout:.0f} s; missing: {', '.join(missing[:8])}. "
+            f"{len(came) + 1} of {len(hosts)} nodes met within {timeout:.0f} s; missing: "
+            f"{', '.join(missing[:8])}. "
             "Every task must come to the same call; look at what the tasks there print."
         )
     told = [said, *(came[index][0] for index in sorted(came))]
@@ -133,7 +164,9 @@ def _lead(said: dict[str, Any], hosts: Sequence[str], key: str, timeout: float) 
     return told, links
 
 
-def _follow(said: dict[str, Any], hosts: Sequence[str], key: str, timeout: float) -> tuple[Told, list[socket.socket]]:
+def _follow(
+    said: dict[str, Any], hosts: Sequence[str], key: str, timeout: float
+) -> tuple[Told, list[socket.socket]]:
     deadline = time.monotonic() + timeout
     host, link = beacon.find(key, hosts, timeout, said)
     try:
@@ -141,7 +174,8 @@ def _follow(said: dict[str, Any], hosts: Sequence[str], key: str, timeout: float
     except (OSError, EOFError, ValueError, KeyError) as error:
         link.close()
         raise WorldError(
-            f"{socket.gethostname()} reached the task on {host} and then lost it ({error}); look at what that task prints"
+            f"{socket.gethostname()} reached the task on {host} and then lost it ({error}); look "
+            "at what that task prints"
         ) from None
     wire.keep_alive(link)
     return told, [link]
@@ -156,7 +190,8 @@ def _check(told: Sequence[dict[str, Any]]) -> None:
             other = str(one["versions"].get(name))
             if not same_version(name, version, other):
                 raise WorldError(
-                    f"{one['host']} has {name} {other}, but {told[0]['host']} has {name} {version}; install the same on all nodes"
+                    f"{one['host']} has {name} {other}, but {told[0]['host']} has {name} "
+                    f"{version}; install the same on all nodes"
                 )
 
 

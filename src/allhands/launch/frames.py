@@ -11,14 +11,19 @@ _OURS = str(Path(__file__).parents[1]) + os.sep
 
 
 def text_of(error: BaseException) -> str:
-    """The traceback of an error, and of those that led to it, as Python prints it; with ALLHANDS_FULL_TRACEBACK=1 all of it.
+    """The traceback of an error, and of those that led to it, as Python prints it; with
+    ALLHANDS_FULL_TRACEBACK=1 all of it.
 
     An error with no frame of the user's keeps all of its frames.
     """
     whole = traceback.TracebackException.from_exception(error)
     left_out = 0 if os.environ.get(FULL, "0") not in ("", "0") else _leave_out(whole)
     text = "".join(whole.format())
-    return text + f"({left_out} frames of allhands are left out; {FULL}=1 shows them)\n" if left_out else text
+    return (
+        text + f"({left_out} frames of allhands are left out; {FULL}=1 shows them)\n"
+        if left_out
+        else text
+    )
 
 
 def _leave_out(told: traceback.TracebackException | None) -> int:

@@ -1,11 +1,13 @@
 """Carries what a worker did to the caller's own objects back into them.
 
-`ship` numbers the objects on their way to the workers, and gives them the same numbers where they arrive. So a worker can say
-which of the caller's objects it means. It writes the state of all that it reaches from some roots (a model, an optimizer,
-callbacks), and the caller puts each state into the object that has it: lists stay the same lists, and an optimizer's
-parameters the model's. Objects that the worker has made travel whole, and storages that nobody wrote to not at all.
+`ship` numbers the objects on their way to the workers, and gives them the same numbers where they
+arrive. So a worker can say which of the caller's objects it means. It writes the state of all that
+it reaches from some roots (a model, an optimizer, callbacks), and the caller puts each state into
+the object that has it: lists stay the same lists, and an optimizer's parameters the model's.
+Objects that the worker has made travel whole, and storages that nobody wrote to not at all.
 
-The file is private to the user, and is read by the process that started its writer, as what that one got is written by it.
+The file is private to the user, and is read by the process that started its writer, as what that
+one got is written by it.
 """
 
 from __future__ import annotations
@@ -49,13 +51,15 @@ arrived: Arrived | None = None
 
 
 def remember(model: Any) -> None:
-    """Note a module's parameters and buffers: a tensor that takes the place of one is handed back into that one."""
+    """Note a module's parameters and buffers: a tensor that takes the place of one is handed back
+    into that one."""
     if arrived is not None:
         arrived.tensors.append((model, _tensors_of(model)))
 
 
 def write(roots: Mapping[str, Any], leave: Callable[[Any], bool] = lambda _: False) -> list[str]:
-    """Hand back the state of the caller's objects that can be reached from `roots`, once; `spawn` puts it into them.
+    """Hand back the state of the caller's objects that can be reached from `roots`, once; `spawn`
+    puts it into them.
 
     Args:
         roots: by the names that the user knows.
@@ -72,7 +76,9 @@ def write(roots: Mapping[str, Any], leave: Callable[[Any], bool] = lambda _: Fal
 
 
 def _tensors_of(model: Any) -> dict[str, Any]:
-    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
 
 
 # ---------------------------------------------------------------------- in the worker
@@ -97,8 +103,12 @@ class _Writer:
     def __init__(self, arrived: Arrived, leave: Callable[[Any], bool]) -> None:
         self.path, self.numbered, self.leave = arrived.path, arrived.numbered, leave
         objects = self.numbered.objects
-        self.numbers = {id(value): number for number, value in objects.items() if not isinstance(value, _VALUES)}
-        self.offsets = {storage.data_ptr(): offset for offset, storage in self.numbered.storages.items()}
+        self.numbers = {
+            id(value): number for number, value in objects.items() if not isinstance(value, _VALUES)
+        }
+        self.offsets = {
+            storage.data_ptr(): offset for offset, storage in self.numbered.storages.items()
+        }
         self.unchanged: dict[int, bool] = {}
         self.alive: list[Any] = []
         for model, before in arrived.tensors:
@@ -110,7 +120,12 @@ class _Writer:
         present = {id(value) for value in now.values()}
         for name, value in now.items():
             gone = before.get(name)
-            if gone is not None and id(value) not in self.numbers and id(gone) not in present and id(gone) in self.numbers:
+            if (
+                gone is not None
+                and id(value) not in self.numbers
+                and id(gone) not in present
+                and id(gone) in self.numbers
+            ):
                 self.numbers[id(value)] = self.numbers[id(gone)]
                 self.alive.append(value)
 
@@ -156,31 +171,44 @@ class _Writer:
         return body, blobs
 
     def _is_by_value(self, value: Any) -> bool:
-        """Whether a function, or a class with its methods, came as such; others were imported here."""
+        """Whether a function, or a class with its methods, came as such; others were imported
+        here."""
         if isinstance(value, types.FunctionType):
             return id(value.__globals__) in self.numbers
         return isinstance(value, type) and (
             value.__module__ == "__main__"
-            or any(self._is_by_value(item) for item in vars(value).values() if isinstance(item, types.FunctionType))
+            or any(
+                self._is_by_value(item)
+                for item in vars(value).values()
+                if isinstance(item, types.FunctionType)
+            )
         )
 
     def _dump(self, pickler: Any, value: Any, state: _State, owner: str) -> None:
         number = self.numbers.get(id(value), -1)
         kept = [key for key, _ in state.parts if (number, state.kind, _hashable(key)) in self.kept]
-        parts = [(key, item) for key, item in state.parts if (number, state.kind, _hashable(key)) not in self.kept]
+        parts = [
+            (key, item)
+            for key, item in state.parts
+            if (number, state.kind, _hashable(key)) not in self.kept
+        ]
         try:
             pickler.dump((state.kind, value, state.about, state.whole, parts, kept))
         except Exception as error:
             for key, item in parts:
                 why = self._trial(item)
                 if why is not None:
-                    text = f"{owner or 'the'} {_part(state.kind, key)}, {_kind_of(item)}: {why}".strip()
+                    text = (
+                        f"{owner or 'the'} {_part(state.kind, key)}, {_kind_of(item)}: {why}"
+                    ).strip()
                     raise _CannotPickle((number, state.kind, _hashable(key)), text) from error
             raise
 
     def _trial(self, item: Any) -> str | None:
         try:
-            ship.pickler(io.BytesIO(), ship.Blobs(), lambda value: self.numbers.get(id(value)), self._offset).dump(item)
+            ship.pickler(
+                io.BytesIO(), ship.Blobs(), lambda value: self.numbers.get(id(value)), self._offset
+            ).dump(item)
         except Exception as error:
             return (str(error) or type(error).__name__).partition("\n")[0]
         return None
@@ -198,10 +226,15 @@ def _states(value: Any, by_value: bool) -> Iterator[_State]:
     torch = sys.modules["torch"]
     if isinstance(value, type):
         if by_value:
-            yield _State("class", [(name, item) for name, item in vars(value).items() if _is_data(name, item)])
+            yield _State(
+                "class",
+                [(name, item) for name, item in vars(value).items() if _is_data(name, item)],
+            )
     elif isinstance(value, types.FunctionType):
         if by_value:
-            names = dict.fromkeys(name for name in global_names(value.__code__) if name in value.__globals__)
+            names = dict.fromkeys(
+                name for name in global_names(value.__code__) if name in value.__globals__
+            )
             yield _State("names", [(name, value.__globals__[name]) for name in names])
             yield _State("closure", list(_closure(value).items()))
             yield _State("attributes", list(vars(value).items()))
@@ -223,9 +256,16 @@ def _states_of_instance(value: Any, torch: Any) -> Iterator[_State]:
         yield _State("list", [("items", list(value))])
     elif isinstance(value, set):
         yield _State("set", [("items", list(value))])
-    own_reduce = kind.__reduce_ex__ is not plain.__reduce_ex__ or kind.__reduce__ is not plain.__reduce__
+    own_reduce = (
+        kind.__reduce_ex__ is not plain.__reduce_ex__ or kind.__reduce__ is not plain.__reduce__
+    )
     if isinstance(value, torch.nn.Module) and own_reduce:
-        yield _State("attributes", [(name, vars(value)[name]) for name in _PARTS_OF_MODULE], kind, whole=False)
+        yield _State(
+            "attributes",
+            [(name, vars(value)[name]) for name in _PARTS_OF_MODULE],
+            kind,
+            whole=False,
+        )
     elif own_reduce and not isinstance(value, dict):
         return
     elif kind.__getstate__ is not plain.__getstate__:
@@ -263,7 +303,8 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _met(value: Any, by_value: bool) -> Iterator[Any]:
-    """Other objects that belong to a function or a class, and whose state may have changed by it."""
+    """Other objects that belong to a function or a class, and whose state may have changed by
+    it."""
     if isinstance(value, types.MethodType):
         yield from (value.__self__, value.__func__)
     elif isinstance(value, functools.partial):
@@ -281,7 +322,12 @@ def _met(value: Any, by_value: bool) -> Iterator[Any]:
 
 
 def _is_data(name: str, item: Any) -> bool:
-    return not (name.startswith("__") or name.startswith("_abc_") or isinstance(item, type) or hasattr(item, "__get__"))
+    return not (
+        name.startswith("__")
+        or name.startswith("_abc_")
+        or isinstance(item, type)
+        or hasattr(item, "__get__")
+    )
 
 
 def _hashable(key: Any) -> Any:
@@ -300,7 +346,9 @@ def _part(kind: str, key: Any) -> str:
 
 def _kind_of(item: Any) -> str:
     kind = type(item)
-    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.").removeprefix("__main__.")
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.").removeprefix(
+        "__main__."
+    )
 
 
 # ---------------------------------------------------------------------- in the caller
@@ -326,14 +374,20 @@ def apply(path: str, numbered: ship.Numbered) -> list[str]:
     return lost
 
 
-def _put_tensor(target: Any, requires_grad: bool, _whole: bool, parts: list[Any], _kept: set[Any]) -> None:
+def _put_tensor(
+    target: Any, requires_grad: bool, _whole: bool, parts: list[Any], _kept: set[Any]
+) -> None:
     import torch
 
     for _, value in parts:
         with torch.no_grad():
             if torch.nn.parameter.is_lazy(target):
                 target.materialize(value.shape)
-            alike = target.shape == value.shape and target.dtype == value.dtype and target.layout == value.layout
+            alike = (
+                target.shape == value.shape
+                and target.dtype == value.dtype
+                and target.layout == value.layout
+            )
             if not (alike and target.layout is torch.strided):
                 target.data = value.to(target.device, copy=True)
             elif target.data_ptr() != value.data_ptr() or target.stride() != value.stride():
@@ -355,9 +409,13 @@ def _put_array(target: Any, _about: Any, _whole: bool, parts: list[Any], _kept: 
 
 def _put_dict(target: Any, _about: Any, _whole: bool, parts: list[Any], kept: set[Any]) -> None:
     before = list(target.items())
-    if len(before) == len(parts) and not kept and all(
-        old[0] is new[0] and old[1] is new[1] for old, new in zip(before, parts, strict=True)
-    ):  # fmt: skip
+    if (
+        len(before) == len(parts)
+        and not kept
+        and all(
+            old[0] is new[0] and old[1] is new[1] for old, new in zip(before, parts, strict=True)
+        )
+    ):
         return
     base: Any = collections.OrderedDict if isinstance(target, collections.OrderedDict) else dict
     base.clear(target)
@@ -392,7 +450,11 @@ def _put_attributes(target: Any, kind: Any, whole: bool, parts: list[Any], kept:
     if kind is not None and type(target) is not kind:
         target.__class__ = kind
     own = vars(target) if hasattr(target, "__dict__") else {}
-    if not whole and not own.keys() >= {key for key, _ in parts} and hasattr(target, "__setstate__"):
+    if (
+        not whole
+        and not own.keys() >= {key for key, _ in parts}
+        and hasattr(target, "__setstate__")
+    ):
         target.__setstate__(dict(parts))
         return
     for key in [key for key in own if whole and key not in kept and key not in dict(parts)]:
@@ -422,10 +484,20 @@ def _put_names(names: dict[str, Any], parts: Sequence[tuple[str, Any]]) -> None:
 
 
 def _is_same(before: Any, now: Any) -> bool:
-    return before is now or (type(before) is type(now) and isinstance(now, _NUMBERS) and before == now)
+    return before is now or (
+        type(before) is type(now) and isinstance(now, _NUMBERS) and before == now
+    )
 
 
 _PUT: dict[str, Callable[[Any, Any, bool, list[Any], set[Any]], None]] = {
-    "tensor": _put_tensor, "array": _put_array, "dict": _put_dict, "list": _put_list, "set": _put_set, "closure": _put_closure,
-    "attributes": _put_attributes, "slots": _put_slots, "class": _put_class, "names": _put_globals,
-}  # fmt: skip
+    "tensor": _put_tensor,
+    "array": _put_array,
+    "dict": _put_dict,
+    "list": _put_list,
+    "set": _put_set,
+    "closure": _put_closure,
+    "attributes": _put_attributes,
+    "slots": _put_slots,
+    "class": _put_class,
+    "names": _put_globals,
+}

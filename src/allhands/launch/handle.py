@@ -15,7 +15,8 @@ OVERDUE = 20.0
 
 
 class KeeperHandle:
-    """A process that speaks `protocol` on its standard streams: the keeper, or what leads to it on another host.
+    """A process that speaks `protocol` on its standard streams: the keeper, or what leads to it on
+    another host.
 
     Args:
         process: with pipes as standard input and output.
@@ -25,7 +26,11 @@ class KeeperHandle:
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], host: str, local: bool, said: collections.deque[bytes] | None = None
+        self,
+        process: subprocess.Popen[bytes],
+        host: str,
+        local: bool,
+        said: collections.deque[bytes] | None = None,
     ) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -39,21 +44,25 @@ class KeeperHandle:
         self.early = b""  # events that arrived before anybody asked for them
         self.heard_at = time.monotonic()
         self.ready: dict[str, Any] | None = None
-        self.answers: dict[str, dict[str, Any]] = {}  # the newest event of each kind that answers a request
+        self.answers: dict[
+            str, dict[str, Any]
+        ] = {}  # the newest event of each kind that answers a request
         self.ranks: list[int] = []
         self.idle = True
         self.lost = False
         self._said = said if said is not None else collections.deque()
 
     def send(self, **request: Any) -> None:
-        """Ask the keeper for something. A keeper that is gone is noticed by the end of its events."""
+        """Ask the keeper for something. A keeper that is gone is noticed by the end of its
+        events."""
         try:
             write_all(self.requests, encode(request))
         except OSError:
             pass
 
     def kill(self) -> None:
-        """End it at once; a keeper on another host then loses its streams, and ends with all that it looks after."""
+        """End it at once; a keeper on another host then loses its streams, and ends with all that
+        it looks after."""
         self.process.kill()
 
     def why_gone(self) -> str:
@@ -67,7 +76,10 @@ class KeeperHandle:
         last = b"".join(self._said).decode("utf-8", "replace").strip().splitlines()[-1:]
         about = f" ({last[0]})" if last else ""
         if code == 255:
-            return f"the connection to host {self.host} broke{about}: the host was switched off, or its network went down"
+            return (
+                f"the connection to host {self.host} broke{about}: the host was switched off, "
+                "or its network went down"
+            )
         return f"the keeper process on host {self.host} ended with exit code {code}{about}"
 
     def close(self, timeout: float = OVERDUE) -> None:

@@ -13,13 +13,19 @@ _FOLDER = str(Path(__file__).parents[1] / "horovod" / "alias")
 
 
 def search_path(environ: MutableMapping[str, str]) -> str:
-    """PYTHONPATH with the folder in front, so that every Python that a worker starts has the names too."""
-    rest = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != _FOLDER]
+    """PYTHONPATH with the folder in front, so that every Python that a worker starts has the names
+    too."""
+    rest = [
+        entry
+        for entry in environ.get("PYTHONPATH", "").split(os.pathsep)
+        if entry and entry != _FOLDER
+    ]
     return os.pathsep.join([_FOLDER, *rest])
 
 
 def provide() -> None:
-    """Provide the names in this process and those that it starts, where the variable asks for it."""
+    """Provide the names in this process and those that it starts, where the variable asks for
+    it."""
     if os.environ.get(VARIABLE, "0") in ("", "0"):
         return
     os.environ["PYTHONPATH"] = search_path(os.environ)

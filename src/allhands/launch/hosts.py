@@ -10,7 +10,10 @@ from pathlib import Path
 from allhands.errors import UserError
 
 # What ssh and Slurm call a host, never something that a shell or ssh could take for an option.
-_NAME = re.compile(r"(?:(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*)@)?(?P<host>[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9a-fA-F:.%a-z]+\])")
+_NAME = re.compile(
+    r"(?:(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*)@)?"
+    r"(?P<host>[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9a-fA-F:.%a-z]+\])"
+)
 _EXAMPLE = "d1, d1 slots=4, ubuntu@d1:2222"
 
 
@@ -19,7 +22,8 @@ class HostSpec:
     """One host.
 
     Attributes:
-        name: as the user wrote it, without user and port; a name of ``~/.ssh/config`` as well as an address.
+        name: as the user wrote it, without user and port; a name of ``~/.ssh/config`` as well as an
+            address.
         user: whom to log in as; None leaves it to ssh.
         port: of its ssh server; None leaves it to ssh.
         slots: how many workers it takes at most; None when the user set no bound.
@@ -32,12 +36,15 @@ class HostSpec:
 
 
 def read_hosts(text: str) -> list[HostSpec]:
-    """The hosts of a file (one a line, ``#`` begins a comment), or of a list such as ``d1,d2:2222``.
+    """The hosts of a file (one a line, ``#`` begins a comment), or of a list such as
+    ``d1,d2:2222``.
 
-    A line is ``host``, ``user@host:port``, or one of them followed by ``slots=N``. Addresses of IPv6 stand in brackets.
+    A line is ``host``, ``user@host:port``, or one of them followed by ``slots=N``. Addresses of
+    IPv6 stand in brackets.
 
     Raises:
-        UserError: there is no such file, it names no host, or a line cannot be read; the message shows the line.
+        UserError: there is no such file, it names no host, or a line cannot be read; the message
+            shows the line.
     """
     path = Path(text).expanduser()
     if path.is_file():
@@ -45,7 +52,10 @@ def read_hosts(text: str) -> list[HostSpec]:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--hosts {text}: the file cannot be read: {error}") from None
-        numbered = [(f"{text}, line {number}", line.partition("#")[0].split()) for number, line in enumerate(lines, 1)]
+        numbered = [
+            (f"{text}, line {number}", line.partition("#")[0].split())
+            for number, line in enumerate(lines, 1)
+        ]
     elif "/" in text or path.suffix in (".txt", ".hosts"):
         raise UserError(f"--hosts {text}: there is no such file")
     else:
@@ -56,7 +66,10 @@ def read_hosts(text: str) -> list[HostSpec]:
     seen: set[tuple[str, int | None]] = set()
     for host in hosts:
         if (host.name, host.port) in seen:
-            raise UserError(f"--hosts {text}: {host.name} is named twice; write it once, with slots=N for N workers")
+            raise UserError(
+                f"--hosts {text}: {host.name} is named twice; write it once, with slots=N for N "
+                "workers"
+            )
         seen.add((host.name, host.port))
     return hosts
 
@@ -73,8 +86,15 @@ def _host(place: str, words: list[str]) -> HostSpec:
     slots = None
     for setting in settings:
         key, _, value = setting.partition("=")
-        if key not in ("slots", "max_slots", "max-slots") or not value.isdecimal() or int(value) < 1:
-            raise UserError(f"{place}: {setting!r} is not understood; after a host's name only slots=N may follow, N at least 1")
+        if (
+            key not in ("slots", "max_slots", "max-slots")
+            or not value.isdecimal()
+            or int(value) < 1
+        ):
+            raise UserError(
+                f"{place}: {setting!r} is not understood; after a host's name only slots=N may "
+                "follow, N at least 1"
+            )
         slots = int(value) if key == "slots" or slots is None else slots
     return HostSpec(match["host"].strip("[]"), match["user"], port, slots)
 
@@ -82,8 +102,8 @@ def _host(place: str, words: list[str]) -> HostSpec:
 def deal(hosts: Sequence[str], slots: Sequence[int | None], workers: int) -> list[int]:
     """How many workers each host gets; neighbouring ranks share a host.
 
-    Hosts with slots are filled in their order, as MPI does. Where no host has slots, the workers are dealt evenly and the
-    first hosts get those that are left over.
+    Hosts with slots are filled in their order, as MPI does. Where no host has slots, the workers
+    are dealt evenly and the first hosts get those that are left over.
 
     Args:
         hosts: names, for the message.
@@ -101,7 +121,8 @@ def deal(hosts: Sequence[str], slots: Sequence[int | None], workers: int) -> lis
     if sum(bounds) < workers:
         told = ", ".join(f"{name} {bound}" for name, bound in zip(hosts, bounds, strict=True))
         raise UserError(
-            f"{workers} workers, but the hosts have {sum(bounds)} slots ({told}); write -n {sum(bounds)}, or raise slots=N"
+            f"{workers} workers, but the hosts have {sum(bounds)} slots ({told}); write -n "
+            f"{sum(bounds)}, or raise slots=N"
         )
     counts = []
     for bound in bounds:

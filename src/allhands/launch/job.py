@@ -1,6 +1,8 @@
-"""One job over any number of hosts: brings the keepers up, runs the world, and starts it again after a failure.
+"""One job over any number of hosts: brings the keepers up, runs the world, and starts it again
+after a failure.
 
-Where a keeper comes from (this machine, ssh, Slurm, MPI) is the business of a `Host`; everything else is the same for all.
+Where a keeper comes from (this machine, ssh, Slurm, MPI) is the business of a `Host`; everything
+else is the same for all.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from allhands.launch.supervisor import Supervisor
 
 LOOPBACK = "127.0.0.1"
 PRELOAD = ("torch", "torch.distributed", "numpy")
-# What gloo, nccl and TensorPipe read to find the interface; a variable that the user has set stands.
+# What gloo, nccl and TensorPipe read to find the interface; a variable that the user has set
+# stands.
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
@@ -43,7 +46,11 @@ class Job:
     """
 
     def __init__(
-        self, command: Command, hosts: Sequence[Host], options: Options, slots: Sequence[int | None] | None = None
+        self,
+        command: Command,
+        hosts: Sequence[Host],
+        options: Options,
+        slots: Sequence[int | None] | None = None,
     ) -> None:
         options.check()
         self.command, self.options = command, options
@@ -57,7 +64,9 @@ class Job:
             self._say(f"host {seat.host.name} gets no worker")
             self.seats.remove(seat)
             seat.host.close()
-        self.recovery = Recovery(options.server_restarts, options.on_worker_failure, options.max_restarts, self._say)
+        self.recovery = Recovery(
+            options.server_restarts, options.on_worker_failure, options.max_restarts, self._say
+        )
         self.supervisor = Supervisor(
             [],
             Output(options.prefix, options.log_dir),
@@ -74,12 +83,13 @@ class Job:
     # ------------------------------------------------------------------ the whole job
 
     def run(self) -> int:
-        """Run it until no process of it is left on any host. Must be called in the main thread, because it handles signals.
+        """Run it until no process of it is left on any host. Must be called in the main thread,
+        because it handles signals.
 
         Returns:
-            0 when every worker ended with 0, or the others went on without those that did not; else the exit code of the worker
-            that failed first, 128 + N for a death by signal N; 128 + N when signal N stopped the launcher, or the workers stopped
-            on request with that code.
+            0 when every worker ended with 0, or the others went on without those that did not; else
+            the exit code of the worker that failed first, 128 + N for a death by signal N; 128 + N
+            when signal N stopped the launcher, or the workers stopped on request with that code.
 
         Raises:
             HostError, WorkerError: a host could not be used; nothing runs on any then.
@@ -91,7 +101,8 @@ class Job:
             except KeyboardInterrupt:
                 first = None
             except BrokenPipeError:
-                # Whoever read our output has left, as `head` does; other programs end with this code then.
+                # Whoever read our output has left, as `head` does; other programs end with this
+                # code then.
                 _silence_stdout()
                 return 128 + signal.SIGPIPE
         finally:
@@ -103,9 +114,13 @@ class Job:
         workers = list(self.supervisor.workers.values())
         if number is None:
             if failed := self.recovery.excused():
-                self._say(describe_end_without(failed, sum(not worker.is_server for worker in workers)))
+                self._say(
+                    describe_end_without(failed, sum(not worker.is_server for worker in workers))
+                )
             return 0
-        self._say(describe_stop(number, workers, bool(self.supervisor.signals)).removeprefix("allhands: "))
+        self._say(
+            describe_stop(number, workers, bool(self.supervisor.signals)).removeprefix("allhands: ")
+        )
         return 128 + number
 
     def _rounds(self) -> Worker | None:
@@ -121,7 +136,11 @@ class Job:
                 self._say(str(error))
                 first = None
             else:
-                if self.regrouping and not self._has_ended() and not self.supervisor.is_asked_to_end():
+                if (
+                    self.regrouping
+                    and not self._has_ended()
+                    and not self.supervisor.is_asked_to_end()
+                ):
                     self.regrouping = False
                     self._take_in_again()
                     attempt += 1
@@ -132,13 +151,15 @@ class Job:
             if self.recovery.restarts == self.options.max_restarts or self.supervisor.signals:
                 return first
             if self.supervisor.is_asked_to_end():
-                raise KeyboardInterrupt  # by a signal that came when the workers were being stopped, or later
+                # by a signal that came when the workers were being stopped, or later
+                raise KeyboardInterrupt
             self.recovery.restarts += 1
             attempt += 1
             self._recover(f"restart {self.recovery.restarts} of {self.options.max_restarts}")
 
     def _has_ended(self) -> bool:
-        """Whether all workers came to their end by themselves, before they were asked to stop for a host that is back."""
+        """Whether all workers came to their end by themselves, before they were asked to stop for a
+        host that is back."""
         workers = [worker for worker in self.supervisor.workers.values() if not worker.is_server]
         return all(worker.exit == {"code": 0} and worker.own_end for worker in workers)
 
@@ -177,7 +198,11 @@ class Job:
 
     def _take_in(self) -> None:
         """Prepare the keepers that have come up, and let them take part from the next round on."""
-        new = [seat for seat in self.seats if seat.keeper is not None and seat.keeper not in self.supervisor.keepers]
+        new = [
+            seat
+            for seat in self.seats
+            if seat.keeper is not None and seat.keeper not in self.supervisor.keepers
+        ]
         for seat in new:
             assert seat.keeper is not None
             self.supervisor.add(seat.keeper)
@@ -189,18 +214,27 @@ class Job:
                 parent=os.getpid() if local else None,
                 local_workers=seat.workers,
                 threads=self.options.threads,
-                preload=list(PRELOAD) if self.options.preload and self.command.kind != "program" else [],
+                preload=list(PRELOAD)
+                if self.options.preload and self.command.kind != "program"
+                else [],
                 launcher_timeout=0.0 if local else self.options.host_timeout,
             )
-        ready = self.supervisor.wait_for("ready", [seat.keeper for seat in new if seat.keeper is not None])
+        ready = self.supervisor.wait_for(
+            "ready", [seat.keeper for seat in new if seat.keeper is not None]
+        )
         for seat, told in zip(new, ready, strict=True):
             if seat.workers is None:
                 seat.workers = told["gpus"] or told["cores"]
         check_versions(self.seats)
 
     def _take_in_again(self) -> None:
-        """Take in hosts that came back. One that is not fit for it any more is dropped, and the others go on."""
-        new = [seat for seat in self.seats if seat.keeper is not None and seat.keeper not in self.supervisor.keepers]
+        """Take in hosts that came back. One that is not fit for it any more is dropped, and the
+        others go on."""
+        new = [
+            seat
+            for seat in self.seats
+            if seat.keeper is not None and seat.keeper not in self.supervisor.keepers
+        ]
         try:
             self._take_in()
         except (AllhandsError, OSError) as error:
@@ -211,19 +245,30 @@ class Job:
     # ------------------------------------------------------------------ one round
 
     def _here(self) -> list[Seat]:
-        """The seats that take part, in the order of the ranks; the supervisor's keepers are put into the same order."""
-        seats = [seat for seat in self.seats if seat.keeper in self.supervisor.keepers and seat.keeper is not None]
+        """The seats that take part, in the order of the ranks; the supervisor's keepers are put
+        into the same order."""
+        seats = [
+            seat
+            for seat in self.seats
+            if seat.keeper in self.supervisor.keepers and seat.keeper is not None
+        ]
         self.supervisor.keepers = [seat.keeper for seat in seats if seat.keeper is not None]
         return seats
 
     def _round(self, attempt: int) -> Worker | None:
         seats = self._here()
         port, places = self._meet(seats)
-        # A failed attempt's store, with the addresses of processes that are gone, is never seen by the next one.
+        # A failed attempt's store, with the addresses of processes that are gone, is never seen by
+        # the next one.
         tasks = tasks_of(
-            self.command.task(), places, port, run_id=self.run_id, restarts=attempt, token=self.token,
+            self.command.task(),
+            places,
+            port,
+            run_id=self.run_id,
+            restarts=attempt,
+            token=self.token,
             on_worker_failure=self.options.on_worker_failure,
-        )  # fmt: skip
+        )
         return self.supervisor.run(tasks)
 
     def _meet(self, seats: Sequence[Seat]) -> tuple[int, list[Place]]:
@@ -236,28 +281,42 @@ class Job:
             return port, [Place(seats[0].workers or 0, self._servers(0, seats), LOOPBACK)]
         known: list[str] = store["addresses"]
         for keeper in others:
-            keeper.send(op="reach", addresses=list(dict.fromkeys([*known[:1], first.host, *known])), port=port)
+            keeper.send(
+                op="reach",
+                addresses=list(dict.fromkeys([*known[:1], first.host, *known])),
+                port=port,
+            )
         told = self.supervisor.wait_for("reached", others)
         for keeper, answer in zip(others, told, strict=True):
             if answer["address"] is None:
                 raise HostError(
                     keeper.host,
-                    f"it reaches {first.host} under none of its addresses ({'; '.join(answer['tried'])}). Workers talk to one "
-                    "another on ports that the system chooses: open the firewall between the hosts; `allhands doctor -H …` "
+                    f"it reaches {first.host} under none of its addresses "
+                    f"({'; '.join(answer['tried'])}). Workers talk to one "
+                    "another on ports that the system chooses: open the firewall between the "
+                    "hosts; `allhands doctor -H …` "
                     "tests every pair",
                 )
         addresses = [told[0]["address"], *(answer["own"] for answer in told)]
-        interfaces = [store["interfaces"].get(told[0]["address"]), *(answer["interface"] for answer in told)]
+        interfaces = [
+            store["interfaces"].get(told[0]["address"]),
+            *(answer["interface"] for answer in told),
+        ]
         meeting = [told[0]["address"], *(answer["address"] for answer in told)]
         places, rank, words = [], 0, []
         for index, seat in enumerate(seats):
-            defaults = dict.fromkeys(INTERFACE_VARIABLES, interfaces[index]) if interfaces[index] else {}
+            defaults = (
+                dict.fromkeys(INTERFACE_VARIABLES, interfaces[index]) if interfaces[index] else {}
+            )
             place = Place(seat.workers or 0, self._servers(index, seats), meeting[index], defaults)
             places.append(place)
             about = f"{addresses[index]}, {interfaces[index] or 'no interface of its own'}"
             words.append(f"{seat.host.name} ({about}) {ranks_of(rank, place)}")
             rank += place.workers
-        self._say(f"{rank} workers on {len(seats)} hosts: {'; '.join(words)}; they meet at {meeting[0]}:{port}")
+        self._say(
+            f"{rank} workers on {len(seats)} hosts: {'; '.join(words)}; they meet at "
+            f"{meeting[0]}:{port}"
+        )
         return port, places
 
     def _servers(self, index: int, seats: Sequence[Seat]) -> list[int]:
@@ -279,7 +338,9 @@ class Job:
             self._say(f"{title}: the same hosts again")
             return
         names = ", ".join(seat.host.name for seat in lost)
-        self._say(f"{title}: waiting up to {self.options.rejoin_timeout:g} s for {names} to come back")
+        self._say(
+            f"{title}: waiting up to {self.options.rejoin_timeout:g} s for {names} to come back"
+        )
         for seat in lost:
             self._drop(seat)
         deadline = time.monotonic() + self.options.rejoin_timeout
@@ -300,12 +361,21 @@ class Job:
             return
         names = ", ".join(seat.host.name for seat in away)
         reasons = "; ".join(str(seat.trouble) for seat in away if seat.trouble is not None)
-        gone = f"{names} did not come back within {self.options.rejoin_timeout:g} s{f' ({reasons})' if reasons else ''}"
+        gone = (
+            f"{names} did not come back within {self.options.rejoin_timeout:g} "
+            f"s{f' ({reasons})' if reasons else ''}"
+        )
         least = self.options.min_workers
         if least is None or left < least or not left:
-            need = "all are needed (--min-workers lets it go on with fewer)" if least is None else f"{least} are needed"
+            need = (
+                "all are needed (--min-workers lets it go on with fewer)"
+                if least is None
+                else f"{least} are needed"
+            )
             raise WorkerError(f"{gone}; workers left: {left}, and {need}", exit_code=1)
-        self._say(f"{gone}; going on with {left} workers, and with all of them as soon as it is back")
+        self._say(
+            f"{gone}; going on with {left} workers, and with all of them as soon as it is back"
+        )
 
     def _drop(self, seat: Seat) -> None:
         if seat.keeper is not None:
@@ -316,14 +386,22 @@ class Job:
             seat.keeper = None
 
     def _look_for_lost_hosts(self) -> None:
-        """While a round runs with fewer hosts: once a lost one is back, the workers are asked to save and the world grows."""
+        """While a round runs with fewer hosts: once a lost one is back, the workers are asked to
+        save and the world grows."""
         if self.regrouping or self.options.min_workers is None:
             return
         for seat in self.seats:
             if seat.keeper is None and not seat.is_starting and time.monotonic() > seat.next_try:
                 seat.begin()
-            elif seat.keeper is not None and seat.keeper not in self.supervisor.keepers and not seat.is_starting:
-                self._say(f"{seat.host.name} is back; the workers are asked to save, and all start again together")
+            elif (
+                seat.keeper is not None
+                and seat.keeper not in self.supervisor.keepers
+                and not seat.is_starting
+            ):
+                self._say(
+                    f"{seat.host.name} is back; the workers are asked to save, and all start again "
+                    "together"
+                )
                 self.regrouping = True
                 self.supervisor.stop(self.options.grace)
                 return

@@ -1,10 +1,10 @@
 """The process that starts the workers of one host and never leaves one behind.
 
-The launcher starts one keeper a host and talks to it over the keeper's standard streams (see `protocol`). The
-keeper imports torch once and forks every worker from itself, which takes milliseconds instead of seconds a
-worker. For the fork to be safe it is single-threaded, makes no tensors and never touches a GPU. It passes
-output on, watches heartbeats, reports exits, and when the launcher is gone, however it went, stops the
-workers and everything they started.
+The launcher starts one keeper a host and talks to it over the keeper's standard streams (see
+`protocol`). The keeper imports torch once and forks every worker from itself, which takes
+milliseconds instead of seconds a worker. For the fork to be safe it is single-threaded, makes no
+tensors and never touches a GPU. It passes output on, watches heartbeats, reports exits, and when
+the launcher is gone, however it went, stops the workers and everything they started.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ TICK = 1.0
 LAST_GRACE = 2.0
 # A loop that comes round this late was itself suspended, and so probably were the workers.
 LATE = 3.0
-# A scheduler may send a signal to every process of a job: to the launcher, who passes it on, to this process, and to the
-# workers. What reaches this process too within so many seconds has reached the workers already.
+# A scheduler may send a signal to every process of a job: to the launcher, who passes it on, to
+# this process, and to the workers. What reaches this process too within so many seconds has reached
+# the workers already.
 HEARD_TOO = 0.25
 
 
 class Keeper:
-    """The loop of one keeper. `requests` and `events` are the descriptors from and to the launcher."""
+    """The loop of one keeper. `requests` and `events` are the descriptors from and to the
+    launcher."""
 
     def __init__(self, requests: int, events: int) -> None:
         self.requests, self.events = requests, events
@@ -61,23 +63,33 @@ class Keeper:
         self.children: dict[int, Child] = {}
         self.store: StoreHost | None = None
         self.parent = 0
-        self.launcher_timeout = 0.0  # seconds without a word from a launcher elsewhere that mean it is lost; 0: it is here
+        # seconds without a word from a launcher elsewhere that mean it is lost; 0: it is here
+        self.launcher_timeout = 0.0
         self.heard_launcher = time.monotonic()
-        self.idle_timeout = 0.0  # seconds without a round after which this process ends; 0 waits for the launcher
+        self.idle_timeout = (
+            0.0  # seconds without a round after which this process ends; 0 waits for the launcher
+        )
         self.idle_since = time.monotonic()
         self.beat_timeout = 0.0
         self.running = False  # a round was started and is not idle yet
-        self.hold = False  # the round goes on without processes, because the launcher may start some again
+        self.hold = (
+            False  # the round goes on without processes, because the launcher may start some again
+        )
         self.ending = False
         self.end_by = float("inf")
         self.sweep_until = 0.0  # when to give up on processes that do not end even after SIGKILL
         self.last_tick = time.monotonic()
         self.heard: dict[int, float] = {}  # signal -> when this process itself got it last
         self.untold: list[int] = []  # of those, the ones that are still to be looked at
-        self.waits = False  # for a call that may come or not; what happens meanwhile is no affair of that call
-        self.to_pass: list[tuple[int, float]] = []  # signals for the workers, and when the launcher said so
+        # for a call that may come or not; what happens meanwhile is no affair of that call
+        self.waits = False
+        self.to_pass: list[
+            tuple[int, float]
+        ] = []  # signals for the workers, and when the launcher said so
         self.task: dict[str, Any] | None = None
-        self.scratch: list[str] = []  # folders to remove in the end; in shared memory they would cost memory for ever
+        self.scratch: list[
+            str
+        ] = []  # folders to remove in the end; in shared memory they would cost memory for ever
 
     def send(self, **event: Any) -> None:
         """Tell the launcher; when it is gone there is nobody to tell."""
@@ -94,7 +106,8 @@ class Keeper:
             self.stop(None, grace)
 
     def serve(self) -> dict[str, Any] | None:
-        """Run until the launcher is done or gone. In a forked worker it returns that worker's task."""
+        """Run until the launcher is done or gone. In a forked worker it returns that worker's
+        task."""
         while not (self.ending and (not self.running or time.monotonic() > self.end_by)):
             ready = self.selector.select(0.05 if self.to_pass or self._is_stopping() else TICK)
             # First of all who has ended: the time of an exit is the time at which it is seen here.
@@ -118,11 +131,16 @@ class Keeper:
 
     def _is_stopping(self) -> bool:
         """Whether something shall end soon, so that it pays to look often."""
-        waits = [not child.gone and (child.exited or child.kill_at is not None) for child in self.children.values()]
+        waits = [
+            not child.gone and (child.exited or child.kill_at is not None)
+            for child in self.children.values()
+        ]
         return any(waits) or self._is_round_over()
 
     def _is_round_over(self) -> bool:
-        return self.running and not self.hold and all(child.gone for child in self.children.values())
+        return (
+            self.running and not self.hold and all(child.gone for child in self.children.values())
+        )
 
     # What the launcher asks for
 
@@ -144,7 +162,9 @@ class Keeper:
                 self.send(
                     event="failed",
                     op=op,
-                    text=str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}",
+                    text=str(error)
+                    if isinstance(error, UserError)
+                    else f"{type(error).__name__}: {error}",
                     traceback=traceback.format_exc(),
                 )
             if self.task is not None:
@@ -174,19 +194,29 @@ class Keeper:
         self.store = StoreHost(address)
         # Under which of them the other hosts reach the store is for them to find out.
         reachable = reachable_addresses() if self.store.is_open_to_all else [address]
-        self.send(event="store", port=self.store.port, addresses=reachable, interfaces=own_addresses())
+        self.send(
+            event="store", port=self.store.port, addresses=reachable, interfaces=own_addresses()
+        )
 
     def on_reach(self, addresses: list[str], port: int) -> None:
-        """Try which of the addresses of the store's host this host reaches, and through which of its own interfaces."""
+        """Try which of the addresses of the store's host this host reaches, and through which of
+        its own interfaces."""
         self.send(event="reached", **reach(addresses, port))
 
     def on_ping(self) -> None:
         """The launcher is alive, which `_read_requests` has noted."""
 
-    def on_start(self, workers: list[dict[str, Any]], heartbeat_timeout: float, scratch: list[str], hold: bool = False) -> None:
+    def on_start(
+        self,
+        workers: list[dict[str, Any]],
+        heartbeat_timeout: float,
+        scratch: list[str],
+        hold: bool = False,
+    ) -> None:
         self.beat_timeout, self.scratch, self.hold = heartbeat_timeout, scratch, hold
         self.running = True
-        # Objects that exist now are never collected in the workers, so their memory pages stay shared.
+        # Objects that exist now are never collected in the workers, so their memory pages stay
+        # shared.
         gc.collect()
         gc.freeze()
         if self.store:
@@ -225,11 +255,16 @@ class Keeper:
             pid = os.fork()
             if pid == 0:
                 self.task = task
-                private = [read for read, _ in pipes] + [fd for other in self.children.values() for fd in other.fds]
+                private = [read for read, _ in pipes] + [
+                    fd for other in self.children.values() for fd in other.fds
+                ]
                 try:
-                    worker.enter(task, keeper, [write for _, write in pipes], [*private, *self.own_fds])
+                    worker.enter(
+                        task, keeper, [write for _, write in pipes], [*private, *self.own_fds]
+                    )
                 except BaseException:
-                    # Nothing may bring the copy of the keeper that this process still is back into its loop.
+                    # Nothing may bring the copy of the keeper that this process still is back into
+                    # its loop.
                     traceback.print_exc()
                     os._exit(1)
                 return True
@@ -253,8 +288,16 @@ class Keeper:
         if cutter is None:
             return False
         if not child.begun and isinstance(cutter, LineCutter):
-            # That it has begun is told before anything that it prints, so that who reads that may send it a signal.
-            reports = next((other for other, number in child.names.items() if number == 3 and other in child.fds), None)
+            # That it has begun is told before anything that it prints, so that who reads that may
+            # send it a signal.
+            reports = next(
+                (
+                    other
+                    for other, number in child.names.items()
+                    if number == 3 and other in child.fds
+                ),
+                None,
+            )
             if reports is not None:
                 self._read_child(child, reports)
         try:
@@ -309,12 +352,15 @@ class Keeper:
                 while self._read_child(child, fd):
                     pass
             how = processes.exit_of(status)
-            self.send(event="exit", rank=child.rank, own=child.own_end, age=time.monotonic() - now, **how)
+            self.send(
+                event="exit", rank=child.rank, own=child.own_end, age=time.monotonic() - now, **how
+            )
             if processes.signal_group(pid, signal.SIGTERM) and child.kill_at is None:
                 child.kill_at = now + LAST_GRACE
 
     def stop(self, ranks: list[int] | None, grace: float) -> None:
-        """SIGTERM to the workers themselves, and SIGKILL to all that they started after `grace` seconds."""
+        """SIGTERM to the workers themselves, and SIGKILL to all that they started after `grace`
+        seconds."""
         self.hold = False
         for child in self.children.values():
             if not child.gone and (ranks is None or child.rank in ranks):
@@ -336,10 +382,13 @@ class Keeper:
         self.untold.append(number)
 
     def _tell_of_signals(self) -> None:
-        """Tell the launcher of a signal that the workers have not got as well, because they do not run yet."""
+        """Tell the launcher of a signal that the workers have not got as well, because they do not
+        run yet."""
         while self.untold:
             number = self.untold.pop(0)
-            all_run = self.running and all(child.begun or child.exited for child in self.children.values())
+            all_run = self.running and all(
+                child.begun or child.exited for child in self.children.values()
+            )
             if not all_run and not self.waits:
                 self.send(event="asked", number=number)
 
@@ -360,14 +409,16 @@ class Keeper:
             self._finish_round()
         if now - self.last_tick >= TICK:
             self.last_tick = now
-            # A process that the launcher forked may hold the other end of our pipe open after the launcher's
-            # death.
+            # A process that the launcher forked may hold the other end of our pipe open after the
+            # launcher's death.
             if self.parent and os.getppid() != self.parent:
                 self.end()
             # A connection that is cut ends without a sign.
             if 0 < self.launcher_timeout < now - self.heard_launcher:
                 self.end()
-            if not self.running and 0 < self.idle_timeout < now - max(self.idle_since, self.heard_launcher):
+            if not self.running and 0 < self.idle_timeout < now - max(
+                self.idle_since, self.heard_launcher
+            ):
                 self.end()
             self.send(event="alive")
 
@@ -420,10 +471,12 @@ class Keeper:
 
 
 def main() -> None:
-    """Serve the launcher on the standard streams; a forked worker goes on from here with the user's code."""
+    """Serve the launcher on the standard streams; a forked worker goes on from here with the user's
+    code."""
     requests = os.dup(0)
     events = os.dup(1)
-    # Nothing that an import prints may get into the conversation, and workers must not read from it.
+    # Nothing that an import prints may get into the conversation, and workers must not read from
+    # it.
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -433,8 +486,9 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     processes.adopt_orphans()
     keeper = Keeper(requests, events)
-    # None of these is for this process. It ends when the launcher does or says so; a scheduler that signals every process of
-    # the job must not cut short the time that the launcher gives the workers for saving.
+    # None of these is for this process. It ends when the launcher does or says so; a scheduler that
+    # signals every process of the job must not cut short the time that the launcher gives the
+    # workers for saving.
     for number in processes.REQUESTS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: keeper.on_heard(number))

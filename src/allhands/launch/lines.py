@@ -1,5 +1,5 @@
-"""Cuts a stream of bytes into whole lines, so that the lines of several workers can be merged without
-tearing."""
+"""Cuts a stream of bytes into whole lines, so that the lines of several workers can be merged
+without tearing."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import time
 # A line longer than this is passed on in pieces rather than held in memory.
 LONGEST = 32 << 20
 
-# A progress bar rewrites one line with carriage returns and may not end it for hours. Its state is shown as a
-# line of its own this often.
+# A progress bar rewrites one line with carriage returns and may not end it for hours. Its state is
+# shown as a line of its own this often.
 PROGRESS_EVERY = 5.0
 
 
 def _visible(line: bytes) -> bytes:
-    """What a terminal shows of a line that was rewritten with carriage returns: the text after the last
-    one."""
+    """What a terminal shows of a line that was rewritten with carriage returns: the text after the
+    last one."""
     if b"\r" not in line:
         return line
     return line.rstrip(b"\r").rpartition(b"\r")[2]
@@ -47,7 +47,8 @@ class LineCutter:
         return whole
 
     def _progress(self) -> bytes:
-        # Only the newest state is kept; what stands before it has been overwritten on a terminal too.
+        # Only the newest state is kept; what stands before it has been overwritten on a terminal
+        # too.
         done, _, newest = bytes(self._rest).rstrip(b"\r").rpartition(b"\r")
         if done:
             self._rest = bytearray(b"\r" + newest)

@@ -14,8 +14,9 @@ from allhands.launch.job import Job
 from allhands.launch.options import Options
 from allhands.launch.plan import Command
 
-# `-m` would put the working folder first on the path, where a file named like a standard module would break
-# the keeper. The folder of this package is added for callers that found it through their own sys.path.
+# `-m` would put the working folder first on the path, where a file named like a standard module
+# would break the keeper. The folder of this package is added for callers that found it through
+# their own sys.path.
 _BOOT = """\
 import sys
 sys.flags.safe_path or sys.path.pop(0)
@@ -26,9 +27,11 @@ main()"""
 
 
 def start_keeper(env: Mapping[str, str | None] | None = None) -> KeeperHandle:
-    """Start a keeper on this machine, in a session of its own, out of reach of the terminal's Ctrl-C.
+    """Start a keeper on this machine, in a session of its own, out of reach of the terminal's
+    Ctrl-C.
 
-    `env` is set here already, because Python and the dynamic linker read some variables only when a process starts.
+    `env` is set here already, because Python and the dynamic linker read some variables only when a
+    process starts.
     """
     merged = {**os.environ, **(env or {})}
     root = str(Path(__file__).parents[2])
@@ -79,10 +82,11 @@ def launch_local(
 ) -> int:
     """Run a command in `workers` processes of this machine and look after them until none is left.
 
-    Must be called in the main thread, because it handles signals while it runs. The first SIGINT, SIGTERM or SIGHUP stops the
-    workers with SIGTERM and, after `grace` seconds, SIGKILL; a second one kills them at once. SIGUSR1 and SIGUSR2 are passed on
-    to the workers. A worker that leaves with 128 + SIGTERM, SIGUSR1 or SIGUSR2 has stopped on request: that is no failure, and
-    the others have `grace` seconds to follow.
+    Must be called in the main thread, because it handles signals while it runs. The first SIGINT,
+    SIGTERM or SIGHUP stops the workers with SIGTERM and, after `grace` seconds, SIGKILL; a second
+    one kills them at once. SIGUSR1 and SIGUSR2 are passed on to the workers. A worker that leaves
+    with 128 + SIGTERM, SIGUSR1 or SIGUSR2 has stopped on request: that is no failure, and the
+    others have `grace` seconds to follow.
 
     Args:
         command: what to run.
@@ -91,27 +95,39 @@ def launch_local(
         log_dir: folder for one `rank-N.log` each.
         prefix: start every line of output with `[rank] `.
         grace: seconds from SIGTERM to SIGKILL.
-        heartbeat_timeout: a Python worker that gives no sign of life for so many seconds has failed; 0 waits
-            for ever.
-        threads: CPU threads a worker; default OMP_NUM_THREADS, or the cores divided among the workers.
+        heartbeat_timeout: a Python worker that gives no sign of life for so many seconds has
+            failed; 0 waits for ever.
+        threads: CPU threads a worker; default OMP_NUM_THREADS, or the cores divided among the
+            workers.
         preload: import torch once, before the workers are forked, instead of in each.
         servers: how many parameter servers to start beside the workers.
-        max_restarts: how many times to start all workers again after a failure; TORCHELASTIC_RESTART_COUNT tells them.
-        server_restarts: how many times a server that died is started again while the workers run on, all servers together.
-        on_worker_failure: "stop", "continue" or "restart"; see docs/launching.md. The last two need servers.
+        max_restarts: how many times to start all workers again after a failure;
+            TORCHELASTIC_RESTART_COUNT tells them.
+        server_restarts: how many times a server that died is started again while the workers run
+            on, all servers together.
+        on_worker_failure: "stop", "continue" or "restart"; see docs/launching.md. The last two need
+            servers.
 
     Returns:
-        0 when every worker ended with 0, or the others went on without those that did not; else the exit code of the worker
-        that failed first, 128 + N for a death by signal N; 128 + N when signal N stopped the launcher, or the workers stopped
-        on request with that code.
+        0 when every worker ended with 0, or the others went on without those that did not; else the
+        exit code of the worker that failed first, 128 + N for a death by signal N; 128 + N when
+        signal N stopped the launcher, or the workers stopped on request with that code.
 
     Raises:
         UserError: an argument cannot be honoured.
         WorkerError: the keeper process could not be started.
     """
     options = Options(
-        workers=workers, log_dir=log_dir, prefix=prefix, grace=grace, heartbeat_timeout=heartbeat_timeout, threads=threads,
-        preload=preload, servers=servers, max_restarts=max_restarts, server_restarts=server_restarts,
+        workers=workers,
+        log_dir=log_dir,
+        prefix=prefix,
+        grace=grace,
+        heartbeat_timeout=heartbeat_timeout,
+        threads=threads,
+        preload=preload,
+        servers=servers,
+        max_restarts=max_restarts,
+        server_restarts=server_restarts,
         on_worker_failure=on_worker_failure,
-    )  # fmt: skip
+    )
     return Job(command, [LocalHost(env)], options).run()

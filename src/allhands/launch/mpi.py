@@ -1,7 +1,10 @@
-"""`allhands launch --launcher mpi`: the command line of the mpirun or mpiexec that is here, in its own words.
+"""`allhands launch --launcher mpi`: the command line of the mpirun or mpiexec that is here, in its
+own words.
 
-MPI's launcher starts the ranks and passes on their output, signals and exit codes. The ranks themselves notice one of them that
-hangs: `allhands.init` sees to it. What is added here: lines stay whole, and a launcher that waits for a lost host after the ranks
+MPI's launcher starts the ranks and passes on their output, signals and exit codes. The ranks
+themselves notice one of them that
+hangs: `allhands.init` sees to it. What is added here: lines stay whole, and a launcher that waits
+for a lost host after the ranks
 have given up is ended.
 """
 
@@ -36,14 +39,23 @@ _GRACE = 8.0
 _TAG = re.compile(rb"^\[\d+,(\d+)\]<std(?:out|err)>: ?", re.MULTILINE)
 # What MPI's launchers have no word for.
 _NOT_MPI = (
-    "servers", "server_restarts", "on_worker_failure", "log_dir", "grace", "host_timeout", "max_restarts", "min_workers",
-    "rejoin_timeout", "preload",
-)  # fmt: skip
+    "servers",
+    "server_restarts",
+    "on_worker_failure",
+    "log_dir",
+    "grace",
+    "host_timeout",
+    "max_restarts",
+    "min_workers",
+    "rejoin_timeout",
+    "preload",
+)
 
 
 @dataclass(frozen=True)
 class MpiLauncher:
-    """An mpirun or mpiexec. `flavour` is "openmpi", or "mpich" for MPICH and all that come with its Hydra (Intel MPI too)."""
+    """An mpirun or mpiexec. `flavour` is "openmpi", or "mpich" for MPICH and all that come with its
+    Hydra (Intel MPI too)."""
 
     program: str
     flavour: str
@@ -55,14 +67,24 @@ def find_launcher(environ: Mapping[str, str]) -> MpiLauncher:
     Raises:
         UserError: there is none, or none whose options are known here.
     """
-    program = next((found for name in ("mpirun", "mpiexec") if (found := shutil.which(name, path=environ.get("PATH")))), None)
+    program = next(
+        (
+            found
+            for name in ("mpirun", "mpiexec")
+            if (found := shutil.which(name, path=environ.get("PATH")))
+        ),
+        None,
+    )
     if program is None:
         raise UserError(
-            "--launcher mpi: there is no mpirun or mpiexec in PATH; pip install 'allhands[mpi]' mpich, or load your cluster's "
+            "--launcher mpi: there is no mpirun or mpiexec in PATH; pip install 'allhands[mpi]' "
+            "mpich, or load your cluster's "
             "module of MPI"
         )
     try:
-        asked = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30, check=False)
+        asked = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=30, check=False
+        )
         said = asked.stdout + asked.stderr
     except subprocess.TimeoutExpired:
         said = ""
@@ -71,7 +93,8 @@ def find_launcher(environ: Mapping[str, str]) -> MpiLauncher:
     if "HYDRA" in said or "Hydra" in said or "Intel" in said:
         return MpiLauncher(program, "mpich")
     raise UserError(
-        f"--launcher mpi: {program} is neither Open MPI's nor MPICH's; start it yourself: mpirun -n 4 python script.py"
+        f"--launcher mpi: {program} is neither Open MPI's nor MPICH's; start it yourself: mpirun "
+        "-n 4 python script.py"
     )
 
 
@@ -104,13 +127,17 @@ def command_line(
     for host in hosts:
         if host.user or host.port:
             raise UserError(
-                f"--launcher mpi: {host.name} has a user or port in --hosts, which MPI's launchers do not take; put them into "
+                f"--launcher mpi: {host.name} has a user or port in --hosts, which MPI's launchers "
+                "do not take; put them into "
                 "~/.ssh/config under that name"
             )
     slots = [host.slots for host in hosts]
     if workers is None:
         if not hosts or None in slots:
-            raise UserError("--launcher mpi: nobody said how many ranks; write -n WORKERS, or slots=N after each host")
+            raise UserError(
+                "--launcher mpi: nobody said how many ranks; write -n WORKERS, or slots=N after "
+                "each host"
+            )
         workers = sum(slot or 0 for slot in slots)
     counts = deal([host.name for host in hosts], slots, workers) if hosts else [workers]
     names = [host.name for host in hosts] or ["localhost"]
@@ -141,7 +168,8 @@ def run_mpi(
     python: str,
     more: Sequence[str],
 ) -> int:
-    """Run `command` under the MPI launcher that is here. Must be called in the main thread, because it handles signals.
+    """Run `command` under the MPI launcher that is here. Must be called in the main thread, because
+    it handles signals.
 
     Args:
         command: what each rank runs.
@@ -160,9 +188,12 @@ def run_mpi(
     """
     refused = [name for name in _NOT_MPI if getattr(options, name) != getattr(Options(), name)]
     if refused:
-        named = ", ".join(f"--{'no-preload' if name == 'preload' else name.replace('_', '-')}" for name in refused)
+        named = ", ".join(
+            f"--{'no-preload' if name == 'preload' else name.replace('_', '-')}" for name in refused
+        )
         raise UserError(
-            f"{named}: with --launcher mpi the ranks belong to MPI's launcher, which cannot do that; leave it out, or use "
+            f"{named}: with --launcher mpi the ranks belong to MPI's launcher, which cannot do "
+            "that; leave it out, or use "
             "--launcher ssh or slurm"
         )
     launcher = find_launcher(os.environ)
@@ -203,7 +234,8 @@ def run_mpi(
 
 
 class _Relay:
-    """SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go to the launcher; a third SIGINT or SIGTERM kills it.
+    """SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go to the launcher; a third SIGINT or SIGTERM
+    kills it.
 
     What comes before there is a launcher is kept for it.
     """
@@ -215,7 +247,13 @@ class _Relay:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Relay:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+            signal.SIGHUP,
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+        ):
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._on_signal)
         return self
@@ -244,10 +282,14 @@ class _Relay:
 
 
 def _show_output(process: subprocess.Popen[bytes]) -> bool:
-    """Show what the ranks print, in whole lines, until the launcher ends; whether they have given up."""
+    """Show what the ranks print, in whole lines, until the launcher ends; whether they have given
+    up."""
     assert process.stdout is not None
     assert process.stderr is not None
-    streams = {process.stdout.fileno(): (LineCutter(), sys.stdout), process.stderr.fileno(): (LineCutter(), sys.stderr)}
+    streams = {
+        process.stdout.fileno(): (LineCutter(), sys.stdout),
+        process.stderr.fileno(): (LineCutter(), sys.stderr),
+    }
     kill_at: float | None = None
     with selectors.DefaultSelector() as selector:
         for fd in streams:
@@ -264,7 +306,11 @@ def _show_output(process: subprocess.Popen[bytes]) -> bool:
                     selector.unregister(key.fd)
                     del streams[key.fd]
             if kill_at is not None and time.monotonic() > kill_at and process.poll() is None:
-                show(sys.stderr, b"allhands: the MPI launcher still waits, for a host that does not answer; it is ended\n")
+                show(
+                    sys.stderr,
+                    b"allhands: the MPI launcher still waits, for a host that does not answer; it "
+                    b"is ended\n",
+                )
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 break

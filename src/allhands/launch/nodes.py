@@ -1,14 +1,20 @@
-"""One world from several tasks that something else (srun) has started, one on each node, each with workers of its own.
+"""One world from several tasks that something else (srun) has started, one on each node, each with
+workers of its own.
 
-Every task runs the caller's script, so each has the function and its arguments, and sends them to the workers of its own node.
-The task of node 0 *leads*: its supervisor looks after the workers of all nodes. The others *follow*: they pass on what their
-keeper tells, and what the leader asks for. A failure anywhere thus ends all nodes, and is told once, as in any other job.
+Every task runs the caller's script, so each has the function and its arguments, and sends them to
+the workers of its own node.
+The task of node 0 *leads*: its supervisor looks after the workers of all nodes. The others
+*follow*: they pass on what their
+keeper tells, and what the leader asks for. A failure anywhere thus ends all nodes, and is told
+once, as in any other job.
 
-The tasks meet on a port that they compute from the step's name (see `allhands.world.beacon`) and talk over one connection each.
-Without ALLHANDS_TOKEN nobody vouches for the other end of it, so a follower never does what a leader could only ask for in bad
-faith: it accepts numbers (where the store is, when to stop, which signal), and builds what its workers run from what its own task
-holds. The secret of a job with servers is such a number too. It keeps out other users' programs that find a server's port, not
-somebody who reads the network between the nodes.
+The tasks meet on a port that they compute from the step's name (see `allhands.world.beacon`) and
+talk over one connection each. Without ALLHANDS_TOKEN nobody vouches for the other end of it, so a
+follower never does what a leader could only ask for in bad
+faith: it accepts numbers (where the store is, when to stop, which signal), and builds what its
+workers run from what its own task
+holds. The secret of a job with servers is such a number too. It keeps out other users' programs
+that find a server's port, not somebody who reads the network between the nodes.
 """
 
 from __future__ import annotations
@@ -35,19 +41,25 @@ from allhands.launch.shipment import Shipment
 from allhands.launch.supervisor import HOST_TIMEOUT, Supervisor
 from allhands.wire import LineReader, encode
 
-# A signal that reaches all tasks is passed on by the leader; one that reaches a follower alone, so much later by its word.
+# A signal that reaches all tasks is passed on by the leader; one that reaches a follower alone, so
+# much later by its word.
 _HEARD_TOO = 0.5
 
 # ---------------------------------------------------------------------- on the leader
 
 
 def other_keepers(circle: Circle, supervisor_of: Callable[[], Supervisor]) -> list[KeeperHandle]:
-    """The keepers of the other nodes; `supervisor_of` gives, later, the one that looks after them."""
-    return [NodeHandle(link, host, supervisor_of) for link, host in zip(circle.links, circle.hosts[1:], strict=True)]
+    """The keepers of the other nodes; `supervisor_of` gives, later, the one that looks after
+    them."""
+    return [
+        NodeHandle(link, host, supervisor_of)
+        for link, host in zip(circle.links, circle.hosts[1:], strict=True)
+    ]
 
 
 class _Link:
-    """A connection in the place of a keeper's process: a socket to write to, and a pipe to read from that ends with it."""
+    """A connection in the place of a keeper's process: a socket to write to, and a pipe to read
+    from that ends with it."""
 
     def __init__(self, link: socket.socket) -> None:
         self.link = link
@@ -76,7 +88,9 @@ class _Link:
 class NodeHandle(KeeperHandle):
     """The keeper of another node, through the task there."""
 
-    def __init__(self, link: socket.socket, host: str, supervisor_of: Callable[[], Supervisor]) -> None:
+    def __init__(
+        self, link: socket.socket, host: str, supervisor_of: Callable[[], Supervisor]
+    ) -> None:
         super().__init__(cast(Any, _Link(link)), host, local=False)
         self.inbox: _NodeReader = _NodeReader(supervisor_of)
 
@@ -87,15 +101,21 @@ class NodeHandle(KeeperHandle):
         if request["op"] == "start":
             env = request["workers"][0]["env"]
             request = {
-                "op": "start", "port": int(env["MASTER_PORT"]), "run_id": env["TORCHELASTIC_RUN_ID"],
-                "heartbeat_timeout": request["heartbeat_timeout"], "servers": int(env["ALLHANDS_NUM_SERVERS"]),
+                "op": "start",
+                "port": int(env["MASTER_PORT"]),
+                "run_id": env["TORCHELASTIC_RUN_ID"],
+                "heartbeat_timeout": request["heartbeat_timeout"],
+                "servers": int(env["ALLHANDS_NUM_SERVERS"]),
                 "token": env.get(TOKEN, ""),
-            }  # fmt: skip
+            }
         super().send(**request)
 
     def why_gone(self) -> str:
         """Why nothing more comes from it."""
-        return self.inbox.gone or f"the task on host {self.host} is gone: it was killed, or its network is down"
+        return (
+            self.inbox.gone
+            or f"the task on host {self.host} is gone: it was killed, or its network is down"
+        )
 
 
 class _NodeReader(LineReader):
@@ -128,7 +148,9 @@ class _NodeReader(LineReader):
 class Follower:
     """This node's keeper, as the leader sees it."""
 
-    def __init__(self, circle: Circle, keeper: KeeperHandle, shipment: Shipment, servers: int = 0) -> None:
+    def __init__(
+        self, circle: Circle, keeper: KeeperHandle, shipment: Shipment, servers: int = 0
+    ) -> None:
         self.circle, self.keeper, self.shipment, self.servers = circle, keeper, shipment, servers
         self.link = circle.links[0]
         self.leader = circle.hosts[0]
@@ -140,7 +162,8 @@ class Follower:
         self._heard = time.monotonic()
 
     def pass_signals_on(self) -> dict[int, Any]:
-        """Tell the leader of SIGTERM, SIGUSR1 and SIGUSR2 instead of ending by them; returns the handlers that stood before."""
+        """Tell the leader of SIGTERM, SIGUSR1 and SIGUSR2 instead of ending by them; returns the
+        handlers that stood before."""
         if threading.current_thread() is not threading.main_thread():
             return {}
         before: dict[int, Any] = {}
@@ -151,16 +174,23 @@ class Follower:
 
     def leave(self, error: BaseException) -> None:
         """Tell the leader why this task cannot go on."""
-        self._tell({"event": "gone", "why": str(error) or f"the task there ended by {type(error).__name__}"})
+        self._tell(
+            {
+                "event": "gone",
+                "why": str(error) or f"the task there ended by {type(error).__name__}",
+            }
+        )
 
     def _on_signal(self, number: int, _: Any) -> None:
         self._tell({"event": "signal", "number": number})
 
     def run(self, task: dict[str, Any]) -> list[Any]:
-        """Start the workers of this node when the leader says so, and see them through; returns their results by local rank.
+        """Start the workers of this node when the leader says so, and see them through; returns
+        their results by local rank.
 
         Raises:
-            UserError, WorkerError, SystemExit: as on the leader; and WorkerError when the leader is gone.
+            UserError, WorkerError, SystemExit: as on the leader; and WorkerError when the leader is
+                gone.
         """
         selector = selectors.DefaultSelector()
         selector.register(self.link, selectors.EVENT_READ, "leader")
@@ -172,12 +202,18 @@ class Follower:
                     if key.data == "leader":
                         self._hear_leader(task)
                     elif not self._hear_keeper():
-                        raise WorkerError(f"the keeper process on host {self.circle.hosts[self.circle.node]} ended by itself")
+                        raise WorkerError(
+                            f"the keeper process on host {self.circle.hosts[self.circle.node]} "
+                            "ended by itself"
+                        )
                 now = time.monotonic()
                 if suspension.ended(now):
                     self._heard = now
                 if self.started and now - self._heard > HOST_TIMEOUT:
-                    raise WorkerError(f"no word from the task on {self.leader}, which leads, for {now - self._heard:.0f} s")
+                    raise WorkerError(
+                        f"no word from the task on {self.leader}, which leads, for "
+                        f"{now - self._heard:.0f} s"
+                    )
         return self._outcome(self._end)
 
     def _hear_leader(self, task: dict[str, Any]) -> None:
@@ -186,7 +222,10 @@ class Follower:
         except OSError:
             data = b""
         if not data:
-            raise WorkerError(f"the task on {self.leader}, which leads, is gone: it was killed, or its network is down")
+            raise WorkerError(
+                f"the task on {self.leader}, which leads, is gone: it was killed, or its network "
+                "is down"
+            )
         self._heard = time.monotonic()
         for message in self._inbox.feed(data):
             op = message["op"]
@@ -195,7 +234,9 @@ class Follower:
             elif op == "stop":
                 ranks = message["ranks"]
                 self.keeper.send(
-                    op="stop", ranks=None if ranks is None else [int(rank) for rank in ranks], grace=float(message["grace"])
+                    op="stop",
+                    ranks=None if ranks is None else [int(rank) for rank in ranks],
+                    grace=float(message["grace"]),
                 )
             elif op == "signal" and message["number"] in REQUESTS:
                 self.keeper.send(op="signal", number=message["number"])
@@ -205,10 +246,15 @@ class Follower:
     def _start(self, task: dict[str, Any], asked: dict[str, Any]) -> None:
         if asked["servers"] != self.servers:
             raise UserError(
-                f"{self.circle.hosts[self.circle.node]} was called with servers={self.servers}, but {self.leader} with "
+                f"{self.circle.hosts[self.circle.node]} was called with servers={self.servers}, "
+                f"but {self.leader} with "
                 f"servers={asked['servers']}; every node must make the same call"
             )
-        places, port, run_id = self.circle.places(self.servers), int(asked["port"]), str(asked["run_id"])
+        places, port, run_id = (
+            self.circle.places(self.servers),
+            int(asked["port"]),
+            str(asked["run_id"]),
+        )
         tasks = tasks_of(task, places, port, run_id, token=str(asked["token"]))[self.circle.node]
         self.keeper.ranks = [one["rank"] for one in tasks]
         self.started = True
@@ -246,7 +292,11 @@ class Follower:
                 raise UserError(str(end["failed"]))
             text = str(end["failed"]).partition("\n")[0]
             raise WorkerError(
-                f"{text} (more in the output of {self.leader})", rank=end.get("rank"), exit_code=int(end.get("code", 1))
+                f"{text} (more in the output of {self.leader})",
+                rank=end.get("rank"),
+                exit_code=int(end.get("code", 1)),
             )
         self.shipment.take_back(self.keeper.ranks)
-        return [results.load(self.returned.get(rank, {})) for rank in self.keeper.ranks if rank >= 0]
+        return [
+            results.load(self.returned.get(rank, {})) for rank in self.keeper.ranks if rank >= 0
+        ]

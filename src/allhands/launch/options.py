@@ -18,21 +18,27 @@ class Options:
     """How a job is run.
 
     Attributes:
-        workers: how many in all; None: `slots` a host, else one for each GPU, or core, of each host.
+        workers: how many in all; None: `slots` a host, else one for each GPU, or core, of each
+            host.
         servers: how many parameter servers, one a host in turn.
         cwd: the working folder on other hosts.
         log_dir: folder for one `rank-N.log` each.
         prefix: start every line of output with the rank that wrote it, and its host.
         grace: seconds from SIGTERM to SIGKILL.
-        heartbeat_timeout: seconds without a sign of life after which a worker has failed; 0 waits for ever.
+        heartbeat_timeout: seconds without a sign of life after which a worker has failed; 0 waits
+            for ever.
         host_timeout: seconds without a word after which another host is lost.
-        threads: CPU threads a worker; None: OMP_NUM_THREADS, or the cores divided among the workers.
+        threads: CPU threads a worker; None: OMP_NUM_THREADS, or the cores divided among the
+            workers.
         preload: import torch once a host, before the workers are forked.
         max_restarts: how many times the world is started again after a failure.
-        server_restarts: how many times a server that died is started again while the workers run on, all servers together.
-        on_worker_failure: "stop" ends, or starts again, all workers when one fails; "continue" lets the others go on without it;
-            "restart" starts it alone again, up to `max_restarts` times. The last two need servers.
-        min_workers: with so many workers left a restart goes on without hosts that do not come back; None waits for all.
+        server_restarts: how many times a server that died is started again while the workers run
+            on, all servers together.
+        on_worker_failure: "stop" ends, or starts again, all workers when one fails; "continue" lets
+            the others go on without it; "restart" starts it alone again, up to `max_restarts`
+            times. The last two need servers.
+        min_workers: with so many workers left a restart goes on without hosts that do not come
+            back; None waits for all.
         rejoin_timeout: seconds for a lost host to come back.
     """
 
@@ -63,12 +69,22 @@ class Options:
             raise UserError(f"max_restarts={self.max_restarts!r}: it must be at least 0")
         self._check_recovery()
         if self.host_timeout < 3:
-            raise UserError(f"host_timeout={self.host_timeout!r}: it must be at least 3 seconds; hosts are asked once a second")
+            raise UserError(
+                f"host_timeout={self.host_timeout!r}: it must be at least 3 seconds; hosts are "
+                "asked once a second"
+            )
         if self.min_workers is not None and self.min_workers < 1:
             raise UserError(f"min_workers={self.min_workers!r}: it must be at least 1")
         if self.min_workers is not None and not self.max_restarts:
-            raise UserError("min_workers is about going on after a failure; set max_restarts (--max-restarts) as well")
-        if self.min_workers is not None and self.workers is not None and self.min_workers > self.workers:
+            raise UserError(
+                "min_workers is about going on after a failure; set max_restarts (--max-restarts) "
+                "as well"
+            )
+        if (
+            self.min_workers is not None
+            and self.workers is not None
+            and self.min_workers > self.workers
+        ):
             raise UserError(f"min_workers={self.min_workers} is more than workers={self.workers}")
 
     def _check_recovery(self) -> None:
@@ -77,34 +93,50 @@ class Options:
             raise UserError(f"server_restarts={self.server_restarts!r}: it must be at least 0")
         if self.server_restarts and not self.servers:
             raise UserError(
-                f"server_restarts={self.server_restarts} is about parameter servers, and servers=0; start some (-s 1), or write "
+                f"server_restarts={self.server_restarts} is about parameter servers, and "
+                "servers=0; start some (-s 1), or write "
                 "max_restarts (--max-restarts), which starts all workers again"
             )
         if chosen not in CHOICES:
             raise UserError(f"on_worker_failure={chosen!r}: it must be one of {', '.join(CHOICES)}")
         if chosen != STOP and not self.servers:
             raise UserError(
-                f"on_worker_failure={chosen!r} needs parameter servers: workers that talk to one another in collectives cannot "
-                "go on while one of them is missing. Start servers (-s 1) for workers that use allhands.kvstore, or write "
+                f"on_worker_failure={chosen!r} needs parameter servers: workers that talk to one "
+                "another in collectives cannot "
+                "go on while one of them is missing. Start servers (-s 1) for workers that use "
+                "allhands.kvstore, or write "
                 "max_restarts (--max-restarts) alone, which starts all workers again"
             )
         if chosen == RESTART and not self.max_restarts:
-            raise UserError("on_worker_failure='restart' without max_restarts: set how many times (--max-restarts 3)")
+            raise UserError(
+                "on_worker_failure='restart' without max_restarts: set how many times "
+                "(--max-restarts 3)"
+            )
 
 
-def check_numbers(workers: int | None, grace: float, heartbeat_timeout: float, threads: int | None, servers: int = 0) -> None:
+def check_numbers(
+    workers: int | None,
+    grace: float,
+    heartbeat_timeout: float,
+    threads: int | None,
+    servers: int = 0,
+) -> None:
     """Refuse what cannot be meant.
 
     Raises:
         UserError: naming the number and what it must be.
     """
-    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
+    if workers is not None and (
+        isinstance(workers, bool) or not isinstance(workers, int) or workers < 1
+    ):
         raise UserError(f"workers={workers!r}: it must be a whole number of at least 1")
     if isinstance(servers, bool) or not isinstance(servers, int) or servers < 0:
         raise UserError(f"servers={servers!r}: it must be a whole number of at least 0")
     if grace < 0:
         raise UserError(f"grace={grace!r}: it must be 0 or more seconds")
     if heartbeat_timeout < 0:
-        raise UserError(f"heartbeat_timeout={heartbeat_timeout!r}: it must be 0 (never) or more seconds")
+        raise UserError(
+            f"heartbeat_timeout={heartbeat_timeout!r}: it must be 0 (never) or more seconds"
+        )
     if threads is not None and threads < 1:
         raise UserError(f"threads={threads!r}: it must be at least 1")

@@ -1,5 +1,5 @@
-"""Where the output of the workers goes: the console, a file a rank, and a short memory for the report of a
-failure."""
+"""Where the output of the workers goes: the console, a file a rank, and a short memory for the
+report of a failure."""
 
 from __future__ import annotations
 
@@ -31,13 +31,17 @@ class Output:
         if self._log_dir is not None:
             try:
                 self._log_dir.mkdir(parents=True, exist_ok=True)
-                # Opened at once, so that a folder that cannot be written is told before anything starts.
+                # Opened at once, so that a folder that cannot be written is told before anything
+                # starts.
                 self._open_log(0)
             except OSError as error:
-                raise UserError(f"cannot write to the log folder {str(self._log_dir)!r}: {error.strerror}") from error
+                raise UserError(
+                    f"cannot write to the log folder {str(self._log_dir)!r}: {error.strerror}"
+                ) from error
 
     def place(self, rank: int, host: str) -> None:
-        """Where a rank runs from now on; "" when all run here. Its lines begin with `[host rank] ` or `[rank] `.
+        """Where a rank runs from now on; "" when all run here. Its lines begin with `[host rank] `
+        or `[rank] `.
 
         What an earlier attempt printed last is forgotten.
         """
@@ -74,7 +78,8 @@ class Output:
             self._logs.clear()
             show(
                 sys.stderr,
-                f"allhands: cannot write {path}: {error.strerror}; the log files end here\n".encode(),
+                f"allhands: cannot write {path}: {error.strerror}; the log files end "
+                "here\n".encode(),
             )
         if self._muted:
             return
@@ -102,11 +107,12 @@ class Output:
 
 
 def show(stream: Any, data: bytes) -> None:
-    """Write bytes to a text stream unchanged, or as near as a stream without bytes (a notebook's) allows.
+    """Write bytes to a text stream unchanged, or as near as a stream without bytes (a notebook's)
+    allows.
 
     Raises:
-        BrokenPipeError: nobody reads our stdout any more. For stderr there is nobody left to tell, so it is
-            dropped.
+        BrokenPipeError: nobody reads our stdout any more. For stderr there is nobody left to tell,
+            so it is dropped.
     """
     if stream is None:
         return

@@ -13,14 +13,16 @@ from allhands.launch.protocol import MARK
 SERVER = "allhands.kvstore.server"
 # By this variable the workers and servers of a job prove to one another that they belong to it.
 TOKEN = "ALLHANDS_KVSTORE_TOKEN"
-# What the launcher does when a worker fails, and how often this very process was started again for that.
+# What the launcher does when a worker fails, and how often this very process was started again for
+# that.
 ON_WORKER_FAILURE = "ALLHANDS_ON_WORKER_FAILURE"
 WORKER_RESTART = "ALLHANDS_WORKER_RESTART"
 SERVER_RESTART = "ALLHANDS_SERVER_RESTART"
 
 
 def new_token(servers: int) -> str:
-    """A secret for a job that has servers; "" for one that has none. It travels as variables do, never in a command line."""
+    """A secret for a job that has servers; "" for one that has none. It travels as variables do,
+    never in a command line."""
     return secrets.token_hex(32) if servers else ""
 
 
@@ -29,8 +31,8 @@ class Command:
     """What every worker runs.
 
     Attributes:
-        kind: "script" (a Python file, or a folder or zip file with `__main__.py`), "module" (as `python -m`),
-            or "program" (anything else that can be executed).
+        kind: "script" (a Python file, or a folder or zip file with `__main__.py`), "module" (as
+            `python -m`), or "program" (anything else that can be executed).
         target: the path, module name or program.
         args: its arguments, passed on unchanged.
     """
@@ -59,11 +61,11 @@ def environment(
     restarts: int = 0,
     servers: int = 0,
 ) -> dict[str, str]:
-    """The variables of one worker: torchrun's, so that `allhands.init()` and plain torch.distributed both
-    understand.
+    """The variables of one worker: torchrun's, so that `allhands.init()` and plain
+    torch.distributed both understand.
 
-    TORCHELASTIC_USE_AGENT_STORE makes torch connect to the store at `address:port` instead of opening one in
-    rank 0.
+    TORCHELASTIC_USE_AGENT_STORE makes torch connect to the store at `address:port` instead of
+    opening one in rank 0.
     """
     return {
         "RANK": str(rank),
@@ -107,31 +109,55 @@ def tasks_of(
     token: str = "",
     on_worker_failure: str = "stop",
 ) -> list[list[dict[str, Any]]]:
-    """What each host starts: its servers first, then its share of the ranks, which are counted from the first host on.
+    """What each host starts: its servers first, then its share of the ranks, which are counted from
+    the first host on.
 
-    A server gets the same variables as the workers of its host, with its own number instead of a rank.
-    `token` is the job's secret, and `on_worker_failure` what `Recovery` was told; both are only told where there are servers.
+    A server gets the same variables as the workers of its host, with its own number instead of a
+    rank. `token` is the job's secret, and `on_worker_failure` what `Recovery` was told; both are
+    only told where there are servers.
     """
     world_size = sum(place.workers for place in places)
     servers = sum(len(place.servers) for place in places)
-    shared = {TOKEN: token, ON_WORKER_FAILURE: on_worker_failure, WORKER_RESTART: "0"} if servers else {}
+    shared = (
+        {TOKEN: token, ON_WORKER_FAILURE: on_worker_failure, WORKER_RESTART: "0"} if servers else {}
+    )
     not_for_servers = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", WORKER_RESTART)
     tasks, rank = [], 0
     for node_rank, place in enumerate(places):
 
-        def env(own: int, local: int, node_rank: int = node_rank, place: Place = place) -> dict[str, str]:
+        def env(
+            own: int, local: int, node_rank: int = node_rank, place: Place = place
+        ) -> dict[str, str]:
             return shared | environment(
-                own, world_size, local_rank=local, local_world_size=place.workers, node_rank=node_rank, address=place.address,
-                port=port, run_id=run_id, restarts=restarts, servers=servers,
-            )  # fmt: skip
+                own,
+                world_size,
+                local_rank=local,
+                local_world_size=place.workers,
+                node_rank=node_rank,
+                address=place.address,
+                port=port,
+                run_id=run_id,
+                restarts=restarts,
+                servers=servers,
+            )
 
         there: list[dict[str, Any]] = []
         for number in place.servers:
             own = {name: value for name, value in env(0, 0).items() if name not in not_for_servers}
             own |= {"ALLHANDS_SERVER": str(number), SERVER_RESTART: "0"}
-            there.append({"module": SERVER, "args": [], "rank": -1 - number, "env": own, "defaults": place.defaults})
+            there.append(
+                {
+                    "module": SERVER,
+                    "args": [],
+                    "rank": -1 - number,
+                    "env": own,
+                    "defaults": place.defaults,
+                }
+            )
         for local in range(place.workers):
-            there.append({**task, "rank": rank, "env": env(rank, local), "defaults": place.defaults})
+            there.append(
+                {**task, "rank": rank, "env": env(rank, local), "defaults": place.defaults}
+            )
             rank += 1
         tasks.append(there)
     return tasks

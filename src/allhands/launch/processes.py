@@ -1,8 +1,8 @@
 """What the operating system knows about processes: states, children, groups, exit causes.
 
-Linux has more to offer than POSIX (`/proc`, subreapers, the parent-death signal); elsewhere those functions
-do nothing and the rest of the launcher still works, with weaker guarantees against processes that detach
-themselves.
+Linux has more to offer than POSIX (`/proc`, subreapers, the parent-death signal); elsewhere those
+functions do nothing and the rest of the launcher still works, with weaker guarantees against
+processes that detach themselves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def die_with_parent(parent: int) -> None:
 
 @contextlib.contextmanager
 def held_signals() -> Iterator[None]:
-    """REQUESTS wait until the context is left; in a process that is started in it, until that calls `take_signals`."""
+    """REQUESTS wait until the context is left; in a process that is started in it, until that calls
+    `take_signals`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
     try:
         yield
@@ -52,25 +53,34 @@ def held_signals() -> Iterator[None]:
 
 
 def take_signals() -> None:
-    """Let the signals through that were held when this process was started; its handlers are in place now."""
+    """Let the signals through that were held when this process was started; its handlers are in
+    place now."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
 
 
 def gpus() -> int:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves on this host, asked without torch: a keeper must not touch them."""
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves on this host, asked without torch: a keeper must
+    not touch them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
     try:
         # Asking the driver's tool takes less than importing torch.
-        answer: Any = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
+        answer: Any = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False
+        )
     except (OSError, subprocess.SubprocessError):
         return 0
-    return sum(line.startswith("GPU ") for line in answer.stdout.splitlines()) if answer.returncode == 0 else 0
+    return (
+        sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
+        if answer.returncode == 0
+        else 0
+    )
 
 
 def _stat(pid: int) -> list[str] | None:
-    """State, parent, group, session, … of a process, from `/proc/PID/stat` after the command name."""
+    """State, parent, group, session, … of a process, from `/proc/PID/stat` after the command
+    name."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -79,8 +89,8 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def state(pid: int) -> str:
-    """One letter: R running, S sleeping, D in the kernel, T stopped, t traced, Z ended; empty when it is not
-    known."""
+    """One letter: R running, S sleeping, D in the kernel, T stopped, t traced, Z ended; empty when
+    it is not known."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 
@@ -88,7 +98,8 @@ def state(pid: int) -> str:
 def is_ending(pid: int) -> bool:
     """Whether a process is on its way out already, so that a signal sent now is not what ends it.
 
-    The kernel sets the mark before it closes the process's connections: when a peer can have noticed, it stands.
+    The kernel sets the mark before it closes the process's connections: when a peer can have
+    noticed, it stands.
     """
     fields = _stat(pid)
     return fields is not None and bool(int(fields[6]) & _PF_EXITING)

@@ -22,19 +22,25 @@ def versions() -> dict[str, str]:
 
 
 def same_version(name: str, version: str | None, other: str | None) -> bool:
-    """Whether two hosts may work together. Patch releases of Python are alike; a build's suffix (2.13.0+cpu) matters."""
+    """Whether two hosts may work together. Patch releases of Python are alike; a build's suffix
+    (2.13.0+cpu) matters."""
     if name == "Python" and version is not None and other is not None:
         return version.split(".")[:2] == other.split(".")[:2]
     return version == other
 
 
 def as_python(task: dict[str, Any]) -> dict[str, Any]:
-    """A program `python script.py …` or `python -m module …` as the script or module, where it is this Python.
+    """A program `python script.py …` or `python -m module …` as the script or module, where it is
+    this Python.
 
     It then starts without importing torch once more, sends heartbeats, and its exceptions are told.
     """
     words = task.get("program", [])
-    found = shutil.which(words[0]) if len(words) > 1 and os.path.basename(words[0]).startswith("python") else None
+    found = (
+        shutil.which(words[0])
+        if len(words) > 1 and os.path.basename(words[0]).startswith("python")
+        else None
+    )
     if found is None or not _is_this_python(found):
         return task
     rest = {name: value for name, value in task.items() if name != "program"}
@@ -46,6 +52,9 @@ def as_python(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_this_python(path: str) -> bool:
-    # A virtual environment's Python is a link to the one that it was made from, so the folder counts as well.
-    same_folder = os.path.dirname(os.path.abspath(path)) == os.path.dirname(os.path.abspath(sys.executable))
+    # A virtual environment's Python is a link to the one that it was made from, so the folder
+    # counts as well.
+    same_folder = os.path.dirname(os.path.abspath(path)) == os.path.dirname(
+        os.path.abspath(sys.executable)
+    )
     return same_folder and os.path.realpath(path) == os.path.realpath(sys.executable)

@@ -14,7 +14,8 @@ _EACH = 3.0
 
 
 def reachable_addresses() -> list[str]:
-    """Addresses of this host that others may reach: the one that ssh came in through first, then those of its interfaces."""
+    """Addresses of this host that others may reach: the one that ssh came in through first, then
+    those of its interfaces."""
     came_in = os.environ.get("SSH_CONNECTION", "").split()
     return list(dict.fromkeys([*came_in[2:3], *outward_addresses()]))
 
@@ -23,8 +24,8 @@ def reach(addresses: Sequence[str], port: int) -> dict[str, Any]:
     """Connect to `port` under each of the addresses or names, until one answers.
 
     Returns:
-        ``address`` (numeric) that answered, and this host's ``own`` address and ``interface`` on the way there; or
-        ``address`` None and ``tried``, what happened at each.
+        ``address`` (numeric) that answered, and this host's ``own`` address and ``interface`` on
+        the way there; or ``address`` None and ``tried``, what happened at each.
     """
     mine = own_addresses()
     tried = []

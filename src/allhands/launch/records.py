@@ -21,14 +21,23 @@ class Levels:
         return {
             "root": logging.root.level,
             "disabled_below": logging.root.manager.disable,
-            "levels": {name: (one.level, one.disabled) for name, one in loggers.items() if one.level or one.disabled},
-            "handled": [name for name, one in {**loggers, "root": logging.root}.items() if _has_handlers(one)],
+            "levels": {
+                name: (one.level, one.disabled)
+                for name, one in loggers.items()
+                if one.level or one.disabled
+            },
+            "handled": [
+                name
+                for name, one in {**loggers, "root": logging.root}.items()
+                if _has_handlers(one)
+            ],
             "warnings": getattr(logging, "_warnings_showwarning", None) is not None,
         }
 
     @staticmethod
     def apply(captured: dict[str, Any]) -> None:
-        """Let the same records through, and send them to the caller where it has handlers for them."""
+        """Let the same records through, and send them to the caller where it has handlers for
+        them."""
         logging.root.setLevel(captured["root"])
         logging.disable(captured["disabled_below"])
         for name, (level, disabled) in captured["levels"].items():

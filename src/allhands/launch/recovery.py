@@ -1,8 +1,9 @@
-"""What is done about a worker or server that fails in a job whose other processes can go on without it.
+"""What is done about a worker or server that fails in a job whose other processes can go on without
+it.
 
-A world of collectives ends when one of its ranks does. Workers that meet only through parameter servers need not: they can go on
-with fewer, or wait until the process is there again. Only the launcher knows that a process is gone, and only it can start
-another one on the same host.
+A world of collectives ends when one of its ranks does. Workers that meet only through parameter
+servers need not: they can go on with fewer, or wait until the process is there again. Only the
+launcher knows that a process is gone, and only it can start another one on the same host.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class _Excuse:
 
 
 class Recovery:
-    """Decides for one job, over all its attempts, which failures do not end it; and does what follows.
+    """Decides for one job, over all its attempts, which failures do not end it; and does what
+    follows.
 
     Args:
         server_restarts: how many times a server is started again, all servers together.
@@ -49,7 +51,11 @@ class Recovery:
         max_restarts: int = 0,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.server_restarts, self.on_worker_failure, self.max_restarts = server_restarts, on_worker_failure, max_restarts
+        self.server_restarts, self.on_worker_failure, self.max_restarts = (
+            server_restarts,
+            on_worker_failure,
+            max_restarts,
+        )
         self.restarts = 0  # of a worker, or of the world
         self._restarted_servers = 0
         self._say = say
@@ -72,31 +78,37 @@ class Recovery:
         output: Output,
         grace: float,
     ) -> None:
-        """An attempt begins. `workers` is kept up to date by the caller, and a process that is started again gets a new entry."""
+        """An attempt begins. `workers` is kept up to date by the caller, and a process that is
+        started again gets a new entry."""
         self._keepers, self._workers, self._output, self._grace = keepers, workers, output, grace
         self._tasks = {task["rank"]: task for there in tasks for task in there}
         self._excused, self._counts = {}, {}
 
     def is_over(self, worker: Worker) -> bool:
-        """Whether nothing more is to come of a worker: it ended, or is about to, and is not started again."""
+        """Whether nothing more is to come of a worker: it ended, or is about to, and is not started
+        again."""
         excuse = self._excused.get(worker.rank)
         if excuse is not None:
             return excuse.then == CONTINUE and (excuse.settled or excuse.killed)
         return worker.exit is not None or worker.lost is not None
 
     def blamed(self) -> list[Worker]:
-        """The workers and servers whose failure ends the attempt. Of workers without which the others go on: all, once none is
-        left that has not failed."""
+        """The workers and servers whose failure ends the attempt. Of workers without which the
+        others go on: all, once none is left that has not failed."""
         failed = [worker for worker in self._workers.values() if worker.failed_at() is not None]
         blamed = [worker for worker in failed if worker.rank not in self._excused]
         workers = [worker for worker in self._workers.values() if not worker.is_server]
-        if not blamed and all(worker.rank in self._excused and self.is_over(worker) for worker in workers):
+        if not blamed and all(
+            worker.rank in self._excused and self.is_over(worker) for worker in workers
+        ):
             return failed
         return blamed
 
     def excused(self) -> list[Worker]:
         """The workers that failed, and without which the others went on."""
-        return [self._workers[rank] for rank, excuse in self._excused.items() if excuse.then == CONTINUE]
+        return [
+            self._workers[rank] for rank, excuse in self._excused.items() if excuse.then == CONTINUE
+        ]
 
     def act(self) -> None:
         """See to what has failed. To be called while no process is being stopped."""
@@ -116,7 +128,9 @@ class Recovery:
 
     def _verdict(self, worker: Worker, keeper: KeeperHandle) -> str:
         if worker.is_server:
-            needed = any(not self.is_over(other) for other in self._workers.values() if not other.is_server)
+            needed = any(
+                not self.is_over(other) for other in self._workers.values() if not other.is_server
+            )
             if keeper.lost or not needed or self._restarted_servers == self.server_restarts:
                 return STOP
             self._restarted_servers += 1
@@ -133,7 +147,9 @@ class Recovery:
     def _see_to(self, worker: Worker, keeper: KeeperHandle, excuse: _Excuse) -> None:
         if worker.exit is None and worker.lost is None:
             # One that has raised an exception is about to end by itself, and may still print.
-            if not excuse.killed and (worker.silent is not None or time.monotonic() > excuse.since + self._grace):
+            if not excuse.killed and (
+                worker.silent is not None or time.monotonic() > excuse.since + self._grace
+            ):
                 excuse.killed = True
                 worker.stop_at = time.monotonic()
                 keeper.send(op="kill", rank=worker.rank)
@@ -143,12 +159,20 @@ class Recovery:
         if excuse.then == RESTART:
             self._start_again(worker, keeper)
         else:
-            self._say(describe_excused(worker, "the others go on", self._output.log_path(worker.rank)))
+            self._say(
+                describe_excused(worker, "the others go on", self._output.log_path(worker.rank))
+            )
 
     def _start_again(self, worker: Worker, keeper: KeeperHandle) -> None:
         rank = worker.rank
-        number, most = (self._restarted_servers, self.server_restarts) if worker.is_server else (self.restarts, self.max_restarts)
-        self._say(describe_excused(worker, f"started again ({number} of {most})", None, with_tail=False))
+        number, most = (
+            (self._restarted_servers, self.server_restarts)
+            if worker.is_server
+            else (self.restarts, self.max_restarts)
+        )
+        self._say(
+            describe_excused(worker, f"started again ({number} of {most})", None, with_tail=False)
+        )
         self._counts[rank] = self._counts.get(rank, 0) + 1
         task = self._tasks[rank]
         count = {SERVER_RESTART if worker.is_server else WORKER_RESTART: str(self._counts[rank])}

@@ -1,9 +1,10 @@
 """How a keeper comes to life on another host, behind whatever login shell is there.
 
-The shell sees one short command in plain characters. All else arrives on standard input: first one line with the variables and
-the program (`first_message`), then the conversation with the keeper. So nothing has to survive a shell's quoting, and no
-secret is ever in a command line. The first Python only sets the variables and becomes the second one, because the dynamic
-linker and Python itself read some variables only when a process starts.
+The shell sees one short command in plain characters. All else arrives on standard input: first one
+line with the variables and the program (`first_message`), then the conversation with the keeper. So
+nothing has to survive a shell's quoting, and no secret is ever in a command line. The first Python
+only sets the variables and becomes the second one, because the dynamic linker and Python itself
+read some variables only when a process starts.
 """
 
 from __future__ import annotations
@@ -34,15 +35,20 @@ KEEPER_LINE = b"allhands keeper 1\n"
 # torch's store says this of every connection from an address that has no name, which is no trouble.
 _NO_NAME = b"The hostname of the client socket cannot be retrieved"
 
-# Runs under any Python, old ones included, so that it can say what is wrong. Byte by byte: what follows the line is the keeper's.
-_FIRST = 'import json,os;exec(json.loads(b"".join(iter(lambda:os.read(0,1)or os._exit(9),chr(10).encode())).decode())["program"])'
+# Runs under any Python, old ones included, so that it can say what is wrong. Byte by byte: what
+# follows the line is the keeper's.
+_FIRST = (
+    'import json,os;exec(json.loads(b"".join(iter(lambda:os.read(0,1)or '
+    'os._exit(9),chr(10).encode())).decode())["program"])'
+)
 
 # How every program begins that `first_message` sends: it may meet an old Python.
 _BEGIN = """
 import os, sys
 message = {message!r}
 if sys.version_info < (3, 11):
-    sys.stderr.write("%s is Python %s; allhands needs 3.11 or newer\\n" % (sys.executable, sys.version.split()[0]))
+    words = (sys.executable, sys.version.split()[0])
+    sys.stderr.write("%s is Python %s; allhands needs 3.11 or newer\\n" % words)
     sys.exit(3)
 for name, value in message["env"].items():
     if value is None:
@@ -58,7 +64,8 @@ signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1, signal
 os.execv(sys.executable, [sys.executable, "-c", message["keeper"]])
 """
 
-# `-c` puts the working folder first on the path, where a file named like a standard module would break the keeper.
+# `-c` puts the working folder first on the path, where a file named like a standard module would
+# break the keeper.
 _KEEPER = """
 import os, sys
 sys.flags.safe_path or sys.path.pop(0)
@@ -93,7 +100,9 @@ def first_message(env: Mapping[str, str | None], program: str, **more: Any) -> b
     return json.dumps({"program": f"{begin}{program}\n"}).encode("ascii") + b"\n"
 
 
-def start_process(words: Sequence[str], message: bytes, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+def start_process(
+    words: Sequence[str], message: bytes, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start what leads to a keeper and hand it its first message.
 
     Args:
@@ -131,7 +140,8 @@ def await_keeper(
         process: with pipes as its standard streams.
         host: its name, for messages.
         python: the Python that was to run there.
-        explain: turns what `process` said into a reason, when it failed itself (exit code 255, as ssh does).
+        explain: turns what `process` said into a reason, when it failed itself (exit code 255, as
+            ssh does).
         timeout: seconds for it.
 
     Raises:
@@ -141,7 +151,9 @@ def await_keeper(
     assert process.stderr is not None
     said: collections.deque[bytes] = collections.deque(maxlen=20)
     show_from_now = threading.Event()
-    reader = threading.Thread(target=_read_stderr, args=(process, host, said, show_from_now), daemon=True)
+    reader = threading.Thread(
+        target=_read_stderr, args=(process, host, said, show_from_now), daemon=True
+    )
     reader.start()
     fd, data = process.stdout.fileno(), b""
     deadline = time.monotonic() + timeout
@@ -169,7 +181,9 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
         return None
 
 
-def _why_no_keeper(code: int | None, said: collections.deque[bytes], python: str, timeout: float) -> str:
+def _why_no_keeper(
+    code: int | None, said: collections.deque[bytes], python: str, timeout: float
+) -> str:
     text = b"".join(said).decode("utf-8", "replace").strip()
     last = (text.splitlines() or ["nothing was said"])[-1]
     if code is None:
@@ -178,14 +192,28 @@ def _why_no_keeper(code: int | None, said: collections.deque[bytes], python: str
         return f"{last}; name another with --python PATH"
     if "cannot import allhands" in text:
         return (
-            f"{last}; install the same version there (`{python} -m pip install allhands`), or name another Python with --python"
+            f"{last}; install the same version there (`{python} -m pip install allhands`), or "
+            "name another Python with --python"
         )
-    if code in (126, 127) or "not found" in text or "No such file" in text or "Unknown command" in text:
-        return f"there is no Python at {python} ({last}); name the one that has torch and allhands with --python PATH"
+    if (
+        code in (126, 127)
+        or "not found" in text
+        or "No such file" in text
+        or "Unknown command" in text
+    ):
+        return (
+            f"there is no Python at {python} ({last}); name the one that has torch and allhands "
+            "with --python PATH"
+        )
     return f"{python} ended with exit code {code}: {text or last}"
 
 
-def _read_stderr(process: subprocess.Popen[bytes], host: str, said: collections.deque[bytes], shown: threading.Event) -> None:
+def _read_stderr(
+    process: subprocess.Popen[bytes],
+    host: str,
+    said: collections.deque[bytes],
+    shown: threading.Event,
+) -> None:
     assert process.stderr is not None
     for line in process.stderr:
         if _NO_NAME in line:

@@ -9,13 +9,15 @@ from typing import Any
 
 from allhands.launch.processes import REQUESTS, signal_name
 
-# An exit is seen only after the process is gone, when its peers have long noticed broken connections. An exit
-# that the worker did not announce (SIGKILL, os._exit) therefore counts as this much earlier than it was seen.
+# An exit is seen only after the process is gone, when its peers have long noticed broken
+# connections. An exit that the worker did not announce (SIGKILL, os._exit) therefore counts as this
+# much earlier than it was seen.
 _UNSEEN = 1.0
 
 _STATES = {
     "T": "it is stopped (state T), by SIGSTOP or a debugger",
-    "D": "it waits in the kernel (state D), as for a disk or a network file system that does not answer",
+    "D": "it waits in the kernel (state D), as for a disk or a network file system that does not "
+    "answer",
     "R": "it computes (state R) without ever releasing the interpreter's lock",
     "S": "it sleeps (state S) without releasing the interpreter's lock",
 }
@@ -23,7 +25,8 @@ _STATES = {
 
 @dataclass
 class Worker:
-    """What is known of one worker, or of one server. Times are those of the launcher's monotonic clock.
+    """What is known of one worker, or of one server. Times are those of the launcher's monotonic
+    clock.
 
     Servers are counted below zero: rank -1 is server 0.
     """
@@ -79,14 +82,19 @@ class Worker:
         if self.lost is not None:
             times.append(self.lost_at)
         on_request = self.stopped_after() is not None
-        if not on_request and self.leaving is not None and (self.leaving or (self.must_return and self.returned is None)):
+        if (
+            not on_request
+            and self.leaving is not None
+            and (self.leaving or (self.must_return and self.returned is None))
+        ):
             times.append(self.leaving_at)
         if not on_request and self.exit is not None and self._exit_is_failure():
             announced = self.leaving is not None or self.raised is not None
             number = self.exit.get("signal")
             if self.own_end:
                 seen = self.exit_at if self.stop_at is None else min(self.exit_at, self.stop_at)
-                # SIGABRT is how libraries answer a connection that broke, so it may itself be a consequence.
+                # SIGABRT is how libraries answer a connection that broke, so it may itself be a
+                # consequence.
                 times.append(seen if announced or number == signal.SIGABRT else seen - _UNSEEN)
         times = [at for at in times if self.stop_at is None or at <= self.stop_at]
         return min(times, default=None)
@@ -98,12 +106,18 @@ class Worker:
 
     def exit_code(self) -> int:
         """The launcher's exit code when this worker failed first."""
-        if self.silent is not None or self.lost is not None or (self.exit is None and self.raised is None):
+        if (
+            self.silent is not None
+            or self.lost is not None
+            or (self.exit is None and self.raised is None)
+        ):
             return 128 + signal.SIGKILL
         # A teardown that hung was ended by us; what the worker announced before is its own.
         if self.leaving:
             return self.leaving
-        if self.exit is None or (self.raised is not None and self.stop_at is not None and "signal" in self.exit):
+        if self.exit is None or (
+            self.raised is not None and self.stop_at is not None and "signal" in self.exit
+        ):
             return 1
         if "signal" in self.exit:
             return 128 + int(self.exit["signal"])
@@ -112,7 +126,9 @@ class Worker:
     def cause(self) -> str:
         """Why it failed, in a few words."""
         if self.silent is not None:
-            about = _STATES.get(self.silent["state"], f"process state {self.silent['state'] or 'unknown'}")
+            about = _STATES.get(
+                self.silent["state"], f"process state {self.silent['state'] or 'unknown'}"
+            )
             if self.silent["state"] == "T":
                 return f"no progress for {self.silent['seconds']:.0f} s: {about}"
             return f"no heartbeat for {self.silent['seconds']:.0f} s: {about}"
@@ -126,8 +142,13 @@ class Worker:
             hint = " (out of memory? see `dmesg`)" if self.exit["signal"] == signal.SIGKILL else ""
             return f"killed by {signal_name(self.exit['signal'])}{hint}"
         if self.leaving == 0 and self.exit is not None and "signal" in self.exit:
-            return f"had finished with exit code 0, then {signal_name(self.exit['signal'])} ended it while Python shut down"
-        code = self.leaving if self.leaving is not None else (self.exit or {}).get("code", "unknown")
+            return (
+                f"had finished with exit code 0, then {signal_name(self.exit['signal'])} ended "
+                "it while Python shut down"
+            )
+        code = (
+            self.leaving if self.leaving is not None else (self.exit or {}).get("code", "unknown")
+        )
         if self.must_return and self.returned is None:
             return f"left with exit code {code} before its function returned"
         if self.is_server and not code:
@@ -137,11 +158,20 @@ class Worker:
 
 def _ranks(workers: list[Worker]) -> str:
     ranks = [worker for worker in workers if not worker.is_server]
-    named = [("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(worker.rank) for worker in ranks)] if ranks else []
+    named = (
+        [
+            ("rank " if len(ranks) == 1 else "ranks ")
+            + ", ".join(str(worker.rank) for worker in ranks)
+        ]
+        if ranks
+        else []
+    )
     return ", ".join([*named, *(worker.name for worker in workers if worker.is_server)])
 
 
-def describe(first: Worker, workers: list[Worker], log_path: object, grace: float, with_traceback: bool) -> str:
+def describe(
+    first: Worker, workers: list[Worker], log_path: object, grace: float, with_traceback: bool
+) -> str:
     """The report of a failure, as text of a few lines.
 
     Args:
@@ -149,14 +179,16 @@ def describe(first: Worker, workers: list[Worker], log_path: object, grace: floa
         workers: all of them.
         log_path: the file with everything that `first` printed, or None.
         grace: seconds between SIGTERM and SIGKILL.
-        with_traceback: show the traceback of `first` instead of its last lines of output, which for a script
-            contain it.
+        with_traceback: show the traceback of `first` instead of its last lines of output, which for
+            a script contain it.
     """
     where = f"{first.host}, pid {first.pid}" if first.pid else first.host
     lines = [f"allhands: {first.name} ({where}) failed first: {first.cause()}"]
     failed_at = first.failed_at() or time.monotonic()
     for worker in workers:
-        in_order = (worker.exit == {"code": 0} and not worker._exit_is_failure()) or worker.stopped_after() is not None
+        in_order = (
+            worker.exit == {"code": 0} and not worker._exit_is_failure()
+        ) or worker.stopped_after() is not None
         if worker is not first and in_order and worker.left_at() < failed_at + _UNSEEN:
             ago = max(0.0, failed_at - worker.left_at())
             code = 128 + (worker.stopped_after() or -128)
@@ -183,7 +215,11 @@ def describe(first: Worker, workers: list[Worker], log_path: object, grace: floa
     stopped = [worker for worker in others if worker.stop_at is not None and worker not in failed]
     killed = [worker for worker in stopped if worker.exit == {"signal": int(signal.SIGKILL)}]
     if stopped:
-        ended = f"; {_ranks(killed)} did not end within {grace:g} s of SIGTERM and got SIGKILL" if killed else ""
+        ended = (
+            f"; {_ranks(killed)} did not end within {grace:g} s of SIGTERM and got SIGKILL"
+            if killed
+            else ""
+        )
         lines.append(f"  stopped because of it: {_ranks(stopped)}{ended}")
     if log_path is not None:
         lines.append(f"  everything it printed: {log_path}")
@@ -191,7 +227,10 @@ def describe(first: Worker, workers: list[Worker], log_path: object, grace: floa
 
 
 def _quote(title: str, shown: list[bytes]) -> list[str]:
-    return [f"  {title}", *(f"    | {line[:2000].decode('utf-8', 'backslashreplace')}" for line in shown)]
+    return [
+        f"  {title}",
+        *(f"    | {line[:2000].decode('utf-8', 'backslashreplace')}" for line in shown),
+    ]
 
 
 def describe_excused(worker: Worker, then: str, log_path: object, with_tail: bool = True) -> str:
@@ -214,8 +253,12 @@ def describe_excused(worker: Worker, then: str, log_path: object, with_tail: boo
 
 
 def describe_end_without(failed: list[Worker], workers: int) -> str:
-    """One line on a job that came to its end without some of its `workers`; without "allhands: " before it."""
-    each = "; ".join(f"{worker.name} ({worker.host}): {worker.cause()}" for worker in sorted(failed, key=lambda one: one.rank))
+    """One line on a job that came to its end without some of its `workers`; without "allhands: "
+    before it."""
+    each = "; ".join(
+        f"{worker.name} ({worker.host}): {worker.cause()}"
+        for worker in sorted(failed, key=lambda one: one.rank)
+    )
     return f"{len(failed)} of {workers} workers failed, and the others came to their end: {each}"
 
 
@@ -228,8 +271,16 @@ def describe_stop(number: int, workers: list[Worker], launcher_got_it: bool) -> 
         launcher_got_it: the launcher stopped the workers; otherwise they stopped by themselves.
     """
     name = signal_name(number)
-    parts = [f"allhands: stopped by {name}" if launcher_got_it else f"allhands: the workers stopped after {name}"]
-    killed = [worker for worker in workers if worker.stop_at is not None and worker.exit == {"signal": int(signal.SIGKILL)}]
+    parts = [
+        f"allhands: stopped by {name}"
+        if launcher_got_it
+        else f"allhands: the workers stopped after {name}"
+    ]
+    killed = [
+        worker
+        for worker in workers
+        if worker.stop_at is not None and worker.exit == {"signal": int(signal.SIGKILL)}
+    ]
     if killed:
         parts.append(f"{_ranks(killed)} had not ended in time and got SIGKILL")
     parts.append("no worker is left")

@@ -1,5 +1,5 @@
-"""How the results of workers travel back to the process that started them: as data, never as a pickle to
-execute."""
+"""How the results of workers travel back to the process that started them: as data, never as a
+pickle to execute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 from allhands.errors import UserError
 
 _PLAIN = (type(None), bool, int, float, str)
-_ALLOWED = "None, bools, numbers, strings, bytes, tensors, numpy arrays, and lists, tuples, dicts and sets of these"
+_ALLOWED = (
+    "None, bools, numbers, strings, bytes, tensors, numpy arrays, and lists, tuples, dicts "
+    "and sets of these"
+)
 
 
 def _fits_json(value: Any) -> bool:

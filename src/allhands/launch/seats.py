@@ -23,7 +23,8 @@ class Host(Protocol):
     local: bool  # it is this machine
 
     def start(self) -> KeeperHandle:
-        """Reach the host and start a keeper; called in any thread. Raises `AllhandsError` when that cannot be done."""
+        """Reach the host and start a keeper; called in any thread. Raises `AllhandsError` when that
+        cannot be done."""
 
     def close(self) -> None:
         """Let go of the host."""
@@ -63,14 +64,19 @@ def check_versions(seats: Sequence[Seat]) -> None:
     Raises:
         HostError: naming the host and both versions.
     """
-    known = [(seat.host.name, seat.keeper.ready["versions"]) for seat in seats if seat.keeper and seat.keeper.ready]
+    known = [
+        (seat.host.name, seat.keeper.ready["versions"])
+        for seat in seats
+        if seat.keeper and seat.keeper.ready
+    ]
     for name, versions in known[1:]:
         first_name, firsts = known[0]
         for what, version in versions.items():
             if not same_version(what, version, firsts[what]):
                 raise HostError(
                     name,
-                    f"it has {what} {version}, but {first_name} has {what} {firsts[what]}; install the same on all hosts, "
+                    f"it has {what} {version}, but {first_name} has {what} {firsts[what]}; install "
+                    "the same on all hosts, "
                     "or name another Python with --python PATH",
                 )
 
@@ -78,6 +84,12 @@ def check_versions(seats: Sequence[Seat]) -> None:
 def ranks_of(first: int, place: Place) -> str:
     """`ranks 2-3, server 1`: what runs on a host whose first rank is `first`."""
     last = first + place.workers - 1
-    words = [] if not place.workers else [f"rank {first}"] if place.workers == 1 else [f"ranks {first}-{last}"]
+    words = (
+        []
+        if not place.workers
+        else [f"rank {first}"]
+        if place.workers == 1
+        else [f"ranks {first}-{last}"]
+    )
     words += [f"server {number}" for number in place.servers]
     return ", ".join(words)

@@ -1,4 +1,5 @@
-"""What a keeper makes of its own process before it forks workers: variables, folder, threads, imports."""
+"""What a keeper makes of its own process before it forks workers: variables, folder, threads,
+imports."""
 
 from __future__ import annotations
 
@@ -13,15 +14,21 @@ from allhands.launch.python import versions
 
 
 def set_up(
-    env: Mapping[str, str | None], cwd: str | None, local_workers: int | None, threads: int | None, preload: Sequence[str]
+    env: Mapping[str, str | None],
+    cwd: str | None,
+    local_workers: int | None,
+    threads: int | None,
+    preload: Sequence[str],
 ) -> dict[str, Any]:
     """Change this process; returns what the launcher wants to know of it.
 
     Args:
         env: variables to set, or with None to remove.
         cwd: the folder to go to; None stays.
-        local_workers: how many workers there will be here; None: one for each GPU, or for each core.
-        threads: CPU threads a worker; None: OMP_NUM_THREADS, or the cores divided among the workers.
+        local_workers: how many workers there will be here; None: one for each GPU, or for each
+            core.
+        threads: CPU threads a worker; None: OMP_NUM_THREADS, or the cores divided among the
+            workers.
         preload: modules to import now.
 
     Raises:
@@ -38,7 +45,8 @@ def set_up(
             os.chdir(cwd)
         except OSError as error:
             raise UserError(
-                f"the folder {cwd} cannot be used there ({error.strerror}); --sync-dst-dir DIR copies the working folder to "
+                f"the folder {cwd} cannot be used there ({error.strerror}); --sync-dst-dir DIR "
+                "copies the working folder to "
                 "each host first"
             ) from None
     gpus = processes.gpus() if local_workers is None else None
@@ -53,7 +61,9 @@ def set_up(
     for name in preload:
         try:
             importlib.import_module(name)
-        except Exception as error:  # the worker that needs it imports it again and shows the whole traceback
+        except (
+            Exception
+        ) as error:  # the worker that needs it imports it again and shows the whole traceback
             failed[name] = str(error)
     return {
         "cores": processes.cores(),

@@ -1,11 +1,12 @@
-"""Carries Python objects from the process of the user to the workers: one file, whose tensors all workers
-share.
+"""Carries Python objects from the process of the user to the workers: one file, whose tensors all
+workers share.
 
-The objects travel as one cloudpickle, so everything that was one object stays one (the parameters that an
-optimizer updates are the model's), and functions and classes of `__main__` travel by value. The bytes of
-tensors and numpy arrays lie beside the pickle. Workers map them copy-on-write: N workers read one copy of a
-data set, and what a worker writes is its own. The file is private to the user and is only ever read by the
-processes that the writer started. What these hand back (`handback`) is written and read in the same way.
+The objects travel as one cloudpickle, so everything that was one object stays one (the parameters
+that an optimizer updates are the model's), and functions and classes of `__main__` travel by value.
+The bytes of tensors and numpy arrays lie beside the pickle. Workers map them copy-on-write: N
+workers read one copy of a data set, and what a worker writes is its own. The file is private to the
+user and is only ever read by the processes that the writer started. What these hand back
+(`handback`) is written and read in the same way.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from typing import Any, ClassVar
 from allhands.errors import UserError
 
 _MAGIC = b"allhands"
-_HEADER = struct.Struct("<8sQQQ")  # magic, offset of the pickle, its length, length of the index after it
+_HEADER = struct.Struct(
+    "<8sQQQ"
+)  # magic, offset of the pickle, its length, length of the index after it
 _ALIGN = 64
 # Gives the number by which the reader knows an object or a storage; None: it travels whole.
 _Refer = Callable[[Any], int | None]
@@ -49,18 +52,23 @@ class Blobs:
     def __init__(self) -> None:
         self.parts: list[tuple[int, Any]] = []  # offset, memoryview or torch storage
         self.end = _HEADER.size
-        self.buffers: list[tuple[int, int, bool]] = []  # offset, length, read-only; of numpy arrays in pickle order
+        self.buffers: list[
+            tuple[int, int, bool]
+        ] = []  # offset, length, read-only; of numpy arrays in pickle order
 
     def add(self, nbytes: int, part: Any) -> int:
         offset = -(-self.end // _ALIGN) * _ALIGN
         self.parts.append((offset, part))
-        self.end = offset + max(nbytes, 1)  # empty ones too have a place of their own, which names them
+        self.end = offset + max(
+            nbytes, 1
+        )  # empty ones too have a place of their own, which names them
         return offset
 
 
 @dataclass
 class Numbered:
-    """The objects of one file by their numbers, and its storages by their offsets: alike where it is written and read."""
+    """The objects of one file by their numbers, and its storages by their offsets: alike where it
+    is written and read."""
 
     objects: dict[int, Any] = field(default_factory=dict)
     storages: dict[int, Any] = field(default_factory=dict)
@@ -79,7 +87,8 @@ class Numbered:
 
 @functools.cache
 def _pickler_class(with_torch: bool) -> Any:
-    """The pickler, defined when it is first needed, because cloudpickle and torch are imported only then."""
+    """The pickler, defined when it is first needed, because cloudpickle and torch are imported only
+    then."""
     import cloudpickle
 
     torch = sys.modules.get("torch") if with_torch else None
@@ -93,15 +102,23 @@ def _pickler_class(with_torch: bool) -> Any:
         return make_code, (make, parts, code.co_filename)
 
     class Pickler(cloudpickle.Pickler):
-        dispatch_table: ClassVar[Any] = ChainMap({types.CodeType: reduce_code_with_file}, cloudpickle.Pickler.dispatch_table)
+        dispatch_table: ClassVar[Any] = ChainMap(
+            {types.CodeType: reduce_code_with_file}, cloudpickle.Pickler.dispatch_table
+        )
 
         def __init__(
-            self, file: io.BufferedIOBase, blobs: Blobs, refer: _Refer | None = None, same: _Refer | None = None
+            self,
+            file: io.BufferedIOBase,
+            blobs: Blobs,
+            refer: _Refer | None = None,
+            same: _Refer | None = None,
         ) -> None:
             super().__init__(file, protocol=5, buffer_callback=self.keep_beside)
             self.blobs = blobs
             self.refer, self.same = refer, same
-            self.known: dict[int, tuple[int, int]] = {}  # storage -> offset, length (-1: the reader's own, at that offset)
+            self.known: dict[
+                int, tuple[int, int]
+            ] = {}  # storage -> offset, length (-1: the reader's own, at that offset)
             self.alive: list[Any] = []  # an address names a storage only while the storage lives
 
         def persistent_id(self, value: Any) -> Any:
@@ -116,20 +133,41 @@ def _pickler_class(with_torch: bool) -> Any:
             if raw._cdata not in self.known:
                 self.alive.append(raw)
                 offset = self.same(raw) if self.same is not None else None
-                place = (self.blobs.add(raw.nbytes(), raw), raw.nbytes()) if offset is None else (offset, -1)
+                place = (
+                    (self.blobs.add(raw.nbytes(), raw), raw.nbytes())
+                    if offset is None
+                    else (offset, -1)
+                )
                 self.known[raw._cdata] = place
-            return (*self.known[raw._cdata], str(value.dtype).removeprefix("torch.") if typed else "uint8")
+            return (
+                *self.known[raw._cdata],
+                str(value.dtype).removeprefix("torch.") if typed else "uint8",
+            )
 
         def reducer_override(self, value: Any) -> Any:
-            # Modules that replace themselves by an object of a class of their own (torch.backends.cudnn) are still found by name.
-            name = value.__name__ if isinstance(value, types.ModuleType) and type(value) is not types.ModuleType else ""
+            # Modules that replace themselves by an object of a class of their own
+            # (torch.backends.cudnn) are still found by name.
+            name = (
+                value.__name__
+                if isinstance(value, types.ModuleType) and type(value) is not types.ModuleType
+                else ""
+            )
             if name and sys.modules.get(name) is value:
                 return importlib.import_module, (name,)
             parametrize = sys.modules.get("torch.nn.utils.parametrize")
-            if torch and parametrize and isinstance(value, torch.nn.Module) and parametrize.is_parametrized(value):
+            if (
+                torch
+                and parametrize
+                and isinstance(value, torch.nn.Module)
+                and parametrize.is_parametrized(value)
+            ):
                 # PyTorch makes a class for each such module, and forbids to pickle it.
                 base: Any = type(value).__bases__[0]
-                return make_parametrized, (base, list(value.parametrizations)), base.__getstate__(value)
+                return (
+                    make_parametrized,
+                    (base, list(value.parametrizations)),
+                    base.__getstate__(value),
+                )
             return super().reducer_override(value)
 
         def keep_beside(self, buffer: pickle.PickleBuffer) -> bool:
@@ -137,14 +175,19 @@ def _pickler_class(with_torch: bool) -> Any:
             view = buffer.raw()
             if view.nbytes < _SMALL:
                 return True
-            self.blobs.buffers.append((self.blobs.add(view.nbytes, view), view.nbytes, view.readonly))
+            self.blobs.buffers.append(
+                (self.blobs.add(view.nbytes, view), view.nbytes, view.readonly)
+            )
             return False
 
     return Pickler
 
 
-def pickler(body: io.BytesIO, blobs: Blobs, refer: _Refer | None = None, same: _Refer | None = None) -> Any:
-    """Writes objects to `body`, and their memory to `blobs`, by ``dump``, which may be called several times.
+def pickler(
+    body: io.BytesIO, blobs: Blobs, refer: _Refer | None = None, same: _Refer | None = None
+) -> Any:
+    """Writes objects to `body`, and their memory to `blobs`, by ``dump``, which may be called
+    several times.
 
     Args:
         body: gets the pickle.
@@ -166,9 +209,11 @@ def _pickle(value: Any, numbered: Numbered | None = None) -> tuple[io.BytesIO, B
 
 
 def make_parametrized(base: Any, names: list[str]) -> Any:
-    """A module of a class, some of whose tensors are computed by parametrizations; it gets its state later.
+    """A module of a class, some of whose tensors are computed by parametrizations; it gets its
+    state later.
 
-    Uses two private functions of `torch.nn.utils.parametrize`, since the public one computes the tensors anew.
+    Uses two private functions of `torch.nn.utils.parametrize`, since the public one computes the
+    tensors anew.
     """
     from torch.nn.utils import parametrize
 
@@ -179,7 +224,9 @@ def make_parametrized(base: Any, names: list[str]) -> Any:
     return module
 
 
-def make_code(make: Callable[..., types.CodeType], parts: tuple[Any, ...], filename: str) -> types.CodeType:
+def make_code(
+    make: Callable[..., types.CodeType], parts: tuple[Any, ...], filename: str
+) -> types.CodeType:
     """Rebuild a function's code with the name of its file. Called by `load`."""
     return make(*parts).replace(co_filename=filename)
 
@@ -194,8 +241,8 @@ def can_pickle(value: Any) -> Exception | None:
 
 
 def make_directory(nbytes: int = 0) -> str:
-    """A new private folder for `nbytes` of data: in shared memory if they fit, else on disk. The caller
-    removes it."""
+    """A new private folder for `nbytes` of data: in shared memory if they fit, else on disk. The
+    caller removes it."""
     for base in ("/dev/shm", None):
         try:
             if base and shutil.disk_usage(base).free < nbytes + _MARGIN:
@@ -207,11 +254,14 @@ def make_directory(nbytes: int = 0) -> str:
     raise AssertionError("unreachable")
 
 
-def dump(value: Any, directory: str | Callable[[int], str], numbered: Numbered | None = None) -> str:
+def dump(
+    value: Any, directory: str | Callable[[int], str], numbered: Numbered | None = None
+) -> str:
     """Write a value to a new file.
 
     Args:
-        value: anything that cloudpickle can pickle. PyTorch leaves gradients (`.grad`) behind when it pickles a tensor.
+        value: anything that cloudpickle can pickle. PyTorch leaves gradients (`.grad`) behind when
+            it pickles a tensor.
         directory: an existing private folder, or a function that makes one for so many bytes.
         numbered: gets the objects that are written.
 
@@ -231,8 +281,10 @@ def dump(value: Any, directory: str | Callable[[int], str], numbered: Numbered |
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise UserError(
-            f"cannot write {blobs.end / 2**20:.0f} MiB for the workers to {folder}: {error.strerror}; "
-            'free some space there, or build the data in the workers (datasets={"get_datasets_fn": ...})'
+            f"cannot write {blobs.end / 2**20:.0f} MiB for the workers to {folder}: "
+            f"{error.strerror}; "
+            'free some space there, or build the data in the workers (datasets={"get_datasets_fn": '
+            "...})"
         ) from error
     return path
 
@@ -280,13 +332,16 @@ def load(path: str, numbered: Numbered | None = None) -> Any:
 
 
 def load_all(path: str, numbered: Numbered) -> Iterator[Any]:
-    """The values that a `pickler` wrote one after another, and that refer to what `numbered` has."""
+    """The values that a `pickler` wrote one after another, and that refer to what `numbered`
+    has."""
     reader, has_more = _reader(path, None, numbered)
     while has_more():
         yield reader.load()
 
 
-def _reader(path: str, numbered: Numbered | None, known: Numbered | None) -> tuple[pickle.Unpickler, Callable[[], bool]]:
+def _reader(
+    path: str, numbered: Numbered | None, known: Numbered | None
+) -> tuple[pickle.Unpickler, Callable[[], bool]]:
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         if numbered is not None:
@@ -312,7 +367,9 @@ def _reader(path: str, numbered: Numbered | None, known: Numbered | None) -> tup
                 return _typed(known.storages[offset], dtype)
             if offset not in storages:
                 storages[offset] = (
-                    torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
+                    torch.frombuffer(
+                        mapped, dtype=torch.uint8, count=nbytes, offset=offset
+                    ).untyped_storage()
                     if nbytes
                     else torch.UntypedStorage(0)
                 )
@@ -325,4 +382,6 @@ def _typed(storage: Any, dtype: str) -> Any:
     """Tensors are rebuilt from typed storages, also those that were pickled with an untyped one."""
     import torch
 
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=getattr(torch, dtype), _internal=True)
+    return torch.storage.TypedStorage(
+        wrap_storage=storage, dtype=getattr(torch, dtype), _internal=True
+    )

@@ -1,4 +1,5 @@
-"""A function and its arguments on their way to the workers of this host, and their results on the way back."""
+"""A function and its arguments on their way to the workers of this host, and their results on the
+way back."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from allhands.launch.unpicklable import explain, name_arguments
 
 
 class Shipment:
-    """The files of one call. `folders` are to be removed in the end, by `close` or by the keeper."""
+    """The files of one call. `folders` are to be removed in the end, by `close` or by the
+    keeper."""
 
     def __init__(self) -> None:
         self.folders: list[str] = []
@@ -23,34 +25,50 @@ class Shipment:
         self._numbered = ship.Numbered()
         self._return_folder = ""
 
-    def pack(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the caller's settings, the function and its arguments; returns the task that runs it.
+    def pack(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Write the caller's settings, the function and its arguments; returns the task that runs
+        it.
 
         Raises:
             UserError: something in them cannot be pickled; names it.
         """
         try:
-            self._shipped = ship.dump((caller.sent(), fn, tuple(args), kwargs), self._make_folder, self._numbered)
+            self._shipped = ship.dump(
+                (caller.sent(), fn, tuple(args), kwargs), self._make_folder, self._numbered
+            )
         except UserError:
             raise
         except Exception as error:
             raise explain(error, {"fn": fn, **name_arguments(fn, args, kwargs)}) from error
         self._return_folder = self._make_folder(0)
-        return {"function": self._shipped, "sys_path": [str(entry) for entry in sys.path], "argv": list(sys.argv)}
+        return {
+            "function": self._shipped,
+            "sys_path": [str(entry) for entry in sys.path],
+            "argv": list(sys.argv),
+        }
 
     def with_results(self, tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The tasks, those of workers with a file for the result."""
-        return [{**task, "result": self._result_of(task["rank"])} if "function" in task else task for task in tasks]
+        return [
+            {**task, "result": self._result_of(task["rank"])} if "function" in task else task
+            for task in tasks
+        ]
 
     def take_back(self, ranks: Iterable[int]) -> None:
-        """Put what workers have handed back (`handback.write`) into the objects that were sent to them."""
+        """Put what workers have handed back (`handback.write`) into the objects that were sent to
+        them."""
         lost = []
         for rank in ranks:
             path = self._result_of(rank) + handback.SUFFIX
             if os.path.exists(path):
                 lost += handback.apply(path, self._numbered)
         if lost:
-            warnings.warn(f"not everything could be handed back from the workers: {'; '.join(lost)}", stacklevel=2)
+            warnings.warn(
+                f"not everything could be handed back from the workers: {'; '.join(lost)}",
+                stacklevel=2,
+            )
 
     def all_loaded(self) -> None:
         """Every worker has read the arguments."""

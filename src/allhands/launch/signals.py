@@ -1,7 +1,8 @@
 """Signals that reach the process which started the workers.
 
-SIGTERM, and SIGUSR1 or SIGUSR2 where a scheduler is told to send them before it takes the machine back, ask a training to save
-and leave. Only the workers can do that, so they must learn of it and get the time for it. A signal that comes before they can
+SIGTERM, and SIGUSR1 or SIGUSR2 where a scheduler is told to send them before it takes the machine
+back, ask a training to save and leave. Only the workers can do that, so they must learn of it and
+get the time for it. A signal that comes before they can
 take it is kept, and ends the job: they have nothing to save yet.
 """
 
@@ -20,7 +21,8 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def stop_on_signals(supervisor: Supervisor) -> dict[int, Any]:
-    """For a launcher: SIGINT, SIGTERM and SIGHUP stop the job, SIGUSR1 and SIGUSR2 are passed on to the workers.
+    """For a launcher: SIGINT, SIGTERM and SIGHUP stop the job, SIGUSR1 and SIGUSR2 are passed on to
+    the workers.
 
     Returns:
         The handlers that stood before, for `restore`. Ignored signals (nohup) stay ignored.
@@ -29,7 +31,8 @@ def stop_on_signals(supervisor: Supervisor) -> dict[int, Any]:
     def on_stop(number: int, _frame: FrameType | None) -> None:
         supervisor.interrupt(number)
         if len(supervisor.signals) > 2:
-            # Whoever insists is obeyed even when our own output is stuck; the keeper ends the workers.
+            # Whoever insists is obeyed even when our own output is stuck; the keeper ends the
+            # workers.
             os._exit(128 + number)
 
     def on_request(number: int, _frame: FrameType | None) -> None:
@@ -45,10 +48,11 @@ def stop_on_signals(supervisor: Supervisor) -> dict[int, Any]:
 
 
 def pass_signals_on(supervisor: Supervisor) -> dict[int, Any]:
-    """For a caller's own process: pass SIGTERM, SIGUSR1 and SIGUSR2 on to the workers, where they would end this process.
+    """For a caller's own process: pass SIGTERM, SIGUSR1 and SIGUSR2 on to the workers, where they
+    would end this process.
 
-    A signal that the caller handles or ignores is left to that, and so are all of them outside of the main thread, in which
-    alone Python can handle signals.
+    A signal that the caller handles or ignores is left to that, and so are all of them outside of
+    the main thread, in which alone Python can handle signals.
 
     Returns:
         The handlers that stood before, for `restore`.

@@ -1,4 +1,5 @@
-"""Jobs under Slurm: keepers on the nodes of an allocation, through srun, and the submission of a job that will have one."""
+"""Jobs under Slurm: keepers on the nodes of an allocation, through srun, and the submission of a
+job that will have one."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from allhands.world.layout import read_int
 
 
 class SlurmNode:
-    """One node of the allocation around this process. Its keeper is a job step of its own with all that the job has there.
+    """One node of the allocation around this process. Its keeper is a job step of its own with all
+    that the job has there.
 
     Args:
         name: of the node.
@@ -38,7 +40,9 @@ class SlurmNode:
 
     local = False
 
-    def __init__(self, name: str, python: str, env: Mapping[str, str | None], cpus: int | None) -> None:
+    def __init__(
+        self, name: str, python: str, env: Mapping[str, str | None], cpus: int | None
+    ) -> None:
         self.name = name
         self._python, self._env, self._cpus = python, dict(env), cpus
 
@@ -61,7 +65,9 @@ class SlurmNode:
         words += [f"--cpus-per-task={self._cpus}"] if self._cpus else []
         # Sizes that the job was asked for would contradict the step's.
         environ = {name: value for name, value in os.environ.items() if not name.startswith(_SIZES)}
-        process = start_process([*words, *keeper_words(self._python)], keeper_message(self._env), environ)
+        process = start_process(
+            [*words, *keeper_words(self._python)], keeper_message(self._env), environ
+        )
         return await_keeper(process, self.name, self._python)
 
     def close(self) -> None:
@@ -70,10 +76,23 @@ class SlurmNode:
 
 # What srun would read as options of its own.
 _SIZES = (
-    "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NNODES",
-    "SLURM_GPUS_PER_TASK", "SLURM_DISTRIBUTION", "SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURM_INPUTMODE", "SLURM_STDINMODE",
-    "SLURM_OUTPUTMODE", "SLURM_STDOUTMODE", "SLURM_LABELIO", "SLURM_KILL_BAD_EXIT",
-)  # fmt: skip
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_TRES_PER_TASK",
+    "SLURM_NNODES",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_DISTRIBUTION",
+    "SLURM_CPU_BIND",
+    "SLURM_GPU_BIND",
+    "SLURM_INPUTMODE",
+    "SLURM_STDINMODE",
+    "SLURM_OUTPUTMODE",
+    "SLURM_STDOUTMODE",
+    "SLURM_LABELIO",
+    "SLURM_KILL_BAD_EXIT",
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +101,8 @@ class Allocation:
 
     Attributes:
         nodes: their names.
-        slots: the tasks on each that the job was asked for; None where nobody said, and the GPUs or cores decide.
+        slots: the tasks on each that the job was asked for; None where nobody said, and the GPUs or
+            cores decide.
         cpus: on each node, where Slurm tells.
     """
 
@@ -95,18 +115,23 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     """The allocation around this process; None outside of one.
 
     Raises:
-        UserError: Slurm's variables contradict one another, or this process is one of several tasks.
+        UserError: Slurm's variables contradict one another, or this process is one of several
+            tasks.
     """
     if not environ.get("SLURM_JOB_ID"):
         return None
     if int(environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1:
         raise UserError(
-            f"--launcher slurm in one of {environ['SLURM_STEP_NUM_TASKS']} tasks of srun: write `srun python script.py`, "
-            "or start `allhands launch --launcher slurm` once, from the script of sbatch or the shell of salloc"
+            f"--launcher slurm in one of {environ['SLURM_STEP_NUM_TASKS']} tasks of srun: write "
+            "`srun python script.py`, "
+            "or start `allhands launch --launcher slurm` once, from the script of sbatch or the "
+            "shell of salloc"
         )
     nodes = expand_hosts(environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", ""))
     if not nodes:
-        raise UserError("SLURM_JOB_ID is set, but SLURM_JOB_NODELIST is not; start this inside salloc or sbatch")
+        raise UserError(
+            "SLURM_JOB_ID is set, but SLURM_JOB_NODELIST is not; start this inside salloc or sbatch"
+        )
     check_tasks(environ, read_int(environ, "SLURM_NTASKS"), len(nodes))
     slots: list[int | None] = [None] * len(nodes)
     # SLURM_TASKS_PER_NODE alone is 1 a node when nobody asked for tasks.
@@ -119,11 +144,16 @@ def _counts(environ: Mapping[str, str], name: str, nodes: int) -> list[int | Non
     text = environ.get(name, "")
     counts = expand_tasks(text) if text else []
     if counts and len(counts) != nodes:
-        raise UserError(f"{name}={text!r} is about {len(counts)} nodes, but the job has {nodes}; unset whichever was set by hand")
+        raise UserError(
+            f"{name}={text!r} is about {len(counts)} nodes, but the job has {nodes}; unset "
+            "whichever was set by hand"
+        )
     return [*counts] if counts else [None] * nodes
 
 
-def submit(arguments: Sequence[str], workers: int | None, options: Sequence[str], wait: bool) -> int:
+def submit(
+    arguments: Sequence[str], workers: int | None, options: Sequence[str], wait: bool
+) -> int:
     """Put a job into Slurm's queue that runs `allhands launch` with the same arguments.
 
     Args:
@@ -138,23 +168,43 @@ def submit(arguments: Sequence[str], workers: int | None, options: Sequence[str]
     sized = any(re.match(r"-[nN]|--(ntasks|nodes|ntasks-per-node)\b", option) for option in options)
     if not sized and workers is None:
         raise UserError(
-            "--launcher slurm outside of an allocation submits a job, and nobody said how large: write -n WORKERS, or "
+            "--launcher slurm outside of an allocation submits a job, and nobody said how large: "
+            "write -n WORKERS, or "
             '--sbatch "--nodes=2 --ntasks-per-node=4 …"'
         )
     _check_sizes(options, workers)
     size = [] if sized else [f"--ntasks={workers}"]
     name = os.environ.get("SLURM_JOB_NAME") or "allhands"
-    words = [_program("sbatch"), "--parsable", f"--job-name={name}", "--output=slurm-%j.out", *size, *options]
+    words = [
+        _program("sbatch"),
+        "--parsable",
+        f"--job-name={name}",
+        "--output=slurm-%j.out",
+        *size,
+        *options,
+    ]
     words += ["--wait"] if wait else []
-    # exec: what Slurm signals is then the launcher, which passes it on, and not a shell that dies of it.
-    run = [sys.executable, "-P", "-c", "from allhands.cli.main import main; main()", "launch", *arguments]
+    # exec: what Slurm signals is then the launcher, which passes it on, and not a shell that dies
+    # of it.
+    run = [
+        sys.executable,
+        "-P",
+        "-c",
+        "from allhands.cli.main import main; main()",
+        "launch",
+        *arguments,
+    ]
     script = f"#!/bin/sh\nexec {shlex.join(run)}\n"
     with tempfile.TemporaryFile("w+") as said:
         parent = os.getpid()
         sbatch = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
             preexec_fn=lambda: processes.die_with_parent(parent),  # noqa: PLW1509
-        )  # fmt: skip
+        )
         assert sbatch.stdin is not None
         assert sbatch.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -166,7 +216,9 @@ def submit(arguments: Sequence[str], workers: int | None, options: Sequence[str]
             said.seek(0)
             raise UserError(f"sbatch refuses ({shlex.join(words[1:])}): {said.read().strip()}")
     output = Path(f"slurm-{job}.out")
-    print(f"allhands: submitted job {job}; what it prints is in {output}", file=sys.stderr, flush=True)
+    print(
+        f"allhands: submitted job {job}; what it prints is in {output}", file=sys.stderr, flush=True
+    )
     try:
         return _follow(sbatch, output) if wait else sbatch.wait()
     except KeyboardInterrupt:
@@ -175,30 +227,41 @@ def submit(arguments: Sequence[str], workers: int | None, options: Sequence[str]
 
 
 def _check_sizes(options: Sequence[str], workers: int | None) -> None:
-    """Raise `UserError` for sizes of which Slurm would drop one: it only warns, in the job's output."""
+    """Raise `UserError` for sizes of which Slurm would drop one: it only warns, in the job's
+    output."""
     tasks, nodes = _size(options, "--ntasks", "-n"), _size(options, "--nodes", "-N")
-    each, gpus, per_task = _size(options, "--ntasks-per-node"), _size(options, "--gpus", "-G"), _size(options, "--gpus-per-task")
+    each, gpus, per_task = (
+        _size(options, "--ntasks-per-node"),
+        _size(options, "--gpus", "-G"),
+        _size(options, "--gpus-per-task"),
+    )
     product = nodes * each if nodes and each else None
     told = tasks or product
-    how = f"--ntasks={tasks}" if tasks else f"--nodes={nodes} x --ntasks-per-node={each} = {product}"
+    how = (
+        f"--ntasks={tasks}" if tasks else f"--nodes={nodes} x --ntasks-per-node={each} = {product}"
+    )
     if tasks and product and tasks > product:
         raise UserError(
-            f"--sbatch: --ntasks={tasks}, but --nodes={nodes} x --ntasks-per-node={each} = {product}; Slurm would drop one of "
+            f"--sbatch: --ntasks={tasks}, but --nodes={nodes} x --ntasks-per-node={each} = "
+            f"{product}; Slurm would drop one of "
             "them: leave --ntasks out, or make them agree"
         )
     if workers is not None and told and workers != told:
         raise UserError(
-            f"-n {workers} workers, but --sbatch asks for {told} tasks ({how}); leave one of them out, or make them agree"
+            f"-n {workers} workers, but --sbatch asks for {told} tasks ({how}); leave one of them "
+            "out, or make them agree"
         )
     if told and gpus and per_task and gpus != told * per_task:
         raise UserError(
-            f"--sbatch: --gpus={gpus}, but {told} tasks ({how}) x --gpus-per-task={per_task} = {told * per_task}; leave one of "
+            f"--sbatch: --gpus={gpus}, but {told} tasks ({how}) x --gpus-per-task={per_task} = "
+            f"{told * per_task}; leave one of "
             "them out, or make them agree"
         )
 
 
 def _size(options: Sequence[str], name: str, short: str | None = None) -> int | None:
-    """The number that an option of sbatch has, the last one that is given; None where it has none, or a range."""
+    """The number that an option of sbatch has, the last one that is given; None where it has none,
+    or a range."""
     found = None
     for option, following in zip(options, [*options[1:], ""], strict=True):
         text = None
@@ -232,5 +295,8 @@ def _follow(sbatch: subprocess.Popen[str], output: Path) -> int:
 def _program(name: str) -> str:
     program = shutil.which(name)
     if program is None:
-        raise UserError(f"there is no {name} on this machine: --launcher slurm works on a cluster's login node and in its jobs")
+        raise UserError(
+            f"there is no {name} on this machine: --launcher slurm works on a cluster's login node "
+            "and in its jobs"
+        )
     return program

@@ -43,65 +43,81 @@ def spawn(
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` in `workers` new processes that form one world.
 
-    Works from a script without an `if __name__ == "__main__"` guard, from `python -c`, a notebook, pytest and
-    any thread: the caller's file is not run again. The arguments travel as they are (`ship`): all workers
+    Works from a script without an `if __name__ == "__main__"` guard, from `python -c`, a notebook,
+    pytest and
+    any thread: the caller's file is not run again. The arguments travel as they are (`ship`): all
+    workers
     read one copy of the tensors, and changes that a worker makes are its own.
 
-    What the caller has set is set in the workers (`caller`): torch's defaults and flags, filters of warnings, levels of
+    What the caller has set is set in the workers (`caller`): torch's defaults and flags, filters of
+    warnings, levels of
     loggers, attributes of its own modules. Their log records reach the caller's handlers.
 
     Args:
-        fn: what to call. Inside it `allhands.init()` and `torch.distributed.init_process_group()` find the
-            others.
+        fn: what to call. Inside it `allhands.init()` and `torch.distributed.init_process_group()`
+            find the others.
         args: positional arguments.
         kwargs: keyword arguments.
         workers: how many processes.
-        servers: how many parameter servers to start beside them, with a circle one a node in turn. They serve until the last
-            worker has ended, and the death of one is a failure. `allhands.kvstore.create("dist_sync")` finds them.
+        servers: how many parameter servers to start beside them, with a circle one a node in turn.
+            They serve until the last worker has ended, and the death of one is a failure.
+            `allhands.kvstore.create("dist_sync")` finds them.
         env: variables to set, or with None to remove, in all workers.
         log_dir: folder for one `rank-N.log` each.
         prefix: start every line of output with `[rank] `.
-        grace: seconds from SIGTERM to SIGKILL for workers that have to be stopped, and for the others to follow when one
-            has stopped on request; long enough to save.
-        heartbeat_timeout: a worker that gives no sign of life for so many seconds has failed; 0 waits for
-            ever.
-        threads: CPU threads a worker; default OMP_NUM_THREADS, or the cores divided among the workers.
+        grace: seconds from SIGTERM to SIGKILL for workers that have to be stopped, and for the
+            others to follow when one has stopped on request; long enough to save.
+        heartbeat_timeout: a worker that gives no sign of life for so many seconds has failed; 0
+            waits for ever.
+        threads: CPU threads a worker; default OMP_NUM_THREADS, or the cores divided among the
+            workers.
         on_message: called with (rank, message) in this thread for everything given to
             `allhands.launch.worker.send`.
-        preload: modules to import once, before the workers are forked; they must not start threads or touch a
-            GPU.
-        circle: the tasks of other nodes that make the same call (`allhands.launch.circle.gather`): the workers of all of them
-            form one world. The results are then those of this node's workers.
-        hands_back: after Ctrl-C, and the notebook's stop button, the workers get SIGINT and have `grace` seconds to hand back
-            what they have (`handback.write`) and end, before KeyboardInterrupt is raised. A second one ends them at once.
+        preload: modules to import once, before the workers are forked; they must not start threads
+            or touch a GPU.
+        circle: the tasks of other nodes that make the same call (`allhands.launch.circle.gather`):
+            the workers of all of them form one world. The results are then those of this node's
+            workers.
+        hands_back: after Ctrl-C, and the notebook's stop button, the workers get SIGINT and have
+            `grace` seconds to hand back what they have (`handback.write`) and end, before
+            KeyboardInterrupt is raised. A second one ends them at once.
 
     Returns:
-        The results by rank: None, numbers, strings, bytes, tensors, numpy arrays, and lists, tuples, dicts
+        The results by rank: None, numbers, strings, bytes, tensors, numpy arrays, and lists,
+            tuples, dicts
         and sets of them. Tensors of a GPU arrive on the CPU.
 
     Raises:
-        UserError: an argument cannot be pickled, a result is not data, or a worker raised UserError.
-        WorkerError: a worker failed; the message has its traceback, `rank` says which (None: a server), `exit_code` its exit
-            code. No worker is left then.
+        UserError: an argument cannot be pickled, a result is not data, or a worker raised
+            UserError.
+        WorkerError: a worker failed; the message has its traceback, `rank` says which (None: a
+            server), `exit_code` its exit code. No worker is left then.
         KeyboardInterrupt: and anything that `on_message` raises, after all workers were stopped.
-        SystemExit: with 128 + N, after all workers have ended, when they left with that code after signal N (SIGTERM, SIGUSR1
-            or SIGUSR2), this process got SIGTERM, or it got signal N when no worker could take it.
+        SystemExit: with 128 + N, after all workers have ended, when they left with that code after
+            signal N (SIGTERM, SIGUSR1 or SIGUSR2), this process got SIGTERM, or it got signal N
+            when no worker could take it.
 
-    While it runs in the main thread, SIGTERM, SIGUSR1 and SIGUSR2 that would end this process are passed on to the workers
-    instead, which have `grace` seconds to end after SIGTERM. One that comes before they run `fn`, or when they have ended, ends
-    this process with SystemExit. A signal that the caller handles itself is left to that.
+    While it runs in the main thread, SIGTERM, SIGUSR1 and SIGUSR2 that would end this process are
+    passed on to the workers instead, which have `grace` seconds to end after SIGTERM. One that
+    comes before they run `fn`, or when they have ended, ends this process with SystemExit. A signal
+    that the caller handles itself is left to that.
 
-    With ALLHANDS_KEEPER_IDLE=SECONDS in the environment, the process that imports torch and starts the workers waits so long for
-    another call, which then saves the import.
+    With ALLHANDS_KEEPER_IDLE=SECONDS in the environment, the process that imports torch and starts
+    the workers waits so long for another call, which then saves the import.
     """
     check_numbers(workers, grace, heartbeat_timeout, threads, servers)
     output = Output(prefix, log_dir)
     shipment = Shipment()
     keeper, key = warm.take(env, threads, workers)
     prepare: dict[str, Any] = {
-        "env": warm.changed(), "cwd": os.getcwd(), "parent": os.getpid(), "local_workers": workers, "threads": threads,
-        "preload": [*PRELOAD, "cloudpickle", *preload], "idle": warm.idle_seconds(),
-    }  # fmt: skip
+        "env": warm.changed(),
+        "cwd": os.getcwd(),
+        "parent": os.getpid(),
+        "local_workers": workers,
+        "threads": threads,
+        "preload": [*PRELOAD, "cloudpickle", *preload],
+        "idle": warm.idle_seconds(),
+    }
 
     def hear(rank: int, message: dict[str, Any]) -> None:
         if not records.replay(rank, message) and on_message is not None:
@@ -109,12 +125,18 @@ def spawn(
 
     try:
         if circle is not None and circle.node > 0:
-            return _follow(Follower(circle, keeper, shipment, servers), prepare, (fn, args, kwargs or {}))
+            return _follow(
+                Follower(circle, keeper, shipment, servers), prepare, (fn, args, kwargs or {})
+            )
         others = other_keepers(circle, lambda: supervisor) if circle is not None else []
         supervisor = Supervisor(
-            [keeper, *others], output, grace=grace, heartbeat_timeout=heartbeat_timeout, on_message=hear,
+            [keeper, *others],
+            output,
+            grace=grace,
+            heartbeat_timeout=heartbeat_timeout,
+            on_message=hear,
             asks_first=hands_back and circle is None,
-        )  # fmt: skip
+        )
         before = pass_signals_on(supervisor)
         returned: list[Any] = []
         is_clean = False
@@ -129,17 +151,27 @@ def spawn(
                 if supervisor.signals:  # the keeper got one
                     raise SystemExit(128 + supervisor.signals[0]) from None
                 raise
-            places = circle.places(servers) if circle is not None else [Place(workers, range(servers), LOOPBACK)]
-            here, *elsewhere = tasks_of(task, places, port, run_id=uuid.uuid4().hex[:12], token=new_token(servers))
+            places = (
+                circle.places(servers)
+                if circle is not None
+                else [Place(workers, range(servers), LOOPBACK)]
+            )
+            here, *elsewhere = tasks_of(
+                task, places, port, run_id=uuid.uuid4().hex[:12], token=new_token(servers)
+            )
             first = supervisor.run(
-                [shipment.with_results(here), *elsewhere], must_return=True, scratch=shipment.folders
-            )  # fmt: skip
+                [shipment.with_results(here), *elsewhere],
+                must_return=True,
+                scratch=shipment.folders,
+            )
             is_clean = True
             number = supervisor.stopped_by()
             if first is None and number is None:
                 # Before the keeper ends, which may remove the files.
                 shipment.take_back(range(workers))
-                returned = [results.load(supervisor.workers[rank].returned or {}) for rank in range(workers)]
+                returned = [
+                    results.load(supervisor.workers[rank].returned or {}) for rank in range(workers)
+                ]
             failure = _error(first, supervisor, output, grace) if first is not None else None
             if circle is not None:
                 _tell(circle, failure, number)
@@ -188,12 +220,21 @@ def _follow(follower: Follower, prepare: dict[str, Any], call: Any) -> list[Any]
 
 def _tell(circle: Circle, failure: BaseException | None, number: int | None) -> None:
     """Tell the other nodes' tasks how it ended."""
-    if isinstance(failure, SystemExit) and isinstance(failure.code, int) and failure.code - 128 in REQUESTS:
+    if (
+        isinstance(failure, SystemExit)
+        and isinstance(failure.code, int)
+        and failure.code - 128 in REQUESTS
+    ):
         circle.tell(signal=failure.code - 128)
     elif failure is not None:
         code = getattr(failure, "exit_code", 1)
         text = str(failure) or type(failure).__name__
-        circle.tell(failed=text, user=isinstance(failure, UserError), rank=getattr(failure, "rank", None), code=code)
+        circle.tell(
+            failed=text,
+            user=isinstance(failure, UserError),
+            rank=getattr(failure, "rank", None),
+            code=code,
+        )
     elif number is not None:
         circle.tell(signal=number)
     else:
@@ -203,6 +244,12 @@ def _tell(circle: Circle, failure: BaseException | None, number: int | None) -> 
 def _error(first: Worker, supervisor: Supervisor, output: Output, grace: float) -> Exception:
     if first.raised is not None and first.raised.get("user_error") is not None:
         return UserError(first.raised["user_error"])
-    text = describe(first, list(supervisor.workers.values()), output.log_path(first.rank), grace, with_traceback=True)
+    text = describe(
+        first,
+        list(supervisor.workers.values()),
+        output.log_path(first.rank),
+        grace,
+        with_traceback=True,
+    )
     rank = None if first.is_server else first.rank
     return WorkerError(text.removeprefix("allhands: "), rank=rank, exit_code=first.exit_code())

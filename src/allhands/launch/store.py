@@ -14,10 +14,10 @@ from allhands.launch import processes
 class StoreHost:
     """A child process with a `torch.distributed.TCPStore` on a listener that was opened before.
 
-    The listener is bound to a port that the kernel chose and stays open until the store takes it over, so no
-    other job can get that port in between, and workers may connect before the store is up: they wait in the
-    listener's queue. It lives in its own process because a worker that hosted it would take it along when it
-    ends first.
+    The listener is bound to a port that the kernel chose and stays open until the store takes it
+    over, so no other job can get that port in between, and workers may connect before the store is
+    up: they wait in the listener's queue. It lives in its own process because a worker that hosted
+    it would take it along when it ends first.
 
     Args:
         address: where it listens; "" is all addresses of this host.
@@ -36,8 +36,8 @@ class StoreHost:
     def start(self, private: Iterable[int]) -> None:
         """Fork the process that serves. Call it after the preload: torch is then imported already.
 
-        `private` are descriptors of the keeper; held open in this process they would hide their closing from
-        the launcher.
+        `private` are descriptors of the keeper; held open in this process they would hide their
+        closing from the launcher.
         """
         parent = os.getpid()
         descriptor = self._listener.detach()  # which would be closed in the child
@@ -49,7 +49,8 @@ class StoreHost:
             os.setsid()
             processes.die_with_parent(parent)
             signal.set_wakeup_fd(-1)
-            # A scheduler that signals every process of the job must not take away the store while the workers still save.
+            # A scheduler that signals every process of the job must not take away the store while
+            # the workers still save.
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
                 signal.signal(number, signal.SIG_IGN)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

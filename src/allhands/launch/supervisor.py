@@ -1,5 +1,5 @@
-"""Drives the keepers of one job from the launcher: shows output, finds the first failure, stops the rest,
-tells why."""
+"""Drives the keepers of one job from the launcher: shows output, finds the first failure, stops the
+rest, tells why."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ class Supervisor:
         output: where lines go.
         grace: seconds from SIGTERM to SIGKILL for workers that are stopped.
         heartbeat_timeout: seconds without a heartbeat that count as a failure; 0 waits for ever.
-        host_timeout: seconds without a word from the keeper of another host that count as the loss of that host; its keeper
-            takes the launcher for lost after as many.
+        host_timeout: seconds without a word from the keeper of another host that count as the loss
+            of that host; its keeper takes the launcher for lost after as many.
         recovery: what is done about a failure instead of stopping all; None stops all.
         on_message: called with (rank, message) for what workers hand to `worker.send`.
-        asks_first: after Ctrl-C the workers get SIGINT, and `grace` seconds to hand back what they have, before they are stopped.
+        asks_first: after Ctrl-C the workers get SIGINT, and `grace` seconds to hand back what they
+            have, before they are stopped.
         on_loaded: called once every worker has read what was shipped to it.
         on_tick: called about twice a second while workers run and none is being stopped.
     """
@@ -57,7 +58,11 @@ class Supervisor:
         self.asks_first = asks_first
         self.keepers: list[KeeperHandle] = []
         self.output = output
-        self.grace, self.heartbeat_timeout, self.host_timeout = grace, heartbeat_timeout, host_timeout
+        self.grace, self.heartbeat_timeout, self.host_timeout = (
+            grace,
+            heartbeat_timeout,
+            host_timeout,
+        )
         self.on_message, self.on_loaded, self.on_tick = on_message, on_loaded, on_tick
         self.recovery = recovery or Recovery()
         self.workers: dict[int, Worker] = {}
@@ -68,7 +73,9 @@ class Supervisor:
         self._not_begun: set[int] = set()
         self._taken: set[int] = set()  # signals of `passed` that have reached a worker
         self.stopping_since: float | None = None
-        self._leave_by: float | None = None  # when the workers that have not stopped on request, as others have, are stopped
+        self._leave_by: float | None = (
+            None  # when the workers that have not stopped on request, as others have, are stopped
+        )
         self._killed = False
         self._not_loaded: set[int] = set()
         self._selector = selectors.DefaultSelector()
@@ -95,7 +102,8 @@ class Supervisor:
             self._selector.unregister(keeper.events)
 
     def prepare(self, address: str, **request: Any) -> None:
-        """Ask every keeper to set up its process and preload, and the first one to open the store at `address`.
+        """Ask every keeper to set up its process and preload, and the first one to open the store
+        at `address`.
 
         Returns at once; the keepers work on it meanwhile.
         """
@@ -117,8 +125,11 @@ class Supervisor:
         self.wait_for("ready", self.keepers)
         return int(self.wait_for("store", self.keepers[:1])[0]["port"])
 
-    def wait_for(self, kind: str, keepers: Sequence[KeeperHandle], timeout: float = START_TIMEOUT) -> list[dict[str, Any]]:
-        """Wait until each of `keepers` has answered with an event of this kind; their answers, which are taken away.
+    def wait_for(
+        self, kind: str, keepers: Sequence[KeeperHandle], timeout: float = START_TIMEOUT
+    ) -> list[dict[str, Any]]:
+        """Wait until each of `keepers` has answered with an event of this kind; their answers,
+        which are taken away.
 
         Raises:
             WorkerError: one of them ended, or did not answer within `timeout` seconds.
@@ -132,8 +143,14 @@ class Supervisor:
             late = time.monotonic() > deadline
             for keeper in keepers:
                 if kind not in keeper.answers and (keeper.lost or late):
-                    why = keeper.why_gone() if keeper.lost else f"it did not answer within {timeout:.0f} s"
-                    raise WorkerError(f"the keeper on {keeper.host} failed before any worker was started: {why}")
+                    why = (
+                        keeper.why_gone()
+                        if keeper.lost
+                        else f"it did not answer within {timeout:.0f} s"
+                    )
+                    raise WorkerError(
+                        f"the keeper on {keeper.host} failed before any worker was started: {why}"
+                    )
         return [keeper.answers.pop(kind) for keeper in keepers]
 
     def pause(self, seconds: float) -> None:
@@ -141,21 +158,27 @@ class Supervisor:
         self._wait(seconds)
 
     def run(
-        self, tasks: Sequence[Sequence[dict[str, Any]]], *, must_return: bool = False, scratch: Sequence[str] = ()
+        self,
+        tasks: Sequence[Sequence[dict[str, Any]]],
+        *,
+        must_return: bool = False,
+        scratch: Sequence[str] = (),
     ) -> Worker | None:
         """Start the tasks and see them through until no process of them is left.
 
         Args:
             tasks: one sequence for each keeper.
-            must_return: the workers' tasks are functions; one that ends without a result has failed.
+            must_return: the workers' tasks are functions; one that ends without a result has
+                failed.
             scratch: folders that the keepers remove if this process is killed before it can.
 
         Returns:
-            The worker that failed first; None when all went well, `interrupt` ended the job, or the others went on to their end.
+            The worker that failed first; None when all went well, `interrupt` ended the job, or the
+            others went on to their end.
 
         Raises:
-            BaseException: whatever is raised in the calling thread meanwhile, KeyboardInterrupt above all;
-                the workers are stopped first.
+            BaseException: whatever is raised in the calling thread meanwhile, KeyboardInterrupt
+                above all; the workers are stopped first.
         """
         self.begun = False
         self.workers, self.passed = {}, []
@@ -169,7 +192,9 @@ class Supervisor:
             keeper.ranks = [task["rank"] for task in chosen]
             keeper.idle = False
             for rank in keeper.ranks:
-                self.workers[rank] = Worker(rank, keeper.host, must_return=must_return and rank >= 0)
+                self.workers[rank] = Worker(
+                    rank, keeper.host, must_return=must_return and rank >= 0
+                )
                 self.output.place(rank, "" if keeper.local else keeper.host)
             self._not_loaded.update(rank for rank in keeper.ranks if rank >= 0)
             keeper.heard_at = time.monotonic()
@@ -193,24 +218,30 @@ class Supervisor:
         return self.first_failure()
 
     def first_failure(self) -> Worker | None:
-        """The worker that failed first by itself, and whose failure ends the job, as far as is known now."""
+        """The worker that failed first by itself, and whose failure ends the job, as far as is
+        known now."""
         failed = [(at, w.rank) for w in self.recovery.blamed() if (at := w.failed_at()) is not None]
         return self.workers[min(failed)[1]] if failed else None
 
     def interrupt(self, number: int) -> None:
-        """Stop the job because the launcher got a signal; the second one kills at once. Safe in a signal
-        handler."""
+        """Stop the job because the launcher got a signal; the second one kills at once. Safe in a
+        signal handler."""
         self.signals.append(number)
         self._wake_up()
 
     def pass_on(self, number: int) -> None:
-        """Give a signal to all workers and go on waiting; with SIGTERM they have `grace` seconds to end. Safe in a signal
-        handler.
+        """Give a signal to all workers and go on waiting; with SIGTERM they have `grace` seconds to
+        end. Safe in a signal handler.
 
-        A signal that comes before all workers run the user's code, or when they have ended or are being stopped, is kept
-        (`kept`). Before they do, it ends the job: nobody has anything to save yet.
+        A signal that comes before all workers run the user's code, or when they have ended or are
+        being stopped, is kept (`kept`). Before they do, it ends the job: nobody has anything to
+        save yet.
         """
-        can_take = self.begun and self.stopping_since is None and not all(keeper.idle for keeper in self.keepers)
+        can_take = (
+            self.begun
+            and self.stopping_since is None
+            and not all(keeper.idle for keeper in self.keepers)
+        )
         (self.passed if can_take else self.kept).append(number)
         self._wake_up()
 
@@ -221,7 +252,8 @@ class Supervisor:
         return bool(self.signals)
 
     def stopped_by(self) -> int | None:
-        """The signal that ended a job in which no worker failed; None when all workers just came to their end."""
+        """The signal that ended a job in which no worker failed; None when all workers just came to
+        their end."""
         if self.signals:
             return self.signals[0]
         asked = [
@@ -234,8 +266,8 @@ class Supervisor:
         return signal.SIGTERM if signal.SIGTERM in self.passed else None
 
     def stop(self, grace: float, but: int | None = None) -> None:
-        """SIGTERM to the workers, and SIGKILL after `grace` seconds. Rank `but` is left to end by itself
-        meanwhile."""
+        """SIGTERM to the workers, and SIGKILL after `grace` seconds. Rank `but` is left to end by
+        itself meanwhile."""
         now = time.monotonic()
         self.stopping_since = self.stopping_since or now
         for keeper in self.keepers:
@@ -263,10 +295,14 @@ class Supervisor:
             if self.stopping_since is None and not self.begun:
                 self.is_asked_to_end()
             while self.stopping_since is None and self.begun and self.kept:
-                self.passed.append(self.kept.pop(0))  # it came with the news that the last of them has begun
+                self.passed.append(
+                    self.kept.pop(0)
+                )  # it came with the news that the last of them has begun
             if len(self.signals) > heeded:
                 # Ctrl-C while the workers are already being stopped means: now.
-                self.stop(self.grace if self.stopping_since is None and len(self.signals) == 1 else 0.0)
+                self.stop(
+                    self.grace if self.stopping_since is None and len(self.signals) == 1 else 0.0
+                )
                 heeded = len(self.signals)
             for number in self.passed[passed:]:
                 passed += 1
@@ -299,12 +335,18 @@ class Supervisor:
     def _dismiss_servers(self) -> None:
         """Servers serve until the last worker has ended."""
         has_servers = any(worker.is_server for worker in self.workers.values())
-        if has_servers and all(self.recovery.is_over(worker) for worker in self.workers.values() if not worker.is_server):
+        if has_servers and all(
+            self.recovery.is_over(worker)
+            for worker in self.workers.values()
+            if not worker.is_server
+        ):
             self.stop(self.grace)
 
     def _some_do_not_follow(self) -> bool:
         """Whether workers still run `grace` seconds after the first one stopped on request."""
-        if self._leave_by is None and any(worker.stopped_after() is not None for worker in self.workers.values()):
+        if self._leave_by is None and any(
+            worker.stopped_after() is not None for worker in self.workers.values()
+        ):
             self._leave_by = time.monotonic() + self.grace
         return self._leave_by is not None and time.monotonic() > self._leave_by
 
@@ -315,7 +357,8 @@ class Supervisor:
             pass
 
     def _ask_to_stop(self) -> None:
-        """After Ctrl-C, let the workers hand back what they have; a second one ends them at once."""
+        """After Ctrl-C, let the workers hand back what they have; a second one ends them at
+        once."""
         self.passed = [signal.SIGINT]
         self._leave_by = time.monotonic() + self.grace
         try:
@@ -324,7 +367,8 @@ class Supervisor:
             self.stop(0.0)
 
     def _abandon(self) -> None:
-        """Stop everything after an exception in the calling thread; a second Ctrl-C kills at once."""
+        """Stop everything after an exception in the calling thread; a second Ctrl-C kills at
+        once."""
         # Whatever raised may raise again, and nothing may stand in the way of the end.
         self.on_message = self.on_loaded = self.on_tick = None
         self.output.mute()
@@ -366,12 +410,16 @@ class Supervisor:
             if not keeper.idle and not keeper.lost and silent > longest:
                 what = "the keeper process"
                 if not keeper.local:
-                    what = f"host {keeper.host} (its network or the machine is down, or it was suspended)"
+                    what = (
+                        f"host {keeper.host} (its network or the machine is down, or it was "
+                        "suspended)"
+                    )
                 self._lose(keeper, f"no word from {what} for {silent:.0f} s")
                 keeper.kill()
 
     def _lose(self, keeper: KeeperHandle, why: str) -> None:
-        """Nothing more will come from a keeper. Its workers die with it; what they started is ended here."""
+        """Nothing more will come from a keeper. Its workers die with it; what they started is ended
+        here."""
         if not keeper.lost:
             keeper.lost = keeper.idle = True
             self._selector.unregister(keeper.events)
@@ -400,7 +448,9 @@ class Supervisor:
         elif kind == "passed":
             self._taken.add(event["number"])
         elif kind == "failed":
-            raise (UserError if event["op"] == "prepare" else WorkerError)(f"host {keeper.host}: {event['text']}")
+            raise (UserError if event["op"] == "prepare" else WorkerError)(
+                f"host {keeper.host}: {event['text']}"
+            )
         elif "rank" in event:
             self._hear_worker(self.workers[event["rank"]], kind, event, at)
 

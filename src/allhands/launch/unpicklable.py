@@ -15,12 +15,16 @@ _DEEPEST = 30
 _HARMLESS = (type(None), bool, int, float, complex, str, bytes)
 
 
-def name_arguments(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def name_arguments(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """The arguments under the names that `fn` gives them."""
     named: dict[str, Any] = {f"args[{index}]": value for index, value in enumerate(args)}
     try:
         names = [
-            p.name for p in inspect.signature(fn).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+            p.name
+            for p in inspect.signature(fn).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
     except (TypeError, ValueError):
         names = []
@@ -43,7 +47,8 @@ def explain(error: Exception, roots: Mapping[str, Any]) -> UserError:
             what = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
             inside = f" (in argument `{name}`)" if name not in (path, "fn") else ""
             return UserError(
-                f"`{path}`{inside} is a {what}, which cannot be sent to the workers: {cause}. Create it "
+                f"`{path}`{inside} is a {what}, which cannot be sent to the workers: {cause}. "
+                "Create it "
                 "inside the function that the workers run, build the data there with "
                 'datasets={"get_datasets_fn": ...}, '
                 "or leave it out in its owner's __getstate__()"
@@ -101,7 +106,8 @@ def _parts_of_function(path: str, function: types.FunctionType) -> Iterator[tupl
 
 
 def global_names(code: types.CodeType) -> Iterator[str]:
-    """The names that a function's code, or a function within it, may look up outside; attributes' names are among them."""
+    """The names that a function's code, or a function within it, may look up outside; attributes'
+    names are among them."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

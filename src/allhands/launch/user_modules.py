@@ -1,9 +1,12 @@
-"""Attributes of the user's own modules that differ from a fresh import: workers import a module anew, and then get these.
+"""Attributes of the user's own modules that differ from a fresh import: workers import a module
+anew, and then get these.
 
-A fresh import cannot be made in the caller, where it would have effects. What a module's source says of an attribute is
-compared with what the attribute is: an attribute that it does not mention was set later, a literal can be compared, and what
-is built from literals and classes alone is the same in every process. What it computes otherwise, as from variables of the
-environment that differ between ranks, stays as each worker computes it.
+A fresh import cannot be made in the caller, where it would have effects. What a module's source
+says of an attribute is
+compared with what the attribute is: an attribute that it does not mention was set later, a literal
+can be compared, and what
+is built from literals and classes alone is the same in every process. What it computes otherwise,
+as from variables of the environment that differ between ranks, stays as each worker computes it.
 """
 
 from __future__ import annotations
@@ -26,18 +29,31 @@ from allhands.launch.ship import can_pickle
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _OPERATORS = (ast.operator, ast.unaryop, ast.boolop, ast.expr_context, ast.keyword)
-_LITERAL = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.Tuple, ast.List, ast.Dict, ast.Set, *_OPERATORS)
+_LITERAL = (
+    ast.Constant,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Tuple,
+    ast.List,
+    ast.Dict,
+    ast.Set,
+    *_OPERATORS,
+)
 _BUILT = (*_LITERAL, ast.Name, ast.Attribute, ast.Call)
-# Functions of these, of the same name in the second, give the same tensors and arrays in every process.
-_MAKERS = {"torch": {"tensor", "zeros", "ones", "full", "arange", "linspace", "eye"},
-           "numpy": {"array", "zeros", "ones", "full", "arange", "linspace", "eye"}}  # fmt: skip
+# Functions of these, of the same name in the second, give the same tensors and arrays in every
+# process.
+_MAKERS = {
+    "torch": {"tensor", "zeros", "ones", "full", "arange", "linspace", "eye"},
+    "numpy": {"array", "zeros", "ones", "full", "arange", "linspace", "eye"},
+}
 
 # Attributes by module: values that need no module of the user's, and others.
 Changes = dict[str, dict[str, Any]]
 
 
 def changed() -> tuple[Changes, Changes]:
-    """What differs from a fresh import, in the modules of the user that are imported here: plain values, and objects."""
+    """What differs from a fresh import, in the modules of the user that are imported here: plain
+    values, and objects."""
     plain: Changes = {}
     objects: Changes = {}
     for module in _own_modules():
@@ -45,7 +61,11 @@ def changed() -> tuple[Changes, Changes]:
         if said is None:
             continue
         for name, value in list(vars(module).items()):
-            if name.startswith("__") or isinstance(value, types.ModuleType) or not _differs(module, name, value, said):
+            if (
+                name.startswith("__")
+                or isinstance(value, types.ModuleType)
+                or not _differs(module, name, value, said)
+            ):
                 continue
             if _is_plain(value):
                 plain.setdefault(module.__name__, {})[name] = value
@@ -57,18 +77,28 @@ def changed() -> tuple[Changes, Changes]:
 @functools.cache
 def _not_the_users() -> tuple[str, ...]:
     folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders += [*site.getsitepackages(), site.getusersitepackages(), sys.prefix + "/lib", str(Path(__file__).parents[1])]
+    folders += [
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        sys.prefix + "/lib",
+        str(Path(__file__).parents[1]),
+    ]
     return tuple(str(Path(folder).resolve()) + "/" for folder in folders)
 
 
 def _own_modules() -> Iterator[types.ModuleType]:
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if type(module) is not types.ModuleType or not isinstance(file, str) or name != module.__name__:
+        if (
+            type(module) is not types.ModuleType
+            or not isinstance(file, str)
+            or name != module.__name__
+        ):
             continue
         if name in ("__main__", "__mp_main__") or not _is_the_users(file):
             continue
-        # What a library writes and imports itself, such as the kernels of PyTorch's compiler, is named as a part of it.
+        # What a library writes and imports itself, such as the kernels of PyTorch's compiler, is
+        # named as a part of it.
         top = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None)
         if top is None or _is_the_users(top):
             yield module
@@ -110,7 +140,9 @@ def _given(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST | None]]:
                 if isinstance(target, ast.Name):
                     yield target.id, statement.value
                 else:
-                    yield from ((node.id, None) for node in ast.walk(target) if isinstance(node, ast.Name))
+                    yield from (
+                        (node.id, None) for node in ast.walk(target) if isinstance(node, ast.Name)
+                    )
         else:
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Store, ast.Del)):
@@ -118,10 +150,14 @@ def _given(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST | None]]:
                 elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                     yield node.name, None
                 elif isinstance(node, (ast.Import, ast.ImportFrom)):
-                    yield from ((alias.asname or alias.name.partition(".")[0], None) for alias in node.names)
+                    yield from (
+                        (alias.asname or alias.name.partition(".")[0], None) for alias in node.names
+                    )
 
 
-def _differs(module: types.ModuleType, name: str, value: Any, said: Mapping[str, ast.AST | None]) -> bool:
+def _differs(
+    module: types.ModuleType, name: str, value: Any, said: Mapping[str, ast.AST | None]
+) -> bool:
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         return value.__module__ == "__main__"  # put there by the script
     if name not in said:
@@ -130,12 +166,19 @@ def _differs(module: types.ModuleType, name: str, value: Any, said: Mapping[str,
     if isinstance(node, ast.ImportFrom):
         origin = vars(module).get("__package__") if node.level else ""
         source = sys.modules.get(".".join(filter(None, [origin, node.module])))
-        return node.level <= 1 and source is not None and vars(source).get(_original(node, name), value) is not value
+        return (
+            node.level <= 1
+            and source is not None
+            and vars(source).get(_original(node, name), value) is not value
+        )
     if not isinstance(node, ast.expr):
         return False
     if all(isinstance(part, _LITERAL) for part in ast.walk(node)):
         with contextlib.suppress(Exception):
-            return not _equal(value, eval(compile(ast.Expression(node), "<literal>", "eval"), {"__builtins__": {}}))
+            return not _equal(
+                value,
+                eval(compile(ast.Expression(node), "<literal>", "eval"), {"__builtins__": {}}),
+            )
     return _is_built(node, vars(module), said)
 
 
@@ -147,13 +190,17 @@ def _equal(value: Any, other: Any) -> bool:
     if type(value) is not type(other):
         return False
     if isinstance(value, dict):
-        return list(value) == list(other) and all(_equal(item, other[key]) for key, item in value.items())
+        return list(value) == list(other) and all(
+            _equal(item, other[key]) for key, item in value.items()
+        )
     if isinstance(value, (list, tuple)):
         return len(value) == len(other) and all(map(_equal, value, other))
     return bool(value == other)
 
 
-def _is_built(node: ast.AST, names: Mapping[str, Any], said: Mapping[str, ast.AST | None], depth: int = 0) -> bool:
+def _is_built(
+    node: ast.AST, names: Mapping[str, Any], said: Mapping[str, ast.AST | None], depth: int = 0
+) -> bool:
     """Whether an expression is made of literals, classes, and names of which that holds."""
     for part in ast.walk(node):
         if not isinstance(part, _BUILT):
@@ -163,9 +210,15 @@ def _is_built(node: ast.AST, names: Mapping[str, Any], said: Mapping[str, ast.AS
         if isinstance(part, ast.Name):
             value, origin = names.get(part.id, getattr(builtins, part.id, None)), said.get(part.id)
             known = isinstance(value, (type, types.ModuleType)) or callable(value)
-            if not known and not (isinstance(origin, ast.expr) and depth < 9 and _is_built(origin, names, said, depth + 1)):
+            if not known and not (
+                isinstance(origin, ast.expr)
+                and depth < 9
+                and _is_built(origin, names, said, depth + 1)
+            ):
                 return False
-        if isinstance(part, ast.Attribute) and ast.unparse(part).startswith(("os.", "sys.", "torch.distributed")):
+        if isinstance(part, ast.Attribute) and ast.unparse(part).startswith(
+            ("os.", "sys.", "torch.distributed")
+        ):
             return False
     return True
 
@@ -198,7 +251,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def put(changes: Changes) -> None:
-    """Set attributes of the user's modules: at once where they are imported, and else when they are."""
+    """Set attributes of the user's modules: at once where they are imported, and else when they
+    are."""
     for name, values in changes.items():
         if name in sys.modules:
             vars(sys.modules[name]).update(values)

@@ -1,7 +1,10 @@
-"""Keepers that wait for the next call: with ALLHANDS_KEEPER_IDLE=60, a `spawn` within a minute of the last one starts at once.
+"""Keepers that wait for the next call: with ALLHANDS_KEEPER_IDLE=60, a `spawn` within a minute of
+the last one starts at once.
 
-Most of the time in which workers start goes into importing torch. A keeper whose round is over has done that already, and is
-otherwise as clean as a new one: user code runs only in the workers that it forks. It is used again by the same process with the
+Most of the time in which workers start goes into importing torch. A keeper whose round is over has
+done that already, and is
+otherwise as clean as a new one: user code runs only in the workers that it forks. It is used again
+by the same process with the
 same variables, and ends by itself when it is not, and with the process that started it.
 """
 
@@ -70,7 +73,9 @@ def kept(seconds: float) -> Iterator[None]:
             end_all()
 
 
-def take(env: Mapping[str, str | None] | None, threads: int | None, workers: int) -> tuple[KeeperHandle, Key]:
+def take(
+    env: Mapping[str, str | None] | None, threads: int | None, workers: int
+) -> tuple[KeeperHandle, Key]:
     """A keeper on this machine, one that waits if there is a fitting one.
 
     Args:
@@ -81,17 +86,26 @@ def take(env: Mapping[str, str | None] | None, threads: int | None, workers: int
     Raises:
         UserError: ALLHANDS_KEEPER_IDLE is no number of seconds.
     """
-    variables = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
-    # With threads, or OMP_NUM_THREADS, it does not matter how many workers the cores are divided among.
+    variables = {
+        name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None
+    }
+    # With threads, or OMP_NUM_THREADS, it does not matter how many workers the cores are divided
+    # among.
     shared = workers if threads is None and "OMP_NUM_THREADS" not in variables else None
     key = Key(
-        os.getpid(), threads, shared, frozenset((name, value) for name, value in variables.items() if name not in _CHANGING)
+        os.getpid(),
+        threads,
+        shared,
+        frozenset((name, value) for name, value in variables.items() if name not in _CHANGING),
     )
     if idle_seconds():
         with _lock:
             keeper, since = _waiting.pop(key, (None, 0.0))
         if keeper is not None:
-            if keeper.process.poll() is None and time.monotonic() < since + idle_seconds() - _MARGIN:
+            if (
+                keeper.process.poll() is None
+                and time.monotonic() < since + idle_seconds() - _MARGIN
+            ):
                 keeper.ready = None
                 return keeper, key
             keeper.close()
@@ -104,7 +118,8 @@ def changed() -> dict[str, str | None]:
 
 
 def put_back(keeper: KeeperHandle, key: Key) -> bool:
-    """Let a keeper whose round is over wait for the next call; False when it cannot, and is to be ended."""
+    """Let a keeper whose round is over wait for the next call; False when it cannot, and is to be
+    ended."""
     if not idle_seconds() or not keeper.idle or keeper.lost or keeper.process.poll() is not None:
         return False
     with _lock:

@@ -1,11 +1,14 @@
-"""What happens in a worker between its fork from the keeper and the user's first line, and after the last
-one.
+"""What happens in a worker between its fork from the keeper and the user's first line, and after
+the last one.
 
-A script must not be able to tell that it runs in a process that was forked with torch imported instead of one
-that `python script.py` started: `__main__`, `sys.argv`, `sys.path`, signals, exit codes and teardown are
-Python's own. The worker also tells the keeper what only it can know: that it is alive (once a second), and
-which exception ended it, at the moment it is raised. The teardown of an interpreter can take seconds, and the
-other workers fail meanwhile; without the time of the raise, the wrong one would be named as the first.
+A script must not be able to tell that it runs in a process that was forked with torch imported
+instead of one
+that `python script.py` started: `__main__`, `sys.argv`, `sys.path`, signals, exit codes and
+teardown are
+Python's own. The worker also tells the keeper what only it can know: that it is alive (once a
+second), and which exception ended it, at the moment it is raised. The teardown of an interpreter
+can take seconds, and the other workers fail meanwhile; without the time of the raise, the wrong one
+would be named as the first.
 """
 
 from __future__ import annotations
@@ -59,15 +62,18 @@ exit_code: int | None = None
 
 
 def active() -> bool:
-    """Whether this process is a worker of the allhands launcher (and not a child that a worker started)."""
+    """Whether this process is a worker of the allhands launcher (and not a child that a worker
+    started)."""
     return _link is not None and _link.pid == os.getpid()
 
 
 def send(message: dict[str, Any]) -> bool:
-    """Hand a message to the process that started the workers, which sees it in `on_message(rank, message)`.
+    """Hand a message to the process that started the workers, which sees it in `on_message(rank,
+    message)`.
 
     Returns:
-        False when nobody listens: the process was not started by the allhands launcher, or the launcher is
+        False when nobody listens: the process was not started by the allhands launcher, or the
+            launcher is
         gone.
 
     Raises:
@@ -79,12 +85,15 @@ def send(message: dict[str, Any]) -> bool:
 
 
 def fail(message: str) -> NoReturn:
-    """End this process at once with exit code 1, from any thread or a signal handler, when its main thread cannot go on.
+    """End this process at once with exit code 1, from any thread or a signal handler, when its main
+    thread cannot go on.
 
-    In a worker of the allhands launcher this counts as a `WorldError` that the worker raised, with the place of the main
-    thread as its traceback: `spawn` raises `WorkerError` with it, `allhands launch` reports it as the cause. Elsewhere the
-    message is printed to stderr. Exit handlers do not run, because the main thread may hold what they wait for; output that
-    Python still buffers is written.
+    In a worker of the allhands launcher this counts as a `WorldError` that the worker raised, with
+    the place of the main
+    thread as its traceback: `spawn` raises `WorkerError` with it, `allhands launch` reports it as
+    the cause. Elsewhere the
+    message is printed to stderr. Exit handlers do not run, because the main thread may hold what
+    they wait for; output that Python still buffers is written.
 
     Args:
         message: one line.
@@ -94,8 +103,13 @@ def fail(message: str) -> NoReturn:
     at = time.monotonic()
     raised = _describe(WorldError(message))
     raised["traceback"] = _stack_of_main_thread() + raised["traceback"]
-    # The main thread may be in the middle of a report, with a signal handler on top of it that waits here.
-    if _link is None or not active() or not _link.send({"raised": raised, "at": at}, longest_wait=2.0):
+    # The main thread may be in the middle of a report, with a signal handler on top of it that
+    # waits here.
+    if (
+        _link is None
+        or not active()
+        or not _link.send({"raised": raised, "at": at}, longest_wait=2.0)
+    ):
         with contextlib.suppress(Exception):
             os.write(2, f"allhands: {message}\n".encode("utf-8", "backslashreplace"))
     # The main thread may hold the lock of a stream that nobody reads.
@@ -107,8 +121,14 @@ def fail(message: str) -> NoReturn:
 
 def _stack_of_main_thread() -> str:
     frames = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
-    ours = [index for index, frame in enumerate(frames) if frame.filename == __file__ and frame.name.startswith("_run_")]
-    return "The main thread was here:\n" + "".join(traceback.format_list(frames[ours[-1] + 1 if ours else 0 :]))
+    ours = [
+        index
+        for index, frame in enumerate(frames)
+        if frame.filename == __file__ and frame.name.startswith("_run_")
+    ]
+    return "The main thread was here:\n" + "".join(
+        traceback.format_list(frames[ours[-1] + 1 if ours else 0 :])
+    )
 
 
 def _flush() -> None:
@@ -122,10 +142,13 @@ def _report(message: dict[str, Any]) -> None:
         _link.send(message)
 
 
-def enter(task: dict[str, Any], parent: int, streams: Sequence[int], private: Iterable[int]) -> None:
+def enter(
+    task: dict[str, Any], parent: int, streams: Sequence[int], private: Iterable[int]
+) -> None:
     """Turn a fresh fork of the keeper into the worker of `task`; does not return for a program.
 
-    `streams` are the writing ends for stdout, stderr and reports; `private` are descriptors of the keeper.
+    `streams` are the writing ends for stdout, stderr and reports; `private` are descriptors of the
+    keeper.
     """
     global _link
     os.setsid()
@@ -161,13 +184,18 @@ def _execute(argv: list[str]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.execvp(argv[0], argv)
     except OSError as error:
-        _report({"raised": {"text": f"cannot run {argv[0]!r}: {error.strerror}"}, "at": time.monotonic()})
+        _report(
+            {
+                "raised": {"text": f"cannot run {argv[0]!r}: {error.strerror}"},
+                "at": time.monotonic(),
+            }
+        )
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
 def run(task: dict[str, Any]) -> None:
-    """Run the user's code in this process and leave as Python would: call it last, from the bottom of the
-    stack.
+    """Run the user's code in this process and leave as Python would: call it last, from the bottom
+    of the stack.
 
     Raises:
         SystemExit: with the code of the user's program.
@@ -176,8 +204,8 @@ def run(task: dict[str, Any]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-    # numpy's global generator was seeded once, in the keeper; in processes of their own each would have its
-    # own seed.
+    # numpy's global generator was seeded once, in the keeper; in processes of their own each would
+    # have its own seed.
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
@@ -226,11 +254,12 @@ def _leaves_the_interpreter_up(task: dict[str, Any]) -> bool:
 
 
 def _end(code: int) -> NoReturn:
-    """End a worker whose task is over, as multiprocessing's children end: threads and exit handlers run, but the
-    interpreter is not taken down.
+    """End a worker whose task is over, as multiprocessing's children end: threads and exit handlers
+    run, but the interpreter is not taken down.
 
-    PyTorch's native threads sometimes abort a process that takes the interpreter down around them ("terminate called
-    without an active exception"), which would make a failure of a job that has succeeded.
+    PyTorch's native threads sometimes abort a process that takes the interpreter down around them
+    ("terminate called without an active exception"), which would make a failure of a job that has
+    succeeded.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -254,7 +283,11 @@ def _describe(error: BaseException) -> dict[str, Any]:
     from allhands.launch.frames import text_of
 
     kind = type(error)
-    name = kind.__qualname__ if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}.{kind.__qualname__}"
+    name = (
+        kind.__qualname__
+        if kind.__module__ in {"builtins", "__main__"}
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
     try:
         message = str(error)
     except Exception:
@@ -329,8 +362,8 @@ def _find(name: str) -> importlib.machinery.ModuleSpec | None:
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
-        # Only a missing parent package of `name` is our message; a missing import inside it is the user's
-        # traceback.
+        # Only a missing parent package of `name` is our message; a missing import inside it is the
+        # user's traceback.
         if error.name and (name == error.name or name.startswith(error.name + ".")):
             return None
         raise
@@ -356,8 +389,8 @@ def _run_function(task: dict[str, Any]) -> None:
 
     sys.path[:] = task["sys_path"]
     sys.argv = list(task["argv"])
-    # The caller's functions and classes arrive by value; its file is not run again, here or in children of
-    # this one.
+    # The caller's functions and classes arrive by value; its file is not run again, here or in
+    # children of this one.
     _main_module()
     handback.arrived = handback.Arrived(task["result"] + handback.SUFFIX)
     _, function, args, kwargs = ship.load(task["function"], handback.arrived.numbered)

@@ -1,7 +1,9 @@
-"""What all ranks decide together between two optimizer steps: to stop because of a signal, to save because time has passed.
+"""What all ranks decide together between two optimizer steps: to stop because of a signal, to save
+because time has passed.
 
-A signal reaches the ranks at different moments, and their clocks differ. A collective after every step would settle it and
-cost too much; so the ranks ask one another a few times a second, at steps that they have agreed on the time before.
+A signal reaches the ranks at different moments, and their clocks differ. A collective after every
+step would settle it and cost too much; so the ranks ask one another a few times a second, at steps
+that they have agreed on the time before.
 """
 
 from __future__ import annotations
@@ -48,7 +50,12 @@ class Agreement:
         signals: those that stop the training once all ranks know; empty for none.
     """
 
-    def __init__(self, world: World, save_seconds: float | None, signals: tuple[signal.Signals, ...] = SIGNALS) -> None:
+    def __init__(
+        self,
+        world: World,
+        save_seconds: float | None,
+        signals: tuple[signal.Signals, ...] = SIGNALS,
+    ) -> None:
         self.world = world
         self.save_seconds = save_seconds
         #: The optimizer step after which the next round is; compared with by the training loop.
@@ -78,7 +85,9 @@ class Agreement:
                 signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else handler)
         self._before = {}
         if self._pending not in (0, signal.SIGINT) and not self._heeded:
-            os.kill(os.getpid(), self._pending)  # came after the last round: it does what it does without us
+            os.kill(
+                os.getpid(), self._pending
+            )  # came after the last round: it does what it does without us
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self._pending = self._pending or number
@@ -114,14 +123,19 @@ class Agreement:
             return pending, due, interval
         calls.note("agreeing whether to go on")
         first = self.world.rank == 0
-        said = torch.tensor([pending, first and due, interval if first else 0], dtype=torch.int64, device=self.world.device)
+        said = torch.tensor(
+            [pending, first and due, interval if first else 0],
+            dtype=torch.int64,
+            device=self.world.device,
+        )
         dist.all_reduce(said, dist.ReduceOp.MAX)
         pending, save, interval = said.tolist()
         return pending, bool(save), interval
 
 
 def requeue_if_asked(world: World, say: Callable[[str], None]) -> None:
-    """Once a signal has ended a training and all is saved: put its Slurm job back into the queue when ALLHANDS_REQUEUE=1."""
+    """Once a signal has ended a training and all is saved: put its Slurm job back into the queue
+    when ALLHANDS_REQUEUE=1."""
     if world.rank != 0 or not slurm.wants_requeue(os.environ):
         return
     # Said first: once Slurm ends the job, what is printed may not arrive.

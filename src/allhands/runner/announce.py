@@ -13,23 +13,30 @@ if TYPE_CHECKING:
 
 
 def announce(training: Training, schedule_note: str) -> None:
-    """Say who trains, on how much, in what steps, with which seed; `schedule_note` goes behind the schedule, if not empty."""
+    """Say who trains, on how much, in what steps, with which seed; `schedule_note` goes behind the
+    schedule, if not empty."""
     world, feed, settings = training.world, training.trained[0], training.settings
     where = f"{world.world_size} worker{'s' if world.world_size > 1 else ''} on {world.device.type}"
     if world.world_size > 1:
         where += f", {world.backend}"
-    samples = f"{feed.num_samples:,} samples" if feed.num_samples is not None else "a stream of samples"
+    samples = (
+        f"{feed.num_samples:,} samples" if feed.num_samples is not None else "a stream of samples"
+    )
     number = feed.num_steps if training.passes is None else settings.steps_per_epoch
     steps = f", {number} steps an epoch" if number is not None else ""
     strategy, layout = settings.strategy.in_words(), settings.strategy.layout(world)
     if feed.global_batch:
-        parts = f"{feed.batch_size} a {'share' if layout else 'worker'} x {settings.strategy.shares(world.world_size)}"
+        parts = (
+            f"{feed.batch_size} a {'share' if layout else 'worker'} x "
+            f"{settings.strategy.shares(world.world_size)}"
+        )
         parts += f" x {settings.accumulate} accumulated" if settings.accumulate > 1 else ""
         batch = f"global batch {feed.global_batch} ({parts})"
     else:
         batch = "batches made by the batch sampler"
     training.reporter.line(
-        f"allhands: {strategy}{f' ({layout})' if layout else ''}, {where}; {batch}; {samples}{steps}, {feed.kind}; "
+        f"allhands: {strategy}{f' ({layout})' if layout else ''}, {where}; {batch}; "
+        f"{samples}{steps}, {feed.kind}; "
         f"seed {settings.seed}"
     )
     for note in settings.strategy.notes():
@@ -39,18 +46,30 @@ def announce(training: Training, schedule_note: str) -> None:
     if schedule_note:
         training.reporter.line(schedule_note)
     if settings.logdir is None and slurm.wants_requeue(os.environ):
-        training.reporter.line(f"note: {slurm.REQUEUE_VARIABLE}=1 has no effect here: without a logdir nothing is saved")
+        training.reporter.line(
+            f"note: {slurm.REQUEUE_VARIABLE}=1 has no effect here: without a logdir nothing is "
+            "saved"
+        )
 
 
 def report_epoch(
-    reporter: Reporter, what: str, place: str, values: dict[str, dict[str, float]], rate: float, seconds: float, improved: bool
+    reporter: Reporter,
+    what: str,
+    place: str,
+    values: dict[str, dict[str, float]],
+    rate: float,
+    seconds: float,
+    improved: bool,
 ) -> None:
-    """The row of the epoch (or whatever `what` calls it) that has just ended; `place` is its number among all."""
+    """The row of the epoch (or whatever `what` calls it) that has just ended; `place` is its number
+    among all."""
     header, cells = [what], [place]
     for loader, metrics in values.items():
         for name, value in metrics.items():
             header.append(f"{loader} {name}")
-            cells.append(f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.2e}")
+            cells.append(
+                f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.2e}"
+            )
     header += ["lr", "seconds", "best"]
     cells += [f"{rate:.3g}", f"{seconds:.2f}", "*" if improved else ""]
     reporter.row(header, cells)

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 class Callback:
     """Override what you need; every hook runs on every rank, at the same points.
 
-    `training` shows ``epoch`` (finished epochs), ``step`` (optimizer steps so far), ``num_epochs``, ``model`` (unwrapped),
-    ``optimizer``, ``world``, ``history``, and ``stop(reason)``, which ends the training after the current epoch.
-    ``gather(value)`` gives every rank's value.
+    `training` shows ``epoch`` (finished epochs), ``step`` (optimizer steps so far), ``num_epochs``,
+    ``model`` (unwrapped), ``optimizer``, ``world``, ``history``, and ``stop(reason)``, which ends
+    the training after the current epoch. ``gather(value)`` gives every rank's value.
 
-    Where workers were started, each has a copy of the callbacks. Afterwards the attributes of rank 0's are in yours, and so is
-    what its hooks changed in lists, dicts and names of your script.
+    Where workers were started, each has a copy of the callbacks. Afterwards the attributes of rank
+    0's are in yours, and so is what its hooks changed in lists, dicts and names of your script.
     """
 
     def on_train_start(self, training: Training) -> None:
@@ -33,15 +33,18 @@ class Callback:
         """After an optimizer step."""
 
     def on_evaluate_start(self, training: Training) -> None:
-        """Before the loaders of an epoch that are not trained on are evaluated, where there are any.
+        """Before the loaders of an epoch that are not trained on are evaluated, where there are
+        any.
 
-        Weights that are swapped in here (a moving average) are what is evaluated. Write them by ``parameter.data.copy_(…)``, and
-        put the training's own ones back in `on_evaluate_end`: checkpoints, and the weights of the best epoch, hold those. A
-        checkpoint that is due in the middle of an evaluation is saved between the two.
+        Weights that are swapped in here (a moving average) are what is evaluated. Write them by
+        ``parameter.data.copy_(…)``, and put the training's own ones back in `on_evaluate_end`:
+        checkpoints, and the weights of the best epoch, hold those. A checkpoint that is due in the
+        middle of an evaluation is saved between the two.
         """
 
     def on_evaluate_end(self, training: Training) -> None:
-        """After the evaluation of an epoch, and before a checkpoint that is saved in the middle of it."""
+        """After the evaluation of an epoch, and before a checkpoint that is saved in the middle of
+        it."""
 
     def on_epoch_end(self, training: Training) -> None:
         """After an epoch's training and evaluation, before its checkpoint is written."""
@@ -68,10 +71,18 @@ class EarlyStopping(Callback):
         loader: the loader whose metric is watched; None takes the validation loader.
     """
 
-    def __init__(self, patience: int, metric: str = "loss", minimize: bool = True, min_delta: float = 0.0,
-                 loader: str | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        patience: int,
+        metric: str = "loss",
+        minimize: bool = True,
+        min_delta: float = 0.0,
+        loader: str | None = None,
+    ) -> None:
         if patience < 1:
-            raise UserError(f"EarlyStopping(patience={patience}): patience must be at least 1 epoch")
+            raise UserError(
+                f"EarlyStopping(patience={patience}): patience must be at least 1 epoch"
+            )
         self.patience = patience
         self.metric = metric
         self.minimize = minimize
@@ -85,12 +96,14 @@ class EarlyStopping(Callback):
         measured = training.history.get(loader, {})
         if self.metric not in measured:
             raise UserError(
-                f"EarlyStopping(metric={self.metric!r}): loader '{loader}' measures {', '.join(measured) or 'nothing'}; "
+                f"EarlyStopping(metric={self.metric!r}): loader '{loader}' measures "
+                f"{', '.join(measured) or 'nothing'}; "
                 "write one of these"
             )
         value = measured[self.metric][-1]
         better = not math.isnan(value) and (
-            self.best is None or (self.best - value if self.minimize else value - self.best) > self.min_delta
+            self.best is None
+            or (self.best - value if self.minimize else value - self.best) > self.min_delta
         )
         if better:
             self.best, self.waited = value, 0
@@ -112,12 +125,14 @@ def overridden(callbacks: list[Callback], hook: str) -> list[Callback]:
 
 
 def is_overridden(callback: Callback, hook: str) -> bool:
-    """Whether a callback does something at `hook`: by its class, or by a function that was set on the object."""
+    """Whether a callback does something at `hook`: by its class, or by a function that was set on
+    the object."""
     return hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook)
 
 
 def run_hooks(callbacks: list[Callback], hook: str, training: Any) -> None:
-    """Call `hook` of those that override it; where it is, is told should this rank be waited for."""
+    """Call `hook` of those that override it; where it is, is told should this rank be waited
+    for."""
     for callback in overridden(callbacks, hook):
         before = hook_calls.enter(callback, hook)
         try:

@@ -16,17 +16,20 @@ if TYPE_CHECKING:
 
 
 def check_compiled(settings: TrainSettings, workers: int) -> None:
-    """Raise `UserError` for ``step="compile"`` with a strategy or model that it is not for, before any worker is started."""
+    """Raise `UserError` for ``step="compile"`` with a strategy or model that it is not for, before
+    any worker is started."""
     if settings.step != "compile":
         return
     if settings.strategy.compiled(workers) is None:
         raise UserError(
-            f"step='compile' is not for strategy '{settings.strategy.name}' with {workers} workers; write step='auto' (it is for "
+            f"step='compile' is not for strategy '{settings.strategy.name}' with {workers} "
+            "workers; write step='auto' (it is for "
             "single, ddp, kvstore, local_sgd and fsdp)"
         )
     if hasattr(settings.model, "_orig_mod"):
         raise UserError(
-            "step='compile': the model is one that torch.compile has given already; pass the model itself (model._orig_mod), "
+            "step='compile': the model is one that torch.compile has given already; pass the model "
+            "itself (model._orig_mod), "
             "with an optimizer over its parameters"
         )
 
@@ -41,7 +44,11 @@ def compiling(training: Training) -> AbstractContextManager[Any]:
         return nullcontext()
     by_layer = training.settings.strategy.compiled(training.world.world_size) == "layers"
     calls = [training.rules[feed.name].call for feed in training.trained]
-    losses = [call for call in calls if isinstance(call, nn.Module)]  # that of a language model is among its longest operations
+    losses = [
+        call for call in calls if isinstance(call, nn.Module)
+    ]  # that of a language model is among its longest operations
     compiled = Compiled(training.model, by_layer, training.world.device, losses)
-    training.reporter.line(f"step: {compiled.what} compiled, at the first step of each shape of a batch")
+    training.reporter.line(
+        f"step: {compiled.what} compiled, at the first step of each shape of a batch"
+    )
     return compiled

@@ -33,13 +33,19 @@ class Forward:
         runner: whose `handle_batch` it is.
         module: the model that is called.
         device: where the batch goes.
-        criterion: what the output and the target are for. One that compares them element by element gets the target in the
-            output's shape, see `fitting`.
+        criterion: what the output and the target are for. One that compares them element by element
+            gets the target in the output's shape, see `fitting`.
         say: is told once when that changes the target's shape.
     """
 
-    def __init__(self, runner: SupervisedRunner, module: nn.Module, device: torch.device, criterion: Any = None,
-                 say: Callable[[str], None] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        runner: SupervisedRunner,
+        module: nn.Module,
+        device: torch.device,
+        criterion: Any = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self.handle_batch = fitting(runner.handle_batch, criterion, say)
         self.target_of, self.rows_of = runner.target_of, runner.rows_of
         self.module = module
@@ -52,18 +58,26 @@ class Forward:
         return self.handle_batch(self.module, batch)
 
 
-def fitting(handle_batch: HandleBatch, criterion: Any, say: Callable[[str], None] | None = None) -> HandleBatch:
-    """`handle_batch` whose target has the output's shape, for a criterion that compares the two element by element.
+def fitting(
+    handle_batch: HandleBatch, criterion: Any, say: Callable[[str], None] | None = None
+) -> HandleBatch:
+    """`handle_batch` whose target has the output's shape, for a criterion that compares the two
+    element by element.
 
-    Only where a last dimension of size 1 tells them apart, ``[batch, 1]`` and ``[batch]``: what is meant is certain there, and
-    broadcasting would compare every output with every target. For other criteria it is `handle_batch` itself.
+    Only where a last dimension of size 1 tells them apart, ``[batch, 1]`` and ``[batch]``: what is
+    meant is certain there, and broadcasting would compare every output with every target. For other
+    criteria it is `handle_batch` itself.
 
     Args:
         handle_batch: ``(model, batch)`` to ``(output, target)``.
         criterion: what the two are for; None is no such criterion.
         say: is told once that the target is read in another shape.
     """
-    return _Fitting(handle_batch, say) if criterion is not None and LossRule(criterion).elementwise else handle_batch
+    return (
+        _Fitting(handle_batch, say)
+        if criterion is not None and LossRule(criterion).elementwise
+        else handle_batch
+    )
 
 
 class _Fitting:
@@ -76,20 +90,33 @@ class _Fitting:
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         output, target = self.handle_batch(model, batch)
-        if self._fits or not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
+        if (
+            self._fits
+            or not isinstance(output, torch.Tensor)
+            or not isinstance(target, torch.Tensor)
+        ):
             return output, target
         wanted, given = output.shape, target.shape
         if wanted == given or (wanted != (*given, 1) and given != (*wanted, 1)):
             self._fits = wanted == given
             return output, target
         if self.say is not None:
-            self.say(f"note: the target of shape {list(given)} is read in the output's shape, {list(wanted)}")
+            self.say(
+                f"note: the target of shape {list(given)} is read in the output's shape, "
+                f"{list(wanted)}"
+            )
             self.say = None
         return output, target.reshape(wanted)
 
 
-def try_on(runner: SupervisedRunner, feed: Feed, precision: Precision, device: torch.device, module: nn.Module,
-           pieces: int) -> None:  # fmt: skip
+def try_on(
+    runner: SupervisedRunner,
+    feed: Feed,
+    precision: Precision,
+    device: torch.device,
+    module: nn.Module,
+    pieces: int,
+) -> None:
     """Have the runner call a module on a micro-batch of a feed, of which `pieces` make a batch."""
     batch = feed.example(max(2, -(-(feed.batch_size or 32) // pieces)))  # BatchNorm needs two
     with precision.autocast():
@@ -97,7 +124,8 @@ def try_on(runner: SupervisedRunner, feed: Feed, precision: Precision, device: t
 
 
 def choose_valid_loader(feeds: Mapping[str, Feed], chosen: str | None) -> str:
-    """The loader whose metric decides: `chosen`, else "valid", else the first that is not trained on, else the trained one."""
+    """The loader whose metric decides: `chosen`, else "valid", else the first that is not trained
+    on, else the trained one."""
     trained = [name for name in feeds if name.startswith("train")]
     if not trained:
         raise UserError(f"no loader's name begins with 'train'; given are: {', '.join(feeds)}")
@@ -105,7 +133,9 @@ def choose_valid_loader(feeds: Mapping[str, Feed], chosen: str | None) -> str:
         others = [name for name in feeds if name not in trained]
         return "valid" if "valid" in feeds else others[0] if others else trained[0]
     if chosen not in feeds:
-        raise UserError(f"valid_loader={chosen!r} is not among the loaders; given are: {', '.join(feeds)}")
+        raise UserError(
+            f"valid_loader={chosen!r} is not among the loaders; given are: {', '.join(feeds)}"
+        )
     return chosen
 
 
@@ -115,25 +145,41 @@ def loss_rule(criterion: Any, feed: Feed, runner: SupervisedRunner, slices: Any 
     if feed.targets is not None and runner.takes_last_as_target:
         rule.use_samples_if_equal(feed.targets)
     if slices is not None:
-        rule.call, rule.mean_call = slices.loss_function(rule.call), slices.loss_function(rule.mean_call)
+        rule.call, rule.mean_call = (
+            slices.loss_function(rule.call),
+            slices.loss_function(rule.mean_call),
+        )
     return rule
 
 
 def check_over_batch(criterion: Any, strategy: Strategy, workers: int) -> None:
-    """Raise `UserError` for a loss of whole global batches (`OverBatch`) that cannot be computed with this strategy."""
+    """Raise `UserError` for a loss of whole global batches (`OverBatch`) that cannot be computed
+    with this strategy."""
     if isinstance(criterion, OverBatch) and (refused := strategy.over_batch_refused(workers)):
         raise UserError(f"criterion=OverBatch(…) with strategy '{strategy.name}': {refused}")
 
 
 def to_device(value: Any, device: torch.device) -> Any:
     """A batch with all its tensors on `device`."""
-    return map_tensors(value, lambda t: t if t.device == device else t.to(device, non_blocking=True))
+    return map_tensors(
+        value, lambda t: t if t.device == device else t.to(device, non_blocking=True)
+    )
 
 
-def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: Forward, rule: LossRule, metrics: LoaderMetrics,
-                  precision: Precision, reporter: Reporter, label: str,
-                  strategy: Strategy | None = None) -> dict[str, float]:  # fmt: skip
-    """The loss and the metrics of a loader, in evaluation mode and without gradients; the same on every rank.
+def evaluate_feed(
+    feed: Feed,
+    steps: Iterator[Any],
+    model: nn.Module,
+    forward: Forward,
+    rule: LossRule,
+    metrics: LoaderMetrics,
+    precision: Precision,
+    reporter: Reporter,
+    label: str,
+    strategy: Strategy | None = None,
+) -> dict[str, float]:
+    """The loss and the metrics of a loader, in evaluation mode and without gradients; the same on
+    every rank.
 
     `strategy` says which share of the samples this rank has; None is its own.
     """
@@ -143,7 +189,8 @@ def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: F
     pace, done, pairs = Pace(), 0, None
     if feed.own_collate:
         steps = CountedRows(feed, forward.rows_of)(steps)
-    # The bare model is called: gradients are not exchanged here, and ranks may have different numbers of batches.
+    # The bare model is called: gradients are not exchanged here, and ranks may have different
+    # numbers of batches.
     module, forward.module = forward.module, model
     try:
         with evaluation_mode(model), torch.no_grad(), precision.autocast():
@@ -160,7 +207,9 @@ def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: F
                     if done == 0:
                         rule.check_shapes(output, target)
                     if rule.counts_targets:
-                        counted = rule.count_targets([forward.target_of(to_device(batch, forward.device))])
+                        counted = rule.count_targets(
+                            [forward.target_of(to_device(batch, forward.device))]
+                        )
                         assert counted is not None
                         factor, counts_for = 1.0, counted[0]
                     else:
@@ -188,9 +237,16 @@ def evaluate_feed(feed: Feed, steps: Iterator[Any], model: nn.Module, forward: F
     return metrics.result()
 
 
-def _measure_whole(whole: WholeBatch, batches: Sequence[Any], counts: Sequence[int], forward: Forward, rule: LossRule,
-                   metrics: LoaderMetrics) -> None:  # fmt: skip
-    """Take in one global batch, of whose loss each micro-batch counts by its samples; all ranks call it together."""
+def _measure_whole(
+    whole: WholeBatch,
+    batches: Sequence[Any],
+    counts: Sequence[int],
+    forward: Forward,
+    rule: LossRule,
+    metrics: LoaderMetrics,
+) -> None:
+    """Take in one global batch, of whose loss each micro-batch counts by its samples; all ranks
+    call it together."""
     made = [(*forward(batch), count) for batch, count in zip(batches, counts, strict=True)]
     real = [(output, target, count) for output, target, count in made if count]
     gathered = whole([(output, target) for output, target, _ in real])
@@ -201,8 +257,14 @@ def _measure_whole(whole: WholeBatch, batches: Sequence[Any], counts: Sequence[i
             metrics.observe(output, target, loss, count, count)
 
 
-def predict_feed(feed: Feed, model: nn.Module, forward: Forward, precision: Precision, world: World,
-                 strategy: Strategy) -> Any:  # fmt: skip
+def predict_feed(
+    feed: Feed,
+    model: nn.Module,
+    forward: Forward,
+    precision: Precision,
+    world: World,
+    strategy: Strategy,
+) -> Any:
     """The model's output for every sample, in the order of the feed, on every rank, as CPU tensors.
 
     Raises:
@@ -210,7 +272,8 @@ def predict_feed(feed: Feed, model: nn.Module, forward: Forward, precision: Prec
     """
     if not feed.ordered:
         raise UserError(
-            f"predict gives one row a sample in the order of the stream, and that of loader '{feed.name}' is split by rank; "
+            "predict gives one row a sample in the order of the stream, and that of loader "
+            f"'{feed.name}' is split by rank; "
             "pass a stream that gives all samples on every rank"
         )
     steps = feed.epoch(0)
@@ -231,25 +294,40 @@ def predict_feed(feed: Feed, model: nn.Module, forward: Forward, precision: Prec
                     if slices is not None:
                         output = slices.full_output(output)
                     if not gives or not count:
-                        continue  # another rank has the same rows, or waits for this one in its own call
+                        # another rank has the same rows, or waits for this one in its own call
+                        continue
                     tree, leaves = _flatten(output)
                     for leaf in leaves:
                         if leaf.dim() == 0 or len(leaf) != count:
                             raise UserError(
-                                f"the model gave an output of shape {list(leaf.shape)} for a batch of {count} rows; predict "
+                                f"the model gave an output of shape {list(leaf.shape)} for a batch "
+                                f"of {count} rows; predict "
                                 "needs outputs whose first dimension is the batch"
                             )
-                    outputs.append([leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf for leaf in leaves])
+                    outputs.append(
+                        [
+                            leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf
+                            for leaf in leaves
+                        ]
+                    )
                 counts_by_step.append(sum(counts) if gives else 0)
     finally:
         strategy.evaluated()
     columns = [torch.cat(column) for column in zip(*outputs, strict=True)]
     if world.world_size == 1 and outputs:
         return _rebuild(tree, iter([column.cpu() for column in columns]))
-    return _gather(columns, tree, counts_by_step, world, strategy.place(world)[0] if gives else None)
+    return _gather(
+        columns, tree, counts_by_step, world, strategy.place(world)[0] if gives else None
+    )
 
 
-def _gather(columns: list[torch.Tensor], tree: Any, counts_by_step: list[int], world: World, share: int | None) -> Any:
+def _gather(
+    columns: list[torch.Tensor],
+    tree: Any,
+    counts_by_step: list[int],
+    world: World,
+    share: int | None,
+) -> Any:
     """The rows of all ranks; this one has those of `share`, or none."""
     # A rank that had no row does not know what the model gives.
     leaves = [[list(c.shape[1:]), str(c.dtype).removeprefix("torch.")] for c in columns]
@@ -257,17 +335,30 @@ def _gather(columns: list[torch.Tensor], tree: Any, counts_by_step: list[int], w
     said = [json.loads(text) for text in all_gather_text(json.dumps(described), world)]
     known = next((one for one in said if one["tree"] is not None), None)
     if known is None:
-        raise UserError("predict: the collate function has dropped every sample, so there is no row to give")
+        raise UserError(
+            "predict: the collate function has dropped every sample, so there is no row to give"
+        )
     if not columns:
-        columns = [torch.empty(0, *shape, dtype=getattr(torch, dtype), device=world.device) for shape, dtype in known["leaves"]]
-    steps = all_gather_rows(torch.tensor(counts_by_step, dtype=torch.int64, device=world.device), world)
-    givers = sorted((one["share"], rank) for rank, one in enumerate(said) if one["share"] is not None)
+        columns = [
+            torch.empty(0, *shape, dtype=getattr(torch, dtype), device=world.device)
+            for shape, dtype in known["leaves"]
+        ]
+    steps = all_gather_rows(
+        torch.tensor(counts_by_step, dtype=torch.int64, device=world.device), world
+    )
+    givers = sorted(
+        (one["share"], rank) for rank, one in enumerate(said) if one["share"] is not None
+    )
     gathered = []
     for column in columns:
         by_rank = [part.cpu() for part in all_gather_rows(column, world)]
         pieces = [part.split(counts.tolist()) for part, counts in zip(by_rank, steps, strict=True)]
         # Within a step the ranks hold contiguous shares, in the order of the shares.
-        gathered.append(torch.cat([pieces[rank][step] for step in range(len(counts_by_step)) for _, rank in givers]))
+        gathered.append(
+            torch.cat(
+                [pieces[rank][step] for step in range(len(counts_by_step)) for _, rank in givers]
+            )
+        )
     return _rebuild(known["tree"], iter(gathered))
 
 
@@ -279,12 +370,19 @@ def _flatten(output: Any) -> tuple[Any, list[torch.Tensor]]:
         if not all(isinstance(key, str) for key in output):
             raise UserError("predict: a dict that the model gives must have strings as keys")
         parts = [_flatten(value) for value in output.values()]
-        return ["dict", list(output), [tree for tree, _ in parts]], [leaf for _, leaves in parts for leaf in leaves]
+        return ["dict", list(output), [tree for tree, _ in parts]], [
+            leaf for _, leaves in parts for leaf in leaves
+        ]
     if isinstance(output, (list, tuple)):
         parts = [_flatten(value) for value in output]
         name = "tuple" if isinstance(output, tuple) else "list"
-        return [name, [], [tree for tree, _ in parts]], [leaf for _, leaves in parts for leaf in leaves]
-    raise UserError(f"the model gave a {type(output).__name__}; predict needs tensors, or tuples, lists or dicts of them")
+        return [name, [], [tree for tree, _ in parts]], [
+            leaf for _, leaves in parts for leaf in leaves
+        ]
+    raise UserError(
+        f"the model gave a {type(output).__name__}; predict needs tensors, or tuples, lists or "
+        "dicts of them"
+    )
 
 
 def _rebuild(tree: Any, leaves: Iterator[torch.Tensor]) -> Any:
@@ -292,4 +390,10 @@ def _rebuild(tree: Any, leaves: Iterator[torch.Tensor]) -> Any:
         return next(leaves)
     kind, keys, children = tree
     values = [_rebuild(child, leaves) for child in children]
-    return dict(zip(keys, values, strict=True)) if kind == "dict" else tuple(values) if kind == "tuple" else values
+    return (
+        dict(zip(keys, values, strict=True))
+        if kind == "dict"
+        else tuple(values)
+        if kind == "tuple"
+        else values
+    )

@@ -10,7 +10,8 @@ import torch
 
 
 def generator_states() -> dict[str, torch.Tensor]:
-    """torch (the processor's, and that of the current GPU once CUDA is in use), numpy and random."""
+    """torch (the processor's, and that of the current GPU once CUDA is in use), numpy and
+    random."""
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, following = random.getstate()
     states = {
@@ -18,7 +19,9 @@ def generator_states() -> dict[str, torch.Tensor]:
         "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
         "numpy-rest": torch.tensor([position, has_gauss, gauss], dtype=torch.float64),
         "random": torch.tensor(words, dtype=torch.int64),
-        "random-rest": torch.tensor([version, float("nan") if following is None else following], dtype=torch.float64),
+        "random-rest": torch.tensor(
+            [version, float("nan") if following is None else following], dtype=torch.float64
+        ),
     }
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -29,8 +32,16 @@ def set_generator_states(states: dict[str, torch.Tensor]) -> None:
     """Continue from what `generator_states` gave."""
     torch.set_rng_state(states["torch"])
     position, has_gauss, gauss = states["numpy-rest"].tolist()
-    np.random.set_state(("MT19937", states["numpy"].numpy().astype(np.uint32), int(position), int(has_gauss), gauss))
+    np.random.set_state(
+        ("MT19937", states["numpy"].numpy().astype(np.uint32), int(position), int(has_gauss), gauss)
+    )
     version, following = states["random-rest"].tolist()
-    random.setstate((int(version), tuple(states["random"].tolist()), None if math.isnan(following) else following))
+    random.setstate(
+        (
+            int(version),
+            tuple(states["random"].tolist()),
+            None if math.isnan(following) else following,
+        )
+    )
     if "cuda" in states and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(states["cuda"])

@@ -22,21 +22,29 @@ if TYPE_CHECKING:
 _DATA = (Dataset, DataLoader, Sampler)
 
 
-def send(runner: SupervisedRunner, settings: TrainSettings, world: World, reporter: Reporter) -> None:
-    """Hand back what this node's first worker has trained and collected; all ranks call it together."""
+def send(
+    runner: SupervisedRunner, settings: TrainSettings, world: World, reporter: Reporter
+) -> None:
+    """Hand back what this node's first worker has trained and collected; all ranks call it
+    together."""
     settings.strategy.collect()
     if world.local_rank != 0:
         return
     # The weights of a model on the meta device are in the checkpoints.
     left = (*_DATA, nn.Module, torch.optim.Optimizer) if is_meta(settings.model) else _DATA
     roots: dict[str, Any] = {
-        "model": settings.model, "optimizer": settings.optimizer, "scheduler": settings.scheduler,
-        "criterion": settings.criterion, "runner": runner,
-    }  # fmt: skip
+        "model": settings.model,
+        "optimizer": settings.optimizer,
+        "scheduler": settings.scheduler,
+        "criterion": settings.criterion,
+        "runner": runner,
+    }
     roots |= {f"callbacks[{index}]": callback for index, callback in enumerate(settings.callbacks)}
     lost = handback.write(roots, lambda value: isinstance(value, left))
     if lost:
-        reporter.line(f"note: not handed back, and as it was before the training: {'; '.join(lost)}")
+        reporter.line(
+            f"note: not handed back, and as it was before the training: {'; '.join(lost)}"
+        )
 
 
 def gather(value: Any, world: World) -> list[Any]:
@@ -48,7 +56,9 @@ def gather(value: Any, world: World) -> list[Any]:
     calls.note("gathering values of the ranks")
     file = io.BytesIO()
     results.save(value, file, "training.gather was given")
-    rows = all_gather_rows(torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(world.device), world)
+    rows = all_gather_rows(
+        torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(world.device), world
+    )
     return [results.read(io.BytesIO(row.cpu().numpy().tobytes())) for row in rows]
 
 

@@ -11,34 +11,83 @@ from typing import Any
 from allhands.errors import UserError, nearest
 from allhands.runner.callbacks import Callback, is_overridden
 
-# What other libraries (Catalyst, Lightning, Keras, transformers) call their hooks, and ours in their place: the first of
-# these that exists. The empty ones have none.
+# What other libraries (Catalyst, Lightning, Keras, transformers) call their hooks, and ours in
+# their place: the first of these that exists. The empty ones have none.
 _FOREIGN_HOOKS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("on_batch_end", "on_train_batch_end", "on_training_step_end", "on_optimizer_step"), ("on_step_end",)),
-    **dict.fromkeys(("on_batch_start", "on_batch_begin", "on_train_batch_start", "on_train_batch_begin", "on_step_start",
-                     "on_step_begin", "on_substep_end", "on_before_zero_grad", "on_before_backward", "on_after_backward",
-                     "on_before_optimizer_step", "on_pre_optimizer_step", "on_exception"), ()),
-    **dict.fromkeys(("on_stage_start", "on_experiment_start", "on_fit_start", "on_train_begin", "on_init_end"),
-                    ("on_train_start",)),
+    **dict.fromkeys(
+        ("on_batch_end", "on_train_batch_end", "on_training_step_end", "on_optimizer_step"),
+        ("on_step_end",),
+    ),
+    **dict.fromkeys(
+        (
+            "on_batch_start",
+            "on_batch_begin",
+            "on_train_batch_start",
+            "on_train_batch_begin",
+            "on_step_start",
+            "on_step_begin",
+            "on_substep_end",
+            "on_before_zero_grad",
+            "on_before_backward",
+            "on_after_backward",
+            "on_before_optimizer_step",
+            "on_pre_optimizer_step",
+            "on_exception",
+        ),
+        (),
+    ),
+    **dict.fromkeys(
+        ("on_stage_start", "on_experiment_start", "on_fit_start", "on_train_begin", "on_init_end"),
+        ("on_train_start",),
+    ),
     **dict.fromkeys(("on_stage_end", "on_experiment_end", "on_fit_end"), ("on_train_end",)),
-    **dict.fromkeys(("on_epoch_begin", "on_train_epoch_start", "on_loader_start"), ("on_epoch_start",)),
+    **dict.fromkeys(
+        ("on_epoch_begin", "on_train_epoch_start", "on_loader_start"), ("on_epoch_start",)
+    ),
     **dict.fromkeys(("on_train_epoch_end", "on_loader_end", "on_log"), ("on_epoch_end",)),
-    **dict.fromkeys(("on_validation_start", "on_validation_epoch_start", "on_test_begin", "on_eval_start", "on_evaluate_begin"),
-                    ("on_evaluate_start", "on_evaluation_start", "on_epoch_start")),
-    **dict.fromkeys(("on_validation_end", "on_validation_epoch_end", "on_test_end", "on_eval_end", "on_evaluate"),
-                    ("on_evaluate_end", "on_evaluation_end", "on_epoch_end")),
+    **dict.fromkeys(
+        (
+            "on_validation_start",
+            "on_validation_epoch_start",
+            "on_test_begin",
+            "on_eval_start",
+            "on_evaluate_begin",
+        ),
+        ("on_evaluate_start", "on_evaluation_start", "on_epoch_start"),
+    ),
+    **dict.fromkeys(
+        (
+            "on_validation_end",
+            "on_validation_epoch_end",
+            "on_test_end",
+            "on_eval_end",
+            "on_evaluate",
+        ),
+        ("on_evaluate_end", "on_evaluation_end", "on_epoch_end"),
+    ),
     "on_save_checkpoint": ("state_dict",),
     "on_save": ("state_dict",),
     "on_load_checkpoint": ("load_state_dict",),
-}  # fmt: skip
+}
 _HOOK_LIKE = re.compile(r"(on|before|after)(_|[A-Z])")
 _ALIKE = 0.84  # "epoch_end" is like "on_epoch_end"
 # Parameters with which Keras calls its hooks, where ours are given the training.
 _NOT_TRAINING = ("epoch", "batch", "logs", "step")
 
 _FOREIGN_RUNNER = {
-    **dict.fromkeys(("_handle_batch", "predict_batch", "forward", "training_step", "validation_step", "train_step", "test_step",
-                     "predict_step"), "handle_batch(self, model, batch)"),
+    **dict.fromkeys(
+        (
+            "_handle_batch",
+            "predict_batch",
+            "forward",
+            "training_step",
+            "validation_step",
+            "train_step",
+            "test_step",
+            "predict_step",
+        ),
+        "handle_batch(self, model, batch)",
+    ),
     **dict.fromkeys(("compute_loss", "get_criterion"), "train(criterion=…)"),
     **dict.fromkeys(("get_loaders", "train_dataloader", "val_dataloader"), "train(loaders=…)"),
     **dict.fromkeys(("get_optimizer", "configure_optimizers"), "train(optimizer=…, scheduler=…)"),
@@ -46,7 +95,7 @@ _FOREIGN_RUNNER = {
     **dict.fromkeys(("get_callbacks", "configure_callbacks"), "train(callbacks=[…])"),
     "get_model": "train(model=…)",
     "get_datasets": "train(datasets={…})",
-}  # fmt: skip
+}
 
 
 def hooks() -> list[str]:
@@ -55,7 +104,8 @@ def hooks() -> list[str]:
 
 
 def check_callback(callback: Callback) -> None:
-    """Raise `UserError` for a method that looks like a hook and is none, and for a hook that cannot be called as one."""
+    """Raise `UserError` for a method that looks like a hook and is none, and for a hook that cannot
+    be called as one."""
     known, kind = hooks(), type(callback).__name__
     for name, _ in _own_methods(callback, Callback):
         if hasattr(Callback, name):
@@ -69,21 +119,34 @@ def check_callback(callback: Callback) -> None:
             continue
         there = [hook for hook in meant or () if hasattr(Callback, hook)]
         if meant is None:
-            there = [hook for hook in [nearest(name, [*known, "state_dict", "load_state_dict"])] if hook]
-        what = f"write {_written(there[0])}" if there else f"there is no hook at that point; the hooks are {', '.join(known)}"
+            there = [
+                hook for hook in [nearest(name, [*known, "state_dict", "load_state_dict"])] if hook
+            ]
+        what = (
+            f"write {_written(there[0])}"
+            if there
+            else f"there is no hook at that point; the hooks are {', '.join(known)}"
+        )
         raise UserError(
-            f"{kind}.{name} looks like a hook, and is none that a training calls: {what}. A method of your own that only looks "
+            f"{kind}.{name} looks like a hook, and is none that a training calls: {what}. A method "
+            "of your own that only looks "
             f"like one is called by the class itself, or has another name, such as _{name}"
         )
     for name in known:
         if is_overridden(callback, name):
             _check_call(getattr(callback, name), f"{kind}.{name}", f"def {_written(name)}", (None,))
     _check_call(callback.state_dict, f"{kind}.state_dict", "def state_dict(self)", ())
-    _check_call(callback.load_state_dict, f"{kind}.load_state_dict", "def load_state_dict(self, state)", ({},))
+    _check_call(
+        callback.load_state_dict,
+        f"{kind}.load_state_dict",
+        "def load_state_dict(self, state)",
+        ({},),
+    )
 
 
 def check_runner(runner: Any, base: type) -> None:
-    """Raise `UserError` for a method of a subclass of `base` that looks like one to override and is none."""
+    """Raise `UserError` for a method of a subclass of `base` that looks like one to override and is
+    none."""
     kind, known = type(runner).__name__, ["handle_batch", "target_of", "rows_of"]
     for name, _ in _own_methods(runner, base):
         if hasattr(base, name):
@@ -92,27 +155,50 @@ def check_runner(runner: Any, base: type) -> None:
             instead = _FOREIGN_RUNNER[name]
             raise UserError(f"{kind}.{name} is never called; write {instead}")
         if _HOOK_LIKE.match(name):
-            near = [hook for hook in (*_FOREIGN_HOOKS.get(name, ()), nearest(name, hooks())) if hook and hasattr(Callback, hook)]
+            near = [
+                hook
+                for hook in (*_FOREIGN_HOOKS.get(name, ()), nearest(name, hooks()))
+                if hook and hasattr(Callback, hook)
+            ]
             hook = f", as {_written(near[0])}" if near else ""
-            raise UserError(f"{kind}.{name} is never called: hooks belong to an allhands.Callback{hook}; write callbacks=[…]")
+            raise UserError(
+                f"{kind}.{name} is never called: hooks belong to an allhands.Callback{hook}; write "
+                "callbacks=[…]"
+            )
         near_name = nearest(name, known, _ALIKE)
         if near_name is not None:
             raise UserError(f"{kind}.{name} is never called; did you mean {near_name}?")
-    _check_call(runner.handle_batch, f"{kind}.handle_batch", "def handle_batch(self, model, batch)", (None, None))
+    _check_call(
+        runner.handle_batch,
+        f"{kind}.handle_batch",
+        "def handle_batch(self, model, batch)",
+        (None, None),
+    )
     _check_call(runner.target_of, f"{kind}.target_of", "def target_of(self, batch)", (None,))
     _check_call(runner.rows_of, f"{kind}.rows_of", "def rows_of(self, batch)", (None,))
 
 
 def _written(name: str) -> str:
-    parameters = {"state_dict": "self", "load_state_dict": "self, state"}.get(name, "self, training")
+    parameters = {"state_dict": "self", "load_state_dict": "self, state"}.get(
+        name, "self, training"
+    )
     return f"{name}({parameters})"
 
 
 def _own_methods(value: Any, base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The functions of an object and of its classes below `base`, by name, but those that the classes themselves use."""
-    classes = [cls for cls in type(value).__mro__ if issubclass(cls, base) and not cls.__module__.startswith("allhands.")]
+    """The functions of an object and of its classes below `base`, by name, but those that the
+    classes themselves use."""
+    classes = [
+        cls
+        for cls in type(value).__mro__
+        if issubclass(cls, base) and not cls.__module__.startswith("allhands.")
+    ]
     # A class that is mixed in (a Keras callback that is one of ours too) is looked at with them.
-    classes += [cls for cls in type(value).__mro__ if not issubclass(cls, base) and cls not in (*base.__mro__, object)]
+    classes += [
+        cls
+        for cls in type(value).__mro__
+        if not issubclass(cls, base) and cls not in (*base.__mro__, object)
+    ]
     used: set[str] = set()
     found: dict[str, Callable[..., Any]] = {}
     for names in (vars(value), *map(vars, classes)):
@@ -124,7 +210,11 @@ def _own_methods(value: Any, base: type) -> Iterator[tuple[str, Callable[..., An
 
 def _functions(names: Mapping[str, Any]) -> Iterator[tuple[str, FunctionType]]:
     for name, member in names.items():
-        function = inspect.unwrap(getattr(member, "__func__", member)) if callable(getattr(member, "__func__", member)) else None
+        function = (
+            inspect.unwrap(getattr(member, "__func__", member))
+            if callable(getattr(member, "__func__", member))
+            else None
+        )
         if isinstance(function, FunctionType) and not name.startswith("__"):
             yield name, function
 
@@ -138,7 +228,10 @@ def _names_in(code: CodeType) -> set[str]:
 def _check_call(method: Any, name: str, written: str, arguments: tuple[Any, ...]) -> None:
     if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
         what = "a coroutine" if inspect.iscoroutinefunction(method) else "a generator"
-        raise UserError(f"{name} is {what}, of which a call runs nothing; write {written} without async or yield")
+        raise UserError(
+            f"{name} is {what}, of which a call runs nothing; write {written} without async or "
+            "yield"
+        )
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError):
@@ -146,7 +239,9 @@ def _check_call(method: Any, name: str, written: str, arguments: tuple[Any, ...]
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        raise UserError(f"{name}{signature} cannot be called as a training calls it ({error}); write {written}") from None
+        raise UserError(
+            f"{name}{signature} cannot be called as a training calls it ({error}); write {written}"
+        ) from None
     first = next(iter(signature.parameters), "")
     if arguments == (None,) and "training" in written and first in _NOT_TRAINING:
         raise UserError(f"{name}{signature} would get the training as {first!r}; write {written}")

@@ -23,13 +23,18 @@ def check_keys(option: str, given: Any) -> Any:
     if isinstance(given, str):
         return given
     keys = list(given.values()) if isinstance(given, Mapping) else given
-    if isinstance(keys, (list, tuple)) and keys and all(isinstance(key, str) for key in [*given, *keys]):
+    if (
+        isinstance(keys, (list, tuple))
+        and keys
+        and all(isinstance(key, str) for key in [*given, *keys])
+    ):
         if len(set(given)) != len(given):
             raise UserError(f"{option}={given!r} names a key twice; name each once")
         return dict(given) if isinstance(given, Mapping) else list(given)
     argument = "an argument of the model" if option == "input_key" else "a name"
     raise UserError(
-        f"{option}={given!r}; it must be a key of the batches such as 'image', a list of keys, or a dict of {argument} to a key"
+        f"{option}={given!r}; it must be a key of the batches such as 'image', a list of keys, or "
+        f"a dict of {argument} to a key"
     )
 
 
@@ -38,14 +43,18 @@ def missing_key(option: str, keys: Keys, batch: Mapping[str, Any]) -> UserError 
     for key in _listed(keys):
         if key not in batch:
             return UserError(
-                f"a batch has the keys {', '.join(map(repr, batch))} and no {key!r}{did_you_mean(key, map(str, batch), ';')} "
+                f"a batch has the keys {', '.join(map(repr, batch))} and no "
+                f"{key!r}{did_you_mean(key, map(str, batch), ';')} "
                 f"write SupervisedRunner({option}=…)"
             )
     return None
 
 
-def inputs_of(batch: Mapping[str, Any], keys: Keys, by_name: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments and keyword arguments that a model is called with; `by_name`: a list is passed as keyword arguments."""
+def inputs_of(
+    batch: Mapping[str, Any], keys: Keys, by_name: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments and keyword arguments that a model is called with; `by_name`: a list is passed
+    as keyword arguments."""
     if isinstance(keys, str):
         return (batch[keys],), {}
     if isinstance(keys, Mapping):
@@ -56,12 +65,18 @@ def inputs_of(batch: Mapping[str, Any], keys: Keys, by_name: bool) -> tuple[tupl
 
 
 def target_in(batch: Mapping[str, Any], keys: Keys) -> Any:
-    """The target; a dict where there are several keys. None where one of them is missing: batches to predict have none."""
+    """The target; a dict where there are several keys. None where one of them is missing: batches
+    to predict have none."""
     if isinstance(keys, str):
         return batch.get(keys)
     if not all(key in batch for key in _listed(keys)):
         return None
-    return {name: batch[key] for name, key in (keys.items() if isinstance(keys, Mapping) else zip(keys, keys, strict=True))}
+    return {
+        name: batch[key]
+        for name, key in (
+            keys.items() if isinstance(keys, Mapping) else zip(keys, keys, strict=True)
+        )
+    }
 
 
 def takes_by_name(model: nn.Module, names: Sequence[str]) -> bool:

@@ -28,7 +28,9 @@ class Logged:
         """Take in the mean of `count` items."""
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
-                raise UserError(f"training.log({name!r}, …) got shape {list(value.shape)}; it takes one number")
+                raise UserError(
+                    f"training.log({name!r}, …) got shape {list(value.shape)}; it takes one number"
+                )
             value = value.detach().reshape(()).double()
         self._sums[name] = self._sums.get(name, 0.0) + value * count
         self._weights[name] = self._weights.get(name, 0.0) + count
@@ -47,29 +49,41 @@ class Logged:
             if len(has) < len(by_rank):
                 ranks = f"rank{'s' if len(has) > 1 else ''} {', '.join(map(str, has))}"
                 raise UserError(
-                    f"training.log({name!r}, …) was called on {ranks} only, of {len(by_rank)} ranks; call it on every rank, "
+                    f"training.log({name!r}, …) was called on {ranks} only, of {len(by_rank)} "
+                    "ranks; call it on every rank, "
                     "without `if rank == 0`"
                 )
             if name in taken:
-                raise UserError(f"training.log({name!r}, …): '{name}' is a metric of this loader already; choose another name")
+                raise UserError(
+                    f"training.log({name!r}, …): '{name}' is a metric of this loader already; "
+                    "choose another name"
+                )
         if not names:
             return {}
         numbers = [*(self._sums[name] for name in names), *(self._weights[name] for name in names)]
-        totals = torch.stack([torch.as_tensor(n, dtype=torch.float64, device=self.world.device).reshape(()) for n in numbers])
+        totals = torch.stack(
+            [
+                torch.as_tensor(n, dtype=torch.float64, device=self.world.device).reshape(())
+                for n in numbers
+            ]
+        )
         all_reduce_sum([totals], self.world)
         sums, weights = totals.view(2, len(names)).tolist()
         return {
-            name: total / weight if weight else float("nan") for name, total, weight in zip(names, sums, weights, strict=True)
+            name: total / weight if weight else float("nan")
+            for name, total, weight in zip(names, sums, weights, strict=True)
         }
 
     def partial(self) -> dict[str, torch.Tensor]:
         """This rank's sums and weights, for a checkpoint."""
         return {
-            name: torch.tensor([float(total), self._weights[name]], dtype=torch.float64) for name, total in self._sums.items()
+            name: torch.tensor([float(total), self._weights[name]], dtype=torch.float64)
+            for name, total in self._sums.items()
         }
 
     def take_up(self, parts: Sequence[Mapping[str, torch.Tensor]], names: Collection[str]) -> None:
-        """Continue from what `partial` gave on one rank, or on several; `names` are known on every rank."""
+        """Continue from what `partial` gave on one rank, or on several; `names` are known on every
+        rank."""
         for name in names:
             self._sums.setdefault(name, 0.0)
             self._weights.setdefault(name, 0.0)

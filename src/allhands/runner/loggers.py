@@ -13,22 +13,29 @@ from allhands.errors import UserError
 
 
 class Loggers:
-    """Writes ``metrics.csv`` (one row an epoch) and ``tensorboard/``; on ranks other than 0, or without logdir, nothing.
+    """Writes ``metrics.csv`` (one row an epoch) and ``tensorboard/``; on ranks other than 0, or
+    without logdir, nothing.
 
     Args:
         logdir: folder, or None.
         resumed_rows: epochs already in the history; an older ``metrics.csv`` is cut back to them.
-        resumed_step: the optimizer step that the training goes on after; TensorBoard hides what was logged beyond it.
+        resumed_step: the optimizer step that the training goes on after; TensorBoard hides what was
+            logged beyond it.
     """
 
-    def __init__(self, logdir: Path | None, resumed_rows: int = 0, resumed_step: int | None = None) -> None:
+    def __init__(
+        self, logdir: Path | None, resumed_rows: int = 0, resumed_step: int | None = None
+    ) -> None:
         self._writer: Any = None
         self._csv: Path | None = None
         if logdir is None:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(logdir / "tensorboard"), purge_step=None if resumed_step is None else resumed_step + 1)
+        self._writer = SummaryWriter(
+            str(logdir / "tensorboard"),
+            purge_step=None if resumed_step is None else resumed_step + 1,
+        )
         self._csv = logdir / "metrics.csv"
         self._rows = self._read_rows(resumed_rows)
 
@@ -50,7 +57,14 @@ class Loggers:
             self._writer.add_scalar("step/train_loss", loss, step)
             self._writer.add_scalar("step/lr", rates[0], step)
 
-    def epoch(self, epoch: int, step: int, values: Mapping[str, Mapping[str, float]], rates: list[float], seconds: float) -> None:
+    def epoch(
+        self,
+        epoch: int,
+        step: int,
+        values: Mapping[str, Mapping[str, float]],
+        rates: list[float],
+        seconds: float,
+    ) -> None:
         """Every loader's metrics over the whole epoch."""
         if self._writer is None or self._csv is None:
             return
@@ -60,7 +74,11 @@ class Loggers:
         self._writer.add_scalar("lr", rates[0], epoch)
         self._writer.flush()
         row = {"epoch": epoch, "step": step, "lr": rates[0], "seconds": round(seconds, 3)}
-        row |= {f"{loader}_{name}": value for loader, metrics in values.items() for name, value in metrics.items()}
+        row |= {
+            f"{loader}_{name}": value
+            for loader, metrics in values.items()
+            for name, value in metrics.items()
+        }
         self._rows.append({key: str(value) for key, value in row.items()})
         text = io.StringIO()
         columns = list(dict.fromkeys(key for line in self._rows for key in line))
@@ -93,14 +111,16 @@ def prepare_logdir(logdir: Any) -> Path | None:
         probe.unlink()
     except OSError as error:
         raise UserError(
-            f"logdir={str(logdir)!r} cannot be written: {error.strerror or error} ({error.filename or path}). Choose another "
+            f"logdir={str(logdir)!r} cannot be written: {error.strerror or error} "
+            f"({error.filename or path}). Choose another "
             "folder, or logdir=None to write nothing"
         ) from None
     return path
 
 
 def set_earlier_run_aside(logdir: Path) -> Path | None:
-    """Move the files of an earlier run in this logdir into a folder ``earlier-N`` inside it, so that none is overwritten."""
+    """Move the files of an earlier run in this logdir into a folder ``earlier-N`` inside it, so
+    that none is overwritten."""
     ours = ("checkpoints", "tensorboard", "metrics.csv", "run.yml")
     found = [logdir / name for name in ours if (logdir / name).exists()]
     if not found:

@@ -44,27 +44,41 @@ class Memory:
         self._logged: list[str] = []
 
     def _agreed_logdir(self) -> Path | None:
-        """Rank 0's logdir: a script that puts the time into its name has another one on each rank."""
+        """Rank 0's logdir: a script that puts the time into its name has another one on each
+        rank."""
         training = self.training
-        named = [Path(text) if text else None for text in all_gather_text(str(training.settings.logdir or ""), training.world)]
+        named = [
+            Path(text) if text else None
+            for text in all_gather_text(str(training.settings.logdir or ""), training.world)
+        ]
         without = [rank for rank, path in enumerate(named) if path is None]
         if without and len(without) < len(named):
             raise UserError(
-                f"logdir is None on rank {without[0]} and {next(filter(None, named))} on another; pass the same logdir on every "
-                "rank, without `if rank == 0`: only rank 0 writes metrics, and checkpoints are written by all"
+                f"logdir is None on rank {without[0]} and {next(filter(None, named))} on another; "
+                "pass the same logdir on every "
+                "rank, without `if rank == 0`: only rank 0 writes metrics, and checkpoints are "
+                "written by all"
             )
         if len(set(named)) > 1:
-            training.reporter.line(f"the ranks have different logdirs; all use rank 0's, {named[0]}")
+            training.reporter.line(
+                f"the ranks have different logdirs; all use rank 0's, {named[0]}"
+            )
         return named[0]
 
     # ------------------------------------------------------------------ saving
 
     def open(self) -> None:
-        """Get ready to save. `restore` comes first, since it may move an earlier run's folder aside."""
+        """Get ready to save. `restore` comes first, since it may move an earlier run's folder
+        aside."""
         if self.folder is not None:
             self._saver = checkpoint.Saver(self.folder, self.training.world)
 
-    def save(self, position: Position | None, best: bool = False, metrics: dict[str, dict[str, float]] | None = None) -> Path:
+    def save(
+        self,
+        position: Position | None,
+        best: bool = False,
+        metrics: dict[str, dict[str, float]] | None = None,
+    ) -> Path:
         """Save, at the end of an epoch (`position` is None) or within it."""
         training = self.training
         assert self._saver is not None
@@ -74,13 +88,18 @@ class Memory:
         within = position is not None
         # Only rank 0 draws from the user's samplers, so what they need is its own.
         passes = training.passes
-        samplers, state["feeds"] = tree.split({
-            name: feed.state_dict(within or (passes is not None and passes.is_within(name)))
-            for name, feed in training.feeds.items()
-        })  # fmt: skip
+        samplers, state["feeds"] = tree.split(
+            {
+                name: feed.state_dict(within or (passes is not None and passes.is_within(name)))
+                for name, feed in training.feeds.items()
+            }
+        )
         if training.world.rank == 0:
             own |= {f"feeds/{key}": value for key, value in samplers.items()}
-        own |= {f"strategy/{key}": value.clone() for key, value in training.settings.strategy.own_tensors().items()}
+        own |= {
+            f"strategy/{key}": value.clone()
+            for key, value in training.settings.strategy.own_tensors().items()
+        }
         state["position"] = position.to_dict() if position is not None else None
         summary = {
             "epoch": training.epoch + within,
@@ -94,7 +113,8 @@ class Memory:
         if training.measuring is not None:
             own |= {f"metrics/{key}": value for key, value in training.measuring.partial().items()}
             own |= {f"logged/{name}": value for name, value in training.logged.partial().items()}
-        # On another number of ranks, the training goes on from what evaluation would see; on this one, from `own`.
+        # On another number of ranks, the training goes on from what evaluation would see; on this
+        # one, from `own`.
         with training.settings.strategy.buffers_made_equal(training.model) as buffers:
             own |= {f"buffers/{name}": value for name, value in buffers.items()}
             return self._saver.save(state, own, summary, training.step, best)
@@ -119,7 +139,9 @@ class Memory:
             "model": training.settings.strategy.model_state(training.model),
             "optimizer": training.settings.strategy.optimizer_state(training.optimizer),
             "scheduler": training.schedule.state_dict(),
-            "scaler": training.precision.scaler.state_dict() if training.precision.scaler is not None else None,
+            "scaler": training.precision.scaler.state_dict()
+            if training.precision.scaler is not None
+            else None,
             "epoch": training.epoch,
             "step": training.step,
             "best": training.best,
@@ -142,7 +164,8 @@ class Memory:
 
     @property
     def _reads_whole(self) -> bool:
-        """Whether this rank needs all weights of a checkpoint; where it holds a part of the model, it reads that alone."""
+        """Whether this rank needs all weights of a checkpoint; where it holds a part of the model,
+        it reads that alone."""
         return not self.training.settings.strategy.takes_meta
 
     def load_weights(self, path: Path) -> None:
@@ -162,7 +185,10 @@ class Memory:
         if resume is None and settings.logdir is not None and training.world.rank == 0:
             aside = set_earlier_run_aside(settings.logdir)
             if aside is not None:
-                training.reporter.line(f"the logdir held an earlier run, now in {aside}; write resume='auto' to go on with it")
+                training.reporter.line(
+                    f"the logdir held an earlier run, now in {aside}; write resume='auto' to go on "
+                    "with it"
+                )
         self._mark()
         if resume is None:
             return
@@ -173,7 +199,9 @@ class Memory:
                 path, state = self._find(resume)
             except UserError as error:
                 failed = str(error)
-        failed, name = json.loads(all_gather_text(json.dumps([failed, str(path or "")]), training.world)[0])
+        failed, name = json.loads(
+            all_gather_text(json.dumps([failed, str(path or "")]), training.world)[0]
+        )
         if failed:
             raise UserError(failed)
         if not name:
@@ -189,7 +217,8 @@ class Memory:
             (self.folder / _JOB_FILE).write_text("".join(f"{job.name}\n" for job in jobs))
 
     def _resume_of_restarted_job(self) -> str | None:
-        """ "auto" in a job that was started again, when the checkpoints in the logdir are that job's own; else None.
+        """ "auto" in a job that was started again, when the checkpoints in the logdir are that
+        job's own; else None.
 
         They are newer than a checkpoint that the first start was told to resume from.
         """
@@ -199,12 +228,18 @@ class Memory:
         told = ""
         if self.training.world.rank == 0:
             mark = self.folder / _JOB_FILE
-            names = mark.read_text().splitlines() if mark.is_file() and checkpoint.found_in(self.folder) else []
+            names = (
+                mark.read_text().splitlines()
+                if mark.is_file() and checkpoint.found_in(self.folder)
+                else []
+            )
             told = next((job.told for job in jobs if job.name in names), "")
         told = all_gather_text(told, self.training.world)[0]
         if not told:
             return None
-        self.training.reporter.line(f"{told}: going on with its own newest checkpoint, as with resume='auto'")
+        self.training.reporter.line(
+            f"{told}: going on with its own newest checkpoint, as with resume='auto'"
+        )
         return "auto"
 
     def _find(self, resume: str) -> tuple[Path | None, dict[str, Any] | None]:
@@ -233,7 +268,8 @@ class Memory:
         for rank, text in enumerate(all_gather_text(said, self.training.world)):
             if text:
                 raise UserError(
-                    f"rank 0 resumes from {path}, which rank {rank} cannot read: {text}. The logdir must be on a file system "
+                    f"rank 0 resumes from {path}, which rank {rank} cannot read: {text}. The "
+                    "logdir must be on a file system "
                     "that all ranks share"
                 )
         assert state is not None
@@ -242,12 +278,19 @@ class Memory:
     def _load(self, path: Path, state: dict[str, Any]) -> None:
         training, settings = self.training, self.training.settings
         if "rounds" in state:
-            raise UserError(f"resume: {path} is of a federated training; go on with it by distributed=Federated(…)")
+            raise UserError(
+                f"resume: {path} is of a federated training; go on with it by "
+                "distributed=Federated(…)"
+            )
         if state.get("format") != FORMAT:
-            raise UserError(f"resume: {path} was written by another version of allhands (format {state.get('format')})")
+            raise UserError(
+                f"resume: {path} was written by another version of allhands (format "
+                f"{state.get('format')})"
+            )
         if len(state["callbacks"]) != len(settings.callbacks):
             raise UserError(
-                f"resume: the checkpoint was written with {len(state['callbacks'])} callback(s) and this run has "
+                f"resume: the checkpoint was written with {len(state['callbacks'])} callback(s) "
+                "and this run has "
                 f"{len(settings.callbacks)}; pass the same callbacks in the same order"
             )
         try:
@@ -255,7 +298,9 @@ class Memory:
                 settings.strategy.load_model_state(training.model, state["model"], read)
                 settings.strategy.load_optimizer_state(training.optimizer, state["optimizer"], read)
         except (RuntimeError, ValueError, KeyError) as error:
-            raise UserError(f"resume: the checkpoint is of another model or optimizer: {error}") from None
+            raise UserError(
+                f"resume: the checkpoint is of another model or optimizer: {error}"
+            ) from None
         training.schedule.load_state_dict(state["scheduler"])
         if training.precision.scaler is not None and state["scaler"] is not None:
             training.precision.scaler.load_state_dict(state["scaler"])
@@ -269,7 +314,8 @@ class Memory:
         training.history = state["history"]
         if state["seed"] != settings.seed:
             training.reporter.line(
-                f"note: the checkpoint was made with seed={state['seed']}, this run goes on with {settings.seed}"
+                f"note: the checkpoint was made with seed={state['seed']}, this run goes on with "
+                f"{settings.seed}"
             )
         self._load_passes(state)
         self._load_own(path, state)
@@ -279,20 +325,23 @@ class Memory:
         if passes is None:
             if written and any(samples for _, samples in written.values()):
                 raise UserError(
-                    "resume: the checkpoint was written with steps_per_epoch=…, in the middle of a pass over the data; pass "
+                    "resume: the checkpoint was written with steps_per_epoch=…, in the middle of a "
+                    "pass over the data; pass "
                     "steps_per_epoch here too"
                 )
         elif written is not None:
             passes.places = {name: list(place) for name, place in written.items()}
         elif state["position"] is not None:
             raise UserError(
-                "resume: the checkpoint was written in the middle of an epoch without steps_per_epoch; leave steps_per_epoch out"
+                "resume: the checkpoint was written in the middle of an epoch without "
+                "steps_per_epoch; leave steps_per_epoch out"
             )
         else:
             passes.places = {feed.name: [state["epoch"], 0] for feed in self.training.trained}
 
     def _load_own(self, path: Path, state: dict[str, Any]) -> None:
-        """What one rank alone had: the user's samplers, generators, buffers that differ between ranks, unfinished metrics."""
+        """What one rank alone had: the user's samplers, generators, buffers that differ between
+        ranks, unfinished metrics."""
         training, world = self.training, self.training.world
         first = checkpoint.load_own(path, 0)
         feeds = tree.join(state["feeds"], _under(first, "feeds/"))
@@ -310,7 +359,10 @@ class Memory:
         training.position = position = Position(**state["position"])
         unknown = [name for name in position.done if name not in training.feeds]
         if unknown:
-            raise UserError(f"resume: the checkpoint was written with a loader '{unknown[0]}', which this run does not have")
+            raise UserError(
+                f"resume: the checkpoint was written with a loader '{unknown[0]}', which this run "
+                "does not have"
+            )
         if alike:
             own = first if world.rank == 0 else checkpoint.load_own(path, world.rank)
             self._own = [own]
@@ -321,22 +373,30 @@ class Memory:
             return
         laid_out = f" ({state['layout']})" if state.get("layout") else ""
         training.reporter.line(
-            f"the checkpoint was written by {before} worker{'s' if before > 1 else ''}{laid_out}, and "
+            f"the checkpoint was written by {before} worker{'s' if before > 1 else ''}{laid_out}, "
+            "and "
             f"{world.world_size} go on: with the same samples in the same order; dropout draws anew"
         )
         # Sums over ranks stay what they are when one rank holds all of them.
-        if world.rank == all_gather_text("counts" if strategy.counts(world) else "", world).index("counts"):
+        if world.rank == all_gather_text("counts" if strategy.counts(world) else "", world).index(
+            "counts"
+        ):
             self._own = [first, *(checkpoint.load_own(path, rank) for rank in range(1, before))]
 
-    def _load_strategys_own(self, path: Path, state: dict[str, Any], first: dict[str, torch.Tensor]) -> None:
-        """What the strategy had on each rank; on another number of ranks, rank 0 has the sum of all."""
+    def _load_strategys_own(
+        self, path: Path, state: dict[str, Any], first: dict[str, torch.Tensor]
+    ) -> None:
+        """What the strategy had on each rank; on another number of ranks, rank 0 has the sum of
+        all."""
         before = state["world_size"]
         world, strategy = self.training.world, self.training.settings.strategy
         if not _under(first, "strategy/"):
             return
         kept: dict[str, torch.Tensor] = {}
         if before == world.world_size:
-            kept = _under(first if world.rank == 0 else checkpoint.load_own(path, world.rank), "strategy/")
+            kept = _under(
+                first if world.rank == 0 else checkpoint.load_own(path, world.rank), "strategy/"
+            )
         elif world.rank == 0:
             kept = _under(first, "strategy/")
             for rank in range(1, before):
@@ -349,13 +409,18 @@ class Memory:
         self.training.reporter.line(f"note: the checkpoint holds {said}")
 
     def continue_epoch(self, position: Position) -> None:
-        """Set generators and metrics to where they were, just before the interrupted epoch goes on."""
+        """Set generators and metrics to where they were, just before the interrupted epoch goes
+        on."""
         training = self.training
         settings = training.settings
         if self._generators is not None:
             set_generator_states(self._generators)
         else:
-            seed_everything(derive_seed(settings.seed, "resumed", training.epoch, training.stream, training.step))
+            seed_everything(
+                derive_seed(
+                    settings.seed, "resumed", training.epoch, training.stream, training.step
+                )
+            )
         if training.measuring is not None and position.steps:
             training.measuring.take_up([_under(own, "metrics/") for own in self._own])
             training.logged.take_up([_under(own, "logged/") for own in self._own], self._logged)
@@ -363,4 +428,6 @@ class Memory:
 
 
 def _under(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    return {
+        key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
+    }

@@ -1,4 +1,5 @@
-"""Losses and metrics over whole loaders: sums and counts, reduced once, every sample exactly once."""
+"""Losses and metrics over whole loaders: sums and counts, reduced once, every sample exactly
+once."""
 
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
 
 MetricLike = Any  # a torchmetrics.Metric, or a function (output, target) -> mean over the samples
 
-# Outputs are handed to the metrics in groups, so that a metric's own overhead is paid once a group and not once a batch;
-# this bounds what is kept meanwhile, in elements.
+# Outputs are handed to the metrics in groups, so that a metric's own overhead is paid once a group
+# and not once a batch; this bounds what is kept meanwhile, in elements.
 _GROUP_ELEMENTS = 1 << 18
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Share of samples whose largest output is the target class; output ``[batch, classes, …]``, target ``[batch, …]``."""
+    """Share of samples whose largest output is the target class; output ``[batch, classes, …]``,
+    target ``[batch, …]``."""
     return (output.argmax(dim=1) == target).double().mean()
 
 
@@ -44,22 +46,36 @@ def named_metrics(metrics: Any) -> dict[str, MetricLike]:
         return {}
     if isinstance(metrics, (str, bytes)) or callable(metrics):
         metrics = [metrics]
-    pairs = list(metrics.items()) if isinstance(metrics, Mapping) else [(_name_of(metric), metric) for metric in metrics]
+    pairs = (
+        list(metrics.items())
+        if isinstance(metrics, Mapping)
+        else [(_name_of(metric), metric) for metric in metrics]
+    )
     named: dict[str, MetricLike] = {}
     for name, metric in pairs:
         if isinstance(metric, str):
             if metric not in BUILT_IN:
                 raise UserError(
-                    f"there is no built-in metric '{metric}'; known are {', '.join(BUILT_IN)}. Pass a torchmetrics metric or a "
+                    f"there is no built-in metric '{metric}'; known are {', '.join(BUILT_IN)}. "
+                    "Pass a torchmetrics metric or a "
                     "function (output, target) -> mean, by name: metrics={'name': …}"
                 )
             metric = BUILT_IN[metric]  # noqa: PLW2901
         if not callable(metric):
-            raise UserError(f"metric '{name}' is a {type(metric).__name__}; it must be a torchmetrics metric or a function")
+            raise UserError(
+                f"metric '{name}' is a {type(metric).__name__}; it must be a torchmetrics metric "
+                "or a function"
+            )
         if name in named:
-            raise UserError(f"two metrics are named '{name}'; name them apart: metrics={{'{name}_1': …, '{name}_2': …}}")
+            raise UserError(
+                f"two metrics are named '{name}'; name them apart: metrics={{'{name}_1': …, "
+                f"'{name}_2': …}}"
+            )
         if name == "loss":
-            raise UserError("a metric cannot be named 'loss', which is the criterion's value; give it another name")
+            raise UserError(
+                "a metric cannot be named 'loss', which is the criterion's value; give it another "
+                "name"
+            )
         named[str(name)] = metric
     return named
 
@@ -69,15 +85,18 @@ def _name_of(metric: Any) -> str:
         return metric
     name = getattr(metric, "__name__", type(metric).__name__)
     if name == "<lambda>":
-        raise UserError("a lambda has no name to report its metric under; write metrics={'name': lambda output, target: …}")
+        raise UserError(
+            "a lambda has no name to report its metric under; write metrics={'name': lambda "
+            "output, target: …}"
+        )
     return str(name)
 
 
 class LoaderMetrics:
     """The loss and the metrics of one loader, over one epoch.
 
-    On a CPU every loss is read at once, and a training loss that is not finite raises before it reaches the weights. On
-    other devices the sums stay on the device; `check_finite` reads them.
+    On a CPU every loss is read at once, and a training loss that is not finite raises before it
+    reaches the weights. On other devices the sums stay on the device; `check_finite` reads them.
 
     Args:
         metrics: by name.
@@ -87,8 +106,14 @@ class LoaderMetrics:
         slices: see `Strategy.slices`.
     """
 
-    def __init__(self, metrics: Mapping[str, MetricLike], world: World, trains: bool, counts: bool = True,
-                 slices: Any = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        metrics: Mapping[str, MetricLike],
+        world: World,
+        trains: bool,
+        counts: bool = True,
+        slices: Any = None,
+    ) -> None:
         self.world = world
         self.counts = counts
         self.slices = slices
@@ -97,10 +122,13 @@ class LoaderMetrics:
         self._functions: dict[str, Callable[..., Any]] = {}
         self._modules: dict[str, Metric] = {}
         for name, metric in metrics.items():
-            if isinstance(metric, torch.nn.Module):  # torchmetrics.Metric is one; this spares its slow import
+            if isinstance(
+                metric, torch.nn.Module
+            ):  # torchmetrics.Metric is one; this spares its slow import
                 if world.world_size > 1 and not getattr(metric, "sync_on_compute", True):
                     raise UserError(
-                        f"metric '{name}' was made with sync_on_compute=False, so each of the {world.world_size} ranks would "
+                        f"metric '{name}' was made with sync_on_compute=False, so each of the "
+                        f"{world.world_size} ranks would "
                         "report its own samples only; leave that argument out"
                     )
                 self._modules[name] = metric.clone().to(world.device)  # type: ignore[operator]
@@ -114,7 +142,9 @@ class LoaderMetrics:
         self.where = where
         self.samples = 0
         self.batches = 0
-        self._loss = 0.0 if self._on_cpu else torch.zeros((), dtype=torch.float64, device=self.world.device)
+        self._loss = (
+            0.0 if self._on_cpu else torch.zeros((), dtype=torch.float64, device=self.world.device)
+        )
         self._count: Any = 0.0
         self._shared = float("nan")
         self._sums = dict.fromkeys(self._functions, 0.0)
@@ -124,7 +154,9 @@ class LoaderMetrics:
         for module in self._modules.values():
             module.reset()
 
-    def observe(self, output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any) -> None:
+    def observe(
+        self, output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any
+    ) -> None:
         """Take in one micro-batch: ``loss * factor`` is its sum of losses over `count` items."""
         self.batches += 1
         if self._on_cpu:
@@ -144,7 +176,10 @@ class LoaderMetrics:
         if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
             self._update(output, target, _rows(output, target))
             return
-        if self._outputs and (output.shape[1:] != self._outputs[0].shape[1:] or target.shape[1:] != self._targets[0].shape[1:]):
+        if self._outputs and (
+            output.shape[1:] != self._outputs[0].shape[1:]
+            or target.shape[1:] != self._targets[0].shape[1:]
+        ):
             self._flush()
         self._outputs.append(output.detach())
         self._targets.append(target)
@@ -166,7 +201,8 @@ class LoaderMetrics:
                 if isinstance(value, torch.Tensor):
                     if value.numel() != 1:
                         raise UserError(
-                            f"metric '{name}' returned shape {list(value.shape)}; it must return one number, the mean"
+                            f"metric '{name}' returned shape {list(value.shape)}; it must return "
+                            "one number, the mean"
                         )
                     value = value.detach().reshape(()).double()
                 self._sums[name] = self._sums[name] + value * rows
@@ -177,28 +213,37 @@ class LoaderMetrics:
                     if isinstance(output, torch.Tensor):
                         raise
                     raise UserError(
-                        f"metric '{name}', a {type(module).__name__}, cannot take the model's output, which is {kind_of(output)} "
-                        f"({type(error).__name__}: {error}); write a function of it, metrics={{'{name}': lambda output, target: "
+                        f"metric '{name}', a {type(module).__name__}, cannot take the model's "
+                        f"output, which is {kind_of(output)} "
+                        f"({type(error).__name__}: {error}); write a function of it, "
+                        f"metrics={{'{name}': lambda output, target: "
                         "…}}, or let handle_batch return the tensor"
                     ) from error
 
     def running_loss(self) -> float:
-        """The mean loss on this rank so far, or what `share_loss` has told where it has none. Reads the device."""
+        """The mean loss on this rank so far, or what `share_loss` has told where it has none. Reads
+        the device."""
         count = float(self._count)
         return float(self._loss) / count if count else self._shared
 
     def share_loss(self) -> None:
-        """Tell the ranks that have no losses of their own the mean over the others; all ranks call it together."""
-        mine = [torch.as_tensor(v if self.counts else 0.0, dtype=torch.float64) for v in (self._loss, self._count)]
+        """Tell the ranks that have no losses of their own the mean over the others; all ranks call
+        it together."""
+        mine = [
+            torch.as_tensor(v if self.counts else 0.0, dtype=torch.float64)
+            for v in (self._loss, self._count)
+        ]
         totals = torch.stack([value.to(self.world.device).reshape(()) for value in mine])
         all_reduce_sum([totals], self.world)
         loss, count = totals.tolist()
         self._shared = loss / count if count else float("nan")
 
     def check_finite(self) -> None:
-        """Raise `NonFiniteLossError` on all ranks when a training loss of any rank since `start` was not finite.
+        """Raise `NonFiniteLossError` on all ranks when a training loss of any rank since `start`
+        was not finite.
 
-        Reads the device, and asks the other ranks where losses are not looked at one by one (`observe`).
+        Reads the device, and asks the other ranks where losses are not looked at one by one
+        (`observe`).
         """
         if not self.trains:
             return
@@ -207,7 +252,9 @@ class LoaderMetrics:
             ranks = [] if math.isfinite(value) else [self.world.rank]
         else:
             calls.note("looking at the loss")
-            mine = torch.tensor([not math.isfinite(value)], dtype=torch.int32, device=self.world.device)
+            mine = torch.tensor(
+                [not math.isfinite(value)], dtype=torch.int32, device=self.world.device
+            )
             ranks = [rank for rank, bad in enumerate(all_gather_rows(mine, self.world)) if int(bad)]
         if ranks:
             self._raise_non_finite(value if self.world.rank in ranks else float("nan"), ranks[0])
@@ -215,8 +262,10 @@ class LoaderMetrics:
     def _raise_non_finite(self, value: float, rank: int) -> None:
         on_rank = f" on rank {rank}" if self.world.world_size > 1 else ""
         raise NonFiniteLossError(
-            f"the training loss is {value}{on_rank} ({self.where}, batch {self.batches}). The weights of the last checkpoint are "
-            "untouched. Usual causes: a learning rate too high, a target or input that is not finite, a logarithm or division by "
+            f"the training loss is {value}{on_rank} ({self.where}, batch {self.batches}). The "
+            "weights of the last checkpoint are "
+            "untouched. Usual causes: a learning rate too high, a target or input that is not "
+            "finite, a logarithm or division by "
             "zero; clip_norm=1.0 bounds the step"
         )
 
@@ -225,8 +274,13 @@ class LoaderMetrics:
         numbers = [self.batches, self.samples, self._loss, self._count, *self._sums.values()]
         if not self.counts:
             numbers = [0.0] * len(numbers)
-        parts = {"numbers": torch.stack([torch.as_tensor(n, dtype=torch.float64).reshape(()).cpu() for n in numbers])}
-        # What is kept for the next group stays as it is, so that sums are rounded as they would have been without the save.
+        parts = {
+            "numbers": torch.stack(
+                [torch.as_tensor(n, dtype=torch.float64).reshape(()).cpu() for n in numbers]
+            )
+        }
+        # What is kept for the next group stays as it is, so that sums are rounded as they would
+        # have been without the save.
         for number, (output, target) in enumerate(zip(self._outputs, self._targets, strict=True)):
             parts[f"output/{number}"], parts[f"target/{number}"] = output, target
         for name, module in self._modules.items():
@@ -234,7 +288,8 @@ class LoaderMetrics:
         return parts
 
     def take_up(self, parts: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Continue from what `partial` gave on one rank, or on several whose sums this rank takes over.
+        """Continue from what `partial` gave on one rank, or on several whose sums this rank takes
+        over.
 
         Raises:
             UserError: a metric's states cannot be put together.
@@ -249,7 +304,11 @@ class LoaderMetrics:
                 self._sums[name] = self._sums[name] + value
             for name, module in self._modules.items():
                 prefix = f"module/{name}/"
-                states = {key.removeprefix(prefix): value for key, value in part.items() if key.startswith(prefix)}
+                states = {
+                    key.removeprefix(prefix): value
+                    for key, value in part.items()
+                    if key.startswith(prefix)
+                }
                 _take_up_states(name, module, states, merge=number > 0)
             kept = sum(key.startswith("output/") for key in part)
             for index in range(kept):
@@ -257,20 +316,28 @@ class LoaderMetrics:
                 self._keep(output.to(self.world.device), target.to(self.world.device))
 
     def result(self) -> dict[str, float]:
-        """The loss and every metric over all samples of all ranks, the same numbers on every rank."""
+        """The loss and every metric over all samples of all ranks, the same numbers on every
+        rank."""
         self._flush()
         calls.note(("metrics of", self.where))
         sums = [self._loss, self._count, self.samples, self.batches > 0, *self._sums.values()]
         if not self.counts:
             sums = [0.0] * len(sums)
-        totals = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.world.device).reshape(()) for v in sums])
+        totals = torch.stack(
+            [
+                torch.as_tensor(v, dtype=torch.float64, device=self.world.device).reshape(())
+                for v in sums
+            ]
+        )
         all_reduce_sum([totals], self.world)
         loss, count, samples, ranks, *functions = totals.tolist()
         if not ranks:
             purpose = "train on" if self.trains else "evaluate"
             raise UserError(
-                f"there was no batch to {purpose} ({self.where}): the loader has drop_last=True and fewer samples than a global "
-                "batch (batch_size x workers x accumulate), or an empty stream. Write drop_last=False, or a smaller batch_size"
+                f"there was no batch to {purpose} ({self.where}): the loader has drop_last=True "
+                "and fewer samples than a global "
+                "batch (batch_size x workers x accumulate), or an empty stream. Write "
+                "drop_last=False, or a smaller batch_size"
             )
         if ranks < self.world.world_size:
             for module in self._modules.values():
@@ -278,22 +345,31 @@ class LoaderMetrics:
         # Each module reduces its own states over the ranks.
         computed = {name: _scalar(name, module.compute()) for name, module in self._modules.items()}
         values = {"loss": loss / count if count else float("nan")}
-        values |= {name: total / samples if samples else float("nan") for name, total in zip(self._sums, functions, strict=True)}
+        values |= {
+            name: total / samples if samples else float("nan")
+            for name, total in zip(self._sums, functions, strict=True)
+        }
         values |= computed
         numbers = torch.tensor(list(values.values()), dtype=torch.float64, device=self.world.device)
-        broadcast_tensors([numbers], self.world)  # decisions hang on these: they must be equal to the last bit
+        broadcast_tensors(
+            [numbers], self.world
+        )  # decisions hang on these: they must be equal to the last bit
         return dict(zip(values, numbers.tolist(), strict=True))
 
 
 def _metrics_in(module: Metric) -> list[tuple[str, Any]]:
     """A torchmetrics metric and those inside it, by path."""
-    return [(path, metric) for path, metric in module.named_modules() if hasattr(metric, "metric_state")]
+    return [
+        (path, metric) for path, metric in module.named_modules() if hasattr(metric, "metric_state")
+    ]
 
 
 def _shape_empty_states(module: Metric, world: World) -> None:
-    """Give the lists of outputs that a metric keeps (AUROC) an empty tensor of the right form on ranks without a sample.
+    """Give the lists of outputs that a metric keeps (AUROC) an empty tensor of the right form on
+    ranks without a sample.
 
-    torchmetrics gathers float32 of shape ``[0]`` from such a rank, whatever the others hold, which ends their processes.
+    torchmetrics gathers float32 of shape ``[0]`` from such a rank, whatever the others hold, which
+    ends their processes.
     """
     lists = [
         (f"{path}:{name}", metric, name)
@@ -309,7 +385,9 @@ def _shape_empty_states(module: Metric, world: World) -> None:
     for key, metric, name in lists:
         if key in known and key not in kept:
             shape, dtype = known[key]
-            empty = torch.empty(0, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=world.device)
+            empty = torch.empty(
+                0, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=world.device
+            )
             setattr(metric, name, [empty])
 
 
@@ -326,7 +404,9 @@ def _states(module: Metric) -> dict[str, torch.Tensor]:
     return states
 
 
-def _take_up_states(name: str, module: Metric, states: Mapping[str, torch.Tensor], merge: bool) -> None:
+def _take_up_states(
+    name: str, module: Metric, states: Mapping[str, torch.Tensor], merge: bool
+) -> None:
     """Give `module` the states that `_states` gave of another, or merge them into its own."""
     other = module.clone() if merge else module
     if merge:
@@ -335,7 +415,11 @@ def _take_up_states(name: str, module: Metric, states: Mapping[str, torch.Tensor
         for state, value in metric.metric_state.items():
             if isinstance(value, list):
                 count = sum(key.startswith(f"{path}:{state}/") for key in states)
-                setattr(metric, state, [states[f"{path}:{state}/{i}"].to(metric.device) for i in range(count)])
+                setattr(
+                    metric,
+                    state,
+                    [states[f"{path}:{state}/{i}"].to(metric.device) for i in range(count)],
+                )
             else:
                 setattr(metric, state, states[f"{path}:{state}"].to(metric.device))
         metric._update_count = int(states[f"{path}:updates"])
@@ -345,7 +429,8 @@ def _take_up_states(name: str, module: Metric, states: Mapping[str, torch.Tensor
             module.merge_state(other)
         except RuntimeError as error:
             raise UserError(
-                f"metric '{name}' cannot go on in the middle of an epoch with another number of workers ({error}); resume with "
+                f"metric '{name}' cannot go on in the middle of an epoch with another number of "
+                f"workers ({error}); resume with "
                 "the same number, or from a checkpoint of the end of an epoch"
             ) from None
 
@@ -354,19 +439,22 @@ def _scalar(name: str, value: Any) -> float:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return float(value)
     raise UserError(
-        f"metric '{name}' computed {type(value).__name__} {getattr(value, 'shape', '')}; only single "
+        f"metric '{name}' computed {type(value).__name__} {getattr(value, 'shape', '')}; only "
+        "single "
         "numbers can be reported, set average=…"
     )
 
 
 def _rows(output: Any, target: Any) -> int:
-    """Samples of a batch: the first dimension of the output or the target, of the one that is a tensor and no tree of them."""
+    """Samples of a batch: the first dimension of the output or the target, of the one that is a
+    tensor and no tree of them."""
     whole = (value for value in (output, target) if isinstance(value, torch.Tensor))
     for tensor in itertools.chain(whole, _tensors(output), _tensors(target)):
         if tensor.dim():  # a loss among the outputs has none
             return len(tensor)
     raise UserError(
-        f"cannot tell how many samples a model's output of type {type(output).__name__} and a target of type "
+        f"cannot tell how many samples a model's output of type {type(output).__name__} and a "
+        "target of type "
         f"{type(target).__name__} hold; return tensors whose first dimension is the batch"
     )
 

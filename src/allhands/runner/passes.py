@@ -1,4 +1,5 @@
-"""Epochs of a number of optimizer steps, which go on in the data where the one before them stopped."""
+"""Epochs of a number of optimizer steps, which go on in the data where the one before them
+stopped."""
 
 from __future__ import annotations
 
@@ -13,14 +14,17 @@ class Passes:
     """How far each loader that is trained on has been read, over all epochs.
 
     Attributes:
-        places: by loader, the number of the pass over its data and the samples of all ranks that were taken in it.
+        places: by loader, the number of the pass over its data and the samples of all ranks that
+            were taken in it.
     """
 
     def __init__(self) -> None:
         self.places: dict[str, list[int]] = {}
         self._open: dict[str, Iterator[Any]] = {}
 
-    def steps(self, feed: Feed, steps_of: Callable[[int, int], Iterator[Any]], number: int) -> Iterator[Any]:
+    def steps(
+        self, feed: Feed, steps_of: Callable[[int, int], Iterator[Any]], number: int
+    ) -> Iterator[Any]:
         """The next `number` steps of a feed; no step has samples of two passes.
 
         Args:
@@ -37,7 +41,9 @@ class Passes:
             while step is None:
                 if feed.name not in self._open:
                     if began == 2:  # the first may be one that goes on at its end
-                        raise UserError(f"loader '{feed.name}' gives no batch, so that there is no step to take")
+                        raise UserError(
+                            f"loader '{feed.name}' gives no batch, so that there is no step to take"
+                        )
                     self._open[feed.name] = steps_of(place[0], place[1])
                     began += 1
                 step = next(self._open[feed.name], None)

@@ -18,10 +18,13 @@ def start(world: World) -> None:
 
 
 def taken(world: World) -> int:
-    """The most bytes that tensors took on this rank's GPU since `start`; without a GPU, that the process has ever taken."""
+    """The most bytes that tensors took on this rank's GPU since `start`; without a GPU, that the
+    process has ever taken."""
     if world.device.type == "cuda":
         return torch.cuda.max_memory_allocated(world.device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def said(world: World) -> str:
@@ -32,4 +35,6 @@ def said(world: World) -> str:
     most = max(by_rank)
     size = f"{most / 2**30:.2f} GiB" if most >= 2**30 else f"{most / 2**20:.0f} MiB"
     where = "of tensors on the GPU" if world.device.type == "cuda" else "of the process"
-    return f"peak memory: {size} {where}" + (f" of rank {by_rank.index(most)}" if len(by_rank) > 1 else "")
+    return f"peak memory: {size} {where}" + (
+        f" of rank {by_rank.index(most)}" if len(by_rank) > 1 else ""
+    )

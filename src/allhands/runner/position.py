@@ -10,7 +10,8 @@ from typing import Any
 class Position:
     """Attributes:
     done: the loaders that were trained on in this epoch already, with their metrics.
-    samples: samples of all ranks that the current loader's steps have taken, of the epoch's global order.
+    samples: samples of all ranks that the current loader's steps have taken, of the epoch's global
+    order.
     steps: optimizer steps taken with the current loader.
     evaluating: all training loaders are done, and buffers were made equal.
     rates: learning rates at the start of the epoch.

@@ -1,4 +1,5 @@
-"""A timeline of some optimizer steps (``profile=``): a trace for each rank, and where a step's time goes."""
+"""A timeline of some optimizer steps (``profile=``): a trace for each rank, and where a step's time
+goes."""
 
 from __future__ import annotations
 
@@ -76,7 +77,10 @@ class Profile:
         if self.world.rank == 0 and recorded:
             for line in summary(ended.events(), recorded):
                 self.say(line)
-            self.say(f"profile: written to {self.folder}, a file a rank; look at them in ui.perfetto.dev or chrome://tracing")
+            self.say(
+                f"profile: written to {self.folder}, a file a rank; look at them in "
+                "ui.perfetto.dev or chrome://tracing"
+            )
 
 
 def summary(events: Iterable[Any], steps: int) -> list[str]:
@@ -111,12 +115,21 @@ def summary(events: Iterable[Any], steps: int) -> list[str]:
             lines.append(_row(name, taken, whole))
     lines.append(_row("everything else", max(0.0, whole - named), whole))
     if work:
-        lines.append(_row("the GPU computes", sum(end - start for start, end in merged(work)) / steps, whole))
+        lines.append(
+            _row("the GPU computes", sum(end - start for start, end in merged(work)) / steps, whole)
+        )
     if messages:
         taken = sum(end - start for start, end in merged(messages)) / steps
-        beside = merged(work) if work else merged([*phases["forward"], *phases["backward"], *phases["data"]])
+        beside = (
+            merged(work)
+            if work
+            else merged([*phases["forward"], *phases["backward"], *phases["data"]])
+        )
         hidden = overlap(merged(messages), beside) / steps
-        lines.append(f"{_row('messages between ranks', taken, whole)}; {hidden / max(taken, 1e-9):.0%} of it beside other work")
+        lines.append(
+            f"{_row('messages between ranks', taken, whole)}; {hidden / max(taken, 1e-9):.0%} of "
+            "it beside other work"
+        )
     return lines
 
 

@@ -1,4 +1,5 @@
-"""Which layers of a training's model are computed again in the backward pass (``activation_checkpointing=``)."""
+"""Which layers of a training's model are computed again in the backward pass
+(``activation_checkpointing=``)."""
 
 from __future__ import annotations
 
@@ -34,14 +35,16 @@ def chosen_layers(model: nn.Module, asked: Any) -> list[str]:
     found = [name for name, _ in blocks(model)]
     if not found:
         raise UserError(
-            "activation_checkpointing=True is for the members of lists and sequences of layers that have parts, and the model "
+            "activation_checkpointing=True is for the members of lists and sequences of layers "
+            "that have parts, and the model "
             "has none; write the name of a class of its modules, or a list of names"
         )
     return found
 
 
 def check_recomputed(settings: TrainSettings) -> None:
-    """Raise `UserError` for an `activation_checkpointing` that cannot be honoured, before any worker is started."""
+    """Raise `UserError` for an `activation_checkpointing` that cannot be honoured, before any
+    worker is started."""
     asked = settings.activation_checkpointing
     if not chosen_layers(settings.model, asked):
         return
@@ -51,7 +54,8 @@ def check_recomputed(settings: TrainSettings) -> None:
 
 
 def recomputing(training: Training) -> AbstractContextManager[Any]:
-    """A context in which the chosen layers are computed again; where ranks hold parts of the model, those that are there."""
+    """A context in which the chosen layers are computed again; where ranks hold parts of the model,
+    those that are there."""
     chosen = chosen_layers(training.settings.model, training.settings.activation_checkpointing)
     if not chosen:
         return nullcontext()

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def records_steps(training: Training, own_batches: bool) -> bool:
-    """Whether the steps of a training are to be recorded; to be asked before its strategy is bound to the model.
+    """Whether the steps of a training are to be recorded; to be asked before its strategy is bound
+    to the model.
 
     Args:
         training: its settings, world and precision are in place.
@@ -44,23 +45,36 @@ def recorded_steps(training: Training, shows: bool) -> RecordedSteps | None:
     if not training.settings.strategy.records:
         return None
     return RecordedSteps(
-        training.model, training.criterion, training.optimizer, training.world.device,
-        keeps=bool(training.settings.metrics), shows=shows, insist=training.settings.step == "graph",
+        training.model,
+        training.criterion,
+        training.optimizer,
+        training.world.device,
+        keeps=bool(training.settings.metrics),
+        shows=shows,
+        insist=training.settings.step == "graph",
         say=training.reporter.line,
-    )  # fmt: skip
+    )
 
 
 def _refusal(training: Training, own_batches: bool) -> str | None:
     world, strategy = training.world, training.settings.strategy
     if world.device.type != "cuda":
-        return f"the device is '{world.device.type}', and CUDA graphs are what steps are recorded in"
+        return (
+            f"the device is '{world.device.type}', and CUDA graphs are what steps are recorded in"
+        )
     refused = strategy.recording_refused(training.settings.model, world)
     if refused is not None:
         return refused
     if training.settings.activation_checkpointing:
-        return "activation_checkpointing keeps the state of the random generators on the host, to draw the same again"
+        return (
+            "activation_checkpointing keeps the state of the random generators on the host, to "
+            "draw the same again"
+        )
     if training.precision.scaler is not None:
         return "precision='fp16' looks at its gradients on the host; precision='bf16' does not"
     return (
-        "handle_batch is your own, and a replay would not call it (step='graph' records it all the same)" if own_batches else None
+        "handle_batch is your own, and a replay would not call it (step='graph' records it all the "
+        "same)"
+        if own_batches
+        else None
     )

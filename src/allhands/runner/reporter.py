@@ -1,4 +1,5 @@
-"""What the user sees while a training runs: a few lines at the start, a bar, and a table with one row an epoch."""
+"""What the user sees while a training runs: a few lines at the start, a bar, and a table with one
+row an epoch."""
 
 from __future__ import annotations
 
@@ -52,18 +53,32 @@ class ConsoleReporter(Reporter):
         if self._bar is None:
             self._start_bar()
         shown = "" if loss is None else f"loss {loss:.4f}"
-        self._bar.update(self._task, description=label, completed=done, total=total, loss=shown, refresh=True)
+        self._bar.update(
+            self._task, description=label, completed=done, total=total, loss=shown, refresh=True
+        )
         if total is not None and done >= total:
             self.close()
 
     def _start_bar(self) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
         # No refresh thread: the training loop itself redraws, a few times a second.
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            TextColumn("{task.fields[loss]}"), console=self.console, auto_refresh=False, transient=True,
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[loss]}"),
+            console=self.console,
+            auto_refresh=False,
+            transient=True,
+        )
         self._task = self._bar.add_task("", total=None, loss="")
         self._bar.start()
 
@@ -72,7 +87,9 @@ class ConsoleReporter(Reporter):
         widths = [max(len(name), 9) for name in header]
         if tuple(header) != self._header:
             self._header = tuple(header)
-            self.line("  ".join(name.rjust(width) for name, width in zip(header, widths, strict=True)))
+            self.line(
+                "  ".join(name.rjust(width) for name, width in zip(header, widths, strict=True))
+            )
         self.line("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
 
     def close(self) -> None:
@@ -109,7 +126,8 @@ def replay(message: dict[str, Any], reporter: Reporter) -> None:
 
 
 class Pace:
-    """Says when it is time to redraw: looks at the clock only every few steps, and is due a few times a second."""
+    """Says when it is time to redraw: looks at the clock only every few steps, and is due a few
+    times a second."""
 
     def __init__(self, interval: float = 0.2) -> None:
         self.interval = interval
@@ -126,7 +144,9 @@ class Pace:
         now = time.perf_counter()
         elapsed, steps = now - self._last, max(1, step - self._looked_at)
         per_step = elapsed / steps
-        self.next_look = step + max(1, min(10_000, int(self.interval / per_step))) if per_step > 0 else step + 1
+        self.next_look = (
+            step + max(1, min(10_000, int(self.interval / per_step))) if per_step > 0 else step + 1
+        )
         if elapsed < self.interval and step > 1:
             return False
         self._last, self._looked_at = now, step

@@ -27,12 +27,14 @@ def running(training: Training) -> Iterator[None]:
 
 
 def in_training(model: nn.Module) -> tuple[nn.Module, Training | None]:
-    """The module to call for `model`, and the running training that has weights of it, if there is one.
+    """The module to call for `model`, and the running training that has weights of it, if there is
+    one.
 
     The user's own model stands for ``training.model``, as a strategy may train parts of a copy.
 
     Raises:
-        UserError: the model's weights are trained elsewhere, or lie in parts on the ranks and are not in training.
+        UserError: the model's weights are trained elsewhere, or lie in parts on the ranks and are
+            not in training.
     """
     parameters = {id(parameter) for parameter in model.parameters()}
     for training in reversed(_running):
@@ -41,15 +43,22 @@ def in_training(model: nn.Module) -> tuple[nn.Module, Training | None]:
             return own, training
         if any(id(parameter) in parameters for parameter in own.parameters()):
             return model, training
-        if any(id(parameter) in parameters for parameter in plain.parameters() if parameter.requires_grad):
+        if any(
+            id(parameter) in parameters
+            for parameter in plain.parameters()
+            if parameter.requires_grad
+        ):
             raise UserError(
-                f"the model that was given holds the one in training, and strategy '{training.settings.strategy.name}' trains "
+                "the model that was given holds the one in training, and strategy "
+                f"'{training.settings.strategy.name}' trains "
                 "that in parts, in another module. Pass training.model, or write distributed='ddp'"
             )
     if any(hasattr(parameter, "placements") for parameter in model.parameters()):
         raise UserError(
-            "the model's weights lie in parts on the ranks, and it is not the model of a training that runs now. Within a "
-            "training pass training.model, whose weights a callback may change in on_evaluate_start; after it, the model "
+            "the model's weights lie in parts on the ranks, and it is not the model of a training "
+            "that runs now. Within a "
+            "training pass training.model, whose weights a callback may change in "
+            "on_evaluate_start; after it, the model "
             "that was given to train()"
         )
     return model, None

@@ -1,4 +1,5 @@
-"""Learning-rate schedulers: any object with ``step()``, called once an epoch or once an optimizer step."""
+"""Learning-rate schedulers: any object with ``step()``, called once an epoch or once an optimizer
+step."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ class Schedule:
     """A scheduler and its period.
 
     Args:
-        scheduler: any object with ``step()``, ``(scheduler, "step")``, ``(scheduler, "epoch")``, or None. Without a period,
-            OneCycleLR and CyclicLR step at every optimizer step and all others at every epoch.
+        scheduler: any object with ``step()``, ``(scheduler, "step")``, ``(scheduler, "epoch")``, or
+            None. Without a period, OneCycleLR and CyclicLR step at every optimizer step and all
+            others at every epoch.
 
     Raises:
         UserError: no ``step()``, or an unknown period.
@@ -32,13 +34,19 @@ class Schedule:
             if period not in ("step", "epoch"):
                 raise UserError(f"scheduler=(…, {period!r}): the period must be 'step' or 'epoch'")
         if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-            raise UserError(f"scheduler is a {type(scheduler).__name__} without a step() method; pass a torch.optim.lr_scheduler")
+            raise UserError(
+                f"scheduler is a {type(scheduler).__name__} without a step() method; pass a "
+                "torch.optim.lr_scheduler"
+            )
         self.scheduler = scheduler
         self.given_period = period
         self.needs_metric = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
         self.period = period or ("step" if isinstance(scheduler, _EACH_STEP) else "epoch")
         if self.needs_metric and self.period == "step":
-            raise UserError("ReduceLROnPlateau looks at a metric, which is known once an epoch; use the period 'epoch'")
+            raise UserError(
+                "ReduceLROnPlateau looks at a metric, which is known once an epoch; use the period "
+                "'epoch'"
+            )
 
     @property
     def each_step(self) -> bool:
@@ -53,7 +61,8 @@ class Schedule:
     def step(self, metric: float | None = None) -> None:
         """Advance once, whatever the number of workers."""
         with warnings.catch_warnings():
-            # An optimizer that has been sent to a worker has lost the counter by which PyTorch warns of a wrong order.
+            # An optimizer that has been sent to a worker has lost the counter by which PyTorch
+            # warns of a wrong order.
             warnings.filterwarnings("ignore", message=".*optimizer.step\\(\\).*")
             if self.needs_metric:
                 self.scheduler.step(metric)
@@ -68,23 +77,37 @@ class Schedule:
         return f"{type(self.scheduler).__name__} steps once {_article(every)} {every}"
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise `UserError` when the scheduler, or one inside it, changes another optimizer than `optimizer`."""
+        """Raise `UserError` when the scheduler, or one inside it, changes another optimizer than
+        `optimizer`."""
         groups = {id(group) for group in optimizer.param_groups}
         for scheduler in _parts(self.scheduler):
             other: Any = getattr(scheduler, "optimizer", None)
             # An optimizer around another one (Lookahead) shares its groups.
-            if not hasattr(other, "param_groups") or groups & {id(group) for group in other.param_groups}:
+            if not hasattr(other, "param_groups") or groups & {
+                id(group) for group in other.param_groups
+            }:
                 continue
             name, whole = type(scheduler).__name__, type(self.scheduler).__name__
             inside = "" if scheduler is self.scheduler else f", inside of {whole},"
-            new = f"{name}(optimizer, …)" if self.given_period is None else f"({name}(optimizer, …), {self.given_period!r})"
+            new = (
+                f"{name}(optimizer, …)"
+                if self.given_period is None
+                else f"({name}(optimizer, …), {self.given_period!r})"
+            )
             raise UserError(
-                f"the scheduler {name}{inside} was made for another optimizer (a {type(other).__name__}) than optimizer=…, whose "
+                f"the scheduler {name}{inside} was made for another optimizer (a "
+                f"{type(other).__name__}) than optimizer=…, whose "
                 f"learning rate it would never change; make it from that one: scheduler={new}"
             )
 
-    def check_length(self, steps: int | None, epochs: int, done_steps: int = 0, done_epochs: int = 0,
-                     epoch: str = "epoch") -> str:  # fmt: skip
+    def check_length(
+        self,
+        steps: int | None,
+        epochs: int,
+        done_steps: int = 0,
+        done_epochs: int = 0,
+        epoch: str = "epoch",
+    ) -> str:
         """Compare how long the schedule is with how long the training is.
 
         Args:
@@ -97,10 +120,13 @@ class Schedule:
             A line with both lengths where they differ, else "".
 
         Raises:
-            UserError: the scheduler fails when it is asked for more than its own length, before the training ends.
+            UserError: the scheduler fails when it is asked for more than its own length, before the
+                training ends.
         """
         by_step = self.period == "step" and epoch == "epoch"
-        unit, total, done = ("optimizer step", steps, done_steps) if by_step else (epoch, epochs, done_epochs)
+        unit, total, done = (
+            ("optimizer step", steps, done_steps) if by_step else (epoch, epochs, done_epochs)
+        )
         length = _length(self.scheduler)
         if total is None or length is None:
             return ""
@@ -109,14 +135,19 @@ class Schedule:
         if ends == length.value or (ends > length.value and length.only_beyond):
             return ""
         name, written = type(self.scheduler).__name__, f"{length.name}={length.value:,}"
-        both = f"{name}({written}) steps once {_article(unit)} {unit}, and the training has {total:,} {unit}s"
+        both = (
+            f"{name}({written}) steps once {_article(unit)} {unit}, and the training has "
+            f"{total:,} {unit}s"
+        )
         if ends != total:
             both += f", at whose end the scheduler has stepped {ends:,} times"
         if length.value == (epochs if by_step else steps) and epoch == "epoch":
             other, per = ("epoch", "an epoch") if by_step else ("step", "an optimizer step")
             both += f"; to step once {per}, write scheduler=(scheduler, {other!r})"
         if isinstance(self.scheduler, lr_scheduler.OneCycleLR) and ends > length.value:
-            raise UserError(f"{both}: it fails after step {length.value:,}; write {length.name}={total:,}")
+            raise UserError(
+                f"{both}: it fails after step {length.value:,}; write {length.name}={total:,}"
+            )
         return f"note: {both}"
 
     def state_dict(self) -> Any:
@@ -130,7 +161,8 @@ class Schedule:
 
 
 class _Length(NamedTuple):
-    """How many times a scheduler is meant to step: the argument that says so. `only_beyond`: more times are meant, too."""
+    """How many times a scheduler is meant to step: the argument that says so. `only_beyond`: more
+    times are meant, too."""
 
     name: str
     value: int

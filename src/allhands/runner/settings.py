@@ -84,7 +84,8 @@ class TrainSettings:
     step: str = "eager"
     profile: int | None = None
     activation_checkpointing: bool | str | Sequence[str] = False
-    #: Whoever asked for the training ends it early, so that its length says nothing of its schedule.
+    #: Whoever asked for the training ends it early, so that its length says nothing of its
+    #: schedule.
     cut_short: bool = False
     strategy: Strategy = field(default=None)  # type: ignore[assignment]
 
@@ -92,18 +93,28 @@ class TrainSettings:
         """Raise `UserError` for the first setting that cannot be honoured."""
         check_model(self.model)
         if not callable(self.criterion):
-            raise UserError(f"criterion is {kind_of(self.criterion)}; pass a loss such as torch.nn.CrossEntropyLoss()")
+            raise UserError(
+                f"criterion is {kind_of(self.criterion)}; pass a loss such as "
+                "torch.nn.CrossEntropyLoss()"
+            )
         self._check_optimizer()
         Schedule(self.scheduler).check_optimizer(self.optimizer)
         self._check_numbers()
         known = ["loss", *self.metrics]
         if self.main_metric not in known:
-            raise UserError(f"main_metric={self.main_metric!r} is not measured; measured are: {', '.join(known)}")
+            raise UserError(
+                f"main_metric={self.main_metric!r} is not measured; measured are: "
+                f"{', '.join(known)}"
+            )
         for callback in self.callbacks:
             if isinstance(callback, type) and issubclass(callback, Callback):
-                raise UserError(f"callbacks holds the class {callback.__name__}; write {callback.__name__}(…)")
+                raise UserError(
+                    f"callbacks holds the class {callback.__name__}; write {callback.__name__}(…)"
+                )
             if not isinstance(callback, Callback):
-                raise UserError(f"callbacks holds {kind_of(callback)}; each must be an allhands.Callback")
+                raise UserError(
+                    f"callbacks holds {kind_of(callback)}; each must be an allhands.Callback"
+                )
             check_callback(callback)
         if self.resume == "auto" and self.logdir is None:
             raise UserError("resume='auto' looks for a checkpoint in the logdir; pass logdir=…")
@@ -111,46 +122,87 @@ class TrainSettings:
         self.data.check(self.seed)
 
     def is_better(self, value: float, best: float | None) -> bool:
-        """Whether a value of `main_metric` beats the best so far (None: there is none yet); NaN never does."""
-        return not math.isnan(value) and (best is None or (value < best if self.minimize_metric else value > best))
+        """Whether a value of `main_metric` beats the best so far (None: there is none yet); NaN
+        never does."""
+        return not math.isnan(value) and (
+            best is None or (value < best if self.minimize_metric else value > best)
+        )
 
     def _check_saving(self) -> None:
         every, minutes = self.save_every, self.save_minutes
-        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-            raise UserError(f"save_every={every!r}; it must be a whole number of optimizer steps, at least 1, or None")
+        if every is not None and (
+            not isinstance(every, int) or isinstance(every, bool) or every < 1
+        ):
+            raise UserError(
+                f"save_every={every!r}; it must be a whole number of optimizer steps, at least 1, "
+                "or None"
+            )
         if minutes is not None and not (isinstance(minutes, (int, float)) and minutes > 0):
-            raise UserError(f"save_minutes={minutes!r}; it must be a positive number of minutes, or None")
+            raise UserError(
+                f"save_minutes={minutes!r}; it must be a positive number of minutes, or None"
+            )
         for name, value in (("save_every", every), ("save_minutes", minutes)):
             if value is not None and self.logdir is None:
-                raise UserError(f"{name}={value!r} saves checkpoints, which need a folder; pass logdir=… as well")
+                raise UserError(
+                    f"{name}={value!r} saves checkpoints, which need a folder; pass logdir=… as "
+                    "well"
+                )
         profile = self.profile
-        if profile is not None and (not isinstance(profile, int) or isinstance(profile, bool) or profile < 1):
-            raise UserError(f"profile={profile!r}; it must be a whole number of optimizer steps, at least 1, or None")
+        if profile is not None and (
+            not isinstance(profile, int) or isinstance(profile, bool) or profile < 1
+        ):
+            raise UserError(
+                f"profile={profile!r}; it must be a whole number of optimizer steps, at least 1, "
+                "or None"
+            )
         if profile is not None and self.logdir is None:
-            raise UserError(f"profile={profile!r} writes a timeline, which needs a folder; pass logdir=… as well")
+            raise UserError(
+                f"profile={profile!r} writes a timeline, which needs a folder; pass logdir=… as "
+                "well"
+            )
 
     def check_closure(self) -> None:
-        """Raise `UserError` for an optimizer that computes the loss again, where strategy or settings do not let it."""
+        """Raise `UserError` for an optimizer that computes the loss again, where strategy or
+        settings do not let it."""
         if not takes_closure(self.optimizer):
             return
         strategy, kind = self.strategy, type(self.optimizer).__name__
         what = f"{kind} computes the loss several times in one step, by a closure"
         other = "use an optimizer that takes one gradient, such as torch.optim.AdamW or SGD"
-        if strategy.takes_step or strategy.alone or strategy.parted or strategy.train_instead() is not None:
-            raise UserError(f"{what}, which strategy '{strategy.in_words()}' does not; write distributed='ddp', or {other}")
+        if (
+            strategy.takes_step
+            or strategy.alone
+            or strategy.parted
+            or strategy.train_instead() is not None
+        ):
+            raise UserError(
+                f"{what}, which strategy '{strategy.in_words()}' does not; write "
+                f"distributed='ddp', or {other}"
+            )
         if self.precision == "fp16":
-            raise UserError(f"{what}, and the loss scale of fp16 is for one; write precision='bf16', or {other}")
+            raise UserError(
+                f"{what}, and the loss scale of fp16 is for one; write precision='bf16', or {other}"
+            )
         if self.clip_norm is not None:
-            raise UserError(f"{what}, and clip_norm={self.clip_norm} bounds one gradient; leave it out, or {other}")
+            raise UserError(
+                f"{what}, and clip_norm={self.clip_norm} bounds one gradient; leave it out, or "
+                f"{other}"
+            )
 
     def _check_optimizer(self) -> None:
         if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise UserError(f"optimizer is {kind_of(self.optimizer)}; pass a torch.optim optimizer over model.parameters()")
+            raise UserError(
+                f"optimizer is {kind_of(self.optimizer)}; pass a torch.optim optimizer over "
+                "model.parameters()"
+            )
         own = {id(p) for p in self.model.parameters()}
-        strangers = sum(id(p) not in own for group in self.optimizer.param_groups for p in group["params"])
+        strangers = sum(
+            id(p) not in own for group in self.optimizer.param_groups for p in group["params"]
+        )
         if strangers:
             raise UserError(
-                f"the optimizer holds {strangers} parameter(s) that the model does not have; make it from this model: "
+                f"the optimizer holds {strangers} parameter(s) that the model does not have; make "
+                "it from this model: "
                 f"torch.optim.{type(self.optimizer).__name__}(model.parameters(), …)"
             )
 
@@ -160,18 +212,31 @@ class TrainSettings:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UserError(f"{name}={value!r}; it must be a whole number of at least 1")
         steps = self.steps_per_epoch
-        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-            raise UserError(f"steps_per_epoch={steps!r}; it must be a whole number of optimizer steps, at least 1, or None")
+        if steps is not None and (
+            not isinstance(steps, int) or isinstance(steps, bool) or steps < 1
+        ):
+            raise UserError(
+                f"steps_per_epoch={steps!r}; it must be a whole number of optimizer steps, at "
+                "least 1, or None"
+            )
         check_clip_norm(self.clip_norm)
         if self.precision not in PRECISIONS:
-            raise UserError(f"precision={self.precision!r} is not known; write one of {', '.join(map(repr, PRECISIONS))}")
+            raise UserError(
+                f"precision={self.precision!r} is not known; write one of "
+                f"{', '.join(map(repr, PRECISIONS))}"
+            )
         if self.step not in STEPS:
-            raise UserError(f"step={self.step!r} is not known; write one of {', '.join(map(repr, STEPS))}")
+            raise UserError(
+                f"step={self.step!r} is not known; write one of {', '.join(map(repr, STEPS))}"
+            )
         asked = self.activation_checkpointing
         names = asked if isinstance(asked, (list, tuple)) else [asked]
-        if not isinstance(asked, bool) and not (names and all(isinstance(name, str) and name for name in names)):
+        if not isinstance(asked, bool) and not (
+            names and all(isinstance(name, str) and name for name in names)
+        ):
             raise UserError(
-                f"activation_checkpointing={asked!r}; it must be True, False, the name of a class of layers, or a list of names "
+                f"activation_checkpointing={asked!r}; it must be True, False, the name of a class "
+                "of layers, or a list of names "
                 "of classes or modules"
             )
         if not isinstance(self.seed, int):
@@ -182,7 +247,8 @@ def check_model(model: Any) -> None:
     """Raise `UserError` unless it is a module that can be trained or called."""
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise UserError(
-            f"the model is wrapped in {type(model).__name__} already; pass the bare model (model.module) and say how to "
+            f"the model is wrapped in {type(model).__name__} already; pass the bare model "
+            "(model.module) and say how to "
             "distribute it with distributed=…"
         )
     if not isinstance(model, nn.Module):
@@ -195,26 +261,33 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def check_meta(settings: TrainSettings) -> None:
-    """Raise `UserError` for a model on the meta device that cannot be trained, or whose trained weights would be lost."""
+    """Raise `UserError` for a model on the meta device that cannot be trained, or whose trained
+    weights would be lost."""
     if not is_meta(settings.model):
         return
     if not settings.strategy.takes_meta:
         raise UserError(
-            f"the model is on the meta device and has no weights, and strategy '{settings.strategy.name}' needs them; write "
+            "the model is on the meta device and has no weights, and strategy "
+            f"'{settings.strategy.name}' needs them; write "
             "distributed='fsdp', or build the model on the CPU"
         )
     if settings.logdir is None:
         raise UserError(
-            "the model is on the meta device, so there is no place for its trained weights but a checkpoint; pass logdir=…"
+            "the model is on the meta device, so there is no place for its trained weights but a "
+            "checkpoint; pass logdir=…"
         )
 
 
 def check_sync_batch_norm(model: nn.Module, world: World) -> None:
     """Raise `UserError` for a SyncBatchNorm where PyTorch cannot compute it."""
-    layer = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
+    layer = next(
+        (name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)),
+        None,
+    )
     if layer is not None and world.device.type != "cuda" and torch.distributed.is_initialized():
         raise UserError(
-            f"layer '{layer}' is a SyncBatchNorm, which needs GPUs: PyTorch has none for '{world.device.type}'. Use BatchNorm, "
+            f"layer '{layer}' is a SyncBatchNorm, which needs GPUs: PyTorch has none for "
+            f"'{world.device.type}'. Use BatchNorm, "
             "whose statistics are averaged before evaluation and saving, or GroupNorm"
         )
 
@@ -223,8 +296,11 @@ def check_values(model: nn.Module, method: str) -> None:
     """Raise `UserError` for a model on the meta device, which has no weights to compute with."""
     if is_meta(model):
         raise UserError(
-            f"{method} computes with the whole model on each worker, and this one is on the meta device; load the weights of a "
-            "checkpoint: model.to_empty(device='cpu').load_state_dict(allhands.load_checkpoint(logdir)['model'])"
+            f"{method} computes with the whole model on each worker, and this one is on the meta "
+            "device; load the weights of a "
+            "checkpoint: "
+            "model.to_empty(device='cpu')"
+            ".load_state_dict(allhands.load_checkpoint(logdir)['model'])"
         )
 
 

@@ -1,4 +1,5 @@
-"""What `SupervisedRunner.evaluate` and `predict` do on each rank, in a hook of a training and elsewhere."""
+"""What `SupervisedRunner.evaluate` and `predict` do on each rank, in a hook of a training and
+elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ import torch
 from torch import nn
 
 from allhands.data import build_feeds, preserved_generators
-from allhands.runner.evaluation import Forward, check_over_batch, evaluate_feed, loss_rule, predict_feed
+from allhands.runner.evaluation import (
+    Forward,
+    check_over_batch,
+    evaluate_feed,
+    loss_rule,
+    predict_feed,
+)
 from allhands.runner.metrics import LoaderMetrics
 from allhands.runner.reporter import Reporter
 from allhands.runner.running import in_training
@@ -23,27 +30,38 @@ if TYPE_CHECKING:
     from allhands.runner.supervised import SupervisedRunner
 
 
-def evaluate(runner: SupervisedRunner, given: Any, world: World, reporter: Reporter, shipped: bool) -> Any:
+def evaluate(
+    runner: SupervisedRunner, given: Any, world: World, reporter: Reporter, shipped: bool
+) -> Any:
     """The loss and the metrics of every loader; see `SupervisedRunner.evaluate`."""
     model, criterion, data, metrics, precision, seed = given
-    on_device = _on_device(criterion, world.device) if isinstance(criterion, nn.Module) else nullcontext()
+    on_device = (
+        _on_device(criterion, world.device) if isinstance(criterion, nn.Module) else nullcontext()
+    )
     with preserved_generators(), _placed(model, world) as (module, strategy), on_device:
         if strategy.level:
             check_over_batch(criterion, strategy, world.world_size)
         feeds = _feeds(data.sources(seed), world, seed, shipped, strategy)
-        forward, number = Forward(runner, module, world.device, criterion, reporter.line), Precision(precision, world.device)
+        forward, number = (
+            Forward(runner, module, world.device, criterion, reporter.line),
+            Precision(precision, world.device),
+        )
         counts, slices = strategy.counts(world), strategy.slices(world)
         values = {}
         for name, feed in feeds.items():
             rule = loss_rule(criterion, feed, runner, slices)
             measured = LoaderMetrics(metrics, world, trains=False, counts=counts, slices=slices)
             steps = feed.epoch(0)
-            values[name] = evaluate_feed(feed, steps, module, forward, rule, measured, number, reporter, name, strategy)
+            values[name] = evaluate_feed(
+                feed, steps, module, forward, rule, measured, number, reporter, name, strategy
+            )
         reporter.close()
     return values
 
 
-def predict(runner: SupervisedRunner, given: Any, world: World, reporter: Reporter, shipped: bool) -> Any:
+def predict(
+    runner: SupervisedRunner, given: Any, world: World, reporter: Reporter, shipped: bool
+) -> Any:
     """The model's output for every sample; see `SupervisedRunner.predict`."""
     model, data, precision, seed = given
     sources = data.sources(seed)
@@ -52,12 +70,21 @@ def predict(runner: SupervisedRunner, given: Any, world: World, reporter: Report
     with preserved_generators(), _placed(model, world) as (module, strategy):
         (feed,) = _feeds(sources, world, seed, shipped, strategy).values()
         forward = Forward(runner, module, world.device)
-        return predict_feed(feed, module, forward, Precision(precision, world.device), world, strategy)
+        return predict_feed(
+            feed, module, forward, Precision(precision, world.device), world, strategy
+        )
 
 
 def _feeds(sources: Any, world: World, seed: int, shipped: bool, strategy: Strategy) -> Any:
     same = shipped and world.local_world_size == world.world_size
-    return build_feeds(sources, world, seed, same_everywhere=same, place=strategy.place(world), level=strategy.level)
+    return build_feeds(
+        sources,
+        world,
+        seed,
+        same_everywhere=same,
+        place=strategy.place(world),
+        level=strategy.level,
+    )
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""The training loop: epochs, evaluation, history. The same code in one process and on every worker."""
+"""The training loop: epochs, evaluation, history. The same code in one process and on every
+worker."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ import torch
 from torch import nn
 
 from allhands.comm import calls, hook_calls
-from allhands.data import CountedRows, Feed, build_feeds, derive_seed, preserved_generators, seed_everything
+from allhands.data import (
+    CountedRows,
+    Feed,
+    build_feeds,
+    derive_seed,
+    preserved_generators,
+    seed_everything,
+)
 from allhands.errors import UserError
 from allhands.launch import handback
 from allhands.runner import peak
@@ -22,7 +30,13 @@ from allhands.runner.agreement import SIGNALS, Agreement, requeue_if_asked
 from allhands.runner.announce import announce, report_epoch
 from allhands.runner.callbacks import overridden, run_hooks
 from allhands.runner.compiling import compiling
-from allhands.runner.evaluation import Forward, choose_valid_loader, evaluate_feed, loss_rule, try_on
+from allhands.runner.evaluation import (
+    Forward,
+    choose_valid_loader,
+    evaluate_feed,
+    loss_rule,
+    try_on,
+)
 from allhands.runner.handed_back import gather
 from allhands.runner.logged import Logged
 from allhands.runner.loggers import Loggers
@@ -58,12 +72,15 @@ class Training:
     Attributes:
         epoch: finished epochs.
         step: optimizer steps taken, over all epochs.
-        history: ``{"epoch": [1, 2, …], "step": […], "lr": […], "seconds": […], "train": {"loss": […], …}, "valid": {…}}``.
+        history: ``{"epoch": [1, 2, …], "step": […], "lr": […], "seconds": […], "train": {"loss":
+            […], …}, "valid": {…}}``.
         position: how far the epoch that runs has come; None between two epochs.
         measuring: the metrics of the loader that is trained on; None between two loaders.
     """
 
-    def __init__(self, runner: SupervisedRunner, settings: TrainSettings, world: World, reporter: Reporter) -> None:
+    def __init__(
+        self, runner: SupervisedRunner, settings: TrainSettings, world: World, reporter: Reporter
+    ) -> None:
         self.settings = settings
         self.world = world
         self.reporter = reporter
@@ -81,7 +98,8 @@ class Training:
         self._stop_reason: str | None = None
         self._stop_now = False
         self._signal = 0
-        self._evaluated = 0  # steps of evaluation; with the optimizer steps, they number the rounds of the agreement
+        # steps of evaluation; with the optimizer steps, they number the rounds of the agreement
+        self._evaluated = 0
         self._best_state: dict[str, torch.Tensor] | None = None
         self._limit = 1 if settings.overfit else 3 if settings.check else None
         self.passes = None if settings.steps_per_epoch is None or settings.overfit else Passes()
@@ -107,7 +125,9 @@ class Training:
             scaler.together = world
         settings.strategy.records = records_steps(self, not runner.plain_batches)
         settings.strategy.seed = settings.seed
-        settings.strategy.try_on = partial(try_on, runner, self.trained[0], self.precision, world.device)
+        settings.strategy.try_on = partial(
+            try_on, runner, self.trained[0], self.precision, world.device
+        )
         self.wrapped = settings.strategy.prepare(self.model, world)
         settings.strategy.try_on = None
         self.model = settings.strategy.own_module(self.model)
@@ -116,7 +136,10 @@ class Training:
             self.criterion.to(world.device)
         self.forward = Forward(runner, self.wrapped, world.device, self.criterion, reporter.line)
         slices = settings.strategy.slices(world)
-        self.rules = {name: loss_rule(self.criterion, feed, runner, slices) for name, feed in self.feeds.items()}
+        self.rules = {
+            name: loss_rule(self.criterion, feed, runner, slices)
+            for name, feed in self.feeds.items()
+        }
         for name, rule in self.rules.items():
             rule.note = reporter.line
             if self.feeds[name] not in self.trained:
@@ -125,11 +148,17 @@ class Training:
         self.stream = settings.strategy.stream(world)
         counts = settings.strategy.counts(world)
         self.metrics = {
-            name: LoaderMetrics(settings.metrics, world, trains=feed in self.trained, counts=counts, slices=slices)
+            name: LoaderMetrics(
+                settings.metrics, world, trains=feed in self.trained, counts=counts, slices=slices
+            )
             for name, feed in self.feeds.items()
         }
         together = None if settings.strategy.alone else world
-        self.rows = {feed.name: CountedRows(feed, runner.rows_of, together, counts) for feed in self.trained if feed.own_collate}
+        self.rows = {
+            feed.name: CountedRows(feed, runner.rows_of, together, counts)
+            for feed in self.trained
+            if feed.own_collate
+        }
         self._step_hooks = overridden(settings.callbacks, "on_step_end")
         self.recorded = recorded_steps(self, bool(self._step_hooks))
         self.logged = Logged(world)
@@ -137,14 +166,18 @@ class Training:
         if settings.profile is not None and settings.logdir is not None:
             from allhands.runner.profile import Profile
 
-            self.profile = Profile(settings.profile, settings.logdir / "profile", world, reporter.line)
+            self.profile = Profile(
+                settings.profile, settings.logdir / "profile", world, reporter.line
+            )
         self.memory = Memory(self)
         saves = settings.logdir is not None
         minutes = settings.save_minutes
         # Ctrl-C reaches the caller, who passes it on and waits for what is handed back.
         interrupts = (signal.SIGINT,) if handback.arrived is not None else ()
         self.agreement = Agreement(
-            world, minutes * 60 if minutes is not None else None, (*SIGNALS, *interrupts) if saves else interrupts
+            world,
+            minutes * 60 if minutes is not None else None,
+            (*SIGNALS, *interrupts) if saves else interrupts,
         )
 
     def stop(self, reason: str, now: bool = False) -> None:
@@ -152,16 +185,19 @@ class Training:
 
         Args:
             reason: is printed.
-            now: after the current optimizer step, and not after the current epoch. The unfinished epoch is not evaluated and
-                not in the history; with a logdir, a checkpoint is saved from which it can go on.
+            now: after the current optimizer step, and not after the current epoch. The unfinished
+                epoch is not evaluated and not in the history; with a logdir, a checkpoint is saved
+                from which it can go on.
         """
         self._stop_reason = reason
         self._stop_now = now
 
     def log(self, name: str, value: float | torch.Tensor, count: float = 1) -> None:
-        """Add to a mean that is reported, over the epoch and all ranks, with the metrics of the loader that is trained on.
+        """Add to a mean that is reported, over the epoch and all ranks, with the metrics of the
+        loader that is trained on.
 
-        For use in `Callback.on_step_end`, on every rank. A tensor stays on its device until the end of the epoch.
+        For use in `Callback.on_step_end`, on every rank. A tensor stays on its device until the end
+        of the epoch.
 
         Args:
             name: under which it appears.
@@ -169,7 +205,8 @@ class Training:
             count: its weight; 1 gives each step and rank the same.
 
         Raises:
-            UserError: the name is taken, or is not logged on every rank (told at the end of the epoch).
+            UserError: the name is taken, or is not logged on every rank (told at the end of the
+                epoch).
         """
         self.logged.add(name, value, count)
 
@@ -179,7 +216,8 @@ class Training:
         What callbacks keep comes back from rank 0 alone, so this is how values of the others do.
 
         Args:
-            value: None, numbers, strings, tensors, numpy arrays, and lists, tuples, dicts and sets of them.
+            value: None, numbers, strings, tensors, numpy arrays, and lists, tuples, dicts and sets
+                of them.
 
         Returns:
             A list of ``world_size`` values, the same on every rank. Tensors are on the CPU.
@@ -190,7 +228,8 @@ class Training:
         return gather(value, self.world)
 
     def save_checkpoint(self) -> None:
-        """Save a checkpoint now, for use in `Callback.on_step_end`; to be called on every rank at the same step.
+        """Save a checkpoint now, for use in `Callback.on_step_end`; to be called on every rank at
+        the same step.
 
         Raises:
             UserError: there is no logdir, or no optimizer step was just taken.
@@ -198,19 +237,29 @@ class Training:
         if self.settings.logdir is None:
             raise UserError("save_checkpoint() has nowhere to write; pass logdir=… to train()")
         if self.position is None or self.measuring is None:
-            raise UserError("save_checkpoint() is for on_step_end; at the end of every epoch a checkpoint is saved anyway")
+            raise UserError(
+                "save_checkpoint() is for on_step_end; at the end of every epoch a checkpoint is "
+                "saved anyway"
+            )
         hook_calls.together(("saving a checkpoint after optimizer step", self.step))
         self.memory.save(self.position)
 
     def run(self) -> History:
-        """Train, and give back the history. The user's own random generators are left as they were found.
+        """Train, and give back the history. The user's own random generators are left as they were
+        found.
 
         Raises:
-            SystemExit: SIGTERM or SIGUSR1 came; all ranks have saved a checkpoint at the same step. The code is 128 plus the
-                signal's number.
+            SystemExit: SIGTERM or SIGUSR1 came; all ranks have saved a checkpoint at the same step.
+                The code is 128 plus the signal's number.
         """
         settings = self.settings
-        with preserved_generators(), self.agreement, recomputing(self), compiling(self), running(self):
+        with (
+            preserved_generators(),
+            self.agreement,
+            recomputing(self),
+            compiling(self),
+            running(self),
+        ):
             peak.start(self.world)
             self.memory.restore()
             schedule_note = self._check_schedule()
@@ -219,8 +268,10 @@ class Training:
                 self.recorded.begin()
             self.memory.open()
             loggers = Loggers(
-                settings.logdir if self.world.rank == 0 else None, len(self.history["epoch"]), self.step or None
-            )  # fmt: skip
+                settings.logdir if self.world.rank == 0 else None,
+                len(self.history["epoch"]),
+                self.step or None,
+            )
             announce(self, schedule_note)
             self.agreement.begin(self.step)
             try:
@@ -241,9 +292,15 @@ class Training:
                 self.reporter.close()
             settings.strategy.finish()
             if self._signal == signal.SIGINT:
-                saved = f"; saved in {settings.logdir}, go on with resume='auto'" if settings.logdir is not None else ""
+                saved = (
+                    f"; saved in {settings.logdir}, go on with resume='auto'"
+                    if settings.logdir is not None
+                    else ""
+                )
                 self.memory.close()
-                self.reporter.line(f"interrupted {where}: the model and the optimizer are as that left them{saved}")
+                self.reporter.line(
+                    f"interrupted {where}: the model and the optimizer are as that left them{saved}"
+                )
                 return self.history
             if self._signal:
                 self._leave_for_signal(where)
@@ -271,7 +328,8 @@ class Training:
         except _Left:
             where = f"after optimizer step {self.step}, in epoch {self.epoch + 1}"
             self._set_mode(training=False)
-            self.settings.strategy.sync_buffers()  # the model that is handed back is one for all ranks
+            # the model that is handed back is one for all ranks
+            self.settings.strategy.sync_buffers()
         if self._signal:
             return where
         run_hooks(self.settings.callbacks, "on_train_end", self)
@@ -286,7 +344,9 @@ class Training:
     def _leave_for_signal(self, where: str) -> None:
         name = signal.Signals(self._signal).name
         self.memory.close()
-        self.reporter.line(f"stopped by {name} {where}: saved in {self.settings.logdir}; go on with resume='auto'")
+        self.reporter.line(
+            f"stopped by {name} {where}: saved in {self.settings.logdir}; go on with resume='auto'"
+        )
         requeue_if_asked(self.world, self.reporter.line)
         self.reporter.close()
         raise SystemExit(128 + self._signal)
@@ -298,14 +358,18 @@ class Training:
         resumed = self.position is not None
         if self.position is None:
             self.position = Position(rates=learning_rates(self.optimizer))
-            # Dropout in this process: other draws in each epoch and on each rank, repeated when the run is.
+            # Dropout in this process: other draws in each epoch and on each rank, repeated when the
+            # run is.
             seed_everything(derive_seed(self.settings.seed, "train", self.epoch, self.stream))
             run_hooks(self.settings.callbacks, "on_epoch_start", self)
         position, number = self.position, self.epoch + 1
         earlier = position.seconds
         for feed in self.trained:
             if feed.name not in position.done and not position.evaluating:
-                position.finish(feed.name, self._train_epoch(feed, position, resumed, loggers, started - earlier))
+                position.finish(
+                    feed.name,
+                    self._train_epoch(feed, position, resumed, loggers, started - earlier),
+                )
                 resumed = False
         strategy = self.settings.strategy
         if not position.evaluating:
@@ -319,7 +383,9 @@ class Training:
         if evaluated:
             run_hooks(self.settings.callbacks, "on_evaluate_start", self)
         for name, feed in evaluated.items():
-            seed_everything(derive_seed(self.settings.seed, "evaluate", name, self.epoch, self.stream))
+            seed_everything(
+                derive_seed(self.settings.seed, "evaluate", name, self.epoch, self.stream)
+            )
             position.seconds = time.perf_counter() - started + earlier
             values[name] = self._evaluate_epoch(feed, number)
         if evaluated:
@@ -341,8 +407,15 @@ class Training:
         place, seconds = f"{self.epoch}/{self.num_epochs}", self.history["seconds"][-1]
         report_epoch(self.reporter, "epoch", place, values, position.rates[0], seconds, improved)
 
-    def _train_epoch(self, feed: Feed, position: Position, resumed: bool, loggers: Loggers, since: float) -> dict[str, float]:
-        settings, world, reporter, agreement = self.settings, self.world, self.reporter, self.agreement
+    def _train_epoch(
+        self, feed: Feed, position: Position, resumed: bool, loggers: Loggers, since: float
+    ) -> dict[str, float]:
+        settings, world, reporter, agreement = (
+            self.settings,
+            self.world,
+            self.reporter,
+            self.agreement,
+        )
         number = self.epoch + 1
         self.measuring = metrics = self.metrics[feed.name]
         metrics.start(f"epoch {number}")
@@ -352,9 +425,17 @@ class Training:
         self.model.train()
         self.wrapped.train()
         take = (ClosureStep if takes_closure(self.optimizer) else OptimizerStep)(
-            self.model.parameters(), self.optimizer, self.rules[feed.name], settings.strategy, world, self.precision,
-            self.forward, metrics.observe, self.forward.target_of, settings.clip_norm,
-        )  # fmt: skip
+            self.model.parameters(),
+            self.optimizer,
+            self.rules[feed.name],
+            settings.strategy,
+            world,
+            self.precision,
+            self.forward,
+            metrics.observe,
+            self.forward.target_of,
+            settings.clip_norm,
+        )
         if not self._looked and world.world_size > 1:
             self._looked, take.before_first_update = True, self._look
         profile = self.profile
@@ -393,11 +474,18 @@ class Training:
                 if recorded is not None and self._step_hooks:
                     recorded.look()
             if reporter.shows_bar and step - first >= pace.next_look and pace.due(step - first):
-                reporter.progress(f"{number}/{self.num_epochs} {feed.name}", step - first, total_steps, metrics.running_loss())
+                reporter.progress(
+                    f"{number}/{self.num_epochs} {feed.name}",
+                    step - first,
+                    total_steps,
+                    metrics.running_loss(),
+                )
             if step >= next_log:
                 next_log = step + settings.log_every
                 metrics.check_finite()
-                if settings.strategy.drives:  # on a pipeline's last stage alone, and rank 0 is the first
+                if (
+                    settings.strategy.drives
+                ):  # on a pipeline's last stage alone, and rank 0 is the first
                     metrics.share_loss()
                 if loggers.active:
                     loggers.step(step, metrics.running_loss(), learning_rates(self.optimizer))
@@ -418,7 +506,8 @@ class Training:
         return values | self.logged.means(taken=values) if settings.callbacks else values
 
     def _look(self, took_part: bool, loss: float | None) -> None:
-        """Before the first update, on all ranks: what would make the result another one without a word."""
+        """Before the first update, on all ranks: what would make the result another one without a
+        word."""
         check_buffers_equal(self.model, self.world, took_part)
         self.settings.strategy.check_first_loss(loss)
 
@@ -435,11 +524,16 @@ class Training:
             steps = self.passes.steps(feed, steps_of, max(0, number - position.steps))
         else:
             steps = steps_of(0 if self.settings.overfit else self.epoch, position.samples)
-            steps = itertools.islice(steps, max(0, self._limit - position.steps)) if self._limit else steps
+            steps = (
+                itertools.islice(steps, max(0, self._limit - position.steps))
+                if self._limit
+                else steps
+            )
         return steps if self.profile is None else self.profile.reading(steps)
 
     def steps_of_epoch(self, feed: Feed) -> int | None:
-        """Optimizer steps of an epoch with a loader that is trained on; None when only reading tells."""
+        """Optimizer steps of an epoch with a loader that is trained on; None when only reading
+        tells."""
         steps = feed.num_steps if self.passes is None else self.settings.steps_per_epoch
         return min(steps, self._limit) if self._limit and steps else steps
 
@@ -455,7 +549,8 @@ class Training:
 
     def _save_here(self) -> None:
         if self.measuring is not None:
-            self.measuring.check_finite()  # weights that a NaN has reached must not become the newest checkpoint
+            # weights that a NaN has reached must not become the newest checkpoint
+            self.measuring.check_finite()
         self.memory.save(self.position)
         self.agreement.saved()
 
@@ -464,7 +559,9 @@ class Training:
         decision = self.agreement.ask(self.step + self._evaluated)
         within_evaluation = self.position is not None and self.position.evaluating
         if decision.save or decision.signal:
-            if within_evaluation:  # a checkpoint, and what is handed back, hold the weights of the training
+            if (
+                within_evaluation
+            ):  # a checkpoint, and what is handed back, hold the weights of the training
                 run_hooks(self.settings.callbacks, "on_evaluate_end", self)
             if self.settings.logdir is not None:
                 self._save_here()
@@ -494,7 +591,8 @@ class Training:
         )
 
     def _asked_between(self, steps: Iterator[Any]) -> Iterator[Any]:
-        """The steps of an evaluation, with the rounds of the agreement between them: a signal need not wait for its end."""
+        """The steps of an evaluation, with the rounds of the agreement between them: a signal need
+        not wait for its end."""
         if self.agreement.next == math.inf:
             yield from steps
             return
@@ -506,7 +604,9 @@ class Training:
 
     # ------------------------------------------------------------------ what is remembered
 
-    def _record(self, values: dict[str, dict[str, float]], rates: list[float], seconds: float) -> None:
+    def _record(
+        self, values: dict[str, dict[str, float]], rates: list[float], seconds: float
+    ) -> None:
         row = {"epoch": self.epoch, "step": self.step, "lr": rates[0], "seconds": seconds}
         for key, value in row.items():
             self.history[key].append(value)

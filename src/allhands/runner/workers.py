@@ -1,4 +1,5 @@
-"""Who runs a job: this process, the world that it is part of, or workers that are started for it."""
+"""Who runs a job: this process, the world that it is part of, or workers that are started for
+it."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ from allhands.world import Layout, World, current_world, detect, slurm
 # Seconds that workers have for a last checkpoint, once they are asked to leave.
 SAVE_GRACE = 30.0
 
-# They take a second or two to import. Where this process has them (any optimizer of torch imports the first), workers will
-# need them, and get them from the process that they are forked from, once for all.
+# They take a second or two to import. Where this process has them (any optimizer of torch imports
+# the first), workers will need them, and get them from the process that they are forked from, once
+# for all.
 SLOW_IMPORTS = ("torch._dynamo", "torchmetrics")
 
 # (runner, what to do, world, reporter, whether the objects were sent here) -> result of plain data
@@ -46,11 +48,23 @@ class Plan:
     @property
     def world_size(self) -> int:
         """How many processes take part."""
-        return sum(self.circle.counts) if self.circle is not None else self.count or world_around() or 1
+        return (
+            sum(self.circle.counts)
+            if self.circle is not None
+            else self.count or world_around() or 1
+        )
 
-    def run(self, job: Job, runner: Any, given: Any, verbose: bool = False, preload: Sequence[str] = (),
-            hands_back: bool = False) -> Any:  # fmt: skip
-        """The job's result; that of this node's first worker where workers were started, which then have the modules `preload`
+    def run(
+        self,
+        job: Job,
+        runner: Any,
+        given: Any,
+        verbose: bool = False,
+        preload: Sequence[str] = (),
+        hands_back: bool = False,
+    ) -> Any:
+        """The job's result; that of this node's first worker where workers were started, which then
+        have the modules `preload`
         imported already. `hands_back`: the job stops at SIGINT, with which a Ctrl-C reaches it.
 
         Raises:
@@ -67,16 +81,22 @@ class Plan:
                 return _run_here(job, runner, given, world, verbose)
             finally:
                 if before is None and world.environment == "alone":
-                    allhands.finalize()  # the caller has made no world and need not know of this one
+                    # the caller has made no world and need not know of this one
+                    allhands.finalize()
         console = ConsoleReporter(verbose)
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
             results = spawn(
-                _in_worker, (job, runner, given, self.strategy, device, console.shows_bar), workers=self.count,
-                on_message=lambda rank, message: replay(message, console), grace=SAVE_GRACE, circle=self.circle,
+                _in_worker,
+                (job, runner, given, self.strategy, device, console.shows_bar),
+                workers=self.count,
+                on_message=lambda rank, message: replay(message, console),
+                grace=SAVE_GRACE,
+                circle=self.circle,
                 preload=[*preload, *(name for name in SLOW_IMPORTS if name in sys.modules)],
-                servers=self.strategy.servers_to_start(), hands_back=hands_back,
-            )  # fmt: skip
+                servers=self.strategy.servers_to_start(),
+                hands_back=hands_back,
+            )
         finally:
             console.close()
         return results[0]
@@ -102,14 +122,18 @@ def plan(distributed: bool | str | Strategy, count: int | None, device: str | No
     if around:
         if count is not None and count != around:
             raise UserError(
-                f"workers={count}, but this process is one of a world of {around} that was started already; remove workers=, or "
+                f"workers={count}, but this process is one of a world of {around} that was started "
+                "already; remove workers=, or "
                 "start the script alone"
             )
         return Plan(strategy or DDP(), 0, device)
     if strategy is None or isinstance(strategy, Single) or strategy.name == "dp":
         if count not in (None, 1):
             chosen = "distributed=False" if strategy is None else f"distributed={strategy.name!r}"
-            raise UserError(f"workers={count} with {chosen}, which is one process; write distributed=True (or 'ddp')")
+            raise UserError(
+                f"workers={count} with {chosen}, which is one process; write distributed=True (or "
+                "'ddp')"
+            )
         return Plan(strategy or Single(), 0, device)
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if count is None:
@@ -125,20 +149,25 @@ def _more_than_gpus(count: int, gpus: int) -> str | None:
     if not gpus or count <= gpus:
         return None
     return (
-        f"workers={count}, but this machine shows {gpus} GPU{'s' if gpus > 1 else ''} and each worker drives one; write "
+        f"workers={count}, but this machine shows {gpus} GPU{'s' if gpus > 1 else ''} and each "
+        "worker drives one; write "
         f"workers={gpus}, or SupervisedRunner(device='cpu') to train on CPU cores"
     )
 
 
 def node_task() -> Layout | None:
-    """The layout of the step when srun started one task on each of several nodes, which may start the workers there."""
-    if current_world() is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    """The layout of the step when srun started one task on each of several nodes, which may start
+    the workers there."""
+    if current_world() is not None or (
+        torch.distributed.is_available() and torch.distributed.is_initialized()
+    ):
         return None
     return slurm.node_task(os.environ)
 
 
 def gather_nodes(task: Layout, count: int | None, device: str | None) -> tuple[int, Circle | None]:
-    """How many workers this node starts, and the tasks of the other nodes; to be called on all of them.
+    """How many workers this node starts, and the tasks of the other nodes; to be called on all of
+    them.
 
     No circle when every node has one: then the tasks are the workers.
 
@@ -152,12 +181,25 @@ def gather_nodes(task: Layout, count: int | None, device: str | None) -> tuple[i
     meeting = slurm.meeting_of_nodes(os.environ, task)
     assert task.node_rank is not None
     assert meeting.job_key is not None
-    circle = gather(task.node_rank, meeting.hosts, meeting.job_key, here, _more_than_gpus(here, gpus))
+    circle = gather(
+        task.node_rank, meeting.hosts, meeting.job_key, here, _more_than_gpus(here, gpus)
+    )
     alone = set(circle.counts) == {1}
     if circle.node == 0:
-        each = "one worker each" if alone else "workers " + ", ".join(map("{} on {}".format, circle.counts, circle.hosts))
-        hint = "; no GPU is seen, workers=N starts N on each node" if alone and count is None and not gpus else ""
-        print(f"allhands: srun started one task on each of {len(circle.counts)} nodes: {each}{hint}", flush=True)
+        each = (
+            "one worker each"
+            if alone
+            else "workers " + ", ".join(map("{} on {}".format, circle.counts, circle.hosts))
+        )
+        hint = (
+            "; no GPU is seen, workers=N starts N on each node"
+            if alone and count is None and not gpus
+            else ""
+        )
+        print(
+            f"allhands: srun started one task on each of {len(circle.counts)} nodes: {each}{hint}",
+            flush=True,
+        )
     if alone:
         circle.close()
         return 1, None
@@ -174,15 +216,21 @@ def _strategy(distributed: bool | str | Strategy) -> Strategy | None:
     if isinstance(distributed, str):
         return strategy_named(distributed)
     if isinstance(distributed, type) and issubclass(distributed, Strategy):
-        raise UserError(f"distributed={distributed.__name__} is a class; write distributed={distributed.__name__}()")
-    raise UserError(f"distributed={distributed!r}; write True, False, the name of a strategy, or a Strategy such as DDP()")
+        raise UserError(
+            f"distributed={distributed.__name__} is a class; write "
+            f"distributed={distributed.__name__}()"
+        )
+    raise UserError(
+        f"distributed={distributed!r}; write True, False, the name of a strategy, or a Strategy "
+        "such as DDP()"
+    )
 
 
 def world_around() -> int:
     """The size of the world that this process is in, or was started for; 0 when it is alone.
 
-    A world of one that a launcher started is joined as it is. A single Slurm task or MPI process is not: it may start one
-    worker a GPU.
+    A world of one that a launcher started is joined as it is. A single Slurm task or MPI process is
+    not: it may start one worker a GPU.
     """
     world = current_world()
     if world is not None:
@@ -200,18 +248,24 @@ def _run_here(job: Job, runner: Any, given: Any, world: World, verbose: bool) ->
     return _guarded(job, runner, given, world, reporter, False)
 
 
-def _in_worker(job: Job, runner: Any, given: Any, strategy: Strategy, device: str, shows_bar: bool) -> Any:
+def _in_worker(
+    job: Job, runner: Any, given: Any, strategy: Strategy, device: str, shows_bar: bool
+) -> Any:
     world = allhands.init(device=device)
     strategy.check(world)
     reporter = ForwardingReporter(shows_bar) if world.rank == 0 else Reporter()
     result = _guarded(job, runner, given, world, reporter, True)
-    # Not after an error: taking nccl down can wait for the others, and the error is to be told at once.
+    # Not after an error: taking nccl down can wait for the others, and the error is to be told at
+    # once.
     allhands.finalize()
     return result if world.local_rank == 0 else None
 
 
-def _guarded(job: Job, runner: Any, given: Any, world: World, reporter: Reporter, shipped: bool) -> Any:
-    """Run the job; a rank that leaves with exit code 0 in the middle would leave the others waiting without a reason."""
+def _guarded(
+    job: Job, runner: Any, given: Any, world: World, reporter: Reporter, shipped: bool
+) -> Any:
+    """Run the job; a rank that leaves with exit code 0 in the middle would leave the others waiting
+    without a reason."""
     try:
         # A rank that calls something alone would leave all of them waiting without a word.
         with calls.watch(world, worker.fail):
@@ -219,7 +273,8 @@ def _guarded(job: Job, runner: Any, given: Any, world: World, reporter: Reporter
     except SystemExit as error:
         if world.world_size > 1 and error.code in (None, 0):
             raise WorldError(
-                f"rank {world.rank} called sys.exit() with code 0 in the middle of a job that {world.world_size} ranks run "
+                f"rank {world.rank} called sys.exit() with code 0 in the middle of a job that "
+                f"{world.world_size} ranks run "
                 "together; raise an exception, or stop all ranks with training.stop()"
             ) from error
         raise

@@ -25,7 +25,11 @@ def layers(model: nn.Module, prefix: str = "") -> Iterable[tuple[str, nn.Module]
 
 def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Those of `layers` that have parts."""
-    return [(name, module) for name, module in layers(model) if next(module.children(), None) is not None]
+    return [
+        (name, module)
+        for name, module in layers(model)
+        if next(module.children(), None) is not None
+    ]
 
 
 def named(model: nn.Module, wanted: Sequence[str], option: str) -> Iterator[tuple[str, nn.Module]]:
@@ -45,13 +49,17 @@ def named(model: nn.Module, wanted: Sequence[str], option: str) -> Iterator[tupl
         if name not in modules and name not in classes:
             hint = did_you_mean(name, [*classes, *modules])
             raise UserError(
-                f"{option} names '{name}', and the model has no module and no class of that name{hint} Its classes are: "
+                f"{option} names '{name}', and the model has no module and no class of that "
+                f"name{hint} Its classes are: "
                 f"{', '.join(sorted(classes))}"
             )
     for name, module in modules.items():
         if (name in wanted or type(module).__name__ in wanted) and has_parameters(module):
             if isinstance(module, CONTAINERS):
-                raise UserError(f"{option} names '{name}', a {type(module).__name__}, which is never called; name its members")
+                raise UserError(
+                    f"{option} names '{name}', a {type(module).__name__}, which is never called; "
+                    "name its members"
+                )
             yield name, module
 
 

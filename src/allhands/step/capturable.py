@@ -1,4 +1,5 @@
-"""An optimizer whose update can be recorded: it never waits for the device, and reads the learning rate there."""
+"""An optimizer whose update can be recorded: it never waits for the device, and reads the learning
+rate there."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ _KINDS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 class Capturable:
     """Fused updates of SGD, Adam and AdamW, with each group's learning rate in a tensor.
 
-    The optimizer's own options and learning rates stay as schedulers, callbacks and checkpoints know them; they are replaced
-    only within `recordable`. Between two steps, `changed` carries a new learning rate over.
+    The optimizer's own options and learning rates stay as schedulers, callbacks and checkpoints
+    know them; they are replaced only within `recordable`. Between two steps, `changed` carries a
+    new learning rate over.
 
     Args:
         optimizer: of torch.optim.
@@ -32,21 +34,33 @@ class Capturable:
         """Why this optimizer cannot be recorded, as the end of a sentence; None when it can."""
         kind = type(self.optimizer)
         if kind not in _KINDS:
-            return f"the update of {kind.__name__} cannot be recorded (that of SGD, Adam and AdamW can)"
+            return (
+                f"the update of {kind.__name__} cannot be recorded (that of SGD, Adam and AdamW "
+                "can)"
+            )
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 return "the optimizer's learning rate is a tensor; pass a number"
             named = next((name for name in ("foreach", "differentiable") if group.get(name)), None)
             if named is not None:
-                return f"the optimizer was made with {named}=True, and its fused update is what can be recorded"
-        hooks = [getattr(self.optimizer, name, None) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
+                return (
+                    f"the optimizer was made with {named}=True, and its fused update is what "
+                    "can be recorded"
+                )
+        hooks = [
+            getattr(self.optimizer, name, None)
+            for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        ]
         return "the optimizer has step hooks, which a replay would not call" if any(hooks) else None
 
     def begin(self) -> None:
-        """The state is the one that the training goes on with; counts of steps are brought to the device."""
+        """The state is the one that the training goes on with; counts of steps are brought to the
+        device."""
         groups = self.optimizer.param_groups
         self._values = [float(group["lr"]) for group in groups]
-        self._rates = [torch.tensor(value, dtype=torch.float32, device=self.device) for value in self._values]
+        self._rates = [
+            torch.tensor(value, dtype=torch.float32, device=self.device) for value in self._values
+        ]
         self._options = [_options(group) for group in groups]
         for _, state in self._counting():
             state["step"] = state["step"].to(self.device, torch.float32)
@@ -66,7 +80,8 @@ class Capturable:
                     yield group, state
 
     def changed(self) -> bool:
-        """Whether an option that a record holds by value has changed; learning rates are brought to the device."""
+        """Whether an option that a record holds by value has changed; learning rates are brought to
+        the device."""
         groups = self.optimizer.param_groups
         for number, group in enumerate(groups):
             if group["lr"] != self._values[number]:
@@ -82,7 +97,9 @@ class Capturable:
     def recordable(self) -> Iterator[None]:
         """Within, the optimizer updates in a way that can be recorded."""
         groups = self.optimizer.param_groups
-        names: list[str] = [name for name in ("lr", "fused", "foreach", "capturable") if name in groups[0]]
+        names: list[str] = [
+            name for name in ("lr", "fused", "foreach", "capturable") if name in groups[0]
+        ]
         before = [{name: group[name] for name in names} for group in groups]
         try:
             for group, rate in zip(groups, self._rates, strict=True):
@@ -97,13 +114,18 @@ class Capturable:
                 group.update(own)
 
     def _complete(self, group: dict[str, Any]) -> None:
-        """Begin the momentum of parameters that were unused or frozen until now: fused SGD takes all or none."""
+        """Begin the momentum of parameters that were unused or frozen until now: fused SGD takes
+        all or none."""
         trained = [parameter for parameter in group["params"] if parameter.requires_grad]
-        without = [p for p in trained if self.optimizer.state.get(p, {}).get("momentum_buffer") is None]
+        without = [
+            p for p in trained if self.optimizer.state.get(p, {}).get("momentum_buffer") is None
+        ]
         if len(without) < len(trained) and not group.get("dampening"):
             for parameter in without:
                 self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+    return {
+        name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")
+    }

@@ -1,4 +1,5 @@
-"""Optimizers whose step takes a closure, which computes the loss and its gradients again (LBFGS, SAM)."""
+"""Optimizers whose step takes a closure, which computes the loss and its gradients again (LBFGS,
+SAM)."""
 
 from __future__ import annotations
 
@@ -15,21 +16,26 @@ from allhands.step.optimizer_step import OptimizerStep
 def takes_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer computes the loss again within a step."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty)
+    return isinstance(optimizer, torch.optim.LBFGS) or (
+        closure is not None and closure.default is closure.empty
+    )
 
 
 class ClosureStep(OptimizerStep):
     """An `OptimizerStep` whose optimizer is given a closure.
 
-    The gradients of the global batch lie in the parameters when the optimizer's step is called, as after a backward pass by hand.
-    The closure computes them again, with the exchange, and returns the loss of the global batch, the same number on all
-    ranks, so that all of them take the same decisions. Called before the weights have changed, it computes nothing. What is
-    reported is the loss with which the step began.
+    The gradients of the global batch lie in the parameters when the optimizer's step is called, as
+    after a backward pass by hand. The closure computes them again, with the exchange, and returns
+    the loss of the global batch, the same number on all ranks, so that all of them take the same
+    decisions. Called before the weights have changed, it computes nothing. What is reported is the
+    loss with which the step began.
     """
 
     _again = False
 
-    def __call__(self, batches: Sequence[Any], counts: Sequence[int], total: int, idle: bool) -> None:
+    def __call__(
+        self, batches: Sequence[Any], counts: Sequence[int], total: int, idle: bool
+    ) -> None:
         self._given = batches, counts, total, idle
         self._compute()
 
@@ -37,7 +43,9 @@ class ClosureStep(OptimizerStep):
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         super().__call__(*self._given)
 
-    def _observe(self, output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any) -> None:
+    def _observe(
+        self, output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any
+    ) -> None:
         if self.counts_here:
             self._sums[0] += loss.detach() * factor
             self._sums[1] += count
@@ -75,5 +83,6 @@ class ClosureStep(OptimizerStep):
         return (total if self.rule.sums else total / items.clamp_min(1e-30)).to(self._loss_dtype)
 
     def _marks(self) -> torch.Tensor:
-        """Numbers that change with the weights, also where these were changed past autograd (``p.data``)."""
+        """Numbers that change with the weights, also where these were changed past autograd
+        (``p.data``)."""
         return torch.stack([parameter.detach().double().norm() for parameter in self.parameters])

@@ -1,4 +1,5 @@
-"""A model whose forward and backward passes are compiled by ``torch.compile`` while it trains, and is as before afterwards."""
+"""A model whose forward and backward passes are compiled by ``torch.compile`` while it trains, and
+is as before afterwards."""
 
 from __future__ import annotations
 
@@ -25,11 +26,15 @@ _FORMS = 16  # of each module: shapes of micro-batches, in training and in evalu
 
 def cannot_compile(reason: str) -> UserError:
     """The error where ``step="compile"`` was asked for; `reason` is the end of a sentence."""
-    return UserError(f"step='compile': the model cannot be compiled, since {reason}; change that, or write step='auto'")
+    return UserError(
+        f"step='compile': the model cannot be compiled, since {reason}; change that, or write "
+        "step='auto'"
+    )
 
 
 def compiler_missing(device: torch.device) -> str | None:
-    """What ``torch.compile`` needs for this device and does not find, as the end of a sentence; None where all is there."""
+    """What ``torch.compile`` needs for this device and does not find, as the end of a sentence;
+    None where all is there."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
@@ -42,23 +47,33 @@ def compiler_missing(device: torch.device) -> str | None:
     except InvalidCxxCompiler:
         found = None
     if not found:
-        return "there is no C++ compiler, which it needs on a CPU: install g++, or name one in the variable CXX"
+        return (
+            "there is no C++ compiler, which it needs on a CPU: install g++, or name one in the "
+            "variable CXX"
+        )
     headers = Path(sysconfig.get_paths()["include"], "Python.h")
-    return None if headers.is_file() else f"there is no {headers}, which it needs on a CPU: install python3-dev"
+    return (
+        None
+        if headers.is_file()
+        else f"there is no {headers}, which it needs on a CPU: install python3-dev"
+    )
 
 
 class Compiled:
-    """A context in which calls of a model, or of its layers, are compiled; an error of the compiler leaves it as a `UserError`.
+    """A context in which calls of a model, or of its layers, are compiled; an error of the compiler
+    leaves it as a `UserError`.
 
-    Modules are compiled in place, as by `torch.nn.Module.compile`: parameters, hooks and names in ``state_dict`` stay what they
-    are, and a copy or a pickle of the model is not compiled. Each shape of inputs is compiled for itself, so that a step does not
-    depend on which shapes were seen before it, and dropout draws what it would draw eagerly.
+    Modules are compiled in place, as by `torch.nn.Module.compile`: parameters, hooks and names in
+    ``state_dict`` stay what they are, and a copy or a pickle of the model is not compiled. Each
+    shape of inputs is compiled for itself, so that a step does not depend on which shapes were seen
+    before it, and dropout draws what it would draw eagerly.
 
     Args:
         model: what is trained.
-        by_layer: compile each layer that has parts, of the outermost lists and sequences of the model, and leave the rest;
-            without such layers, or with False, the whole model is compiled as one. What is compiled as one gives all gradients
-            of its weights at the end of its backward pass, when no time is left to exchange them behind it.
+        by_layer: compile each layer that has parts, of the outermost lists and sequences of the
+            model, and leave the rest; without such layers, or with False, the whole model is
+            compiled as one. What is compiled as one gives all gradients of its weights at the end
+            of its backward pass, when no time is left to exchange them behind it.
         device: of the model.
         losses: of modules that compute a loss, each compiled for itself.
 
@@ -66,19 +81,31 @@ class Compiled:
         UserError: there is no compiler for the device.
     """
 
-    def __init__(self, model: nn.Module, by_layer: bool, device: torch.device, losses: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        by_layer: bool,
+        device: torch.device,
+        losses: Sequence[nn.Module] = (),
+    ) -> None:
         missing = compiler_missing(device)
         if missing is not None:
             raise cannot_compile(missing)
         found = [module for _, module in blocks(model)] if by_layer else []
         self.modules: Sequence[nn.Module] = [*(found or [model]), *losses]
-        self.what = (f"its {len(found)} layers" if found else "the whole model") + (" and the loss" if losses else "")
+        self.what = (f"its {len(found)} layers" if found else "the whole model") + (
+            " and the loss" if losses else ""
+        )
         self._stack = ExitStack()
 
     def __enter__(self) -> Compiled:
         limit = _FORMS * len(self.modules)
-        changes: dict[str, Any] = {"recompile_limit": limit, "accumulated_recompile_limit": max(256, limit)}
-        # It cuts what is called inside DistributedDataParallel by buckets, and cannot do so where layers are computed again.
+        changes: dict[str, Any] = {
+            "recompile_limit": limit,
+            "accumulated_recompile_limit": max(256, limit),
+        }
+        # It cuts what is called inside DistributedDataParallel by buckets, and cannot do so where
+        # layers are computed again.
         changes["optimize_ddp"] = False
         self._stack.enter_context(torch._dynamo.config.patch(**changes))
         for module in self.modules:
@@ -102,21 +129,36 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _own_copy() -> types.FunctionType:
-    """What is compiled is kept by code object, up to a limit, and goes with it: that of Module._call_impl is everybody's."""
+    """What is compiled is kept by code object, up to a limit, and goes with it: that of
+    Module._call_impl is everybody's."""
     return types.FunctionType(_call.__code__.replace(), _call.__globals__, "_call")
 
 
 def _show_globals(model: nn.Module, stack: ExitStack) -> None:
-    """Until `stack` is closed, modules of Python have the names that functions of a model use as globals.
+    """Until `stack` is closed, modules of Python have the names that functions of a model use as
+    globals.
 
-    A model from the user's script arrives in a worker with globals of its own, which are not those of any module; the compiler
-    looks names up by module.
+    A model from the user's script arrives in a worker with globals of its own, which are not those
+    of any module; the compiler looks names up by module.
     """
     found: dict[int, dict[str, Any]] = {}
-    for kind in {kind for module in model.modules() for kind in type(module).__mro__ if not kind.__module__.startswith("torch.")}:
-        found |= {id(f.__globals__): f.__globals__ for f in vars(kind).values() if isinstance(f, types.FunctionType)}
+    for kind in {
+        kind
+        for module in model.modules()
+        for kind in type(module).__mro__
+        if not kind.__module__.startswith("torch.")
+    }:
+        found |= {
+            id(f.__globals__): f.__globals__
+            for f in vars(kind).values()
+            if isinstance(f, types.FunctionType)
+        }
     for module in model.modules():
-        found |= {id(f.__globals__): f.__globals__ for f in vars(module).values() if isinstance(f, types.FunctionType)}
+        found |= {
+            id(f.__globals__): f.__globals__
+            for f in vars(module).values()
+            if isinstance(f, types.FunctionType)
+        }
     for names in found.values():
         home = sys.modules.get(names.get("__name__", ""))
         if home is None or vars(home) is names:
@@ -128,7 +170,8 @@ def _show_globals(model: nn.Module, stack: ExitStack) -> None:
 
 
 def _said(error: BaseException) -> str:
-    """What the compiler says, without its advice: the error of the operation that failed, or the first two lines."""
+    """What the compiler says, without its advice: the error of the operation that failed, or the
+    first two lines."""
     cause = re.search(r": got (\w+\(.*\))$", str(error), re.MULTILINE)
     if cause is not None:
         return cause[1]
@@ -139,7 +182,11 @@ def _said(error: BaseException) -> str:
 def _line_of(error: BaseException) -> str:
     """The line of the user's that was compiled, or the one that led to it."""
     stack = list(getattr(error, "real_stack", None) or ())
-    own = [frame for frame in stack if frame.filename != __file__ and not frame.filename.startswith(_TORCH)]
+    own = [
+        frame
+        for frame in stack
+        if frame.filename != __file__ and not frame.filename.startswith(_TORCH)
+    ]
     if not own:
         return where_raised(error)
     frame = own[-1]

@@ -24,9 +24,11 @@ class Counted(nn.Module, ABC):
 
 
 class PerTarget(Counted):
-    """A loss that is a mean over targets, and not over samples: the tokens of sequences, the pixels of masks.
+    """A loss that is a mean over targets, and not over samples: the tokens of sequences, the pixels
+    of masks.
 
-    A step then applies the gradient of the mean over all targets of the global batch that are not `ignore_index`::
+    A step then applies the gradient of the mean over all targets of the global batch that are not
+    `ignore_index`::
 
         def next_token(output, target):  # [N, T, V], [N, T]
             return F.cross_entropy(output.flatten(0, 1), target.flatten())
@@ -34,9 +36,10 @@ class PerTarget(Counted):
         runner.train(criterion=allhands.PerTarget(next_token), …)
 
     Args:
-        fn: ``(output, target)`` to a tensor of shape [], the mean over the targets that are not `ignore_index`. A function or a
-            module; no class weights.
-        ignore_index: the value of targets that do not count. Nothing else is done with it: `fn` has to leave them out.
+        fn: ``(output, target)`` to a tensor of shape [], the mean over the targets that are not
+            `ignore_index`. A function or a module; no class weights.
+        ignore_index: the value of targets that do not count. Nothing else is done with it: `fn` has
+            to leave them out.
 
     Raises:
         UserError: `fn` cannot be called; when called: the target is no tensor.
@@ -45,7 +48,10 @@ class PerTarget(Counted):
     def __init__(self, fn: Callable[[Any, Any], torch.Tensor], ignore_index: int = -100) -> None:
         super().__init__()
         if not callable(fn):
-            raise UserError(f"PerTarget(fn={kind_of(fn)}): fn must be a function (output, target) -> mean over the targets")
+            raise UserError(
+                f"PerTarget(fn={kind_of(fn)}): fn must be a function (output, target) -> mean over "
+                "the targets"
+            )
         self.fn, self.ignore_index = fn, ignore_index
 
     def mean(self, output: Any, target: Any) -> torch.Tensor:
@@ -53,13 +59,15 @@ class PerTarget(Counted):
 
     def forward(self, output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
         count = targets_counted(target, self.ignore_index, "PerTarget")
-        # The mean over no target is 0 / 0. Where none counts, the loss is that of other targets, times 0.
+        # The mean over no target is 0 / 0. Where none counts, the loss is that of other targets,
+        # times 0.
         target = torch.where(count > 0, target, 0 if self.ignore_index else 1)
         return _times(self.fn(output, target), count), count
 
 
 class ModelLoss(Counted):
-    """The loss that the model has computed itself: ``output.loss`` or ``output["loss"]``, as models of transformers give it.
+    """The loss that the model has computed itself: ``output.loss`` or ``output["loss"]``, as models
+    of transformers give it.
 
     ``handle_batch`` returns the model's output and the targets that its loss is a mean over::
 
@@ -72,14 +80,17 @@ class ModelLoss(Counted):
     Args:
         over: what the loss is a mean over: "targets" that are not `ignore_index`, or "samples".
         ignore_index: the value of targets that do not count.
-        shift: the first target of each sequence (dimension 1) does not count, as in causal language models, which predict
-            ``labels[:, 1:]``.
+        shift: the first target of each sequence (dimension 1) does not count, as in causal language
+            models, which predict ``labels[:, 1:]``.
 
     Raises:
-        UserError: `over` is neither; when called: the output has no loss, or the target is no tensor.
+        UserError: `over` is neither; when called: the output has no loss, or the target is no
+            tensor.
     """
 
-    def __init__(self, over: str = "targets", ignore_index: int = -100, shift: bool = False) -> None:
+    def __init__(
+        self, over: str = "targets", ignore_index: int = -100, shift: bool = False
+    ) -> None:
         super().__init__()
         if over not in ("targets", "samples"):
             raise UserError(f"ModelLoss(over={over!r}); it must be 'targets' or 'samples'")
@@ -90,8 +101,10 @@ class ModelLoss(Counted):
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if not isinstance(loss, torch.Tensor):
             raise UserError(
-                f"ModelLoss: the output is {kind_of(output)} without a tensor output.loss or output['loss']; let handle_batch "
-                "pass the labels to the model and return all that it gives, or pass a criterion of your own"
+                f"ModelLoss: the output is {kind_of(output)} without a tensor output.loss or "
+                "output['loss']; let handle_batch "
+                "pass the labels to the model and return all that it gives, or pass a criterion of "
+                "your own"
             )
         return loss
 
@@ -106,17 +119,24 @@ class ModelLoss(Counted):
 def targets_counted(target: Any, ignore_index: int, who: str, shift: bool = False) -> torch.Tensor:
     """How many targets are not `ignore_index`: float64 of shape []."""
     if not isinstance(target, torch.Tensor) or (shift and target.dim() < 2):
-        what = f"of shape {list(target.shape)}" if isinstance(target, torch.Tensor) else kind_of(target)
+        what = (
+            f"of shape {list(target.shape)}"
+            if isinstance(target, torch.Tensor)
+            else kind_of(target)
+        )
         needed = "a tensor [batch, positions, …]" if shift else "a tensor"
         raise UserError(
-            f"{who} counts the targets that are not {ignore_index}, and the target is {what}, not {needed}; return it from "
-            "handle_batch, as in `return model(**batch), batch['labels']`, or let your criterion return (sum, count)"
+            f"{who} counts the targets that are not {ignore_index}, and the target is {what}, not "
+            f"{needed}; return it from "
+            "handle_batch, as in `return model(**batch), batch['labels']`, or let your criterion "
+            "return (sum, count)"
         )
     return ((target[:, 1:] if shift else target) != ignore_index).sum(dtype=torch.float64)
 
 
 def batch_loss(criterion: Any) -> Any:
-    """The criterion as it is called with batches that nobody else has a part of: it gives the mean."""
+    """The criterion as it is called with batches that nobody else has a part of: it gives the
+    mean."""
     return criterion.mean if isinstance(criterion, Counted) else criterion
 
 
@@ -127,11 +147,15 @@ def split_pair(value: tuple[Any, ...]) -> tuple[torch.Tensor, Any]:
         UserError: it is no tensor of shape [] and a number of at least 0.
     """
     total, count = value if len(value) == 2 else (None, -1)
-    number = count.numel() == 1 if isinstance(count, torch.Tensor) else isinstance(count, (int, float))
+    number = (
+        count.numel() == 1 if isinstance(count, torch.Tensor) else isinstance(count, (int, float))
+    )
     if not isinstance(total, torch.Tensor) or total.dim() != 0 or not number or float(count) < 0:
         raise UserError(
-            f"the criterion returned a tuple of {', '.join(map(kind_of, value))}; it must return one number, the mean over the "
-            "samples, or (sum, count): the sum of the losses, a tensor of shape [], and the number that they are divided by"
+            f"the criterion returned a tuple of {', '.join(map(kind_of, value))}; it must return "
+            "one number, the mean over the "
+            "samples, or (sum, count): the sum of the losses, a tensor of shape [], and the number "
+            "that they are divided by"
         )
     return total, count
 
@@ -147,7 +171,9 @@ def scale_gradients(parameters: list[nn.Parameter], factor: torch.Tensor) -> Non
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
-            local = getattr(gradient, "_local_tensor", gradient)  # a DTensor's; a factor of all parts is one of the whole
+            local = getattr(
+                gradient, "_local_tensor", gradient
+            )  # a DTensor's; a factor of all parts is one of the whole
             groups.setdefault((local.device, local.dtype), []).append(local)
     with torch.no_grad():
         for (device, dtype), members in groups.items():

@@ -1,4 +1,5 @@
-"""What a step does on the host, which a replay of what it asked the device for would not do again."""
+"""What a step does on the host, which a replay of what it asked the device for would not do
+again."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 class HostState:
-    """Plain attributes of all modules, and the random generators of the processor, as they are now."""
+    """Plain attributes of all modules, and the random generators of the processor, as they are
+    now."""
 
     def __init__(self, *given: Any) -> None:
         self._modules = [
@@ -38,7 +40,10 @@ class HostState:
             now = _plain(module)
             for attribute in [*now, *before]:
                 if now.get(attribute) != before.get(attribute):
-                    return f"the forward pass of {name} changes its attribute '{attribute}', which a replay would not"
+                    return (
+                        f"the forward pass of {name} changes its attribute '{attribute}', which "
+                        "a replay would not"
+                    )
         for name, state in _generators().items():
             if state != self._generators[name]:
                 return f"it draws from {name} on the processor, which a replay would not"
@@ -59,12 +64,21 @@ def _generators() -> dict[str, Any]:
 
 
 def hooked(model: nn.Module) -> str | None:
-    """Which hook of a model a replay would not call, as the end of a sentence; None where there is none but PyTorch's own, which
-    compute (weight and spectral normalisation), and those of the exchange between workers."""
+    """Which hook of a model a replay would not call, as the end of a sentence; None where there is
+    none but PyTorch's own, which compute (weight and spectral normalisation), and those of the
+    exchange between workers."""
     for name, module in model.named_modules():
-        for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+        for kind in (
+            "_forward_pre_hooks",
+            "_forward_hooks",
+            "_backward_pre_hooks",
+            "_backward_hooks",
+        ):
             if any(not _of_torch(hook) for hook in getattr(module, kind).values()):
-                return f"{type(model).__name__}{f'.{name}' if name else ''} has hooks, which a replay would not call"
+                return (
+                    f"{type(model).__name__}{f'.{name}' if name else ''} has hooks, which a "
+                    "replay would not call"
+                )
     for name, parameter in model.named_parameters():
         kinds = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
         if any(not _of_exchange(hook) for hooks in kinds for hook in (hooks or {}).values()):
@@ -82,24 +96,41 @@ def _of_exchange(hook: Any) -> bool:
 
 @contextmanager
 def waits_noted(device: torch.device) -> Iterator[list[str]]:
-    """Within, the lines at which this process waits for the device are noted; the waiting goes on as ever."""
+    """Within, the lines at which this process waits for the device are noted; the waiting goes on
+    as ever."""
     places: list[str] = []
     if device.type != "cuda":
         yield places
         return
     before = warnings.showwarning
-    thread, depth = threading.get_ident(), len(traceback.extract_stack()) - 2  # of who calls; the two are contextlib's and this
+    thread, depth = (
+        threading.get_ident(),
+        len(traceback.extract_stack()) - 2,
+    )  # of who calls; the two are contextlib's and this
     # Those that Python started; autograd's are not among them, whatever Python has run in them.
     threads = {other for other in threading.enumerate() if not other.name.startswith("Dummy-")}
 
-    def note(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: str | None = None) -> None:
+    def note(
+        message: Any,
+        category: Any,
+        filename: str,
+        lineno: int,
+        file: Any = None,
+        line: str | None = None,
+    ) -> None:
         if "Synchronization debug mode is a prototype" in str(message):
             return
         if "synchronizing CUDA operation" in str(message):
-            frames = [frame for frame in traceback.extract_stack()[:-1] if frame.filename != warnings.__file__]
+            frames = [
+                frame
+                for frame in traceback.extract_stack()[:-1]
+                if frame.filename != warnings.__file__
+            ]
             if threading.get_ident() == thread:
                 places.append(_where(frames[depth:]))
-            elif threading.current_thread() not in threads:  # those that write or read ahead may wait
+            elif (
+                threading.current_thread() not in threads
+            ):  # those that write or read ahead may wait
                 places.append(_where(frames))
         else:
             before(message, category, filename, lineno, file, line)
@@ -116,7 +147,8 @@ def waits_noted(device: torch.device) -> Iterator[list[str]]:
 
 
 def where_raised(error: BaseException) -> str:
-    """The line of the user's that led to an error, or the innermost where there is none: ``file:line (source)``."""
+    """The line of the user's that led to an error, or the innermost where there is none:
+    ``file:line (source)``."""
     return _where(traceback.extract_tb(error.__traceback__))
 
 

@@ -1,7 +1,9 @@
-"""Whether a criterion is a mean over the samples, as far as its values on a batch and on two parts of it show.
+"""Whether a criterion is a mean over the samples, as far as its values on a batch and on two parts
+of it show.
 
-Only a mean over samples, or what says its own count, can be put together from micro-batches and workers. A function does not
-say what it is, so its first values are looked at. Nothing is asked of it after the first steps.
+Only a mean over samples, or what says its own count, can be put together from micro-batches and
+workers. A function does not say what it is, so its first values are looked at. Nothing is asked of
+it after the first steps.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ from torch import nn
 from allhands.data.random import preserved_generators
 from allhands.errors import kind_of
 
-# Numbers in the samples that are compared; a language model's outputs are among the largest tensors of a step.
+# Numbers in the samples that are compared; a language model's outputs are among the largest tensors
+# of a step.
 _NUMBERS = 1 << 18
-# One-sample micro-batches that are put together to be compared, and steps after which nobody waits for more of them.
+# One-sample micro-batches that are put together to be compared, and steps after which nobody waits
+# for more of them.
 _POOLED, _STEPS = 4, 8
 # How far values may differ, relative to the largest, beside what another order of the samples does.
 _LIMITS = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -37,8 +41,8 @@ class MeanCheck:
         call: the criterion.
 
     Attributes:
-        found: what is wrong with it, with what to write instead; "" when it is a mean over the samples, and None as long as
-            nothing is known.
+        found: what is wrong with it, with what to write instead; "" when it is a mean over the
+            samples, and None as long as nothing is known.
     """
 
     def __init__(self, call: Callable[[Any, Any], Any]) -> None:
@@ -48,8 +52,8 @@ class MeanCheck:
         self._pooled: list[Any] = []
 
     def look(self, output: Any, target: Any) -> None:
-        """Compare the criterion's values on some samples of a micro-batch. Neither the random generators nor the criterion's own
-        state know of it."""
+        """Compare the criterion's values on some samples of a micro-batch. Neither the random
+        generators nor the criterion's own state know of it."""
         if self.found is not None or not self.waits:
             return
         size = _common_length(output, target)
@@ -65,7 +69,9 @@ class MeanCheck:
         try:
             with torch.no_grad(), preserved_generators(), _state_kept(self.call), _plainly():
                 self.found = self._compare(output, target, size)
-        except Exception:  # it takes no batch of another size, or needs gradients: it is not accused
+        except (
+            Exception
+        ):  # it takes no batch of another size, or needs gradients: it is not accused
             self.steps = _STEPS
         if self.found is not None:
             self._pooled = []
@@ -104,13 +110,21 @@ class MeanCheck:
             return ""
         if all(abs(whole - total) <= limit for total in totals):
             return _sum(self.call)
-        size, mean = next((size, mean) for (size, _), mean in zip(cuts, means, strict=True) if not abs(whole - mean) <= limit)
+        size, mean = next(
+            (size, mean)
+            for (size, _), mean in zip(cuts, means, strict=True)
+            if not abs(whole - mean) <= limit
+        )
         return _neither(self.call, whole, mean, (size, number - size))
 
-    def _values(self, output: Any, target: Any, size: int, number: int, first: int, wide: torch.dtype) -> list[float]:
+    def _values(
+        self, output: Any, target: Any, size: int, number: int, first: int, wide: torch.dtype
+    ) -> list[float]:
         def value(rows: torch.Tensor) -> torch.Tensor:
             with _state_kept(self.call):
-                loss = self.call(*map_known((output, target), lambda leaf: _rows(leaf, rows, size, wide)))
+                loss = self.call(
+                    *map_known((output, target), lambda leaf: _rows(leaf, rows, size, wide))
+                )
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise TypeError("no number")
             return loss.reshape(()).double()
@@ -130,32 +144,42 @@ def _name(call: Any) -> str:
 def _neither(call: Any, whole: float, mean: float, parts: tuple[int, int]) -> str:
     name = _name(call)
     return (
-        f"the criterion {name} is no mean over the samples: on {sum(parts)} samples it is {whole:.6g}, and the mean of its "
-        f"values on {parts[0]} and {parts[1]} of them, weighted by their number, is {mean:.6g}. Micro-batches and workers see "
-        f"parts of a batch, which do not make it up. Write criterion=allhands.PerTarget({name}) where it is a mean over the "
-        "targets that are not ignore_index; let it return (sum, count), its sum and what that is divided by; or write "
-        f"criterion=allhands.OverBatch({name}) where it compares the samples of a batch with one another"
+        f"the criterion {name} is no mean over the samples: on {sum(parts)} samples it is "
+        f"{whole:.6g}, and the mean of its "
+        f"values on {parts[0]} and {parts[1]} of them, weighted by their number, is {mean:.6g}. "
+        "Micro-batches and workers see "
+        f"parts of a batch, which do not make it up. Write criterion=allhands.PerTarget({name}) "
+        "where it is a mean over the "
+        "targets that are not ignore_index; let it return (sum, count), its sum and what that is "
+        "divided by; or write "
+        f"criterion=allhands.OverBatch({name}) where it compares the samples of a batch with one "
+        "another"
     )
 
 
 def _sum(call: Any) -> str:
     name = _name(call)
     return (
-        f"the criterion {name} is a sum over the samples, and would be weighted as if it were a mean. Write {name}.reduction = "
-        "'sum' beside it, and the gradient is that of the sum over the global batch; or let it return (sum, number of samples) "
+        f"the criterion {name} is a sum over the samples, and would be weighted as if it were a "
+        f"mean. Write {name}.reduction = "
+        "'sum' beside it, and the gradient is that of the sum over the global batch; or let it "
+        "return (sum, number of samples) "
         "for the mean"
     )
 
 
 def _own(call: Any) -> str:
     return (
-        f"the criterion {_name(call)} returns a loss that the model has computed, and cannot show what it is a mean over. Write "
-        "criterion=allhands.ModelLoss() for a mean over the labels that are not -100 (ModelLoss(shift=True) in causal language "
-        "models), allhands.ModelLoss(over='samples') for a mean over samples, or let it return (sum, count)"
+        f"the criterion {_name(call)} returns a loss that the model has computed, and cannot show "
+        "what it is a mean over. Write "
+        "criterion=allhands.ModelLoss() for a mean over the labels that are not -100 "
+        "(ModelLoss(shift=True) in causal language "
+        "models), allhands.ModelLoss(over='samples') for a mean over samples, or let it return "
+        "(sum, count)"
     )
 
 
-# ---------------------------------------------------------------------- parts of outputs and targets
+# --------------------------------------------------------------------- parts of outputs and targets
 
 
 class NotCutError(Exception):
@@ -163,7 +187,8 @@ class NotCutError(Exception):
 
 
 def map_known(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """A tree with its tensors changed; raises `NotCutError` for what may hold samples in a way that nobody knows."""
+    """A tree with its tensors changed; raises `NotCutError` for what may hold samples in a way that
+    nobody knows."""
     if type(value) is torch.Tensor:
         return change(value)
     if value is None:
@@ -176,12 +201,19 @@ def map_known(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map_known(item, change) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _like(value, {field.name: map_known(getattr(value, field.name), change) for field in dataclasses.fields(value)})
+        return _like(
+            value,
+            {
+                field.name: map_known(getattr(value, field.name), change)
+                for field in dataclasses.fields(value)
+            },
+        )
     raise NotCutError(kind_of(value))
 
 
 def _like(value: Any, items: dict[str, Any]) -> Any:
-    """A copy of a dataclass or of a mapping of another class (the outputs of transformers are both) with other items."""
+    """A copy of a dataclass or of a mapping of another class (the outputs of transformers are both)
+    with other items."""
     made = copy.copy(value)
     for name, item in items.items():
         if isinstance(made, Mapping):
@@ -198,7 +230,8 @@ def leaves_of(value: Any) -> list[torch.Tensor]:
 
 
 def _common_length(output: Any, target: Any) -> int | None:
-    """The first dimension that all tensors share, those without dimensions aside; None where that may be something else."""
+    """The first dimension that all tensors share, those without dimensions aside; None where that
+    may be something else."""
     try:
         leaves = leaves_of((output, target))
     except NotCutError:
@@ -214,8 +247,11 @@ def _common_length(output: Any, target: Any) -> int | None:
 def _joined(parts: list[Any]) -> Any:
     """Trees of one row each as one tree; None where they do not fit together."""
     leaves = [leaves_of(part) for part in parts]
-    if any([leaf.shape for leaf in other] != [leaf.shape for leaf in leaves[0]] or not all(leaf.dim() for leaf in other)
-           for other in leaves):  # fmt: skip
+    if any(
+        [leaf.shape for leaf in other] != [leaf.shape for leaf in leaves[0]]
+        or not all(leaf.dim() for leaf in other)
+        for other in leaves
+    ):
         return None
     columns = zip(*leaves, strict=True)
     return map_known(parts[0], lambda _: torch.cat(next(columns)))
@@ -242,21 +278,30 @@ def _plainly() -> Iterator[None]:
 
 @contextmanager
 def _state_kept(criterion: Any) -> Iterator[None]:
-    """A criterion's attributes, buffers, lists and dicts, and those of what it closes over, are as before afterwards."""
+    """A criterion's attributes, buffers, lists and dicts, and those of what it closes over, are as
+    before afterwards."""
     reachable = _reachable(criterion)
     before = [(vars(held), dict(vars(held))) for held in reachable if hasattr(held, "__dict__")]
     inner = [value for held in reachable for value in (held, *_inside(held))]
-    tensors = [(value, value.clone(), value._version) for value in inner if isinstance(value, torch.Tensor)]
-    boxes = [(value, copy.copy(value)) for value in inner if type(value) in (list, dict, set, deque)]
+    tensors = [
+        (value, value.clone(), value._version) for value in inner if isinstance(value, torch.Tensor)
+    ]
+    boxes = [
+        (value, copy.copy(value)) for value in inner if type(value) in (list, dict, set, deque)
+    ]
     try:
         yield
     finally:
         for holder, kept in before:
             for name in holder.keys() - kept.keys():
                 del holder[name]
-            holder.update({name: value for name, value in kept.items() if holder.get(name, kept) is not value})
+            holder.update(
+                {name: value for name, value in kept.items() if holder.get(name, kept) is not value}
+            )
         for tensor, values, version in tensors:
-            if tensor._version != version:  # a tensor that was not changed may be needed by a backward pass, as it is
+            if (
+                tensor._version != version
+            ):  # a tensor that was not changed may be needed by a backward pass, as it is
                 tensor.copy_(values)
         for box, members in boxes:
             box.clear()
@@ -267,13 +312,18 @@ def _state_kept(criterion: Any) -> Iterator[None]:
 
 
 def _reachable(criterion: Any) -> list[Any]:
-    """The criterion, the modules in it, and what it is a method of, a partial of, or closes over."""
+    """The criterion, the modules in it, and what it is a method of, a partial of, or closes
+    over."""
     if isinstance(criterion, (type, types.ModuleType)):
         return []
     if isinstance(criterion, nn.Module):
         return list(criterion.modules())
     if isinstance(criterion, functools.partial):
-        return [held for part in (criterion.func, *criterion.args, *criterion.keywords.values()) for held in _reachable(part)]
+        return [
+            held
+            for part in (criterion.func, *criterion.args, *criterion.keywords.values())
+            for held in _reachable(part)
+        ]
     if hasattr(criterion, "__self__"):
         return _reachable(criterion.__self__)
     cells = getattr(criterion, "__closure__", None) or ()

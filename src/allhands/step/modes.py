@@ -10,12 +10,15 @@ from torch import nn
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Within, the model is in evaluation mode; afterwards each submodule is in its own mode again."""
+    """Within, the model is in evaluation mode; afterwards each submodule is in its own mode
+    again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(modes[0][1])  # it may hold modules that it does not name, as a stage of a pipeline does
+        model.train(
+            modes[0][1]
+        )  # it may hold modules that it does not name, as a stage of a pipeline does
         for module, training in modes:
             module.training = training

@@ -25,7 +25,8 @@ from allhands.world import World
 Forward = Callable[[Any], tuple[Any, Any]]
 # (number of the micro-batch, output, target) -> the loss, weighted as the gradient is
 LossOf = Callable[[int, Any, Any], torch.Tensor]
-# is told (output, target, loss, factor, count): `loss * factor` is the micro-batch's sum of losses, over `count` items
+# is told (output, target, loss, factor, count): `loss * factor` is the micro-batch's sum of losses,
+# over `count` items
 Observer = Callable[[Any, Any, torch.Tensor, float, Any], None]
 
 
@@ -46,10 +47,18 @@ class Exchange(Protocol):
     @property
     def drives(self) -> bool: ...
 
-    def divide(self, batches: Sequence[Any], counts: Sequence[int]) -> tuple[Sequence[Any], Sequence[int]]: ...
+    def divide(
+        self, batches: Sequence[Any], counts: Sequence[int]
+    ) -> tuple[Sequence[Any], Sequence[int]]: ...
 
-    def forward_backward(self, batches: Sequence[Any], counts: Sequence[int], forward: Forward, loss_of: LossOf,
-                         autocast: Callable[[], AbstractContextManager[Any]]) -> None: ...  # fmt: skip
+    def forward_backward(
+        self,
+        batches: Sequence[Any],
+        counts: Sequence[int],
+        forward: Forward,
+        loss_of: LossOf,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None: ...
 
     def place(self, world: World) -> tuple[int, int]: ...
 
@@ -73,11 +82,12 @@ class Exchange(Protocol):
 
 
 class OptimizerStep:
-    """Forward and backward over this rank's micro-batches, gradient exchange, clipping, and the optimizer's update.
+    """Forward and backward over this rank's micro-batches, gradient exchange, clipping, and the
+    optimizer's update.
 
-    The update equals that of a single process which computes the criterion once over the whole global batch: each
-    micro-batch's loss is weighted by what it counts over what the global batch counts, so neither uneven shares nor a
-    short last batch nor accumulation change it.
+    The update equals that of a single process which computes the criterion once over the whole
+    global batch: each micro-batch's loss is weighted by what it counts over what the global batch
+    counts, so neither uneven shares nor a short last batch nor accumulation change it.
 
     Args:
         parameters: the parameters that the optimizer trains.
@@ -92,9 +102,19 @@ class OptimizerStep:
         clip_norm: upper bound of the gradients' global L2 norm, or None.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, rule: LossRule,
-                 exchange: Exchange, world: World, precision: Precision, forward: Forward, observe: Observer,
-                 target_of: Callable[[Any], Any], clip_norm: float | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        rule: LossRule,
+        exchange: Exchange,
+        world: World,
+        precision: Precision,
+        forward: Forward,
+        observe: Observer,
+        target_of: Callable[[Any], Any],
+        clip_norm: float | None = None,
+    ) -> None:
         self.parameters = []
         for parameter in parameters:
             if parameter.requires_grad:
@@ -112,20 +132,30 @@ class OptimizerStep:
         self.clip_norm = clip_norm
         self.scale = exchange.gradient_scale(world)
         self.several = world.world_size > 1
-        self.after_backward, self.alone, self.level = exchange.after_backward, exchange.alone, exchange.level
+        self.after_backward, self.alone, self.level = (
+            exchange.after_backward,
+            exchange.alone,
+            exchange.level,
+        )
         # So many ranks see the same samples, and count the same targets.
         self.copies = world.world_size // exchange.place(world)[1]
         self.several_shares = self.copies < world.world_size
-        # Whether losses come as (sum, count), or may; such counts are added up after the backward passes.
+        # Whether losses come as (sum, count), or may; such counts are added up after the backward
+        # passes.
         self.pairs, self.open = bool(rule.pairs), rule.pairs is not False
         self.counts_here = exchange.counts(world)
-        self.whole = WholeBatch(world, exchange.place(world)[0], self.counts_here) if rule.over_batch else None
+        self.whole = (
+            WholeBatch(world, exchange.place(world)[0], self.counts_here)
+            if rule.over_batch
+            else None
+        )
         self._seen = False  # a loss of this rank's
         self._pair_weight: torch.Tensor | None = None
         self._items: Any = 0.0  # what this rank's losses of the step count
         #: Names the parts of a step for whoever records a timeline.
         self.label: Callable[[str], AbstractContextManager[Any]] = _unlabelled
-        #: Called once on all ranks, before the first update: whether this rank had a sample, and its first loss.
+        #: Called once on all ranks, before the first update: whether this rank had a sample, and
+        #: its first loss.
         self.before_first_update: Callable[[bool, float | None], None] | None = None
         self._first_value: torch.Tensor | None = None
         self._failed: NonFiniteLossError | None = None
@@ -134,7 +164,9 @@ class OptimizerStep:
         self._loss: Criterion = self._first_loss
         self._apply = update_function(optimizer)
 
-    def __call__(self, batches: Sequence[Any], counts: Sequence[int], total: int, idle: bool) -> None:
+    def __call__(
+        self, batches: Sequence[Any], counts: Sequence[int], total: int, idle: bool
+    ) -> None:
         """Take one step.
 
         Args:
@@ -157,7 +189,11 @@ class OptimizerStep:
             weights = [self._weight(self.scale if count else 0.0) for count in counts]
             factors, counted = [1.0] * len(batches), counts
         else:
-            weights, factors, counted = [self._weight(self.scale * count / total) for count in counts], counts, counts
+            weights, factors, counted = (
+                [self._weight(self.scale * count / total) for count in counts],
+                counts,
+                counts,
+            )
         if self.open:
             self._divided = self.several_shares or len(batches) > 1
             self._pair_weight, self._items = self._weight(self.scale / max(total, 1)), 0.0
@@ -165,7 +201,11 @@ class OptimizerStep:
         try:
             if self.whole is not None:
                 idle = True  # no gradient is exchanged before all of them are there
-                self._over_batch(batches, counts, self.scale * whole / max(total, 1) if self.alone else self.scale)
+                self._over_batch(
+                    batches,
+                    counts,
+                    self.scale * whole / max(total, 1) if self.alone else self.scale,
+                )
             elif self.exchange.drives:
                 self._driven(batches, counts, weights, factors, counted)
             else:
@@ -201,8 +241,15 @@ class OptimizerStep:
         if look is not None:
             look(any(counts), None if value is None else float(value))
 
-    def _one_by_one(self, batches: Sequence[Any], counts: Sequence[int], weights: Any, factors: Any, counted: Any,
-                    idle: bool) -> None:  # fmt: skip
+    def _one_by_one(
+        self,
+        batches: Sequence[Any],
+        counts: Sequence[int],
+        weights: Any,
+        factors: Any,
+        counted: Any,
+        idle: bool,
+    ) -> None:
         last = len(batches) - 1
         for number, batch in enumerate(batches):
             if self.level and not counts[number]:
@@ -214,19 +261,32 @@ class OptimizerStep:
                 self._micro_batch(batch, weights[number], factors[number], counted[number])
 
     def _over_batch(self, batches: Sequence[Any], counts: Sequence[int], weight: float) -> None:
-        """All forward passes, the loss of the whole global batch, and the backward passes of this rank's outputs."""
+        """All forward passes, the loss of the whole global batch, and the backward passes of this
+        rank's outputs."""
         assert self.whole is not None
         outputs, parts = [], []
         for batch, count in zip(batches, counts, strict=True):
             try:
-                with self.exchange.no_exchange(), self._forward_mode(count), self.label("forward"), self.precision.autocast():
+                with (
+                    self.exchange.no_exchange(),
+                    self._forward_mode(count),
+                    self.label("forward"),
+                    self.precision.autocast(),
+                ):
                     output, target = self.forward(batch)
             except (ValueError, RuntimeError) as error:
                 self._explain(error)
                 raise
             outputs.append([leaf for leaf in leaves_of(output) if leaf.requires_grad])
             if count:
-                parts.append((map_known(output, lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad)), target))
+                parts.append(
+                    (
+                        map_known(
+                            output, lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad)
+                        ),
+                        target,
+                    )
+                )
         gathered = self.whole(parts)
         if gathered is not None:
             with self.precision.autocast():
@@ -237,18 +297,36 @@ class OptimizerStep:
                 self._observe(output, target, loss, count, count)
             scaler, loss = self.precision.scaler, loss * weight
             (loss if scaler is None else scaler.scale(loss)).backward()
-        given = iter([leaf.grad for output, _ in parts for leaf in leaves_of(output) if leaf.requires_grad])
+        given = iter(
+            [leaf.grad for output, _ in parts for leaf in leaves_of(output) if leaf.requires_grad]
+        )
         for leaves, count in zip(outputs, counts, strict=True):
             slopes = [(next(given) if count else None) for _ in leaves]
-            slopes = [torch.zeros_like(leaf) if slope is None else slope for leaf, slope in zip(leaves, slopes, strict=True)]
+            slopes = [
+                torch.zeros_like(leaf) if slope is None else slope
+                for leaf, slope in zip(leaves, slopes, strict=True)
+            ]
             with self.exchange.no_exchange(), self.label("backward"):
                 torch.autograd.backward(leaves, slopes)
 
-    def _driven(self, batches: Sequence[Any], counts: Sequence[int], weights: Any, factors: Any, counted: Any) -> None:
-        """The passes run as the strategy says, and it asks for each micro-batch's loss where its output is."""
+    def _driven(
+        self,
+        batches: Sequence[Any],
+        counts: Sequence[int],
+        weights: Any,
+        factors: Any,
+        counted: Any,
+    ) -> None:
+        """The passes run as the strategy says, and it asks for each micro-batch's loss where its
+        output is."""
 
         def loss_of(number: int, output: Any, target: Any) -> torch.Tensor:
-            loss, weight, factor, count = self._loss(output, target), weights[number], factors[number], counted[number]
+            loss, weight, factor, count = (
+                self._loss(output, target),
+                weights[number],
+                factors[number],
+                counted[number],
+            )
             if self.pairs:
                 loss, weight, factor, count = self._pair(loss)
             self._observe(output, target, loss, factor, count)
@@ -257,7 +335,9 @@ class OptimizerStep:
 
         try:
             with self.label("forward"):  # and backward, in the strategy's own order
-                self.exchange.forward_backward(batches, counts, self.forward, loss_of, self.precision.autocast)
+                self.exchange.forward_backward(
+                    batches, counts, self.forward, loss_of, self.precision.autocast
+                )
         except (ValueError, RuntimeError) as error:
             self._explain(error)
             raise
@@ -273,8 +353,11 @@ class OptimizerStep:
         if self.pairs:
             loss, weight, factor, count = self._pair(loss)
         self._observe(output, target, loss, factor, count)
-        del output  # a language model's is among its largest tensors, and the backward pass needs it only where the loss does
-        # The weight enters as the gradient of the loss, which costs nothing; multiplying the loss would add an operation.
+        # a language model's is among its largest tensors, and the backward pass needs it only where
+        # the loss does
+        del output
+        # The weight enters as the gradient of the loss, which costs nothing; multiplying the loss
+        # would add an operation.
         scaler = self.precision.scaler
         try:
             with self.label("backward"):
@@ -286,7 +369,9 @@ class OptimizerStep:
             self._explain(error)
             raise
 
-    def _observe(self, output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any) -> None:
+    def _observe(
+        self, output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any
+    ) -> None:
         try:
             self.observe(output, target, loss, factor, count)
         except NonFiniteLossError as error:
@@ -302,14 +387,18 @@ class OptimizerStep:
             return
         where = f" of rank {self.world.rank}" if self.world.world_size > 1 else ""
         raise UserError(
-            f"BatchNorm cannot train on one sample, the whole batch{where} in this step. When the last global batch is "
-            "short, write drop_last=True for this loader or choose a batch_size that leaves more; or use GroupNorm"
+            f"BatchNorm cannot train on one sample, the whole batch{where} in this step. When the "
+            "last global batch is "
+            "short, write drop_last=True for this loader or choose a batch_size that leaves more; "
+            "or use GroupNorm"
         ) from error
 
     def _fill(self, batch: Any, weight: torch.Tensor) -> None:
-        """Pass a batch that counts for nothing through the model, for the sake of the ranks that wait for it in their own pass.
+        """Pass a batch that counts for nothing through the model, for the sake of the ranks that
+        wait for it in their own pass.
 
-        The model is in evaluation mode, so that neither running statistics nor random draws know of it.
+        The model is in evaluation mode, so that neither running statistics nor random draws know of
+        it.
         """
         with self._forward_mode(0):
             with self.precision.autocast():
@@ -329,7 +418,8 @@ class OptimizerStep:
             yield
 
     def _pair(self, given: Any) -> tuple[torch.Tensor, Any, float, Any]:
-        """A micro-batch's sum of losses, its weight as long as the step's count is not known, the sum's factor, and the count."""
+        """A micro-batch's sum of losses, its weight as long as the step's count is not known, the
+        sum's factor, and the count."""
         loss, count = given
         count = as_count(count)
         self._items = self._items + count
@@ -354,7 +444,9 @@ class OptimizerStep:
         if failed is not None and self.alone:
             raise failed  # nobody waits for this rank's part of the step
         if self.several and not self.alone and self.world.device.type == "cpu":
-            flags = torch.tensor([float(failed is not None), float(self.exchange.misses_gradients())])
+            flags = torch.tensor(
+                [float(failed is not None), float(self.exchange.misses_gradients())]
+            )
             all_reduce_sum([flags], self.world)
             any_failed, any_missing = flags.tolist()
             if any_failed:
@@ -369,19 +461,24 @@ class OptimizerStep:
             self._update()
 
     def _spoil(self, idle: bool) -> None:
-        """Take part in the exchange with gradients that are NaN, by which the other ranks see that this one has failed."""
+        """Take part in the exchange with gradients that are NaN, by which the other ranks see that
+        this one has failed."""
         for parameter in self.parameters:
             parameter.grad = torch.full_like(parameter, float("nan")) if idle else None
         if not idle:
             self.exchange.spoil()
 
     def _stop_together(self, failed: NonFiniteLossError | None) -> None:
-        """Raise on all ranks when the loss of one was not finite, before any of them changes its weights.
+        """Raise on all ranks when the loss of one was not finite, before any of them changes its
+        weights.
 
-        After the exchange all ranks hold the same gradients, so one number of them tells on all ranks alike whether there is
-        anything to ask about. (It may be an overflow under fp16, which is the scaler's business.)
+        After the exchange all ranks hold the same gradients, so one number of them tells on all
+        ranks alike whether there is anything to ask about. (It may be an overflow under fp16, which
+        is the scaler's business.)
         """
-        gradient = next((p.grad for p in self.parameters if p.grad is not None and p.grad.numel()), None)
+        gradient = next(
+            (p.grad for p in self.parameters if p.grad is not None and p.grad.numel()), None
+        )
         if gradient is None or math.isfinite(_one_number(gradient)):
             return
         self._tell(failed)
@@ -420,18 +517,23 @@ class OptimizerStep:
         weight = self._weights.get(value)
         if weight is None:
             weight = torch.tensor(value, dtype=self._loss_dtype, device=self.world.device)
-            if len(self._weights) < 64:  # there are two or three values, unless batches are bucketed by size
+            if (
+                len(self._weights) < 64
+            ):  # there are two or three values, unless batches are bucketed by size
                 self._weights[value] = weight
         return weight
 
     def _count_targets(self, batches: Sequence[Any], counts: Sequence[int]) -> tuple[Any, Any, Any]:
-        """Weights, loss factors and counts of the micro-batches; the global count needs one small all-reduce."""
+        """Weights, loss factors and counts of the micro-batches; the global count needs one small
+        all-reduce."""
         counted = self.rule.count_targets([self.target_of(batch) for batch in batches])
         total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
         if counted is not None:
             if self.level and not all(counts):
                 counted = counted * torch.tensor(
-                    [float(count > 0) for count in counts], dtype=counted.dtype, device=counted.device
+                    [float(count > 0) for count in counts],
+                    dtype=counted.dtype,
+                    device=counted.device,
                 )
             total += counted.sum()
         if not self.alone:
@@ -469,5 +571,8 @@ def _unlabelled(_: str) -> AbstractContextManager[Any]:
 
 
 def _one_number(gradient: torch.Tensor) -> float:
-    """A number of a gradient of any memory format: the first one, of a sparse gradient the sum (NaN when one is)."""
-    return (gradient._values().sum() if gradient.is_sparse else gradient[(0,) * gradient.dim()]).item()
+    """A number of a gradient of any memory format: the first one, of a sparse gradient the sum (NaN
+    when one is)."""
+    return (
+        gradient._values().sum() if gradient.is_sparse else gradient[(0,) * gradient.dim()]
+    ).item()

@@ -1,4 +1,5 @@
-"""Losses over the whole global batch: outputs are put together over micro-batches and ranks before the loss is computed."""
+"""Losses over the whole global batch: outputs are put together over micro-batches and ranks before
+the loss is computed."""
 
 from __future__ import annotations
 
@@ -17,22 +18,26 @@ from allhands.world import World
 
 
 class OverBatch(Counted):
-    """A loss that compares the samples of a batch with one another: in-batch negatives, triplets, Dice over a batch.
+    """A loss that compares the samples of a batch with one another: in-batch negatives, triplets,
+    Dice over a batch.
 
-    It is computed once a step, from the outputs and targets of the whole global batch, as one process computes it: those of all
-    micro-batches and workers, in the order of the samples. All micro-batches' forward passes come first and their activations
-    are kept until the backward pass, so `accumulate` does not save their memory.
+    It is computed once a step, from the outputs and targets of the whole global batch, as one
+    process computes it: those of all micro-batches and workers, in the order of the samples. All
+    micro-batches' forward passes come first and their activations are kept until the backward pass,
+    so `accumulate` does not save their memory.
 
-    Its reported value is the mean over the global batches, weighted by their samples, and so depends on the size of a global
+    Its reported value is the mean over the global batches, weighted by their samples, and so
+    depends on the size of a global
     batch: that of `train` or `evaluate`, batch_size x workers (x accumulate, in training).
 
     Args:
-        fn: ``(output, target)`` of the whole global batch to a tensor of shape []. Outputs and targets are tensors ``[samples,
-            …]``, or dicts, tuples, lists or dataclasses of them; the target may be None. It must not use the model's weights.
+        fn: ``(output, target)`` of the whole global batch to a tensor of shape []. Outputs and
+            targets are tensors ``[samples, …]``, or dicts, tuples, lists or dataclasses of them;
+            the target may be None. It must not use the model's weights.
 
     Raises:
-        UserError: `fn` cannot be called. Before the first step: a strategy that cannot put a batch together. In a step: an
-            output or a target whose first dimension is not the samples.
+        UserError: `fn` cannot be called. Before the first step: a strategy that cannot put a batch
+            together. In a step: an output or a target whose first dimension is not the samples.
     """
 
     pairs = False
@@ -40,7 +45,10 @@ class OverBatch(Counted):
     def __init__(self, fn: Callable[[Any, Any], torch.Tensor]) -> None:
         super().__init__()
         if not callable(fn):
-            raise UserError(f"OverBatch(fn={kind_of(fn)}): fn must be a function (output, target) -> the loss of a whole batch")
+            raise UserError(
+                f"OverBatch(fn={kind_of(fn)}): fn must be a function (output, target) -> the loss "
+                "of a whole batch"
+            )
         self.fn = fn
 
     def mean(self, output: Any, target: Any) -> torch.Tensor:
@@ -63,11 +71,13 @@ class WholeBatch:
         self.world, self.share, self.counts = world, share, counts
 
     def __call__(self, parts: Sequence[tuple[Any, Any]]) -> tuple[Any, Any] | None:
-        """The outputs and targets of the whole batch, in the order of the samples; all ranks call it together.
+        """The outputs and targets of the whole batch, in the order of the samples; all ranks call
+        it together.
 
         Args:
-            parts: this rank's, of one micro-batch after another. They go into the whole as they are, so that a loss of it can be
-                differentiated by them; those of other ranks are constants.
+            parts: this rank's, of one micro-batch after another. They go into the whole as they
+                are, so that a loss of it can be differentiated by them; those of other ranks are
+                constants.
 
         Returns:
             None on a rank without a part.
@@ -86,11 +96,16 @@ class WholeBatch:
         known = [head[3] for head in heads if head[3]]
         if any(other != known[0] for other in known):
             raise UserError(
-                f"OverBatch: the outputs and targets of the ranks have other shapes behind their first dimension, or other "
-                f"dtypes: {known[0]} and {next(other for other in known if other != known[0])}. Pad them to one shape"
+                "OverBatch: the outputs and targets of the ranks have other shapes behind their "
+                "first dimension, or other "
+                f"dtypes: {known[0]} and {next(other for other in known if other != known[0])}. "
+                "Pad them to one shape"
             )
         form = [(tuple(shape), getattr(torch, dtype)) for shape, dtype in known[0]]
-        sizes = [sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in form) * head[2] for head in heads]
+        sizes = [
+            sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in form) * head[2]
+            for head in heads
+        ]
         message = torch.zeros(max(sizes), dtype=torch.uint8, device=self.world.device)
         sent = [leaf.detach().contiguous().reshape(-1).view(torch.uint8) for leaf in own]
         if sent:
@@ -108,7 +123,9 @@ class WholeBatch:
         return [torch.cat(column) for column in zip(*pieces, strict=True)] if own else []
 
 
-def _read(message: torch.Tensor, form: list[tuple[tuple[int, ...], torch.dtype]], rows: int) -> list[torch.Tensor]:
+def _read(
+    message: torch.Tensor, form: list[tuple[tuple[int, ...], torch.dtype]], rows: int
+) -> list[torch.Tensor]:
     """The leaves in a message of bytes."""
     found, begin = [], 0
     for shape, dtype in form:
@@ -124,12 +141,17 @@ def _leaves(part: tuple[Any, Any]) -> list[torch.Tensor]:
         leaves = leaves_of(part)
     except NotCutError as error:
         raise UserError(
-            f"OverBatch puts the outputs and targets of micro-batches and workers together, and got {error}; return tensors "
+            "OverBatch puts the outputs and targets of micro-batches and workers together, and "
+            f"got {error}; return tensors "
             "[samples, …], or dicts, tuples, lists or dataclasses of them, from handle_batch"
         ) from None
-    if len({len(leaf) if leaf.dim() else None for leaf in leaves}) > 1 or not all(leaf.dim() for leaf in leaves):
+    if len({len(leaf) if leaf.dim() else None for leaf in leaves}) > 1 or not all(
+        leaf.dim() for leaf in leaves
+    ):
         raise UserError(
-            "OverBatch puts outputs and targets together along their first dimension, the samples, and got shapes "
-            f"{', '.join(str(list(leaf.shape)) for leaf in leaves)}; give all of them the samples first"
+            "OverBatch puts outputs and targets together along their first dimension, the samples, "
+            "and got shapes "
+            f"{', '.join(str(list(leaf.shape)) for leaf in leaves)}; give all of them the samples "
+            "first"
         )
     return leaves

@@ -30,7 +30,9 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device) -> None:
         if name not in PRECISIONS:
-            raise UserError(f"precision={name!r} is not known; write one of {', '.join(map(repr, PRECISIONS))}")
+            raise UserError(
+                f"precision={name!r} is not known; write one of {', '.join(map(repr, PRECISIONS))}"
+            )
         self.name = name
         self._dtype = PRECISIONS[name]
         self._device_type = device.type
@@ -51,8 +53,8 @@ class Precision:
 class Scaler(torch.amp.GradScaler):
     """The loss scale of a training, the same on all ranks.
 
-    Where ranks are left with other gradients after the exchange, set `together` to their world: an overflow that one of them
-    has found is one of all. Each calls `unscale_` in every step then.
+    Where ranks are left with other gradients after the exchange, set `together` to their world: an
+    overflow that one of them has found is one of all. Each calls `unscale_` in every step then.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -85,6 +87,7 @@ class Scaler(torch.amp.GradScaler):
                 parameter.grad.mul_(inverse)
 
     def apply(self, optimizer: torch.optim.Optimizer) -> None:
-        """After `unscale_`: take the optimizer's step, unless a gradient has overflowed, and renew the scale."""
+        """After `unscale_`: take the optimizer's step, unless a gradient has overflowed, and renew
+        the scale."""
         self.step(optimizer)
         self.update()

@@ -1,6 +1,8 @@
-"""Layers that are computed again in the backward pass instead of keeping what they computed (activation checkpointing).
+"""Layers that are computed again in the backward pass instead of keeping what they computed
+(activation checkpointing).
 
-Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; by ``torch.utils.checkpoint``, without reentrant autograd.
+Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; by ``torch.utils.checkpoint``,
+without reentrant autograd.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ from allhands.errors import UserError
 
 @contextmanager
 def recomputed(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
-    """Within, calls of these modules, given with their names, keep their inputs alone until the backward pass.
+    """Within, calls of these modules, given with their names, keep their inputs alone until the
+    backward pass.
 
     Random draws are the same both times, and running statistics of BatchNorm change once.
 
     Raises:
-        UserError: from a call: the module changes a buffer of another kind, and so could not be computed again.
+        UserError: from a call: the module changes a buffer of another kind, and so could not be
+            computed again.
     """
     before = [(module, "forward" in vars(module), module.forward) for _, module in modules]
     try:
@@ -39,19 +43,26 @@ def recomputed(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
 
 
 def recompute(name: str, module: nn.Module) -> None:
-    """Have calls of a module keep their inputs alone until the backward pass, from now on; see `recomputed`.
+    """Have calls of a module keep their inputs alone until the backward pass, from now on; see
+    `recomputed`.
 
-    Its hooks, and those of fully_shard, run around it and once; those of modules inside it run again.
+    Its hooks, and those of fully_shard, run around it and once; those of modules inside it run
+    again.
     """
     module.forward = _Again(name, module)
 
 
 class _Again:
-    """A module's forward function. Plain attributes, so that a copy of the module calls the copy."""
+    """A module's forward function. Plain attributes, so that a copy of the module calls the
+    copy."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module, self.forward = name, module, module.forward
-        self.norms = [norm for norm in module.modules() if isinstance(norm, _BatchNorm) and norm.track_running_stats]
+        self.norms = [
+            norm
+            for norm in module.modules()
+            if isinstance(norm, _BatchNorm) and norm.track_running_stats
+        ]
         known = {id(buffer) for norm in self.norms for buffer in norm.buffers()}
         self.buffers = [name for name, buffer in module.named_buffers() if id(buffer) not in known]
         self.looked = not self.buffers
@@ -63,10 +74,16 @@ class _Again:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """BatchNorm computes with the batch's own statistics, as the first time, and leaves the running ones alone."""
+        """BatchNorm computes with the batch's own statistics, as the first time, and leaves the
+        running ones alone."""
         before = [(norm, dict(norm._buffers)) for norm in self.norms if norm.training]
         for norm, buffers in before:
-            norm._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+            norm._buffers.update(
+                {
+                    name: None if buffer is None else buffer.clone()
+                    for name, buffer in buffers.items()
+                }
+            )
         try:
             yield
         finally:
@@ -81,7 +98,8 @@ class _Again:
         for name, value in before.items():
             if not torch.equal(self.module.get_buffer(name), value):
                 raise UserError(
-                    f"'{self.name}' changes its buffer '{name}' in its forward pass, and would change it once more when it is "
+                    f"'{self.name}' changes its buffer '{name}' in its forward pass, and would "
+                    "change it once more when it is "
                     "computed again; leave it out of activation_checkpointing"
                 )
         return output
@@ -95,7 +113,9 @@ class _Passes:
 
     def take(self, *args: Any, **kwargs: Any) -> Any:
         again = self.again
-        if torch.compiler.is_compiling():  # what is compiled changes buffers once, whatever of it is computed again
+        if (
+            torch.compiler.is_compiling()
+        ):  # what is compiled changes buffers once, whatever of it is computed again
             return again.forward(*args, **kwargs)
         if self.passed:
             with again.quiet():

@@ -1,8 +1,10 @@
-"""Optimizer steps that are recorded in a CUDA graph once and replayed, so that nobody asks for each kernel again.
+"""Optimizer steps that are recorded in a CUDA graph once and replayed, so that nobody asks for each
+kernel again.
 
-A step of a small model takes a GPU less time than Python takes to ask for it. What is recorded is the whole of it: forward and
-backward passes of all micro-batches, the exchange between workers, clipping and the optimizer's update. Batches are copied to
-where the recorded step reads them; losses and outputs are observed after each replay, as they are after an eager step.
+A step of a small model takes a GPU less time than Python takes to ask for it. What is recorded is
+the whole of it: forward and backward passes of all micro-batches, the exchange between workers,
+clipping and the optimizer's update. Batches are copied to where the recorded step reads them;
+losses and outputs are observed after each replay, as they are after an eager step.
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ from allhands.step.guards import HostState, hooked, waits_noted, where_raised
 from allhands.step.optimizer_step import OptimizerStep
 
 STEPS = ("auto", "eager", "compile", "graph")
-_EAGER = 2  # steps of a shape before the one that is looked at: libraries set themselves up in the first ones
-_GRAPHS = 8  # shapes that are recorded; more of them mean that nearly every step has a shape of its own
+# steps of a shape before the one that is looked at: libraries set themselves up in the first ones
+_EAGER = 2
+_GRAPHS = (
+    8  # shapes that are recorded; more of them mean that nearly every step has a shape of its own
+)
 
 #: Records what a function asks a device to do, without doing it, and returns what replays it.
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
@@ -30,33 +35,49 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 def cannot_record(reason: str) -> UserError:
     """The error where ``step="graph"`` was asked for; `reason` is the end of a sentence."""
-    return UserError(f"step='graph': the step cannot be recorded, since {reason}; change that, or write step='auto'")
+    return UserError(
+        f"step='graph': the step cannot be recorded, since {reason}; change that, or write "
+        "step='auto'"
+    )
 
 
 class RecordedSteps:
     """Takes optimizer steps, from records where there is one for the shapes of the micro-batches.
 
-    The first two steps of a shape are eager. In the third, waits for the device and what the step changes on the host (plain
-    attributes of modules, Python's, NumPy's and PyTorch's random generators) are looked for: a replay would do neither. From
-    then on the shape is recorded. A step that cannot be is taken eagerly, as are all that follow, and the reason is said once.
+    The first two steps of a shape are eager. In the third, waits for the device and what the step
+    changes on the host (plain attributes of modules, Python's, NumPy's and PyTorch's random
+    generators) are looked for: a replay would do neither. From then on the shape is recorded. A
+    step that cannot be is taken eagerly, as are all that follow, and the reason is said once.
 
-    With several workers the exchange is part of the record. Each rank records for itself: recorded or eager, a step asks for the
-    same collectives in the same order, and the optimizer's update rounds alike, so that the ranks' weights stay equal.
+    With several workers the exchange is part of the record. Each rank records for itself: recorded
+    or eager, a step asks for the same collectives in the same order, and the optimizer's update
+    rounds alike, so that the ranks' weights stay equal.
 
     Args:
         module: the model.
         criterion: the loss.
         optimizer: which updates the model's parameters.
         device: of all of them.
-        keeps: outputs and targets are kept when they are observed, for metrics; they are copied then.
+        keeps: outputs and targets are kept when they are observed, for metrics; they are copied
+            then.
         shows: gradients are looked at after a step, so that they have to lie in the parameters.
         insist: raise `UserError` instead of going on eagerly.
         say: takes a line to print.
         capture: how a step is recorded; None: in a CUDA graph.
     """
 
-    def __init__(self, module: nn.Module, criterion: Any, optimizer: torch.optim.Optimizer, device: torch.device, keeps: bool,
-                 shows: bool, insist: bool, say: Callable[[str], None], capture: Capture | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        module: nn.Module,
+        criterion: Any,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        keeps: bool,
+        shows: bool,
+        insist: bool,
+        say: Callable[[str], None],
+        capture: Capture | None = None,
+    ) -> None:
         self.module, self.criterion, self.device = module, criterion, device
         self.keeps, self.shows, self.insist, self.say = keeps, shows, insist, say
         self.optimizer = Capturable(optimizer, device)
@@ -64,14 +85,17 @@ class RecordedSteps:
         self._capture = capture or _CudaGraphs(device)
         self._records: dict[Any, _Record] = {}
         self._eager: dict[Any, int] = {}
-        self._taken: dict[Any, OptimizerStep] = {}  # the step object that has taken this shape eagerly before
+        self._taken: dict[
+            Any, OptimizerStep
+        ] = {}  # the step object that has taken this shape eagerly before
         self._good: set[Any] = set()  # shapes that have been looked at
         self._form: Any = None
         self._adapts = True  # the optimizer updates in the way that can be recorded
         self._unfit(self.optimizer.look())
 
     def begin(self) -> None:
-        """The weights and the optimizer's state are those that the training begins or goes on with."""
+        """The weights and the optimizer's state are those that the training begins or goes on
+        with."""
         if self._adapts:
             self.optimizer.begin()
 
@@ -81,8 +105,8 @@ class RecordedSteps:
         self.optimizer.finish()
 
     def look(self) -> None:
-        """What records hold by address or by value may have changed: where it has, forget them. To be called when code of the
-        user's has run between two steps."""
+        """What records hold by address or by value may have changed: where it has, forget them. To
+        be called when code of the user's has run between two steps."""
         if self._adapts:
             self._unfit(self.optimizer.look())
         if self.reason is not None:
@@ -91,7 +115,11 @@ class RecordedSteps:
         if refusal is not None:
             self._give_up(refusal)
             return
-        flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+        flags = (
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.cudnn.allow_tf32,
+            torch.backends.cudnn.benchmark,
+        )
         form = (
             [(p.data_ptr(), p.requires_grad) for p in self.module.parameters()],
             [module.training for module in self.module.modules()],
@@ -101,7 +129,14 @@ class RecordedSteps:
             self._form = form
             self._forget()
 
-    def __call__(self, take: OptimizerStep, batches: Sequence[Any], counts: Sequence[int], total: int, idle: bool) -> None:
+    def __call__(
+        self,
+        take: OptimizerStep,
+        batches: Sequence[Any],
+        counts: Sequence[int],
+        total: int,
+        idle: bool,
+    ) -> None:
         """Take the step that ``take(batches, counts, total, idle)`` takes."""
         if not self._adapts:
             take(batches, counts, total, idle)
@@ -124,7 +159,9 @@ class RecordedSteps:
             leaves = [_on(leaf, self.device) for leaf in leaves]
             batches = pytree.tree_unflatten(leaves, tree)
             if seen <= _EAGER or self._taken.get(key) is not take:
-                take(batches, counts, total, idle)  # in a new epoch by a new object: what it makes once is not for a record
+                take(
+                    batches, counts, total, idle
+                )  # in a new epoch by a new object: what it makes once is not for a record
             elif key not in self._good:
                 self._looked_at(take, batches, counts, total, idle)
                 self._good.add(key)
@@ -138,8 +175,8 @@ class RecordedSteps:
     # ------------------------------------------------------------------ trying
 
     def _looked_at(self, take: OptimizerStep, *step: Any) -> None:
-        """An eager step in which whatever could not be recorded is found; it counts as any other, and is taken once only, since
-        other ranks take it too."""
+        """An eager step in which whatever could not be recorded is found; it counts as any other,
+        and is taken once only, since other ranks take it too."""
         host = HostState(self.module, self.criterion)
         observed: list[tuple[Any, ...]] = []
         observe, take.observe = take.observe, lambda *values: observed.append(values)
@@ -154,16 +191,24 @@ class RecordedSteps:
         if reason is not None:
             self._give_up(reason)
 
-    def _record(self, take: OptimizerStep, leaves: list[Any], tree: Any, *step: Any) -> _Record | None:
+    def _record(
+        self, take: OptimizerStep, leaves: list[Any], tree: Any, *step: Any
+    ) -> _Record | None:
         """Record a step, or take it eagerly."""
         if len(self._records) >= _GRAPHS:
             self._give_up(f"its micro-batches have more than {_GRAPHS} shapes")
             take(pytree.tree_unflatten(leaves, tree), *step)
             return None
         try:
-            record = _Record(take, leaves, tree, step, self._capture, self.device, self.keeps, self.shows)
+            record = _Record(
+                take, leaves, tree, step, self._capture, self.device, self.keeps, self.shows
+            )
         except RuntimeError as error:
-            what = "the GPU's memory is too small for it" if isinstance(error, torch.cuda.OutOfMemoryError) else str(error)
+            what = (
+                "the GPU's memory is too small for it"
+                if isinstance(error, torch.cuda.OutOfMemoryError)
+                else str(error)
+            )
             self._records.clear()
             self._give_up(f"{what.splitlines()[0]}, at {where_raised(error)}")
             take(pytree.tree_unflatten(leaves, tree), *step)
@@ -194,8 +239,11 @@ class RecordedSteps:
         self._good.clear()
 
     def _capture_stream(self) -> Any:
-        """Eager steps run on the stream on which steps are recorded: autograd keeps to the one on which it has seen a weight."""
-        return self._capture.alongside() if isinstance(self._capture, _CudaGraphs) else nullcontext()
+        """Eager steps run on the stream on which steps are recorded: autograd keeps to the one on
+        which it has seen a weight."""
+        return (
+            self._capture.alongside() if isinstance(self._capture, _CudaGraphs) else nullcontext()
+        )
 
 
 class _Record:
@@ -210,11 +258,24 @@ class _Record:
         keeps, shows: see `RecordedSteps`.
     """
 
-    def __init__(self, take: OptimizerStep, leaves: list[Any], tree: Any, step: tuple[Any, ...], capture: Capture,
-                 device: torch.device, keeps: bool, shows: bool) -> None:  # fmt: skip
+    def __init__(
+        self,
+        take: OptimizerStep,
+        leaves: list[Any],
+        tree: Any,
+        step: tuple[Any, ...],
+        capture: Capture,
+        device: torch.device,
+        keeps: bool,
+        shows: bool,
+    ) -> None:
         self._own, self._keeps = take, keeps
-        static = [torch.empty_like(leaf, device=device).copy_(leaf) if isinstance(leaf, torch.Tensor) else leaf
-                  for leaf in leaves]  # fmt: skip
+        static = [
+            torch.empty_like(leaf, device=device).copy_(leaf)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in leaves
+        ]
         self._inputs = [leaf for leaf in static if isinstance(leaf, torch.Tensor)]
         self._observed: list[tuple[Any, ...]] = []
         batches = pytree.tree_unflatten(static, tree)
@@ -231,7 +292,8 @@ class _Record:
         self._gradients = [(p, p.grad) for p in take.parameters] if shows else []
 
     def replay(self, take: OptimizerStep, leaves: list[Any]) -> None:
-        """Take the recorded step with other micro-batches of the same shapes; `take` is who observes it."""
+        """Take the recorded step with other micro-batches of the same shapes; `take` is who
+        observes it."""
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         torch._foreach_copy_(self._inputs, given, non_blocking=True)
         self._replay()
@@ -245,17 +307,20 @@ class _Record:
 
 
 def _on(leaf: Any, device: torch.device) -> Any:
-    """A copy on the device that begins where memory is allocated, as what a record reads does: the last bit of a product depends
-    on that."""
+    """A copy on the device that begins where memory is allocated, as what a record reads does: the
+    last bit of a product depends on that."""
     return leaf.to(device, non_blocking=True, copy=True) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _copied(value: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, value)
+    return pytree.tree_map(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, value
+    )
 
 
 def _form_of(leaf: Any) -> Any:
-    """What must be the same for a record to serve: of a tensor its form, of anything else itself."""
+    """What must be the same for a record to serve: of a tensor its form, of anything else
+    itself."""
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype, leaf.stride()
     return leaf if isinstance(leaf, (int, float, str, bool, bytes, type(None))) else id(leaf)
@@ -271,8 +336,11 @@ class _CudaGraphs:
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls are looked at: that of nccl, which watches earlier exchanges, may go on asking for their state.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        # Only this thread's calls are looked at: that of nccl, which watches earlier exchanges, may
+        # go on asking for their state.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             function()
         return graph.replay
 

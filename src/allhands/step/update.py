@@ -1,7 +1,9 @@
-"""Calling ``optimizer.step`` without the profiler label that PyTorch puts around it, when nobody would see it.
+"""Calling ``optimizer.step`` without the profiler label that PyTorch puts around it, when nobody
+would see it.
 
-The label costs 25 to 35 us a step on a CPU, as much as a small model's forward pass. What it wraps is the optimizer's own
-step, which is called directly unless a profiler runs or somebody has registered step hooks.
+The label costs 25 to 35 us a step on a CPU, as much as a small model's forward pass. What it wraps
+is the optimizer's own step, which is called directly unless a profiler runs or somebody has
+registered step hooks.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from torch.optim import optimizer as torch_optimizer
 
 
 def set_mode(optimizer: torch.optim.Optimizer, training: bool) -> bool:
-    """Switch an optimizer whose weights in training are not those of evaluation (schedule-free ones).
+    """Switch an optimizer whose weights in training are not those of evaluation (schedule-free
+    ones).
 
     Returns:
         Whether it has such modes, and so may have changed weights.
@@ -30,7 +33,9 @@ def update_function(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     labelled = type(optimizer).step
     bare = getattr(labelled, "__wrapped__", None)
     instance_step = vars(optimizer).get("step")
-    replaced = instance_step is not None and not getattr(instance_step, "_wrapped_by_lr_sched", False)
+    replaced = instance_step is not None and not getattr(
+        instance_step, "_wrapped_by_lr_sched", False
+    )
     if bare is None or not getattr(labelled, "hooked", False) or replaced:
         return optimizer.step
     hooks = [

@@ -16,14 +16,27 @@ from allhands.strategies.pipeline import Pipeline
 from allhands.strategies.single import Single
 from allhands.strategies.tensor import Tensor
 
-STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (Single, DP, DDP, KVStore, LocalSGD, FSDP, Tensor, Pipeline)}
-# Strategies that stand on layers above this one, imported when they are asked for: name -> (module, class).
+STRATEGIES: dict[str, type[Strategy]] = {
+    cls.name: cls for cls in (Single, DP, DDP, KVStore, LocalSGD, FSDP, Tensor, Pipeline)
+}
+# Strategies that stand on layers above this one, imported when they are asked for: name -> (module,
+# class).
 _ABOVE = {"federated": ("allhands.federated", "Federated")}
 
 __all__ = [
-    "DDP", "DP", "FSDP", "STRATEGIES", "KVStore", "LocalSGD", "Mesh", "Pipeline", "Single", "Strategy", "Tensor",
+    "DDP",
+    "DP",
+    "FSDP",
+    "STRATEGIES",
+    "KVStore",
+    "LocalSGD",
+    "Mesh",
+    "Pipeline",
+    "Single",
+    "Strategy",
+    "Tensor",
     "strategy_named",
-]  # fmt: skip
+]
 
 
 def strategy_named(name: str) -> Strategy:
@@ -38,5 +51,8 @@ def strategy_named(name: str) -> Strategy:
         return made
     if name not in STRATEGIES:
         known = [*STRATEGIES, *_ABOVE]
-        raise UserError(f"there is no strategy '{name}'{did_you_mean(name, known)} Known are: {', '.join(known)}")
+        raise UserError(
+            f"there is no strategy '{name}'{did_you_mean(name, known)} Known are: "
+            f"{', '.join(known)}"
+        )
     return STRATEGIES[name]()

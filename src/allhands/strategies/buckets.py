@@ -1,8 +1,10 @@
-"""Gradients added up over the ranks in buckets, each as soon as the backward pass has made all of its.
+"""Gradients added up over the ranks in buckets, each as soon as the backward pass has made all of
+its.
 
-The layout is fixed by the order of the parameters, and every operation is in order with a stream, so that a CUDA graph can
-record the exchange. An eager step and a recorded one ask for the same collectives in the same order, so that ranks need not
-agree on which of them records. The model itself is not wrapped: any part of it may be called.
+The layout is fixed by the order of the parameters, and every operation is in order with a stream,
+so that a CUDA graph can record the exchange. An eager step and a recorded one ask for the same
+collectives in the same order, so that ranks need not agree on which of them records. The model
+itself is not wrapped: any part of it may be called.
 """
 
 from __future__ import annotations
@@ -27,19 +29,26 @@ _FIRST_MB = 1.0  # the first bucket is small, so that the exchange begins early
 class Buckets:
     """The gradients of some parameters, in flat buffers that are exchanged one after another.
 
-    Parameters are laid out from the last to the first, which is about the order in which a backward pass makes their gradients.
-    After a step, ``parameter.grad`` is a view of its buffer. A gradient that some ranks have not made counts as zero there.
-    One that no rank has made stays None, so that the optimizer leaves the parameter alone, as it does in one process.
+    Parameters are laid out from the last to the first, which is about the order in which a backward
+    pass makes their gradients. After a step, ``parameter.grad`` is a view of its buffer. A gradient
+    that some ranks have not made counts as zero there. One that no rank has made stays None, so
+    that the optimizer leaves the parameter alone, as it does in one process.
 
     Args:
         named: parameters with dense gradients, and their names; the same on all ranks.
         world: the ranks; their number is at least 2.
         cap_mb: size of a bucket in MB (2**20 bytes).
-        add_up: adds a bucket up over the ranks in place, in order with the current stream; None: by one all-reduce.
+        add_up: adds a bucket up over the ranks in place, in order with the current stream; None: by
+            one all-reduce.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], world: World, cap_mb: float = CAP_MB,
-                 add_up: Callable[[Bucket], None] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        world: World,
+        cap_mb: float = CAP_MB,
+        add_up: Callable[[Bucket], None] | None = None,
+    ) -> None:
         parameters = [parameter for _, parameter in named]
         self._names = {id(parameter): name for name, parameter in named}
         self._add_up = add_up
@@ -47,18 +56,24 @@ class Buckets:
         self._buckets = [Bucket(group) for group in _grouped(parameters, cap_mb)]
         if self._buckets:
             self._buckets[-1].is_last = True
-        self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
+        self._of = {
+            id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters
+        }
         self._works: list[Any] = []
         self._exchanging = True
         self._launched = 0
-        made = weakref.WeakMethod(self._made)  # a training that fails leaves its parameters to the next one
+        made = weakref.WeakMethod(
+            self._made
+        )  # a training that fails leaves its parameters to the next one
 
         def hook(parameter: torch.Tensor) -> None:
             note = made()
             if note is not None:
                 note(parameter)
 
-        self._hooks = [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters
+        ]
 
     @contextmanager
     def kept_back(self) -> Iterator[None]:
@@ -70,7 +85,8 @@ class Buckets:
             self._exchanging = True
 
     def finish(self) -> None:
-        """After the last backward pass of a step: order the exchange before what comes next on the current stream."""
+        """After the last backward pass of a step: order the exchange before what comes next on the
+        current stream."""
         for bucket in self._buckets[self._launched :]:
             self._launch(bucket)
         self._launched = 0
@@ -101,12 +117,16 @@ class Buckets:
         bucket = self._of[id(parameter)]
         if bucket.is_launched:
             raise UserError(
-                f"the gradient of '{self._names[id(parameter)]}' was made again after it was exchanged in the same step: the "
-                "layer is computed again by a reentrant checkpoint, or backward() is called twice. Write "
-                "torch.utils.checkpoint.checkpoint(…, use_reentrant=False), and add losses up before one backward()"
+                f"the gradient of '{self._names[id(parameter)]}' was made again after it was "
+                "exchanged in the same step: the "
+                "layer is computed again by a reentrant checkpoint, or backward() is called twice. "
+                "Write "
+                "torch.utils.checkpoint.checkpoint(…, use_reentrant=False), and add losses up "
+                "before one backward()"
             )
         bucket.waiting.discard(id(parameter))
-        # In the order of the buckets, which is the same on all ranks; gradients of one rank may be made in another order.
+        # In the order of the buckets, which is the same on all ranks; gradients of one rank may be
+        # made in another order.
         while self._launched < len(self._buckets) and not self._buckets[self._launched].waiting:
             self._launch(self._buckets[self._launched])
 
@@ -131,8 +151,8 @@ class Bucket:
     """Parameters of one dtype, and the buffer of their gradients.
 
     Attributes:
-        flat: what is added up: the gradients, and after them a number for each parameter, 1 where this rank has made its
-            gradient.
+        flat: what is added up: the gradients, and after them a number for each parameter, 1 where
+            this rank has made its gradient.
         gradients: the first part of `flat`.
         is_last: no bucket of the step comes after it.
     """
@@ -143,8 +163,11 @@ class Bucket:
         self._all = {id(parameter) for parameter in parameters}
         self.waiting = set(self._all)
         first = parameters[0]
-        # In the parameters' own memory formats, in which autograd makes gradients: copying is then one kernel for all.
-        layout = FlatLayout({str(number): one for number, one in enumerate(parameters)}, strided=True)
+        # In the parameters' own memory formats, in which autograd makes gradients: copying is then
+        # one kernel for all.
+        layout = FlatLayout(
+            {str(number): one for number, one in enumerate(parameters)}, strided=True
+        )
         size = layout.length
         self.flat = torch.zeros(size + len(parameters), dtype=first.dtype, device=first.device)
         self.gradients, self._used = self.flat[:size], self.flat[size:]
@@ -157,7 +180,11 @@ class Bucket:
         self.is_launched = True
         self._used.fill_(1)
         pairs = [(view, p.grad) for view, p in zip(self.views, self.parameters, strict=True)]
-        made = [(view, g.to_dense() if g.is_sparse else g) for view, g in pairs if g is not None and g is not view]
+        made = [
+            (view, g.to_dense() if g.is_sparse else g)
+            for view, g in pairs
+            if g is not None and g is not view
+        ]
         if made:
             torch._foreach_copy_([view for view, _ in made], [gradient for _, gradient in made])
         self._missing = [number for number, (_, gradient) in enumerate(pairs) if gradient is None]
@@ -169,11 +196,13 @@ class Bucket:
 
     @property
     def missing(self) -> list[nn.Parameter]:
-        """The parameters whose gradients this rank has not made in the step that is being exchanged."""
+        """The parameters whose gradients this rank has not made in the step that is being
+        exchanged."""
         return [self.parameters[number] for number in self._missing]
 
     def reset(self) -> None:
-        """After the exchange: take away what no rank has made. Waits for the device where this rank has not made all."""
+        """After the exchange: take away what no rank has made. Waits for the device where this rank
+        has not made all."""
         if self._missing:
             used = self._used.tolist()
             for number in self._missing:
@@ -185,7 +214,8 @@ class Bucket:
 
 
 def _grouped(parameters: Sequence[nn.Parameter], cap_mb: float) -> list[list[nn.Parameter]]:
-    """The parameters from the last to the first, cut where a bucket is full; each bucket has one dtype."""
+    """The parameters from the last to the first, cut where a bucket is full; each bucket has one
+    dtype."""
     groups: list[list[nn.Parameter]] = []
     open_groups: dict[torch.dtype, tuple[list[nn.Parameter], float]] = {}
     for parameter in reversed(parameters):

@@ -1,4 +1,5 @@
-"""Data parallelism: a whole model on every worker, gradients all-reduced while the backward pass runs."""
+"""Data parallelism: a whole model on every worker, gradients all-reduced while the backward pass
+runs."""
 
 from __future__ import annotations
 
@@ -36,30 +37,35 @@ from allhands.world import World
 class DDP(Strategy):
     """The model on every worker, 1/N of each global batch, gradients all-reduced every step.
 
-    Gradients travel in buckets while the backward pass goes on. Parameters may take no part in a step, on some ranks or on all:
-    a gradient that a rank has not made counts as zero there, and a parameter without one on all ranks is left alone. The model
-    is not wrapped, so that ``handle_batch`` may call any part of it. Initial weights and buffers are rank 0's. BatchNorm uses
-    each rank's own batch in training, unless `sync_batchnorm` is set; its running statistics are averaged over the ranks before
-    evaluation and saving, other buffers are rank 0's.
+    Gradients travel in buckets while the backward pass goes on. Parameters may take no part in a
+    step, on some ranks or on all: a gradient that a rank has not made counts as zero there, and a
+    parameter without one on all ranks is left alone. The model is not wrapped, so that
+    ``handle_batch`` may call any part of it. Initial weights and buffers are rank 0's. BatchNorm
+    uses each rank's own batch in training, unless `sync_batchnorm` is set; its running statistics
+    are averaged over the ranks before evaluation and saving, other buffers are rank 0's.
 
     Args:
-        find_unused_parameters: has no effect, since parameters may always be unused; accepted for scripts that set it.
-        sync_batchnorm: compute BatchNorm statistics over all ranks (torch.nn.SyncBatchNorm; needs GPUs).
-        bucket_cap_mb: size in MB of the buckets in which gradients travel; None keeps PyTorch's default of 25, the
-            first of 1. "measured" takes the one of a few sizes with which a step on the first samples is the fastest, and prints
-            it; a resumed training keeps it.
+        find_unused_parameters: has no effect, since parameters may always be unused; accepted for
+            scripts that set it.
+        sync_batchnorm: compute BatchNorm statistics over all ranks (torch.nn.SyncBatchNorm; needs
+            GPUs).
+        bucket_cap_mb: size in MB of the buckets in which gradients travel; None keeps PyTorch's
+            default of 25, the first of 1. "measured" takes the one of a few sizes with which a step
+            on the first samples is the fastest, and prints it; a resumed training keeps it.
         static_graph: has no effect; accepted, with a warning, for scripts that set it.
-        check_weights_every: compare the ranks' weights every so many optimizer steps (and at the end of each epoch);
-            0 never compares.
-        compress: "fp16", "bf16": gradients travel so and are added up in fp32. "int8", "1bit", "2bit", "topk", or
-            ``{"name": "topk", "keep": 0.01}``: they travel in fewer bits, and what is lost is added to the next step's gradient.
-            "powersgd", ``{"name": "powersgd", "rank": 1, "start": 10}``: of each gradient matrix two thin factors travel, after
-            `start` steps that are exchanged as they are (Vogels et al., NeurIPS 2019). None of these computes what one process
-            does (`exact` is False). None sends gradients as they are. A step in which some worker has no sample is exchanged as
-            it is.
+        check_weights_every: compare the ranks' weights every so many optimizer steps (and at the
+            end of each epoch); 0 never compares.
+        compress: "fp16", "bf16": gradients travel so and are added up in fp32. "int8", "1bit",
+            "2bit", "topk", or ``{"name": "topk", "keep": 0.01}``: they travel in fewer bits, and
+            what is lost is added to the next step's gradient. "powersgd", ``{"name": "powersgd",
+            "rank": 1, "start": 10}``: of each gradient matrix two thin factors travel, after
+            `start` steps that are exchanged as they are (Vogels et al., NeurIPS 2019). None of
+            these computes what one process does (`exact` is False). None sends gradients as they
+            are. A step in which some worker has no sample is exchanged as it is.
         powersgd_rank, powersgd_start: old spellings of the options of powersgd.
-        optimizer_state: "sharded": each worker keeps the optimizer's state of about 1/N of the parameters, updates those, and
-            sends them to the others (ZeRO's first stage, Rajbhandari et al., SC 2020), to the same bits. "whole": each keeps all.
+        optimizer_state: "sharded": each worker keeps the optimizer's state of about 1/N of the
+            parameters, updates those, and sends them to the others (ZeRO's first stage, Rajbhandari
+            et al., SC 2020), to the same bits. "whole": each keeps all.
 
     Raises:
         UserError: a setting that there is not, or that has no meaning beside the others.
@@ -82,9 +88,15 @@ class DDP(Strategy):
     ) -> None:
         check_state(optimizer_state)
         check_cap(bucket_cap_mb)
-        self.compress = check_compress(compress, powersgd_rank, powersgd_start, find_unused_parameters)
+        self.compress = check_compress(
+            compress, powersgd_rank, powersgd_start, find_unused_parameters
+        )
         if static_graph:
-            warnings.warn("DDP(static_graph=True) has no effect; leave it out", DeprecationWarning, stacklevel=2)
+            warnings.warn(
+                "DDP(static_graph=True) has no effect; leave it out",
+                DeprecationWarning,
+                stacklevel=2,
+            )
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.sync_batchnorm = sync_batchnorm
         self.bucket_cap_mb = bucket_cap_mb
@@ -108,23 +120,37 @@ class DDP(Strategy):
         if self.sync_batchnorm:
             return "with several workers DDP(sync_batchnorm=True) decides on the host; write DDP()"
         if self._shards:
-            return "DDP(optimizer_state='sharded') shares what each worker has updated, which is not recorded; write DDP()"
+            return (
+                "DDP(optimizer_state='sharded') shares what each worker has updated, which is "
+                "not recorded; write DDP()"
+            )
         if self.compress is not None and cast_dtype(self.compress) is None:
             name = self.compress["name"]
-            return f"DDP(compress={name!r}) keeps on the host what it has left over of gradients; compress='bf16' does not"
+            return (
+                f"DDP(compress={name!r}) keeps on the host what it has left over of gradients; "
+                "compress='bf16' does not"
+            )
         sparse = next((name for name, module in model.named_modules() if _is_sparse(module)), None)
-        return None if sparse is None else f"'{sparse}' has sparse gradients; make it with sparse=False"
+        return (
+            None
+            if sparse is None
+            else f"'{sparse}' has sparse gradients; make it with sparse=False"
+        )
 
     def check(self, world: World) -> None:
         if self.sync_batchnorm and world.world_size > 1 and world.device.type != "cuda":
             raise UserError(
-                f"DDP(sync_batchnorm=True) needs GPUs: torch.nn.SyncBatchNorm has no {world.device.type} implementation. Write "
-                "DDP(), which averages BatchNorm statistics before evaluation and saving, or use GroupNorm"
+                "DDP(sync_batchnorm=True) needs GPUs: torch.nn.SyncBatchNorm has no "
+                f"{world.device.type} implementation. Write "
+                "DDP(), which averages BatchNorm statistics before evaluation and saving, or use "
+                "GroupNorm"
             )
 
     def prepare(self, model: nn.Module, world: World) -> nn.Module:
         self.world = world
-        self._cap: float | None = None if isinstance(self.bucket_cap_mb, str) else self.bucket_cap_mb
+        self._cap: float | None = (
+            None if isinstance(self.bucket_cap_mb, str) else self.bucket_cap_mb
+        )
         self._cap_known = False
         self.buckets: Buckets | None = None
         self._coded: PowerSGD | CodedSum | None = None
@@ -135,14 +161,20 @@ class DDP(Strategy):
         self.trained = self.exchanged(model)
         if world.world_size == 1:
             return model
-        broadcast_tensors([*(parameter.detach() for parameter in model.parameters()), *model.buffers()], world)
+        broadcast_tensors(
+            [*(parameter.detach() for parameter in model.parameters()), *model.buffers()], world
+        )
         self._coded = self._make_coded(self.trained)
         self._lay_out()
         return model
 
     def exchanged(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """The parameters whose gradients are exchanged, and their names."""
-        return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        return [
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
 
     def _lay_out(self) -> None:
         """Exchange the gradients of `trained`, in buckets of the size that was chosen."""
@@ -152,8 +184,13 @@ class DDP(Strategy):
         self._sparse = [parameter for _, parameter in self.trained if id(parameter) in sparse]
         self.buckets = self._make_buckets(self.bare, self.trained, self._cap, self._coded)
 
-    def _make_buckets(self, model: nn.Module, trained: list[tuple[str, nn.Parameter]], cap_mb: float | None,
-                      coded: PowerSGD | CodedSum | None) -> Buckets:  # fmt: skip
+    def _make_buckets(
+        self,
+        model: nn.Module,
+        trained: list[tuple[str, nn.Parameter]],
+        cap_mb: float | None,
+        coded: PowerSGD | CodedSum | None,
+    ) -> Buckets:
         rounded = cast_dtype(self.compress)
         add_up = coded.add_up if coded is not None else None
         if rounded is not None:
@@ -162,7 +199,9 @@ class DDP(Strategy):
         dense = [(name, parameter) for name, parameter in trained if id(parameter) not in sparse]
         return Buckets(dense, self.world, CAP_MB if cap_mb is None else cap_mb, add_up)
 
-    def _make_coded(self, trained: list[tuple[str, nn.Parameter]], start: int | None = None) -> PowerSGD | CodedSum | None:
+    def _make_coded(
+        self, trained: list[tuple[str, nn.Parameter]], start: int | None = None
+    ) -> PowerSGD | CodedSum | None:
         """The exchange in a codec with a residual; None where gradients are rounded at most."""
         if self.compress is None or cast_dtype(self.compress) is not None:
             return None
@@ -172,16 +211,20 @@ class DDP(Strategy):
         return CodedSum(self.compress, trained, self.world)
 
     def go_on(self) -> None:
-        """Parameters that have been frozen, unfrozen, added or replaced since the last steps are exchanged as they are now."""
+        """Parameters that have been frozen, unfrozen, added or replaced since the last steps are
+        exchanged as they are now."""
         if self.world.world_size == 1:
             return
         if self._sharded is not None and len(self._optimizer.param_groups) != self._groups:
             raise UserError(
-                "a group was added to the optimizer, and DDP(optimizer_state='sharded') has dealt its parameters out; give the "
+                "a group was added to the optimizer, and DDP(optimizer_state='sharded') has dealt "
+                "its parameters out; give the "
                 "optimizer all groups before train(), or write DDP()"
             )
         trained = self.exchanged(self.bare)
-        if [id(parameter) for _, parameter in trained] != [id(parameter) for _, parameter in self.trained]:
+        if [id(parameter) for _, parameter in trained] != [
+            id(parameter) for _, parameter in self.trained
+        ]:
             self.trained = trained
             self._lay_out()
 
@@ -194,7 +237,9 @@ class DDP(Strategy):
         candidates = candidates_for(sum(p.nbytes for _, p in self.trained))
         if len(candidates) > 1:
             cap, times = on_training_data(
-                measure_on, lambda call: fastest(lambda size: self._trial(size, call), candidates, self.world), self.world.device
+                measure_on,
+                lambda call: fastest(lambda size: self._trial(size, call), candidates, self.world),
+                self.world.device,
             )
         self._take_cap(cap, said(cap, times))
 
@@ -220,7 +265,9 @@ class DDP(Strategy):
         if self.compress is None:
             return self.name
         name = self.compress["name"]
-        return f"{self.name}, " + (f"powersgd {self.compress['rank']}" if name == "powersgd" else f"{name} gradients")
+        return f"{self.name}, " + (
+            f"powersgd {self.compress['rank']}" if name == "powersgd" else f"{name} gradients"
+        )
 
     def notes(self) -> list[str]:
         return self._notes
@@ -241,7 +288,9 @@ class DDP(Strategy):
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return optimizer.state_dict() if self._sharded is None else self._sharded.state_dict()
 
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], read: Read) -> None:
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], read: Read
+    ) -> None:
         if self._sharded is None:
             optimizer.load_state_dict(dict(state))
         else:
@@ -277,7 +326,9 @@ class DDP(Strategy):
         if self._coded is not None and self._coded.name in state:
             self._coded.load_state_dict(state[self._coded.name])
         if state.get("workers", self.world.world_size) != self.world.world_size:
-            return  # with another number of ranks, other sizes of buckets may be the fastest, and sums have other last bits
+            # with another number of ranks, other sizes of buckets may be the fastest, and sums have
+            # other last bits
+            return
         if self.bucket_cap_mb == "measured" and "bucket_cap_mb" in state:
             cap = state["bucket_cap_mb"]
             self._take_cap(cap, f"bucket_cap_mb={cap} (measured before the checkpoint)")

@@ -1,4 +1,5 @@
-"""How many workers lie along each axis of the mesh: read, checked and laid out here, and nowhere else."""
+"""How many workers lie along each axis of the mesh: read, checked and laid out here, and nowhere
+else."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _made: dict[tuple[Any, ...], DeviceMesh] = {}
 
 
 class Degrees(NamedTuple):
-    """Workers along each axis: stages of a pipeline, whole copies, shards of a copy, slices of a layer."""
+    """Workers along each axis: stages of a pipeline, whole copies, shards of a copy, slices of a
+    layer."""
 
     pp: int = 1
     replicate: int = 1
@@ -39,7 +41,11 @@ class Degrees(NamedTuple):
         return self.pp * self.dp * self.tp
 
     def __str__(self) -> str:
-        dp = f"dp {self.dp}" if 1 in (self.replicate, self.shard) else f"dp.replicate {self.replicate} x dp.shard {self.shard}"
+        dp = (
+            f"dp {self.dp}"
+            if 1 in (self.replicate, self.shard)
+            else f"dp.replicate {self.replicate} x dp.shard {self.shard}"
+        )
         return f"pp {self.pp} x {dp} x tp {self.tp}"
 
     def check(self, workers: int) -> None:
@@ -49,7 +55,8 @@ class Degrees(NamedTuple):
         inner = self.pp * self.tp
         fits = f"set dp to {workers // inner}, or " if workers % inner == 0 else ""
         raise UserError(
-            f"mesh: {self} = {self.product}, but there {'are' if workers != 1 else 'is'} {workers} worker"
+            f"mesh: {self} = {self.product}, but there {'are' if workers != 1 else 'is'} {workers} "
+            "worker"
             f"{'s' if workers != 1 else ''}; {fits}start {self.product} (workers={self.product})"
         )
 
@@ -86,8 +93,14 @@ def read_degrees(pp: Any, dp: Any, tp: Any, shards: bool) -> Degrees:
     if isinstance(dp, Mapping):
         unknown = sorted(set(dp) - {"replicate", "shard"})
         if unknown:
-            raise UserError(f"Mesh(dp=…) has no '{unknown[0]}'; write dp: {{replicate: 2, shard: 4}}, or a whole number")
-        replicate, shard = _degree("dp.replicate", dp.get("replicate", 1)), _degree("dp.shard", dp.get("shard", 1))
+            raise UserError(
+                f"Mesh(dp=…) has no '{unknown[0]}'; write dp: {{replicate: 2, shard: 4}}, or a "
+                "whole number"
+            )
+        replicate, shard = (
+            _degree("dp.replicate", dp.get("replicate", 1)),
+            _degree("dp.shard", dp.get("shard", 1)),
+        )
     else:
         number = _degree("dp", dp)
         replicate, shard = (1, number) if shards else (number, 1)

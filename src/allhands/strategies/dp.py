@@ -15,8 +15,8 @@ from allhands.world import World
 class DP(Strategy):
     """Each batch is split over the GPUs of this machine inside one process.
 
-    The outputs are gathered before the loss, so the loss sees the whole batch and the result is that of one device. It is
-    slower than `DDP`, and kept because it needs no second process.
+    The outputs are gathered before the loss, so the loss sees the whole batch and the result is
+    that of one device. It is slower than `DDP`, and kept because it needs no second process.
 
     Args:
         devices: CUDA device numbers; None takes all visible ones.
@@ -30,23 +30,33 @@ class DP(Strategy):
     def check(self, world: World) -> None:
         if world.world_size > 1:
             raise UserError(
-                f"distributed='dp' is one process with several GPUs, but this is a world of {world.world_size} processes; "
+                "distributed='dp' is one process with several GPUs, but this is a world of "
+                f"{world.world_size} processes; "
                 "write distributed='ddp'"
             )
         found = torch.cuda.device_count()
         if world.device.type != "cuda" or found == 0:
             raise UserError(
-                f"distributed='dp' needs GPUs; this machine shows {found} and the device is '{world.device.type}'. On CPUs write "
+                f"distributed='dp' needs GPUs; this machine shows {found} and the device is "
+                f"'{world.device.type}'. On CPUs write "
                 "distributed='ddp', which starts one process a core"
             )
         absent = [device for device in self.devices or () if not 0 <= device < found]
         if absent:
-            raise UserError(f"DP(devices={self.devices}): no CUDA device {absent}; this machine shows {found} (0 to {found - 1})")
+            raise UserError(
+                f"DP(devices={self.devices}): no CUDA device {absent}; this machine shows {found} "
+                f"(0 to {found - 1})"
+            )
 
     def recomputing_refused(self) -> str | None:
-        return "DataParallel copies the model in every step, and copies would call what they are of; write distributed='ddp'"
+        return (
+            "DataParallel copies the model in every step, and copies would call what they are "
+            "of; write distributed='ddp'"
+        )
 
     def prepare(self, model: nn.Module, world: World) -> nn.Module:
-        devices = self.devices if self.devices is not None else list(range(torch.cuda.device_count()))
+        devices = (
+            self.devices if self.devices is not None else list(range(torch.cuda.device_count()))
+        )
         model.to(f"cuda:{devices[0]}")
         return nn.DataParallel(model, device_ids=devices)

@@ -1,4 +1,5 @@
-"""Sharded data parallelism: each worker holds 1/N of every parameter, gradient and optimizer state (PyTorch's fully_shard)."""
+"""Sharded data parallelism: each worker holds 1/N of every parameter, gradient and optimizer state
+(PyTorch's fully_shard)."""
 
 from __future__ import annotations
 
@@ -23,33 +24,40 @@ if TYPE_CHECKING:
     from allhands.strategies.values import Values
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What training keeps of a parameter on the processor under cpu_offload, in its sizes: itself, its gradient, two moments.
+# What training keeps of a parameter on the processor under cpu_offload, in its sizes: itself, its
+# gradient, two moments.
 _KEPT = 4
 
 
 class FSDP(Meshed):
-    """1/N of every parameter, gradient and optimizer state on each worker; layers are gathered when they are computed.
+    """1/N of every parameter, gradient and optimizer state on each worker; layers are gathered when
+    they are computed.
 
-    Stands on torch.distributed.fsdp.fully_shard (FSDP2); the idea is ZeRO's third stage (Rajbhandari et al., ZeRO: Memory
-    Optimizations Toward Training Trillion Parameter Models, SC 2020). Gradients are reduced in each micro-batch, so that no
-    worker ever holds all of them. Alone, it shards over all workers; in a `Mesh`, over dp.shard. With one worker there is
-    nothing to shard, and no setting has an effect.
+    Stands on torch.distributed.fsdp.fully_shard (FSDP2); the idea is ZeRO's third stage
+    (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC
+    2020). Gradients are reduced in each micro-batch, so that no worker ever holds all of them.
+    Alone, it shards over all workers; in a `Mesh`, over dp.shard. With one worker there is nothing
+    to shard, and no setting has an effect.
 
     Args:
-        wrap: what is gathered together. "auto": each child of the outermost lists and sequences of layers; the name of a class,
-            or a list of names of classes or of modules (``["Layer"]``, ``["encoder", "decoder"]``); or ``{"min_params": n}``:
-            the innermost modules of at least n parameters. What is left is gathered with the whole model.
-        reshard_after_forward: free a gathered layer after its forward pass and gather it again for the backward pass; False
-            keeps it, which takes more memory and less time.
-        param_dtype: "bf16", "fp16" or "fp32": the format in which parameters are gathered and layers computed; None leaves it.
-            Weights that the optimizer changes, and checkpoints, keep their own.
+        wrap: what is gathered together. "auto": each child of the outermost lists and sequences of
+            layers; the name of a class, or a list of names of classes or of modules (``["Layer"]``,
+            ``["encoder", "decoder"]``); or ``{"min_params": n}``: the innermost modules of at least
+            n parameters. What is left is gathered with the whole model.
+        reshard_after_forward: free a gathered layer after its forward pass and gather it again for
+            the backward pass; False keeps it, which takes more memory and less time.
+        param_dtype: "bf16", "fp16" or "fp32": the format in which parameters are gathered and
+            layers computed; None leaves it. Weights that the optimizer changes, and checkpoints,
+            keep their own.
         reduce_dtype: the format in which gradients are added up; None takes `param_dtype`.
-        output_dtype: the format of the model's output; None takes fp32 where `param_dtype` is narrower, since losses would be
-            rounded to it.
+        output_dtype: the format of the model's output; None takes fp32 where `param_dtype` is
+            narrower, since losses would be rounded to it.
         buffer_dtype: the format of floating-point buffers; None leaves it.
-        cpu_offload: keep shards, gradients and the optimizer's state in the processor's memory, and update there. Needs GPUs.
-        activation_checkpointing: compute each wrapped layer again in the backward pass instead of keeping what it computed (Chen
-            et al., Training Deep Nets with Sublinear Memory Cost, 2016).
+        cpu_offload: keep shards, gradients and the optimizer's state in the processor's memory, and
+            update there. Needs GPUs.
+        activation_checkpointing: compute each wrapped layer again in the backward pass instead of
+            keeping what it computed (Chen et al., Training Deep Nets with Sublinear Memory Cost,
+            2016).
         checkpoint_activations: the old name of `activation_checkpointing`.
 
     Raises:
@@ -58,19 +66,37 @@ class FSDP(Meshed):
 
     name = "fsdp"
 
-    def __init__(self, wrap: str | Sequence[str] | Mapping[str, int] = "auto", reshard_after_forward: bool = True,
-                 param_dtype: str | None = None, reduce_dtype: str | None = None, output_dtype: str | None = None,
-                 buffer_dtype: str | None = None, cpu_offload: bool = False,
-                 checkpoint_activations: bool | None = None, activation_checkpointing: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        wrap: str | Sequence[str] | Mapping[str, int] = "auto",
+        reshard_after_forward: bool = True,
+        param_dtype: str | None = None,
+        reduce_dtype: str | None = None,
+        output_dtype: str | None = None,
+        buffer_dtype: str | None = None,
+        cpu_offload: bool = False,
+        checkpoint_activations: bool | None = None,
+        activation_checkpointing: bool = False,
+    ) -> None:
         if checkpoint_activations is not None:
             warn_renamed("FSDP(checkpoint_activations=…)", "FSDP(activation_checkpointing=…)")
             activation_checkpointing = checkpoint_activations
-        for option, value in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype), ("output_dtype", output_dtype),
-                              ("buffer_dtype", buffer_dtype)):  # fmt: skip
+        for option, value in (
+            ("param_dtype", param_dtype),
+            ("reduce_dtype", reduce_dtype),
+            ("output_dtype", output_dtype),
+            ("buffer_dtype", buffer_dtype),
+        ):
             if value is not None and value not in DTYPES:
-                raise UserError(f"FSDP({option}={value!r}); it must be one of {', '.join(map(repr, DTYPES))}, or None")
-        for option, flag in (("reshard_after_forward", reshard_after_forward), ("cpu_offload", cpu_offload),
-                             ("activation_checkpointing", activation_checkpointing)):  # fmt: skip
+                raise UserError(
+                    f"FSDP({option}={value!r}); it must be one of {', '.join(map(repr, DTYPES))}, "
+                    "or None"
+                )
+        for option, flag in (
+            ("reshard_after_forward", reshard_after_forward),
+            ("cpu_offload", cpu_offload),
+            ("activation_checkpointing", activation_checkpointing),
+        ):
             if not isinstance(flag, bool):
                 raise UserError(f"FSDP({option}={flag!r}); it must be True or False")
         self.wrap = _wrapping(wrap)
@@ -92,18 +118,22 @@ class FSDP(Meshed):
         """Raise `UserError` when there is nothing to offload from."""
         if self.cpu_offload and world.device.type != "cuda":
             raise UserError(
-                f"FSDP(cpu_offload=True) keeps shards out of a GPU's memory, and the device is '{world.device.type}'; set "
+                "FSDP(cpu_offload=True) keeps shards out of a GPU's memory, and the device is "
+                f"'{world.device.type}'; set "
                 "cpu_offload to False"
             )
 
     def check_wrapping(self, model: nn.Module) -> None:
-        """Raise `UserError` when `wrap` names what the model has not, or would tear tied parameters apart."""
+        """Raise `UserError` when `wrap` names what the model has not, or would tear tied parameters
+        apart."""
         self.units(model)
         for name, parameter in model.named_parameters():
             if not parameter.is_contiguous():
                 raise UserError(
-                    f"the parameter '{name}' is not contiguous (memory_format=torch.channels_last does so), which fully_shard "
-                    "does not take; write model.to(memory_format=torch.contiguous_format), or distributed='ddp'"
+                    f"the parameter '{name}' is not contiguous (memory_format=torch.channels_last "
+                    "does so), which fully_shard "
+                    "does not take; write model.to(memory_format=torch.contiguous_format), or "
+                    "distributed='ddp'"
                 )
 
     def units(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -121,14 +151,24 @@ class FSDP(Meshed):
         Returns:
             What is gathered together, and which of it the samples of a step have used.
         """
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
 
         if self.cpu_offload:
             _check_memory(model, mesh.size(mesh.ndim - 1), world.local_world_size, _free_memory())
         output = self.output_dtype or ("fp32" if self.param_dtype in ("bf16", "fp16") else None)
-        dtypes = [None if name is None else DTYPES[name] for name in (self.param_dtype, self.reduce_dtype, output)]
+        dtypes = [
+            None if name is None else DTYPES[name]
+            for name in (self.param_dtype, self.reduce_dtype, output)
+        ]
         inner = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
-        outer = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1], output_dtype=dtypes[2])
+        outer = MixedPrecisionPolicy(
+            param_dtype=dtypes[0], reduce_dtype=dtypes[1], output_dtype=dtypes[2]
+        )
         offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
         if self.buffer_dtype is not None:
             for module in model.modules():
@@ -143,10 +183,14 @@ class FSDP(Meshed):
                 recompute(name, module)
             units.before(module)
             fully_shard(
-                module, mesh=mesh, mp_policy=outer if module is model else inner, offload_policy=offload,
+                module,
+                mesh=mesh,
+                mp_policy=outer if module is model else inner,
+                offload_policy=offload,
                 reshard_after_forward=self.reshard_after_forward and module is not model,
-                ignored_params={p for p in module.parameters() if p.dim() == 0 or not p.numel()} or None,
-            )  # fmt: skip
+                ignored_params={p for p in module.parameters() if p.dim() == 0 or not p.numel()}
+                or None,
+            )
             units.after(name, module)
         return units
 
@@ -154,15 +198,26 @@ class FSDP(Meshed):
 def _wrapping(wrap: Any) -> str | list[str] | int:
     if isinstance(wrap, Mapping):
         number = wrap.get("min_params")
-        if set(wrap) != {"min_params"} or isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise UserError(f"FSDP(wrap={dict(wrap)!r}); a dict must be {{'min_params': n}} with a whole number n of at least 1")
+        if (
+            set(wrap) != {"min_params"}
+            or isinstance(number, bool)
+            or not isinstance(number, int)
+            or number < 1
+        ):
+            raise UserError(
+                f"FSDP(wrap={dict(wrap)!r}); a dict must be {{'min_params': n}} with a whole "
+                "number n of at least 1"
+            )
         return number
     if wrap == "auto":
         return "auto"
-    names = [wrap] if isinstance(wrap, str) else list(wrap) if isinstance(wrap, (list, tuple)) else []
+    names = (
+        [wrap] if isinstance(wrap, str) else list(wrap) if isinstance(wrap, (list, tuple)) else []
+    )
     if not names or not all(isinstance(name, str) and name for name in names):
         raise UserError(
-            f"FSDP(wrap={wrap!r}); write 'auto', the name of a class such as 'Layer', a list of names of classes or modules, or "
+            f"FSDP(wrap={wrap!r}); write 'auto', the name of a class such as 'Layer', a list of "
+            "names of classes or modules, or "
             "{'min_params': 1_000_000}"
         )
     return names
@@ -176,7 +231,12 @@ def _by_size(model: nn.Module, least: int, outside: Any) -> list[tuple[str, nn.M
         for name, child in module.named_children():
             visit(child, f"{path}.{name}" if path else name)
         left = [p for p in module.parameters() if id(p) not in taken]
-        if module is model or isinstance(module, CONTAINERS) or outside(module) or sum(p.numel() for p in left) < least:
+        if (
+            module is model
+            or isinstance(module, CONTAINERS)
+            or outside(module)
+            or sum(p.numel() for p in left) < least
+        ):
             return
         taken.update(map(id, left))
         chosen.append((path, module))
@@ -190,7 +250,8 @@ def _by_name(model: nn.Module, wanted: list[str], outside: Any) -> list[tuple[st
     for name, module in found:
         if torn := outside(module):
             raise UserError(
-                f"FSDP(wrap=…) names '{name}', whose parameter '{torn}' is also used outside of it (tied weights); leave it out "
+                f"FSDP(wrap=…) names '{name}', whose parameter '{torn}' is also used outside of it "
+                "(tied weights); leave it out "
                 "of wrap, so that it is gathered with the whole model"
             )
     return sorted(found, key=lambda pair: -pair[0].count("."))  # inner ones first
@@ -210,7 +271,9 @@ def _shared_outside(model: nn.Module) -> Any:
             for parameter in child._parameters.values():
                 if parameter is not None:
                     inside[id(parameter)] = inside.get(id(parameter), 0) + 1
-        return next((name for name, p in module.named_parameters() if inside[id(p)] < uses[id(p)]), None)
+        return next(
+            (name for name, p in module.named_parameters() if inside[id(p)] < uses[id(p)]), None
+        )
 
     return outside
 
@@ -227,8 +290,10 @@ def _check_memory(model: nn.Module, shards: int, here: int, free: int) -> None:
     needed = _KEPT * sum(p.numel() * p.element_size() for p in model.parameters()) // shards * here
     if needed > free:
         raise UserError(
-            f"FSDP(cpu_offload=True) keeps weights, gradients and the optimizer's state of {here} worker"
-            f"{'s' if here > 1 else ''} in this machine's memory, about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are "
+            f"FSDP(cpu_offload=True) keeps weights, gradients and the optimizer's state of {here} "
+            "worker"
+            f"{'s' if here > 1 else ''} in this machine's memory, about {needed / 2**30:.1f} GiB, "
+            f"and {free / 2**30:.1f} GiB are "
             "free; set cpu_offload to False, or use more machines"
         )
 

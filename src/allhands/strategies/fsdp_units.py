@@ -1,10 +1,13 @@
-"""The units of a sharded model, gathered in the same order on every rank, whatever a rank's samples pass through.
+"""The units of a sharded model, gathered in the same order on every rank, whatever a rank's samples
+pass through.
 
-fully_shard gathers a unit when it is called, and adds its gradients up over the ranks after its backward pass. So a unit that
-only some ranks call (an expert, the head of a task, a block that is skipped) would set the ranks at odds. Here every rank
-passes all units in one order: before a unit is called, those before it that were not are gathered and let go of. A token goes
-from unit to unit beside the activations, so that the backward pass goes through all of them too, in the reverse order.
-A gradient that a rank has not made counts as 0 there.
+fully_shard gathers a unit when it is called, and adds its gradients up over the ranks after its
+backward pass. So a unit that only some ranks call (an expert, the head of a task, a block that is
+skipped) would set the ranks at odds. Here every rank
+passes all units in one order: before a unit is called, those before it that were not are gathered
+and let go of. A token goes
+from unit to unit beside the activations, so that the backward pass goes through all of them too, in
+the reverse order. A gradient that a rank has not made counts as 0 there.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ class Unit:
         name: in the model; "" of the model itself.
         module: to which fully_shard was applied.
         state: fully_shard's, of this module.
-        groups: fully_shard's records of the parameters that are gathered together; none without parameters.
+        groups: fully_shard's records of the parameters that are gathered together; none without
+            parameters.
         parent: the innermost unit around it.
         children: the units whose parent it is, in the order in which they are passed.
         seen: those that were called, in the order of their first calls.
@@ -40,7 +44,11 @@ class Unit:
         self.name, self.module = name, module
         self.state = module._get_fsdp_state()
         groups = getattr(self.state, "_fsdp_param_groups", None)
-        self.groups: list[Any] = [g for g in ([self.state._fsdp_param_group] if groups is None else groups) if g is not None]
+        self.groups: list[Any] = [
+            g
+            for g in ([self.state._fsdp_param_group] if groups is None else groups)
+            if g is not None
+        ]
         self.parent: Unit | None = None
         self.children: list[Unit] = []
         self.seen: list[Unit] = []
@@ -57,14 +65,16 @@ class Unit:
 
 
 class Units:
-    """The units of one sharded model, or of a stage of one. Before and after fully_shard, they are told each module.
+    """The units of one sharded model, or of a stage of one. Before and after fully_shard, they are
+    told each module.
 
     Args:
         strategy: the name of the strategy, for messages.
 
     Attributes:
         all: the units, inner ones first; the last is the model.
-        used: ids of the parameters (shards) that have got a gradient on this rank since the last `clear`.
+        used: ids of the parameters (shards) that have got a gradient on this rank since the last
+            `clear`.
     """
 
     def __init__(self, strategy: str) -> None:
@@ -72,9 +82,13 @@ class Units:
         self.all: list[Unit] = []
         self.used: set[int] = set()
         self._of: dict[int, Unit] = {}
-        self._called = self._returned = False  # a pass has begun, or its gradient has come back, since the last `clear`
+        self._called = self._returned = (
+            False  # a pass has begun, or its gradient has come back, since the last `clear`
+        )
         self._waiting: set[int] = set()  # groups whose gradients are yet to be added up
-        self._open: list[tuple[Unit, int]] = []  # the units that are being called, and how many children of each were passed
+        self._open: list[
+            tuple[Unit, int]
+        ] = []  # the units that are being called, and how many children of each were passed
         self._token = torch.zeros(())
         self._recording = False
 
@@ -86,13 +100,17 @@ class Units:
         """To be called right after that; inner modules first."""
         unit = self._of[id(module)] = Unit(name, module)
         inside = set(map(id, module.modules()))
-        unit.children = [other for other in self.all if other.parent is None and id(other.module) in inside]
+        unit.children = [
+            other for other in self.all if other.parent is None and id(other.module) in inside
+        ]
         for child in unit.children:
             child.parent = unit
         order = {key: number for number, key in enumerate(map(id, module.modules()))}
         unit.children.sort(key=lambda child: order[id(child.module)])
         self.all.append(unit)
-        module.register_forward_pre_hook(_outside_graphs(self._enter), prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(
+            _outside_graphs(self._enter), prepend=True, with_kwargs=True
+        )
         module.register_forward_hook(_outside_graphs(self._leave))
         for group in unit.groups:
             self._take_over(group)
@@ -100,7 +118,8 @@ class Units:
     # ------------------------------------------------------------------ a step
 
     def follow(self) -> None:
-        """Optimizer steps follow: let layers that were frozen or unfrozen get gradients as their parameters say."""
+        """Optimizer steps follow: let layers that were frozen or unfrozen get gradients as their
+        parameters say."""
         for unit in self.all:
             for record in unit.records():
                 if hasattr(record, "_unsharded_param"):
@@ -112,7 +131,9 @@ class Units:
         """Gather a parameter no longer: another tensor has taken its place in the module."""
         for unit in self.all:
             for group in unit.groups:
-                group.fsdp_params = [record for record in group.fsdp_params if record.sharded_param is not shard]
+                group.fsdp_params = [
+                    record for record in group.fsdp_params if record.sharded_param is not shard
+                ]
             unit.groups = [group for group in unit.groups if group.fsdp_params]
             if hasattr(unit.state, "_fsdp_param_groups"):
                 unit.state._fsdp_param_groups = unit.groups
@@ -130,8 +151,10 @@ class Units:
 
     def _refuse_output(self) -> NoReturn:
         raise UserError(
-            f"strategy '{self.strategy}': the loss has no gradient with respect to the tensors in the model's output. Let "
-            "the model return tensors, or tuples, lists, dicts or dataclasses of them, and compute the loss from these"
+            f"strategy '{self.strategy}': the loss has no gradient with respect to the tensors in "
+            "the model's output. Let "
+            "the model return tensors, or tuples, lists, dicts or dataclasses of them, and compute "
+            "the loss from these"
         )
 
     def clear(self) -> None:
@@ -140,11 +163,16 @@ class Units:
         self._called = self._returned = False
 
     def agree(self, world: World) -> None:
-        """After the first step: pass units in the order in which they are called, which need not be that of the modules.
+        """After the first step: pass units in the order in which they are called, which need not be
+        that of the modules.
 
         All ranks of the world call it together.
         """
-        mine = {self._key(unit): [child.name for child in unit.seen] for unit in self.all if unit.children}
+        mine = {
+            self._key(unit): [child.name for child in unit.seen]
+            for unit in self.all
+            if unit.children
+        }
         told = [json.loads(text) for text in all_gather_text(json.dumps(mine), world)]
         for unit in self.all:
             key = self._key(unit)
@@ -152,7 +180,9 @@ class Units:
             longest: list[str] = max(orders, key=len, default=[])  # the first of these
             place = {name: number for number, name in enumerate(longest)}
             last, keys = -1, {}
-            for child in unit.children:  # one that nobody has called follows the one that it follows in the model
+            for child in (
+                unit.children
+            ):  # one that nobody has called follows the one that it follows in the model
                 last = place.get(child.name, last)
                 keys[child.name] = last
             unit.children.sort(key=lambda child: keys[child.name])
@@ -198,7 +228,8 @@ class Units:
             unit.module.reshard()  # no backward pass follows, and callbacks are to find shards
         made = _tensors(output)
         if unit.parent is None and self._recording and not made:
-            self._refuse_output()  # no gradient can come back, and the ranks' backward passes would not meet
+            # no gradient can come back, and the ranks' backward passes would not meet
+            self._refuse_output()
         return _replaced(output, self._record(unit, _Begin, made, bool(made)))
 
     def _pass_up_to(self, unit: Unit, flowing: bool) -> None:
@@ -207,8 +238,10 @@ class Units:
         assert unit.parent is not None
         if around is None or around[0] is not unit.parent:
             raise UserError(
-                f"strategy '{self.strategy}' gathers '{unit.name}' within a call of {self._named(unit.parent)}, and it is called "
-                "outside of one. Call the model itself, and let its forward() call its parts; or use distributed='ddp'"
+                f"strategy '{self.strategy}' gathers '{unit.name}' within a call of "
+                f"{self._named(unit.parent)}, and it is called "
+                "outside of one. Call the model itself, and let its forward() call its parts; or "
+                "use distributed='ddp'"
             )
         parent, passed = around
         if unit not in parent.seen:
@@ -244,11 +277,16 @@ class Units:
             group.post_forward(unit.module, None, None)
         self._record(unit, _Begin, [], flowing)
 
-    def _record(self, unit: Unit, kind: Any, tensors: list[torch.Tensor], flowing: bool) -> list[torch.Tensor]:
-        """Let the token, and tensors with gradients, pass a point at which the backward pass of a unit begins or ends."""
+    def _record(
+        self, unit: Unit, kind: Any, tensors: list[torch.Tensor], flowing: bool
+    ) -> list[torch.Tensor]:
+        """Let the token, and tensors with gradients, pass a point at which the backward pass of a
+        unit begins or ends."""
         if not self._recording or not (flowing or unit.parent is None or unit.trains):
             return tensors
-        with torch.enable_grad():  # the model may have switched gradients off for some of its layers
+        with (
+            torch.enable_grad()
+        ):  # the model may have switched gradients off for some of its layers
             self._token, *given = kind.apply(self, unit, self._token, *tensors)
         return given
 
@@ -261,7 +299,11 @@ class Units:
 
     def _take_over(self, group: Any) -> None:
         """Know when a group's gradients are to be added up, and complete them before."""
-        begin, end, hooked = group.pre_backward, group.post_backward, group._register_post_backward_hook
+        begin, end, hooked = (
+            group.pre_backward,
+            group.post_backward,
+            group._register_post_backward_hook,
+        )
 
         def pre_backward(*args: Any) -> None:
             self._waiting.add(id(group))
@@ -277,7 +319,11 @@ class Units:
             # In what is computed again in the backward pass, the units have no part.
             return hooked(args, kwargs) if _in_backward() else (args, kwargs)
 
-        group.pre_backward, group.post_backward, group._register_post_backward_hook = pre_backward, post_backward, register
+        group.pre_backward, group.post_backward, group._register_post_backward_hook = (
+            pre_backward,
+            post_backward,
+            register,
+        )
 
     def _fill(self, group: Any) -> None:
         for record in group.fsdp_params:
@@ -293,10 +339,13 @@ class Units:
 
 
 class _Begin(torch.autograd.Function):
-    """Behind a unit: its backward pass begins here. The outputs are nobody's views, so that they may be changed in place."""
+    """Behind a unit: its backward pass begins here. The outputs are nobody's views, so that they
+    may be changed in place."""
 
     @staticmethod
-    def forward(ctx: Any, units: Units, unit: Unit, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, units: Units, unit: Unit, *values: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.units, ctx.unit = units, unit
         ctx.set_materialize_grads(False)
         return tuple(value.detach() for value in values)
@@ -311,7 +360,9 @@ class _End(torch.autograd.Function):
     """In front of a unit: its backward pass ends here."""
 
     @staticmethod
-    def forward(ctx: Any, units: Units, unit: Unit, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, units: Units, unit: Unit, *values: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.unit = unit
         ctx.set_materialize_grads(False)
         return tuple(value.detach() for value in values)

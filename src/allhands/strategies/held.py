@@ -1,4 +1,5 @@
-"""Which slices of a whole tensor one rank holds, and how the whole is put together from, or dealt out to, all ranks."""
+"""Which slices of a whole tensor one rank holds, and how the whole is put together from, or dealt
+out to, all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Piece:
     Attributes:
         offsets: of the block's first element in the whole tensor, an index a dimension.
         sizes: of the block.
-        start: of the block in the local tensor along the first dimension; along the others the local tensor is the block.
+        start: of the block in the local tensor along the first dimension; along the others the
+            local tensor is the block.
     """
 
     offsets: tuple[int, ...]
@@ -44,7 +46,8 @@ class Held:
         dtype: of its elements.
         local: this rank's part; None when it has none.
         pieces: what the part consists of; none when it is empty.
-        first: of the ranks that hold the same part, this is the one that writes it, and counts it in a sum.
+        first: of the ranks that hold the same part, this is the one that writes it, and counts it
+            in a sum.
         copies: how many ranks hold the same part.
     """
 
@@ -60,7 +63,8 @@ class Held:
         return dataclasses.replace(self, local=local, dtype=local.dtype)
 
     def on_stages(self, first: bool, count: int) -> Held:
-        """The same of a parameter that `count` stages hold, of which this one is the first or not."""
+        """The same of a parameter that `count` stages hold, of which this one is the first or
+        not."""
         return dataclasses.replace(self, first=self.first and first, copies=self.copies * count)
 
     def take(self, whole: torch.Tensor, local: torch.Tensor) -> None:
@@ -74,7 +78,8 @@ class Held:
         if self.first and self.local is not None:
             for piece in self.pieces:
                 piece.of_whole(whole).copy_(piece.of_local(self.local.detach()))
-        # Each element comes from one rank and is 0 on the others, so their bytes add up to it whatever the dtype.
+        # Each element comes from one rank and is 0 on the others, so their bytes add up to it
+        # whatever the dtype.
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(whole.reshape(-1).view(torch.uint8))
         return whole
@@ -89,17 +94,22 @@ def nowhere(shape: Sequence[int], dtype: torch.dtype) -> Held:
     return Held(tuple(shape), dtype, None, (), False, 1)
 
 
-def held(tensor: torch.Tensor, coordinates: dict[str, tuple[int, int]], order: torch.Tensor | None) -> Held:
+def held(
+    tensor: torch.Tensor, coordinates: dict[str, tuple[int, int]], order: torch.Tensor | None
+) -> Held:
     """How a parameter or buffer on this rank lies in the plain model's.
 
     Args:
-        tensor: a DTensor over axes of the mesh, or a plain tensor, which all ranks of each axis hold whole.
-        coordinates: of the axes over which it may be sharded or copied: name to (this rank's index, number of ranks).
+        tensor: a DTensor over axes of the mesh, or a plain tensor, which all ranks of each axis
+            hold whole.
+        coordinates: of the axes over which it may be sharded or copied: name to (this rank's index,
+            number of ranks).
         order: of the rows, where they were reordered before sharding: stored = plain[order].
     """
     placements = _placements(tensor)
     local = tensor if placements is None else tensor._local_tensor  # type: ignore[attr-defined]
-    # Where two axes cut the same dimension, tensor parallelism came first, and each of its parts was cut again.
+    # Where two axes cut the same dimension, tensor parallelism came first, and each of its parts
+    # was cut again.
     starts, sizes = [0] * tensor.dim(), list(tensor.shape)
     first, copies = True, 1
     for axis in ("tp", "dp_shard", "dp_replicate"):
@@ -116,7 +126,9 @@ def held(tensor: torch.Tensor, coordinates: dict[str, tuple[int, int]], order: t
         sizes[dim] = min(chunk, sizes[dim] - begin)
         starts[dim] += begin
     if list(local.shape) != sizes:
-        raise ValueError(f"a part has the shape {list(local.shape)} and should have {sizes}: {placements}")
+        raise ValueError(
+            f"a part has the shape {list(local.shape)} and should have {sizes}: {placements}"
+        )
     pieces = tuple(_pieces(starts, sizes, order))
     return Held(tuple(tensor.shape), tensor.dtype, local, pieces, first, copies)
 
@@ -128,7 +140,9 @@ def _placements(tensor: torch.Tensor) -> dict[str, Any] | None:
     return dict(zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True))  # type: ignore[attr-defined]
 
 
-def _pieces(starts: Sequence[int], sizes: Sequence[int], order: torch.Tensor | None) -> Iterator[Piece]:
+def _pieces(
+    starts: Sequence[int], sizes: Sequence[int], order: torch.Tensor | None
+) -> Iterator[Piece]:
     if not all(sizes):
         return
     if order is None or not sizes:

@@ -1,7 +1,9 @@
-"""What callbacks keep of a model that lies in parts on the ranks: whole in checkpoints, in parts again afterwards.
+"""What callbacks keep of a model that lies in parts on the ranks: whole in checkpoints, in parts
+again afterwards.
 
-A dict with the names of the model's parameters as keys, as ``state_dict()`` gives them, is recognized wherever it is in a
-callback's state: each value is taken for a part like that of the parameter.
+A dict with the names of the model's parameters as keys, as ``state_dict()`` gives them, is
+recognized wherever it is in a callback's state: each value is taken for a part like that of the
+parameter.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ def in_parts(state: Any, parts: Parts, world: World) -> Any:
         like = {name: _part(value, parts[name]) for name, value in own.items() if name in parts}
         held = {name: value for name, value in like.items() if value is not None}
         if held:
-            found[path] = {name: [list(value.shape), str(value.dtype).removeprefix("torch.")] for name, value in held.items()}
+            found[path] = {
+                name: [list(value.shape), str(value.dtype).removeprefix("torch.")]
+                for name, value in held.items()
+            }
         return own | held
 
     state = _walk(state, "", hold)
@@ -45,19 +50,26 @@ def in_parts(state: Any, parts: Parts, world: World) -> Any:
 
     def complete(path: str, own: dict[Any, Any]) -> dict[Any, Any]:
         others = {name: kind for name, kind in everywhere.get(path, {}).items() if name not in own}
-        return own | {name: nowhere(shape, getattr(torch, dtype)) for name, (shape, dtype) in others.items()}
+        return own | {
+            name: nowhere(shape, getattr(torch, dtype)) for name, (shape, dtype) in others.items()
+        }
 
     return _walk(state, "", complete)
 
 
 def of_this_rank(state: Any, parts: Parts, model: nn.Module) -> Any:
-    """The reverse, out of a state with whole tensors: this rank's parts, as `model` has them now."""
+    """The reverse, out of a state with whole tensors: this rank's parts, as `model` has them
+    now."""
     own = model.state_dict()
 
     def take(path: str, given: dict[Any, Any]) -> dict[Any, Any]:
-        named = [name for name, value in given.items() if name in parts and _is_whole(value, parts[name])]
+        named = [
+            name for name, value in given.items() if name in parts and _is_whole(value, parts[name])
+        ]
         taken = {name: value for name, value in given.items() if name not in named}
-        return taken | {name: _like(own[name], given[name], parts[name]) for name in named if name in own}
+        return taken | {
+            name: _like(own[name], given[name], parts[name]) for name in named if name in own
+        }
 
     return _walk(state, "", take)
 
@@ -84,14 +96,21 @@ def _like(present: torch.Tensor, whole: torch.Tensor, held: Held) -> torch.Tenso
 
     sharded: Any = present
     return DTensor.from_local(
-        local, sharded.device_mesh, sharded.placements, run_check=False, shape=present.shape, stride=present.stride()
+        local,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=present.shape,
+        stride=present.stride(),
     )
 
 
 def _walk(value: Any, path: str, change: Callable[[str, dict[Any, Any]], dict[Any, Any]]) -> Any:
     """A state in which each dict was changed, inner ones first."""
     if isinstance(value, dict):
-        return change(path, {key: _walk(item, f"{path}/{key}", change) for key, item in value.items()})
+        return change(
+            path, {key: _walk(item, f"{path}/{key}", change) for key, item in value.items()}
+        )
     if isinstance(value, (list, tuple)):
         return type(value)(list(_numbered(value, path, change)))
     return value

@@ -1,4 +1,5 @@
-"""Parameter servers: gradients are pushed into a key-value store, which takes the optimizer's step, and weights are read."""
+"""Parameter servers: gradients are pushed into a key-value store, which takes the optimizer's step,
+and weights are read."""
 
 from __future__ import annotations
 
@@ -30,35 +31,43 @@ _MODES = ("sync", "async", "ssp")
 
 
 class KVStore(Strategy):
-    """The model on every worker, 1/N of each global batch; weights and the optimizer in a key-value store.
+    """The model on every worker, 1/N of each global batch; weights and the optimizer in a key-value
+    store.
 
-    Without servers each worker updates 1/N of the weights. With servers they do, and workers can be let go on without waiting for
-    one another: then each push is the mean over one worker's own part of the global batch, and the result is no longer that of
-    one process (`exact` is False); nor is it with compression. At the end of each epoch, and before saving, all workers read the
-    same weights; where they do not wait, the values of an epoch have `staleness` and `staleness_max`: how many steps others took
-    between a worker's read and its push.
+    Without servers each worker updates 1/N of the weights. With servers they do, and workers can be
+    let go on without waiting for
+    one another: then each push is the mean over one worker's own part of the global batch, and the
+    result is no longer that of
+    one process (`exact` is False); nor is it with compression. At the end of each epoch, and before
+    saving, all workers read the same weights; where they do not wait, the values of an epoch have
+    `staleness` and `staleness_max`: how many steps others took between a worker's read and its
+    push.
 
     Args:
-        mode: "sync" (all gradients of a step are one step of the optimizer), "async" (each worker's are one), or "ssp" (as
-            async, but nobody runs more than `staleness` steps ahead).
+        mode: "sync" (all gradients of a step are one step of the optimizer), "async" (each worker's
+            are one), or "ssp" (as async, but nobody runs more than `staleness` steps ahead).
         servers: how many to start; None takes those of the job (``allhands launch -s``), or none.
         staleness: for "ssp". With 0, it is "sync".
-        update: who runs the optimizer: the "store", or with "sync" each "worker" for itself, on the sum of the gradients.
-        check_weights_every: compare the ranks' weights every so many optimizer steps (and at the end of each epoch), with
-            "sync"; 0 never compares.
-        compress: send gradients, and with "sync" the weights that come back, in fewer bits: "fp16", "bf16", "int8", "1bit",
-            "2bit", "topk", or ``{"name": "topk", "keep": 0.01, "pull": "none"}``, whose "pull" says how weights come back
-            ("none": whole). What is left over is part of the checkpoints. None sends all as it is.
-        damping: for "async" and "ssp": divide the learning rate of a stale step by 1 + its staleness.
-        snapshot_every, snapshot_dir: every so many steps the servers save themselves there, from which
-            ``allhands launch -s … --server-restarts`` lets them come back.
-        mirror: with "sync", each server keeps a copy of the one before it, so that nothing is lost when one of them dies and
-            ``allhands launch -s 2 --server-restarts 3`` starts it again.
-        find_unused_parameters: with "sync", allow parameters that take no part in some step: on ranks that do not use one its
-            gradient is 0, and one that no rank uses is left out of the step, as it would be in one process. On CPUs they always
-            may; on GPUs it costs a small all-reduce each step.
-        on_worker_loss: "stop", which names the lost worker. "continue" is for a store of your own: the workers of the runner also
-            evaluate and save together.
+        update: who runs the optimizer: the "store", or with "sync" each "worker" for itself, on the
+            sum of the gradients.
+        check_weights_every: compare the ranks' weights every so many optimizer steps (and at the
+            end of each epoch), with "sync"; 0 never compares.
+        compress: send gradients, and with "sync" the weights that come back, in fewer bits: "fp16",
+            "bf16", "int8", "1bit", "2bit", "topk", or ``{"name": "topk", "keep": 0.01, "pull":
+            "none"}``, whose "pull" says how weights come back ("none": whole). What is left over is
+            part of the checkpoints. None sends all as it is.
+        damping: for "async" and "ssp": divide the learning rate of a stale step by 1 + its
+            staleness.
+        snapshot_every, snapshot_dir: every so many steps the servers save themselves there, from
+            which ``allhands launch -s … --server-restarts`` lets them come back.
+        mirror: with "sync", each server keeps a copy of the one before it, so that nothing is lost
+            when one of them dies and ``allhands launch -s 2 --server-restarts 3`` starts it again.
+        find_unused_parameters: with "sync", allow parameters that take no part in some step: on
+            ranks that do not use one its gradient is 0, and one that no rank uses is left out of
+            the step, as it would be in one process. On CPUs they always may; on GPUs it costs a
+            small all-reduce each step.
+        on_worker_loss: "stop", which names the lost worker. "continue" is for a store of your own:
+            the workers of the runner also evaluate and save together.
 
     Raises:
         UserError: a setting that there is not, or that has no meaning beside the others.
@@ -66,19 +75,45 @@ class KVStore(Strategy):
 
     name = "kvstore"
 
-    def __init__(self, mode: str = "sync", servers: int | None = None, staleness: int | None = None, update: str = "store",
-                 check_weights_every: int = 1000, compression: Mapping[str, Any] | None = None, damping: bool = False,
-                 snapshot_every: int = 0, snapshot_dir: str | os.PathLike[str] | None = None,
-                 on_worker_loss: str = "stop", find_unused_parameters: bool = False, mirror: bool = False,
-                 compress: str | Mapping[str, Any] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        mode: str = "sync",
+        servers: int | None = None,
+        staleness: int | None = None,
+        update: str = "store",
+        check_weights_every: int = 1000,
+        compression: Mapping[str, Any] | None = None,
+        damping: bool = False,
+        snapshot_every: int = 0,
+        snapshot_dir: str | os.PathLike[str] | None = None,
+        on_worker_loss: str = "stop",
+        find_unused_parameters: bool = False,
+        mirror: bool = False,
+        compress: str | Mapping[str, Any] | None = None,
+    ) -> None:
         if mode not in _MODES:
-            raise UserError(f"KVStore(mode={mode!r}); it must be one of {', '.join(map(repr, _MODES))}")
-        if servers is not None and (isinstance(servers, bool) or not isinstance(servers, int) or servers < 0):
-            raise UserError(f"KVStore(servers={servers!r}); it must be a whole number, or None for those of the job")
-        if mode == "ssp" and (isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0):
-            raise UserError(f"KVStore(mode='ssp', staleness={staleness!r}); it must be a whole number of steps, 0 or more")
+            raise UserError(
+                f"KVStore(mode={mode!r}); it must be one of {', '.join(map(repr, _MODES))}"
+            )
+        if servers is not None and (
+            isinstance(servers, bool) or not isinstance(servers, int) or servers < 0
+        ):
+            raise UserError(
+                f"KVStore(servers={servers!r}); it must be a whole number, or None for those of "
+                "the job"
+            )
+        if mode == "ssp" and (
+            isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0
+        ):
+            raise UserError(
+                f"KVStore(mode='ssp', staleness={staleness!r}); it must be a whole number of "
+                "steps, 0 or more"
+            )
         if mode != "ssp" and staleness is not None:
-            raise UserError(f"KVStore(mode={mode!r}, staleness={staleness!r}): only mode='ssp' bounds staleness; leave it out")
+            raise UserError(
+                f"KVStore(mode={mode!r}, staleness={staleness!r}): only mode='ssp' bounds "
+                "staleness; leave it out"
+            )
         if update not in ("store", "worker"):
             raise UserError(f"KVStore(update={update!r}); it must be 'store' or 'worker'")
         self.mode, self.servers, self.staleness, self.update = mode, servers, staleness, update
@@ -88,46 +123,72 @@ class KVStore(Strategy):
             raise self._needs_servers()
         if self.alone and update == "worker":
             raise UserError(
-                f"KVStore(mode={mode!r}, update='worker'): such servers apply gradients when they come; leave update out"
+                f"KVStore(mode={mode!r}, update='worker'): such servers apply gradients when they "
+                "come; leave update out"
             )
         if self.alone and find_unused_parameters:
             raise UserError(
-                f"KVStore(mode={mode!r}, find_unused_parameters=True): workers that do not wait cannot know what the others use; "
+                f"KVStore(mode={mode!r}, find_unused_parameters=True): workers that do not wait "
+                "cannot know what the others use; "
                 "leave it out, or set mode to 'sync'"
             )
         self.find_unused_parameters = find_unused_parameters
         self.check_weights_every = 0 if self.alone else check_weights_every
-        self.compress, self._narrows_weights = self._checked_compress(merged_old(compress, compression, "KVStore", "compression"))
+        self.compress, self._narrows_weights = self._checked_compress(
+            merged_old(compress, compression, "KVStore", "compression")
+        )
         self.exact = not self.alone and self.compress is None
-        self.options = self._checked_options(damping, snapshot_every, snapshot_dir, on_worker_loss, mirror)
-        #: Called before each step with the exchanged gradients in the parameters; for looking only, and slow.
+        self.options = self._checked_options(
+            damping, snapshot_every, snapshot_dir, on_worker_loss, mirror
+        )
+        #: Called before each step with the exchanged gradients in the parameters; for looking only,
+        #: and slow.
         self.before_step: Callable[[], None] | None = None
 
-    def _checked_compress(self, given: str | Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, bool]:
-        """What the store is told, None where nothing is lost; and whether weights come back in fewer bits."""
+    def _checked_compress(
+        self, given: str | Mapping[str, Any] | None
+    ) -> tuple[dict[str, Any] | None, bool]:
+        """What the store is told, None where nothing is lost; and whether weights come back in
+        fewer bits."""
         if given is None:
             return None, False
         push, pull = both_ways(given, "KVStore(compress=")
         narrows = pull != NO_CODEC
         if narrows and (self.alone or not self.takes_step):
             why = (
-                "without waiting each worker would be left with other weights" if self.alone
+                "without waiting each worker would be left with other weights"
+                if self.alone
                 else "with update='worker' sums come back, and what they lose is in no checkpoint"
-            )  # fmt: skip
-            raise UserError(f"KVStore(mode={self.mode!r}, compress={given!r}): {why}; write compress={dict(push, pull='none')}")
+            )
+            raise UserError(
+                f"KVStore(mode={self.mode!r}, compress={given!r}): {why}; write "
+                f"compress={dict(push, pull='none')}"
+            )
         return (None, False) if push == pull == NO_CODEC else ({**push, "pull": pull}, narrows)
 
-    def _checked_options(self, damping: bool, snapshot_every: int, snapshot_dir: str | os.PathLike[str] | None,
-                         on_worker_loss: str, mirror: bool) -> dict[str, Any]:  # fmt: skip
+    def _checked_options(
+        self,
+        damping: bool,
+        snapshot_every: int,
+        snapshot_dir: str | os.PathLike[str] | None,
+        on_worker_loss: str,
+        mirror: bool,
+    ) -> dict[str, Any]:
         """Those of `create`."""
         if not isinstance(damping, bool):
             raise UserError(f"KVStore(damping={damping!r}); it must be True or False")
         if damping and not self.alone:
-            given = f"mode={self.mode!r}" + ("" if self.staleness is None else f", staleness={self.staleness}")
-            raise UserError(f"KVStore({given}, damping=True): synchronous steps are never stale; leave damping out")
+            given = f"mode={self.mode!r}" + (
+                "" if self.staleness is None else f", staleness={self.staleness}"
+            )
+            raise UserError(
+                f"KVStore({given}, damping=True): synchronous steps are never stale; leave damping "
+                "out"
+            )
         if on_worker_loss == "continue":
             raise UserError(
-                "KVStore(on_worker_loss='continue'): the workers also evaluate and save together, and cannot without the lost "
+                "KVStore(on_worker_loss='continue'): the workers also evaluate and save together, "
+                "and cannot without the lost "
                 "one; set on_worker_loss to 'stop', or train with allhands.kvstore.Trainer and "
                 "create(…, on_worker_loss='continue')"
             )
@@ -150,29 +211,38 @@ class KVStore(Strategy):
     def _needs_restarts(self, why: str, options: Mapping[str, Any]) -> UserError:
         if "snapshot_every" not in options:
             return UserError(
-                f"KVStore(mirror=True): this training {why}, so that none would come back with what its mirror keeps; leave "
+                f"KVStore(mirror=True): this training {why}, so that none would come back with "
+                "what its mirror keeps; leave "
                 "mirror out, or start the job with `allhands launch -s 2 --server-restarts 3 …`"
             )
         return UserError(
-            f"KVStore(snapshot_every=…): this training {why}, so that none would come back from a snapshot; "
-            "leave snapshot_every and snapshot_dir out, or start the job with `allhands launch -s 1 --server-restarts 3 …`"
+            f"KVStore(snapshot_every=…): this training {why}, so that none would come back from a "
+            "snapshot; "
+            "leave snapshot_every and snapshot_dir out, or start the job with `allhands launch -s "
+            "1 --server-restarts 3 …`"
         )
 
     def _needs_servers(self) -> UserError:
         return UserError(
-            f"KVStore(mode={self.mode!r}) needs parameter servers; write KVStore(mode={self.mode!r}, servers=1, …), or start the "
+            f"KVStore(mode={self.mode!r}) needs parameter servers; write "
+            f"KVStore(mode={self.mode!r}, servers=1, …), or start the "
             "job with `allhands launch -s 1 …`"
         )
 
     def check_settings(self, settings: Any) -> None:
         if settings.precision == "fp16" and self.alone:
             raise UserError(
-                f"precision='fp16' with KVStore(mode={self.mode!r}): workers that do not wait for one another would each have a "
+                f"precision='fp16' with KVStore(mode={self.mode!r}): workers that do not wait for "
+                "one another would each have a "
                 "loss scale of their own; write precision='bf16', or mode='sync'"
             )
 
     def over_batch_refused(self, workers: int) -> str | None:
-        return f"with mode={self.mode!r} workers do not wait for one another; write KVStore()" if self.alone else None
+        return (
+            f"with mode={self.mode!r} workers do not wait for one another; write KVStore()"
+            if self.alone
+            else None
+        )
 
     def servers_to_start(self) -> int:
         if self.alone and not self.servers:
@@ -185,7 +255,8 @@ class KVStore(Strategy):
         there = servers_of_job()
         if self.servers is not None and self.servers != there:
             raise UserError(
-                f"KVStore(servers={self.servers}), but this job was started with {there}; leave servers out, or start it with "
+                f"KVStore(servers={self.servers}), but this job was started with {there}; leave "
+                "servers out, or start it with "
                 f"`allhands launch -s {self.servers} …`"
             )
         if self.alone and not there:
@@ -193,8 +264,10 @@ class KVStore(Strategy):
         if self.options.keys() & {"snapshot_every", "mirror"} and not there:
             raise self._needs_restarts("has no servers", self.options)
         if there:
-            refuse_going_on("the workers of this training evaluate and save together",
-                            " and a logdir to start all of them again from the newest checkpoint")  # fmt: skip
+            refuse_going_on(
+                "the workers of this training evaluate and save together",
+                " and a logdir to start all of them again from the newest checkpoint",
+            )
 
     # ------------------------------------------------------------------ the store
 
@@ -215,10 +288,19 @@ class KVStore(Strategy):
         return model
 
     def begin(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        groups = {
+            id(p): number
+            for number, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+        }
         named = [(name, p) for name, p in self.bare.named_parameters() if p.requires_grad]
-        self._slots = [Slot(name, [p]) for name, p in sorted(named, key=lambda pair: pair[0]) if id(p) in groups]
-        #: Trained by nobody, as in one process; their gradients count in the norm that is clipped alone.
+        self._slots = [
+            Slot(name, [p])
+            for name, p in sorted(named, key=lambda pair: pair[0])
+            if id(p) in groups
+        ]
+        #: Trained by nobody, as in one process; their gradients count in the norm that is clipped
+        #: alone.
         self._idle = [name for name, p in named if id(p) not in groups]
         self._optimizer, self._steps = optimizer, step
         self._laid_out = self._present()
@@ -232,8 +314,14 @@ class KVStore(Strategy):
             store.set_optimizer(spec)
         if self.compress is not None:
             store.set_gradient_compression(self.compress)
-        numbers = {slot.name: groups[id(slot.first)] for slot in self._slots} if spec is not None else None
-        store.declare({slot.name: slot.first.detach() for slot in self._slots}, complete=True, groups=numbers)
+        numbers = (
+            {slot.name: groups[id(slot.first)] for slot in self._slots}
+            if spec is not None
+            else None
+        )
+        store.declare(
+            {slot.name: slot.first.detach() for slot in self._slots}, complete=True, groups=numbers
+        )
         state = state_of(optimizer, self._slots, step)
         if spec is not None and (state.tensors or state.numbers):
             store.load_state(state)
@@ -246,11 +334,16 @@ class KVStore(Strategy):
     def _present(self) -> list[int]:
         """The parameters that are to be trained, in an order that tells groups apart."""
         trained = {id(p) for p in self.bare.parameters() if p.requires_grad}
-        return [number for group in self._optimizer.param_groups for number in (0, *map(id, group["params"]))
-                if not number or number in trained]  # fmt: skip
+        return [
+            number
+            for group in self._optimizer.param_groups
+            for number in (0, *map(id, group["params"]))
+            if not number or number in trained
+        ]
 
     def go_on(self) -> None:
-        """Parameters that were frozen, unfrozen, replaced or given to the optimizer since the last steps are stored anew."""
+        """Parameters that were frozen, unfrozen, replaced or given to the optimizer since the last
+        steps are stored anew."""
         if self._store is None or self._present() == self._laid_out:
             return
         self.collect()
@@ -263,10 +356,14 @@ class KVStore(Strategy):
         return not self.alone and any(slot.first.grad is None for slot in self._slots)
 
     def _spec(self, optimizer: torch.optim.Optimizer) -> OptimizerSpec:
-        hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+        hooks = [
+            *optimizer._optimizer_step_pre_hooks.values(),
+            *optimizer._optimizer_step_post_hooks.values(),
+        ]
         if hooks:
             raise UserError(
-                f"the {type(optimizer).__name__} has step hooks, and the store takes its steps without calling them; remove "
+                f"the {type(optimizer).__name__} has step hooks, and the store takes its steps "
+                "without calling them; remove "
                 "them, or write KVStore(update='worker')"
             )
         try:
@@ -280,18 +377,22 @@ class KVStore(Strategy):
         """Read the weights of the store."""
         assert self._store is not None
         with torch.no_grad():
-            self._store.pull([slot.name for slot in self._slots], [slot.first.detach() for slot in self._slots])
+            self._store.pull(
+                [slot.name for slot in self._slots], [slot.first.detach() for slot in self._slots]
+            )
         self._remember()
 
     def _remember(self) -> None:
         self._versions = [slot.first._version for slot in self._slots] if self.takes_step else []
 
     def _check_unchanged(self) -> None:
-        """The store's weights are the ones that are trained; a change of the model's own would be lost without a word."""
+        """The store's weights are the ones that are trained; a change of the model's own would be
+        lost without a word."""
         for slot, version in zip(self._slots, self._versions, strict=False):
             if slot.first._version != version:
                 raise UserError(
-                    f"the weights of '{slot.name}' were changed between two steps, and the store does not know; change them "
+                    f"the weights of '{slot.name}' were changed between two steps, and the store "
+                    "does not know; change them "
                     "before train(), or write KVStore(update='worker')"
                 )
 
@@ -300,8 +401,10 @@ class KVStore(Strategy):
         self._check_unchanged()
         if clip_norm is not None and self._idle:
             raise UserError(
-                f"the optimizer does not hold the parameter '{self._idle[0]}' ({len(self._idle)} in all), whose gradient counts "
-                "in the norm that clip_norm bounds, and the store does not get it; freeze it (requires_grad=False), or give the "
+                f"the optimizer does not hold the parameter '{self._idle[0]}' ({len(self._idle)} "
+                "in all), whose gradient counts "
+                "in the norm that clip_norm bounds, and the store does not get it; freeze it "
+                "(requires_grad=False), or give the "
                 "optimizer all of model.parameters()"
             )
         slots = self._used() if self.find_unused_parameters or self.some_missing else self._slots
@@ -315,7 +418,8 @@ class KVStore(Strategy):
                 slot.first.grad = grads.get(slot.name)
             return False
         if self.scaler is not None:
-            # Scales are powers of two, so that what is pushed is as exact as what the store would divide.
+            # Scales are powers of two, so that what is pushed is as exact as what the store would
+            # divide.
             self.scaler.unscale_(self._optimizer)
             overflowed = self.scaler.overflowed(self._optimizer)
             self.scaler.update()
@@ -327,19 +431,25 @@ class KVStore(Strategy):
         outs = {slot.name: slot.first.detach() for slot in slots}
         options = [hyper(group) for group in self._optimizer.param_groups]
         if self.alone and not own:
-            # Nothing to push. With ssp the others count this worker's steps, so it pushes gradients that weigh nothing.
+            # Nothing to push. With ssp the others count this worker's steps, so it pushes gradients
+            # that weigh nothing.
             grads, share = grads if self.mode == "ssp" else {}, Share(0, None)
         if outs:
             step = self._store.update(grads, outs, share, options, clip_norm)
             if self.alone and own:
                 self._stale.append(step.staleness)
         self._remember()
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether step was called
+        # PyTorch's schedulers ask whether step() was called.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
         return True
 
     def _used(self) -> list[Slot]:
         """The parameters that take part in this step on some rank."""
-        used = torch.tensor([slot.first.grad is not None for slot in self._slots], dtype=torch.int32, device=self.world.device)
+        used = torch.tensor(
+            [slot.first.grad is not None for slot in self._slots],
+            dtype=torch.int32,
+            device=self.world.device,
+        )
         all_reduce_sum([used], self.world)
         return [slot for slot, ranks in zip(self._slots, used.tolist(), strict=True) if ranks]
 
@@ -351,18 +461,24 @@ class KVStore(Strategy):
             if grad is None:
                 if own and not self.find_unused_parameters and not self.some_missing:
                     raise UserError(
-                        f"on rank {self.world.rank} the parameter '{slot.name}' took no part in the loss, so there is no "
-                        "gradient to push. Remove it from the model, or set requires_grad=False before train()"
+                        f"on rank {self.world.rank} the parameter '{slot.name}' took no part in "
+                        "the loss, so there is no "
+                        "gradient to push. Remove it from the model, or set requires_grad=False "
+                        "before train()"
                         + ("" if self.alone else ", or write KVStore(find_unused_parameters=True)")
                     )
                 grad = torch.zeros_like(slot.first)
             elif grad.layout != torch.strided:
-                raise UserError(f"the gradient of '{slot.name}' is sparse; use nn.Embedding(…, sparse=False), or write 'ddp'")
+                raise UserError(
+                    f"the gradient of '{slot.name}' is sparse; use nn.Embedding(…, sparse=False), "
+                    "or write 'ddp'"
+                )
             found[slot.name] = grad
         return found
 
     def _show(self, clip_norm: float | None) -> None:
-        """Call `before_step` with what all ranks' gradients add up to; the store does the same sum."""
+        """Call `before_step` with what all ranks' gradients add up to; the store does the same
+        sum."""
         parameters = [slot.first for slot in self._slots]
         own = [p.grad for p in parameters]
         for p, grad in zip(parameters, own, strict=True):
@@ -379,8 +495,8 @@ class KVStore(Strategy):
     # ------------------------------------------------------------------ between steps
 
     def _settle(self) -> None:
-        """Where workers do not wait for one another: wait now, and read the same weights. Where those are in fewer bits, read
-        them whole."""
+        """Where workers do not wait for one another: wait now, and read the same weights. Where
+        those are in fewer bits, read them whole."""
         if self._store is None:
             return
         if self.alone:
@@ -426,11 +542,17 @@ class KVStore(Strategy):
     def epoch_values(self) -> dict[str, float]:
         if not self.alone:
             return {}
-        own = torch.tensor([[sum(self._stale), len(self._stale), max(self._stale, default=0.0)]], dtype=torch.float64)
+        own = torch.tensor(
+            [[sum(self._stale), len(self._stale), max(self._stale, default=0.0)]],
+            dtype=torch.float64,
+        )
         rows = torch.cat(all_gather_rows(own.to(self.world.device), self.world)).cpu()
         self._stale = []
         total, count = rows[:, 0].sum().item(), rows[:, 1].sum().item()
-        return {"staleness": total / count if count else 0.0, "staleness_max": rows[:, 2].max().item()}
+        return {
+            "staleness": total / count if count else 0.0,
+            "staleness_max": rows[:, 2].max().item(),
+        }
 
     def finish(self) -> None:
         if self._store is not None:

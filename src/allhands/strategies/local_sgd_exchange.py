@@ -22,9 +22,11 @@ class Fragment:
         offset: it is exchanged after optimizer steps that are `offset` modulo H.
         anchor: the weights after its last exchange, of shape ``[numbers]``, the same on all ranks.
         momentum: of the outer optimizer, likewise; None before its first step.
-        residual: what this rank's last delta lost on its way, of shape ``[numbers]``; None where nothing was lost.
+        residual: what this rank's last delta lost on its way, of shape ``[numbers]``; None where
+            nothing was lost.
         owed: likewise of this rank's part of the last mean; see `allhands.comm.coded_sum.exchange`.
-        seen: samples (or what the loss counts) that this rank has trained on since the last exchange.
+        seen: samples (or what the loss counts) that this rank has trained on since the last
+            exchange.
         alike: all ranks hold the same weights now.
     """
 
@@ -55,13 +57,17 @@ class Fragment:
         return self._layout.named(values)
 
     def joined(self, given: dict[str, torch.Tensor], default: torch.Tensor) -> torch.Tensor:
-        """The vector of what is given by name; names that are missing have their part of `default`."""
+        """The vector of what is given by name; names that are missing have their part of
+        `default`."""
         parts = self.by_name(default)
-        return torch.cat([given.get(name, part).reshape(-1).to(default) for name, part in parts.items()])
+        return torch.cat(
+            [given.get(name, part).reshape(-1).to(default) for name, part in parts.items()]
+        )
 
 
 def layers_of(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
-    """The trained parameters, those of one module together, in the order in which the model holds them."""
+    """The trained parameters, those of one module together, in the order in which the model holds
+    them."""
     layers: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -69,15 +75,21 @@ def layers_of(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
     return list(layers.values())
 
 
-def cut_in_fragments(layers: Sequence[Sequence[tuple[str, nn.Parameter]]], count: int, every: int) -> list[Fragment]:
-    """Consecutive layers in `count` fragments, the largest as small as can be, whose exchanges are spread over `every` steps."""
+def cut_in_fragments(
+    layers: Sequence[Sequence[tuple[str, nn.Parameter]]], count: int, every: int
+) -> list[Fragment]:
+    """Consecutive layers in `count` fragments, the largest as small as can be, whose exchanges are
+    spread over `every` steps."""
     sizes = [sum(parameter.numel() for _, parameter in layer) for layer in layers]
     before = list(itertools.accumulate(sizes, initial=0))
-    # By number of first layers: how large the largest fragment must be when they are cut into as many as there were rounds, and
-    # where the last of them begins.
+    # By number of first layers: how large the largest fragment must be when they are cut into as
+    # many as there were rounds, and where the last of them begins.
     largest, cuts = [math.inf, *before[1:]], []
     for _ in range(count - 1):
-        tried = [[max(largest[start], before[end] - before[start]) for start in range(end)] for end in range(len(before))]
+        tried = [
+            [max(largest[start], before[end] - before[start]) for start in range(end)]
+            for end in range(len(before))
+        ]
         cuts.append([row.index(min(row)) if row else 0 for row in tried])
         largest = [min(row, default=math.inf) for row in tried]
     bounds = [len(layers)]
@@ -91,7 +103,8 @@ def cut_in_fragments(layers: Sequence[Sequence[tuple[str, nn.Parameter]]], count
 
 
 def shares(counts: Sequence[float], world: World) -> torch.Tensor:
-    """Each rank's part of the samples, float64 of shape ``[world_size, len(counts)]``; equal parts of what nobody has seen."""
+    """Each rank's part of the samples, float64 of shape ``[world_size, len(counts)]``; equal parts
+    of what nobody has seen."""
     own = torch.tensor([list(counts)], dtype=torch.float64, device=world.device)
     rows = torch.cat(all_gather_rows(own, world)).cpu()
     total = rows.sum(0)
@@ -99,9 +112,11 @@ def shares(counts: Sequence[float], world: World) -> torch.Tensor:
 
 
 def weighted_mean(values: Sequence[torch.Tensor], counts: Sequence[float], world: World) -> int:
-    """Replace vectors by their mean over the ranks, weighted by samples, in place; the bytes that this rank has sent.
+    """Replace vectors by their mean over the ranks, weighted by samples, in place; the bytes that
+    this rank has sent.
 
-    Bytes are those of a ring: 2 (N - 1) / N of the vectors' own for the sum, N - 1 times the counts.
+    Bytes are those of a ring: 2 (N - 1) / N of the vectors' own for the sum, N - 1 times the
+    counts.
     """
     parts = shares(counts, world)[world.rank].tolist()
     for value, part in zip(values, parts, strict=True):
@@ -109,4 +124,6 @@ def weighted_mean(values: Sequence[torch.Tensor], counts: Sequence[float], world
     all_reduce_sum(values, world)
     size = world.world_size
     # The gathering tells the number of rows first, as 8 bytes.
-    return 2 * (size - 1) * sum(value.nbytes for value in values) // size + (size - 1) * 8 * (1 + len(counts))
+    return 2 * (size - 1) * sum(value.nbytes for value in values) // size + (size - 1) * 8 * (
+        1 + len(counts)
+    )

@@ -20,7 +20,8 @@ from allhands.world import World
 #: In MB. None is PyTorch's own choice: 25, and 1 for the first bucket.
 CANDIDATES: tuple[float | None, ...] = (None, 1, 5, 100)
 _USUAL = 25
-# Sizes whose steps take as long as the shortest but for so much are equal: measured again, another one may be the first.
+# Sizes whose steps take as long as the shortest but for so much are equal: measured again, another
+# one may be the first.
 _ALIKE = 1.03
 # Steps that are not counted: PyTorch lays its buckets out anew in the second.
 _WARM = 3
@@ -29,10 +30,13 @@ _SECONDS = 1.0  # for a size
 
 def check_cap(given: Any) -> None:
     """Raise `UserError` for a size of buckets that there is not."""
-    number = isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given < math.inf
+    number = (
+        isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given < math.inf
+    )
     if not (given is None or given == "measured" or number):
         raise UserError(
-            f"DDP(bucket_cap_mb={given!r}); it must be a positive number of MB, such as {_USUAL}, or 'measured', or None for "
+            f"DDP(bucket_cap_mb={given!r}); it must be a positive number of MB, such as {_USUAL}, "
+            "or 'measured', or None for "
             "PyTorch's default"
         )
 
@@ -43,21 +47,29 @@ def candidates_for(gradients: int) -> list[float | None]:
     sizes = sorted(float(cap or _USUAL) for cap in CANDIDATES)
     # The smallest that holds all in one bucket does what larger ones do.
     enough = next((size for size in sizes if size >= megabytes), sizes[-1])
-    return [cap for cap in CANDIDATES if cap is None or cap <= enough] if megabytes > sizes[0] else [None]
+    return (
+        [cap for cap in CANDIDATES if cap is None or cap <= enough]
+        if megabytes > sizes[0]
+        else [None]
+    )
 
 
-def fastest(make: Callable[[float | None], Callable[[], object]], candidates: Sequence[float | None],
-            world: World) -> tuple[float | None, dict[float | None, float]]:  # fmt: skip
+def fastest(
+    make: Callable[[float | None], Callable[[], object]],
+    candidates: Sequence[float | None],
+    world: World,
+) -> tuple[float | None, dict[float | None, float]]:
     """The size of buckets with which a step takes the shortest time; all ranks call it together.
 
     Args:
-        make: ``(size in MB, or None)`` to a function that takes one step (forward and backward pass with the exchange), and
-            returns once all of it is on its way.
+        make: ``(size in MB, or None)`` to a function that takes one step (forward and backward pass
+            with the exchange), and returns once all of it is on its way.
         candidates: sizes to try.
         world: the ranks.
 
     Returns:
-        The size, the same on all ranks: the first candidate of those that are within 3 % of the fastest. And by size the seconds
+        The size, the same on all ranks: the first candidate of those that are within 3 % of the
+            fastest. And by size the seconds
         of a step: the median of a few, on the slowest rank.
     """
     times: dict[float | None, float] = {}
@@ -74,18 +86,30 @@ def fastest(make: Callable[[float | None], Callable[[], object]], candidates: Se
 
 def said(cap: float | None, times: dict[float | None, float]) -> str:
     """The choice in words, with what was measured."""
-    chosen = f"bucket_cap_mb={_number(cap)}" if cap is not None else f"bucket_cap_mb=None, which is {_USUAL}"
+    chosen = (
+        f"bucket_cap_mb={_number(cap)}"
+        if cap is not None
+        else f"bucket_cap_mb=None, which is {_USUAL}"
+    )
     if not times:
-        return f"{chosen} (not measured: all gradients are less than {_number(min(filter(None, CANDIDATES)))} MB)"
+        return (
+            f"{chosen} (not measured: all gradients are less than "
+            f"{_number(min(filter(None, CANDIDATES)))} MB)"
+        )
     measured = ", ".join(
-        f"{_number(size)}: {1e3 * seconds:.3g} ms" for size, seconds in sorted((c or _USUAL, t) for c, t in times.items())
+        f"{_number(size)}: {1e3 * seconds:.3g} ms"
+        for size, seconds in sorted((c or _USUAL, t) for c, t in times.items())
     )
     return f"{chosen} (measured: {measured})"
 
 
-def on_training_data(try_on: Callable[[nn.Module, int], Any], measure: Callable[[Callable[[nn.Module], Any]], Any],
-                     device: torch.device) -> Any:  # fmt: skip
-    """What ``measure(call)`` gives, where ``call(module)`` calls a module as the runner calls the model, on the first samples.
+def on_training_data(
+    try_on: Callable[[nn.Module, int], Any],
+    measure: Callable[[Callable[[nn.Module], Any]], Any],
+    device: torch.device,
+) -> Any:
+    """What ``measure(call)`` gives, where ``call(module)`` calls a module as the runner calls the
+    model, on the first samples.
 
     It runs in the training's precision; random draws are put back.
 
@@ -93,7 +117,8 @@ def on_training_data(try_on: Callable[[nn.Module, int], Any], measure: Callable[
         try_on: what a strategy is given for `prepare`.
 
     Raises:
-        UserError: the data cannot be read before the training begins, or handle_batch does not call the model.
+        UserError: the data cannot be read before the training begins, or handle_batch does not call
+            the model.
     """
 
     class Trial(nn.Module):
@@ -106,15 +131,19 @@ def on_training_data(try_on: Callable[[nn.Module, int], Any], measure: Callable[
     except _Measured as found:
         return found.result
     except UserError as error:
-        raise UserError(f"DDP(bucket_cap_mb='measured'): {error}. Set bucket_cap_mb to {_USUAL}") from None
+        raise UserError(
+            f"DDP(bucket_cap_mb='measured'): {error}. Set bucket_cap_mb to {_USUAL}"
+        ) from None
     raise UserError(
-        "DDP(bucket_cap_mb='measured'): handle_batch did not call the model that it is given. Call model(…) itself, or set "
+        "DDP(bucket_cap_mb='measured'): handle_batch did not call the model that it is given. Call "
+        "model(…) itself, or set "
         f"bucket_cap_mb to {_USUAL}"
     )
 
 
 def backward_of(output: Any) -> None:
-    """A backward pass from all that is in a model's output and has a gradient; from ones, since the loss is not at hand."""
+    """A backward pass from all that is in a model's output and has a gradient; from ones, since the
+    loss is not at hand."""
     found: list[torch.Tensor] = []
     map_tensors(output, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
     found = [tensor for tensor in found if tensor.requires_grad]

@@ -17,27 +17,40 @@ from allhands.world import World
 class Mesh(Meshed):
     """Strategies together on one mesh of workers, with the axes pp, dp and tp.
 
-    Stages of a pipeline (pp) are furthest apart, slices of layers (tp) are neighbours. Ranks that differ only in pp or tp see the
-    same samples. Degree 1 leaves a part out, so that one script runs at any degrees.
+    Stages of a pipeline (pp) are furthest apart, slices of layers (tp) are neighbours. Ranks that
+    differ only in pp or tp see the same samples. Degree 1 leaves a part out, so that one script
+    runs at any degrees.
 
     Args:
         pp: stages of the pipeline.
-        dp: a number, or ``{"replicate": 2, "shard": 4}``: whole copies, each in so many shards. A number is of shards where
-            `fsdp` is given, else of copies.
+        dp: a number, or ``{"replicate": 2, "shard": 4}``: whole copies, each in so many shards. A
+            number is of shards where `fsdp` is given, else of copies.
         tp: slices of layers.
         fsdp: how copies are sharded; None takes `FSDP()` where there are shards.
         tensor: how layers are sliced; None takes `Tensor()` where tp is above 1.
         pipeline: how the model is cut into stages; None takes `Pipeline()` where pp is above 1.
 
     Raises:
-        UserError: a degree is no whole number of at least 1; a part is of another kind, or does not go with another.
+        UserError: a degree is no whole number of at least 1; a part is of another kind, or does not
+            go with another.
     """
 
     name = "mesh"
 
-    def __init__(self, pp: int = 1, dp: int | Mapping[str, int] = 1, tp: int = 1, fsdp: FSDP | None = None,
-                 tensor: Tensor | None = None, pipeline: Pipeline | None = None) -> None:  # fmt: skip
-        for key, part, kind in (("fsdp", fsdp, FSDP), ("tensor", tensor, Tensor), ("pipeline", pipeline, Pipeline)):
+    def __init__(
+        self,
+        pp: int = 1,
+        dp: int | Mapping[str, int] = 1,
+        tp: int = 1,
+        fsdp: FSDP | None = None,
+        tensor: Tensor | None = None,
+        pipeline: Pipeline | None = None,
+    ) -> None:
+        for key, part, kind in (
+            ("fsdp", fsdp, FSDP),
+            ("tensor", tensor, Tensor),
+            ("pipeline", pipeline, Pipeline),
+        ):
             if part is not None and not isinstance(part, kind):
                 raise UserError(f"Mesh({key}=…) is {kind_of(part)}; write {key}={kind.__name__}()")
         self._degrees = read_degrees(pp, dp, tp, fsdp is not None)
@@ -62,7 +75,9 @@ class Mesh(Meshed):
     def drives(self) -> bool:
         return self._degrees.pp > 1
 
-    def divide(self, batches: Sequence[Any], counts: Sequence[int]) -> tuple[Sequence[Any], Sequence[int]]:
+    def divide(
+        self, batches: Sequence[Any], counts: Sequence[int]
+    ) -> tuple[Sequence[Any], Sequence[int]]:
         assert self.pipeline is not None
         return self.pipeline.divide(batches, counts)
 

@@ -1,4 +1,5 @@
-"""What the strategies on a mesh share: a model of which each rank holds a part, and an optimizer that works on that part."""
+"""What the strategies on a mesh share: a model of which each rank holds a part, and an optimizer
+that works on that part."""
 
 from __future__ import annotations
 
@@ -36,21 +37,25 @@ if TYPE_CHECKING:
 
 # How far the first losses of workers with the same samples may differ, relative to the largest.
 _LOSSES_APART = 1e-4
-# How far copies may differ, relative to the sum of their elements, where rounding may make them differ.
+# How far copies may differ, relative to the sum of their elements, where rounding may make them
+# differ.
 _APART = 1e-3
 
 
 class Meshed(Strategy):
     """The base of the strategies on a mesh.
 
-    The user's model is not touched: a copy of its structure is cut into stages, its layers into slices, and those into shards,
-    and the optimizer is pointed at what is left on this rank. Samples are dealt out over dp alone: ranks that differ only in tp
-    or pp see the same ones. When the training has ended, `give_back` writes into the user's own objects.
+    The user's model is not touched: a copy of its structure is cut into stages, its layers into
+    slices, and those into shards, and the optimizer is pointed at what is left on this rank.
+    Samples are dealt out over dp alone: ranks that differ only in tp or pp see the same ones. When
+    the training has ended, `give_back` writes into the user's own objects.
 
     Attributes:
-        fsdp, tensor, pipeline: how parts are made along dp.shard, tp and pp; an axis of degree 1 leaves its own unused.
+        fsdp, tensor, pipeline: how parts are made along dp.shard, tp and pp; an axis of degree 1
+            leaves its own unused.
         module: after `prepare`, what this rank has of the model, under the plain model's names.
-        held: after `prepare`, what this rank has of each parameter and buffer of the plain model, by name.
+        held: after `prepare`, what this rank has of each parameter and buffer of the plain model,
+            by name.
     """
 
     takes_step = True
@@ -91,7 +96,8 @@ class Meshed(Strategy):
             self.tensor.check_model(model, degrees.tp)
             if any(parameter.is_meta for parameter in model.parameters()):
                 raise UserError(
-                    f"the model is on the meta device and tp is {degrees.tp}; slices of layers are cut from weights that are "
+                    f"the model is on the meta device and tp is {degrees.tp}; slices of layers are "
+                    "cut from weights that are "
                     "there. Set tp to 1, or build the model on the CPU"
                 )
         if degrees.shard > 1 and self.fsdp is not None:
@@ -106,16 +112,25 @@ class Meshed(Strategy):
     def over_batch_refused(self, workers: int) -> str | None:
         degrees = self.degrees_for(workers)
         if degrees.pp > 1:
-            return "micro-batches go back through a pipeline before all have left it; write distributed='fsdp' or pp=1"
+            return (
+                "micro-batches go back through a pipeline before all have left it; write "
+                "distributed='fsdp' or pp=1"
+            )
         if degrees.tp > 1 and self.tensor is not None and self.tensor.loss_parallel:
             return "loss_parallel=True leaves the outputs in slices; set loss_parallel to False"
         return None
 
     def recomputing_refused(self) -> str | None:
         if self.fsdp is not None and self.fsdp.activation_checkpointing:
-            return "FSDP(activation_checkpointing=True) says so already; write FSDP(), or leave activation_checkpointing out"
+            return (
+                "FSDP(activation_checkpointing=True) says so already; write FSDP(), or leave "
+                "activation_checkpointing out"
+            )
         if self.pipeline is not None and self.pipeline.schedule == "zero_bubble":
-            return "schedule='zero_bubble' takes the backward pass of a layer in two; write Pipeline(schedule='1f1b')"
+            return (
+                "schedule='zero_bubble' takes the backward pass of a layer in two; write "
+                "Pipeline(schedule='1f1b')"
+            )
         return None
 
     # ------------------------------------------------------------------ who sees what
@@ -159,7 +174,11 @@ class Meshed(Strategy):
         if self.degrees.pp > 1:
             assert self.pipeline is not None
             assert self.mesh is not None
-            self.pipeline.whole_mesh, self.pipeline.degrees, self.pipeline.try_on = self.mesh, self.degrees, self.try_on
+            self.pipeline.whole_mesh, self.pipeline.degrees, self.pipeline.try_on = (
+                self.mesh,
+                self.degrees,
+                self.try_on,
+            )
             chunks = self.pipeline.cut(skeleton, self.mesh["pp"], world)
             values.settle_stages(chunks)
         for chunk in chunks:
@@ -180,7 +199,9 @@ class Meshed(Strategy):
         return self.module
 
     def _describe(self, orders: Mapping[str, torch.Tensor]) -> None:
-        own: dict[str, torch.Tensor] = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        own: dict[str, torch.Tensor] = dict(self.module.named_parameters()) | dict(
+            self.module.named_buffers()
+        )
         shared = self.pipeline.shared if self.degrees.pp > 1 else {}  # type: ignore[union-attr]
         self.names = [name for name, _ in self.plain.named_parameters()]
         self.aliases = aliases(self.plain)
@@ -198,11 +219,17 @@ class Meshed(Strategy):
         self.local = {name: self._local(name) for name in self.parameters}
         self._list_trained()
         self.shared = {name: stages for name, stages in shared.items() if name in self.parameters}
-        self._shared_groups = {stages: _group_of_stages(self.mesh, stages) for stages in sorted(set(map(tuple, shared.values())))}
+        self._shared_groups = {
+            stages: _group_of_stages(self.mesh, stages)
+            for stages in sorted(set(map(tuple, shared.values())))
+        }
 
     def _list_trained(self) -> None:
-        self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
-        # What no shard group exchanges: parameters that are whole on every rank of dp, or in slices of tp alone.
+        self.trained = [
+            name for name, parameter in self.parameters.items() if parameter.requires_grad
+        ]
+        # What no shard group exchanges: parameters that are whole on every rank of dp, or in slices
+        # of tp alone.
         self.loose = [name for name in self.trained if not _over_dp(self.parameters[name])]
         self._in_units = set(self.trained) - set(self.loose)
 
@@ -218,39 +245,60 @@ class Meshed(Strategy):
         return self.module
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        self.repointed = Repointed(optimizer, dict(self.plain.named_parameters()), self.held, self.local, self.world)
+        self.repointed = Repointed(
+            optimizer, dict(self.plain.named_parameters()), self.held, self.local, self.world
+        )
         self._apply = update_function(optimizer)
 
     def go_on(self) -> None:
-        """Layers that were frozen or unfrozen, parameters that were replaced, and groups that the optimizer has got, count from
-        here on."""
+        """Layers that were frozen or unfrozen, parameters that were replaced, and groups that the
+        optimizer has got, count from here on."""
         own = dict(self.module.named_parameters())
-        replaced = [name for name, parameter in self.parameters.items() if own.get(name) is not parameter]
+        replaced = [
+            name for name, parameter in self.parameters.items() if own.get(name) is not parameter
+        ]
         added = sorted(set(own) - set(self.parameters))
         trained = [name for name, parameter in own.items() if parameter.requires_grad]
-        groups = self.repointed.added({id(p): name for name, p in [*self.parameters.items(), *own.items(), *self.local.items()]})
+        groups = self.repointed.added(
+            {
+                id(p): name
+                for name, p in [*self.parameters.items(), *own.items(), *self.local.items()]
+            }
+        )
         changed = bool(replaced or added or groups or set(trained) != set(self.trained))
         seen = hashlib.sha256(json.dumps([replaced, added, trained, groups]).encode()).hexdigest()
-        told = [json.loads(text) for text in all_gather_text(json.dumps([self.at["pp"][0], seen, changed]), self.world)]
+        told = [
+            json.loads(text)
+            for text in all_gather_text(json.dumps([self.at["pp"][0], seen, changed]), self.world)
+        ]
         if not any(flag for _, _, flag in told):
             return
         if len({(stage, digest) for stage, digest, _ in told}) > self.degrees.pp:
             raise UserError(
-                "parameters were frozen, unfrozen or replaced, or groups added to the optimizer, on some ranks only; change them "
+                "parameters were frozen, unfrozen or replaced, or groups added to the optimizer, "
+                "on some ranks only; change them "
                 "on all ranks"
             )
         if self.degrees.pp > 1:
             raise UserError(
-                "parameters were frozen, unfrozen or replaced, or groups added to the optimizer, between two epochs, and a rank "
-                f"of strategy '{self.name}' sees the layers of its own stage alone. Change them before train(), and train in "
+                "parameters were frozen, unfrozen or replaced, or groups added to the optimizer, "
+                "between two epochs, and a rank "
+                f"of strategy '{self.name}' sees the layers of its own stage alone. Change them "
+                "before train(), and train in "
                 "several calls of it; or use distributed='fsdp'"
             )
-        unlike = [name for name in replaced if name not in own or own[name].shape != self.parameters[name].shape]
+        unlike = [
+            name
+            for name in replaced
+            if name not in own or own[name].shape != self.parameters[name].shape
+        ]
         if added or unlike or (replaced and self.degrees.tp > 1):
             raise UserError(
                 f"the model's parameter '{(added or unlike or replaced)[0]}' was "
-                f"{'added' if added else 'replaced or taken away'} between two epochs, and strategy '{self.name}' holds parts of "
-                "those that the model had in the beginning. Change its values in place (`with torch.no_grad(): "
+                f"{'added' if added else 'replaced or taken away'} between two epochs, and "
+                f"strategy '{self.name}' holds parts of "
+                "those that the model had in the beginning. Change its values in place (`with "
+                "torch.no_grad(): "
                 "parameter.copy_(…)`), or change the model between two calls of train()"
             )
         for name in replaced:
@@ -263,7 +311,8 @@ class Meshed(Strategy):
         self.repointed.take_up(groups, dict(self.plain.named_parameters()))
 
     def _replace(self, name: str, parameter: nn.Parameter) -> None:
-        """Another tensor has taken a parameter's place, whole on each rank; the optimizer does not know it."""
+        """Another tensor has taken a parameter's place, whole on each rank; the optimizer does not
+        know it."""
         with torch.no_grad():
             parameter.data = parameter.data.to(self.world.device)
             broadcast_tensors([parameter.data], self.world)
@@ -275,30 +324,37 @@ class Meshed(Strategy):
     # ------------------------------------------------------------------ a step
 
     def gradient_scale(self, world: World) -> float:
-        # The exchange divides by it. A scaled loss might overflow, so that the exchanged gradients are multiplied then.
+        # The exchange divides by it. A scaled loss might overflow, so that the exchanged gradients
+        # are multiplied then.
         return 1.0 if self.scaler is not None else float(self.degrees.dp)
 
     def explain(self, error: Exception) -> UserError | None:
         text = str(error)
         if "mixed torch.Tensor and DTensor" in text:
             return UserError(
-                "handle_batch calls a part of the model, whose weights lie in parts that only the model itself puts together. "
-                "Call model(…); what else must run goes into its forward(). Or write distributed='ddp'"
+                "handle_batch calls a part of the model, whose weights lie in parts that only the "
+                "model itself puts together. "
+                "Call model(…); what else must run goes into its forward(). Or write "
+                "distributed='ddp'"
             )
         if "setStorage" in text and "out of bounds" in text:
             return UserError(
-                "the loss needs weights that were freed after the forward pass: a gradient of a gradient (torch.autograd.grad "
-                f"with create_graph=True) cannot be computed by strategy '{self.name}' with shards. Write distributed='ddp'"
+                "the loss needs weights that were freed after the forward pass: a gradient of a "
+                "gradient (torch.autograd.grad "
+                f"with create_graph=True) cannot be computed by strategy '{self.name}' with "
+                "shards. Write distributed='ddp'"
             )
         cause = str(error.__cause__)
         if "failed to run forward" in text and "immutable_dict" in cause:
             return UserError(
-                "a pipeline's model gives tensors, or a tuple or list of them, and this one gives a dict; return a tuple, or "
+                "a pipeline's model gives tensors, or a tuple or list of them, and this one gives "
+                "a dict; return a tuple, or "
                 "write distributed='ddp'"
             )
         if "failed to run forward" in text and "differentiated" in cause.lower():
             return UserError(
-                "handle_batch asks for a gradient of the model's input (torch.autograd.grad), which ends in a pipeline at this "
+                "handle_batch asks for a gradient of the model's input (torch.autograd.grad), "
+                "which ends in a pipeline at this "
                 "rank's stage; write distributed='ddp'"
             )
         return None
@@ -314,9 +370,12 @@ class Meshed(Strategy):
         for values in seen.values():
             if max(values) - min(values) > _LOSSES_APART * max(map(abs, values)):
                 raise UserError(
-                    f"workers that hold slices of the same layers compute different losses from the same samples: "
-                    f"{', '.join(f'{value:.6g}' for value in values)}. An output of the model is a slice: a layer whose style is "
-                    "'colwise' gives each worker a part, which must go through a 'rowwise' layer. Leave it out of the plan"
+                    "workers that hold slices of the same layers compute different losses from "
+                    "the same samples: "
+                    f"{', '.join(f'{value:.6g}' for value in values)}. An output of the model is a "
+                    "slice: a layer whose style is "
+                    "'colwise' gives each worker a part, which must go through a 'rowwise' layer. "
+                    "Leave it out of the plan"
                 )
 
     def exchange_all(self, own: float, total: float, clip_norm: float | None) -> bool:
@@ -356,7 +415,8 @@ class Meshed(Strategy):
         scaler.unscale_(self.repointed.optimizer)
 
     def _follow(self, name: str, local: nn.Parameter) -> None:
-        """fully_shard may give a shard other memory in the first forward pass (where it pins it), and stays with that."""
+        """fully_shard may give a shard other memory in the first forward pass (where it pins it),
+        and stays with that."""
         part = getattr(self.parameters[name], "_local_tensor", None)
         if part is not None and part.data_ptr() != local.data_ptr():
             local.data = part.detach()
@@ -374,9 +434,11 @@ class Meshed(Strategy):
         return part.wait() if hasattr(part, "wait") else part
 
     def _exchange_rest(self, gradients: dict[str, torch.Tensor | None]) -> None:
-        """Exchange what fully_shard does not: over dp, and between the stages that share a parameter."""
+        """Exchange what fully_shard does not: over dp, and between the stages that share a
+        parameter."""
         if self.degrees.dp > 1 and self.trained:
-            # A parameter that no rank has used keeps no gradient, and one that some have not used counts as 0 on those.
+            # A parameter that no rank has used keeps no gradient, and one that some have not used
+            # counts as 0 on those.
             mine = [self._used(name, gradients) for name in self.trained]
             used = torch.ones(len(mine), device=self.world.device)
             if not all(mine):
@@ -421,12 +483,23 @@ class Meshed(Strategy):
             dist.all_reduce(flat, group=group)
 
     def _clip(self, clip_norm: float) -> None:
-        """Scale gradients so that the norm of the whole model's is at most `clip_norm`, as clip_grad_norm_ does."""
-        found = [(local.grad, self.held[name].copies) for name, local in self.local.items() if local.grad is not None]
-        clip_parts([gradient for gradient, _ in found], [copies for _, copies in found], clip_norm, self.world)
+        """Scale gradients so that the norm of the whole model's is at most `clip_norm`, as
+        clip_grad_norm_ does."""
+        found = [
+            (local.grad, self.held[name].copies)
+            for name, local in self.local.items()
+            if local.grad is not None
+        ]
+        clip_parts(
+            [gradient for gradient, _ in found],
+            [copies for _, copies in found],
+            clip_norm,
+            self.world,
+        )
 
     def evaluated(self) -> None:
-        """Without a backward pass, fully_shard keeps whole weights, which hide this rank's parts from whom asks the module."""
+        """Without a backward pass, fully_shard keeps whole weights, which hide this rank's parts
+        from whom asks the module."""
         if self.degrees.shard == 1:
             return
         from torch.distributed.fsdp import FSDPModule
@@ -451,17 +524,23 @@ class Meshed(Strategy):
             whole = value.detach().clone(memory_format=torch.contiguous_format)
             if not first:
                 whole.zero_()
-            # The bytes of all but the first are 0, so that they add up to the first's, whatever the dtype.
+            # The bytes of all but the first are 0, so that they add up to the first's, whatever the
+            # dtype.
             for axis in ("dp_shard", "dp_replicate"):
                 self._sum_over(axis, [whole.reshape(-1).view(torch.uint8)])
             value.copy_(whole)
 
     def check_equal(self, where: str) -> None:
         copies = list(self.local)
-        sliced = {name for name in copies if any(p.is_shard() for p in getattr(self.parameters[name], "placements", ()))}
+        sliced = {
+            name
+            for name in copies
+            if any(p.is_shard() for p in getattr(self.parameters[name], "placements", ()))
+        }
         whole = [name for name in copies if name not in sliced]
         self._check_copies("dp_replicate", copies, where)
-        # Each computes its own gradients of these. On GPUs, kernels that add in no fixed order let the last bits differ.
+        # Each computes its own gradients of these. On GPUs, kernels that add in no fixed order let
+        # the last bits differ.
         self._check_copies("tp", whole, where, bits=self.world.device.type == "cpu")
 
     def _check_copies(self, axis: str, names: list[str], where: str, bits: bool = True) -> None:
@@ -470,7 +549,9 @@ class Meshed(Strategy):
         assert self.mesh is not None
         group = self.mesh.get_group(axis)
         parts = [self.local[name].detach() for name in names]
-        sums = torch.stack([bit_sum(part) if bits else part.double().abs().sum() for part in parts]).to(self.world.device)
+        sums = torch.stack(
+            [bit_sum(part) if bits else part.double().abs().sum() for part in parts]
+        ).to(self.world.device)
         smallest, largest = sums.clone(), sums.clone()
         dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
@@ -478,8 +559,10 @@ class Meshed(Strategy):
         differ = [name for name, bad in zip(names, apart.tolist(), strict=True) if bad]
         if differ:
             raise WorldError(
-                f"{where}: the weights of copies along {axis.replace('_', '.')} differ in {len(differ)} parameter(s), first "
-                f"'{differ[0]}'. Call the model itself in the forward pass, and change weights only in ways that are the same on "
+                f"{where}: the weights of copies along {axis.replace('_', '.')} differ in "
+                f"{len(differ)} parameter(s), first "
+                f"'{differ[0]}'. Call the model itself in the forward pass, and change weights "
+                "only in ways that are the same on "
                 "every rank"
             )
 
@@ -488,10 +571,14 @@ class Meshed(Strategy):
     def held_parts(self) -> Mapping[str, Held] | None:
         if self.world.world_size == 1:
             return None
-        return self.held | {name: self.held[first] for name, first in self.aliases.items() if first in self.held}
+        return self.held | {
+            name: self.held[first] for name, first in self.aliases.items() if first in self.held
+        }
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        return {name: self.held[self.aliases[name]] for name in self.aliases} | _extra_state(self.plain)
+        return {name: self.held[self.aliases[name]] for name in self.aliases} | _extra_state(
+            self.plain
+        )
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return self.repointed.state_dict()
@@ -500,16 +587,26 @@ class Meshed(Strategy):
         missing = sorted(set(self.aliases) - set(state))
         unknown = sorted(set(state) - set(self.aliases) - set(_extra_state(self.plain)))
         if missing or unknown:
-            raise ValueError(f"it has no {missing[0]}" if missing else f"it has {unknown[0]}, which this model has not")
+            raise ValueError(
+                f"it has no {missing[0]}"
+                if missing
+                else f"it has {unknown[0]}, which this model has not"
+            )
         for name, kept in self.held.items():
             if kept.local is not None and name in self.aliases:  # other buffers are in no state
                 read(state[name], kept.with_local(kept.local.detach()))
 
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], read: Read) -> None:
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], read: Read
+    ) -> None:
         self.repointed.load_state_dict(state, read)
 
     def copy_weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        return {name: kept.local.detach().cpu().clone() for name, kept in self.held.items() if kept.local is not None}
+        return {
+            name: kept.local.detach().cpu().clone()
+            for name, kept in self.held.items()
+            if kept.local is not None
+        }
 
     def restore_weights(self, model: nn.Module, copy: dict[str, torch.Tensor]) -> None:
         for name, value in copy.items():
@@ -519,7 +616,9 @@ class Meshed(Strategy):
         return {name: self.held[name].whole(self.world.device) for name in self.names}
 
     def whole_buffers(self) -> dict[str, torch.Tensor]:
-        return {name: self.held[name].whole(self.world.device) for name, _ in self.plain.named_buffers()}
+        return {
+            name: self.held[name].whole(self.world.device) for name, _ in self.plain.named_buffers()
+        }
 
     def whole_gradients(self) -> dict[str, torch.Tensor]:
         found = {}
@@ -528,13 +627,17 @@ class Meshed(Strategy):
             if name in self.local:
                 assert kept.local is not None
                 gradient = self.local[name].grad
-                kept = kept.with_local(gradient if gradient is not None else torch.zeros_like(kept.local))
+                kept = kept.with_local(
+                    gradient if gradient is not None else torch.zeros_like(kept.local)
+                )
             found[name] = kept.whole(self.world.device)
         return found
 
     def give_back(self, keep: bool) -> None:
         meta = any(parameter.is_meta for parameter in self.plain.parameters())
-        targets: dict[str, torch.Tensor] = dict(self.plain.named_parameters()) | dict(self.plain.named_buffers())
+        targets: dict[str, torch.Tensor] = dict(self.plain.named_parameters()) | dict(
+            self.plain.named_buffers()
+        )
         with torch.no_grad():
             for name, kept in self.held.items() if not meta else ():
                 whole = kept.whole(self.world.device) if self.mesh is not None else kept.local
@@ -546,26 +649,37 @@ class Meshed(Strategy):
 
 def _skeleton(model: nn.Module) -> nn.Module:
     """The same modules with parameters of their own over the same memory; buffers are copies."""
-    parameters = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in model.parameters()}
+    parameters = {
+        id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in model.parameters()
+    }
     made: nn.Module = copy.deepcopy(model, dict(parameters))
     return made
 
 
 def _check_leaves(model: nn.Module, strategy: str) -> None:
-    """Raise `UserError` for a module with a tensor that is computed from parameters, of which there can be no copy."""
+    """Raise `UserError` for a module with a tensor that is computed from parameters, of which there
+    can be no copy."""
     for name, module in model.named_modules():
-        computed = [key for key, value in vars(module).items() if isinstance(value, torch.Tensor) and not value.is_leaf]
+        computed = [
+            key
+            for key, value in vars(module).items()
+            if isinstance(value, torch.Tensor) and not value.is_leaf
+        ]
         if computed:
             raise UserError(
-                f"'{name}' keeps '{computed[0]}', which is computed from its parameters (torch.nn.utils.weight_norm does so), "
-                f"and strategy '{strategy}' copies the model's structure; use torch.nn.utils.parametrizations.weight_norm, or "
+                f"'{name}' keeps '{computed[0]}', which is computed from its parameters "
+                "(torch.nn.utils.weight_norm does so), "
+                f"and strategy '{strategy}' copies the model's structure; use "
+                "torch.nn.utils.parametrizations.weight_norm, or "
                 "write distributed='ddp'"
             )
 
 
 def _extra_state(model: nn.Module) -> dict[str, Any]:
     """What modules add to their state beside parameters and buffers."""
-    return {name: value for name, value in model.state_dict().items() if name.endswith("_extra_state")}
+    return {
+        name: value for name, value in model.state_dict().items() if name.endswith("_extra_state")
+    }
 
 
 def _over_dp(parameter: torch.Tensor) -> bool:
@@ -574,7 +688,8 @@ def _over_dp(parameter: torch.Tensor) -> bool:
 
 
 def _group_of_stages(mesh: DeviceMesh | None, stages: tuple[int, ...]) -> Any:
-    """The group of this rank's counterparts on some of the stages; every rank of the world makes all such groups."""
+    """The group of this rank's counterparts on some of the stages; every rank of the world makes
+    all such groups."""
     assert mesh is not None
     mine = None
     for ranks in mesh.mesh.flatten(1).t().tolist():

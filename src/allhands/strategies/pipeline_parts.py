@@ -1,4 +1,5 @@
-"""A model as a chain of parts, and where to cut it so that the slowest stage is as fast as possible."""
+"""A model as a chain of parts, and where to cut it so that the slowest stage is as fast as
+possible."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from torch import fx, nn
 
 from allhands.errors import UserError, did_you_mean
 
-# What a model may say of itself: the parts of its forward in order, each the name of a submodule, or the name of a method and
-# the names of what it uses.
+# What a model may say of itself: the parts of its forward in order, each the name of a submodule,
+# or the name of a method and the names of what it uses.
 Chain = Sequence[str | tuple[str, Sequence[str]]]
 
 
@@ -29,7 +30,8 @@ class Part:
     Attributes:
         name: by which a stage that begins here is named.
         uses: names of the submodules, parameters and buffers that it uses.
-        run: ``(model, value) -> value``; `model` needs to hold only what the part uses, under its own names.
+        run: ``(model, value) -> value``; `model` needs to hold only what the part uses, under its
+            own names.
     """
 
     name: str
@@ -40,8 +42,9 @@ class Part:
 def chain_of(model: nn.Module) -> list[Part]:
     """The parts whose results are fed from one to the next when the model is called.
 
-    They are what the model's method ``chain()`` says, the modules of an ``nn.Sequential`` (those of nested ones too), or what
-    ``torch.fx`` finds in a ``forward`` that calls the model's children one after another, with functions between them.
+    They are what the model's method ``chain()`` says, the modules of an ``nn.Sequential`` (those of
+    nested ones too), or what ``torch.fx`` finds in a ``forward`` that calls the model's children
+    one after another, with functions between them.
 
     Raises:
         UserError: the forward is not such a chain, or has hooks that a stage would not call.
@@ -57,10 +60,16 @@ def chain_of(model: nn.Module) -> list[Part]:
 
 
 def _refuse_hooks(model: nn.Module, name: str, module: nn.Module) -> None:
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ):
         where = f"'{name}' of the {type(model).__name__}" if name else f"the {type(model).__name__}"
         raise UserError(
-            f"{where} has hooks, which a pipeline would not call, since it runs what is inside one by one. Remove the hooks, or "
+            f"{where} has hooks, which a pipeline would not call, since it runs what is inside one "
+            "by one. Remove the hooks, or "
             "register them on the modules inside"
         )
 
@@ -82,11 +91,15 @@ def _said(model: nn.Module, link: str | tuple[str, Sequence[str]]) -> Part:
         try:
             model.get_submodule(link)
         except AttributeError:
-            raise UserError(f"{type(model).__name__}.chain() names '{link}', which is no submodule of it") from None
+            raise UserError(
+                f"{type(model).__name__}.chain() names '{link}', which is no submodule of it"
+            ) from None
         return _module_part(link)
     method, uses = link
     if not callable(getattr(model, method, None)):
-        raise UserError(f"{type(model).__name__}.chain() names '{method}', which is no method of it")
+        raise UserError(
+            f"{type(model).__name__}.chain() names '{method}', which is no method of it"
+        )
     return Part(method, tuple(uses), lambda model, value: getattr(model, method)(value))
 
 
@@ -103,10 +116,18 @@ class _Tracer(fx.Tracer):
 def _traced(model: nn.Module) -> list[Part]:
     kind = type(model).__name__
     arguments = inspect.signature(model.forward).parameters.values()
-    needed = [a for a in arguments if a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
+    needed = [
+        a
+        for a in arguments
+        if a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)
+    ]
     given = {a.name: a.default for a in arguments if a.default is not a.empty}
     if len(needed) != 1 or any(a.kind in (a.VAR_POSITIONAL, a.VAR_KEYWORD) for a in arguments):
-        raise _no_chain(kind, f"it takes {', '.join(a.name for a in arguments) or 'no argument'}, and a chain takes one input")
+        raise _no_chain(
+            kind,
+            f"it takes {', '.join(a.name for a in arguments) or 'no argument'}, and a chain takes "
+            "one input",
+        )
     graphs = []
     for mode in (True, False):
         with _in_mode(model, mode):
@@ -116,9 +137,15 @@ def _traced(model: nn.Module) -> list[Part]:
                 raise _no_chain(kind, f"torch.fx says: {str(error).splitlines()[0]}") from None
     graph, evaluated = graphs
     if str(graph) != str(evaluated):
-        raise _no_chain(kind, "it does something else in training than in evaluation (use nn.Dropout, not F.dropout)")
-    # Arguments with a default are taken to have it; what is left of them are assertions that it is so.
-    left_out = {node for node in graph.nodes if node.op == "placeholder"} - {next(iter(graph.nodes))}
+        raise _no_chain(
+            kind,
+            "it does something else in training than in evaluation (use nn.Dropout, not F.dropout)",
+        )
+    # Arguments with a default are taken to have it; what is left of them are assertions that it is
+    # so.
+    left_out = {node for node in graph.nodes if node.op == "placeholder"} - {
+        next(iter(graph.nodes))
+    }
     left_out |= {user for node in left_out for user in node.users}
     return _segments([node for node in graph.nodes if node not in left_out])
 
@@ -136,9 +163,12 @@ def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 def _no_chain(kind: str, why: str) -> UserError:
     return UserError(
-        f"a pipeline needs a model whose forward is a chain of its children, and that of {kind} is not seen to be one: {why}. "
-        f"Build it as an nn.Sequential, or give {kind} a method chain() that returns the names of its submodules in the order in "
-        "which forward calls them; for what is not one submodule, a pair (name of a method, names of what it uses). Or use "
+        f"a pipeline needs a model whose forward is a chain of its children, and that of {kind} is "
+        f"not seen to be one: {why}. "
+        f"Build it as an nn.Sequential, or give {kind} a method chain() that returns the names of "
+        "its submodules in the order in "
+        "which forward calls them; for what is not one submodule, a pair (name of a method, names "
+        "of what it uses). Or use "
         "distributed='fsdp', which takes any model"
     )
 
@@ -146,7 +176,10 @@ def _no_chain(kind: str, why: str) -> UserError:
 def _segments(nodes: list[fx.Node]) -> list[Part]:
     """The graph cut before each module call at which only one value is handed on."""
     place = {node: number for number, node in enumerate(nodes)}
-    last_use = {node: max((place[user] for user in node.users if user in place), default=-1) for node in nodes}
+    last_use = {
+        node: max((place[user] for user in node.users if user in place), default=-1)
+        for node in nodes
+    }
     starts = [1]
     for number in range(2, len(nodes)):
         live = [node for node in nodes[:number] if last_use[node] >= number]
@@ -155,12 +188,31 @@ def _segments(nodes: list[fx.Node]) -> list[Part]:
             starts.append(number)
     parts: list[Part] = []
     for start, stop in itertools.pairwise([*starts, len(nodes)]):
-        inside, taken = nodes[start:stop], next(node for node in reversed(nodes[:start]) if last_use[node] >= start)
-        given = next(node for node in reversed(inside) if node.op != "output" and (last_use[node] >= stop or stop == len(nodes)))
-        uses = dict.fromkeys(str(node.target) for node in inside if node.op in ("call_module", "get_attr"))
-        name = next((str(node.target) for node in inside if node.op == "call_module"), inside[0].name)
-        again = sum(part.uses[:1] == (name,) for part in parts)  # a module that is called a second time
-        parts.append(Part(f"{name}:{again + 1}" if again else name, tuple(uses), _Segment(inside, taken, given)))
+        inside, taken = (
+            nodes[start:stop],
+            next(node for node in reversed(nodes[:start]) if last_use[node] >= start),
+        )
+        given = next(
+            node
+            for node in reversed(inside)
+            if node.op != "output" and (last_use[node] >= stop or stop == len(nodes))
+        )
+        uses = dict.fromkeys(
+            str(node.target) for node in inside if node.op in ("call_module", "get_attr")
+        )
+        name = next(
+            (str(node.target) for node in inside if node.op == "call_module"), inside[0].name
+        )
+        again = sum(
+            part.uses[:1] == (name,) for part in parts
+        )  # a module that is called a second time
+        parts.append(
+            Part(
+                f"{name}:{again + 1}" if again else name,
+                tuple(uses),
+                _Segment(inside, taken, given),
+            )
+        )
     return parts
 
 
@@ -190,15 +242,20 @@ class _Segment:
 # ------------------------------------------------------------------ where to cut
 
 
-def cut(parts: list[Part], num_stages: int, stages: Any, costs: Callable[[], Sequence[float]],
-        model: nn.Module) -> list[list[Part]]:  # fmt: skip
+def cut(
+    parts: list[Part],
+    num_stages: int,
+    stages: Any,
+    costs: Callable[[], Sequence[float]],
+    model: nn.Module,
+) -> list[list[Part]]:
     """The parts of each stage.
 
     Args:
         parts: the chain.
         num_stages: how many stages; each gets at least one part.
-        stages: "auto", the names of the parts at which the second and later stages begin, or a function
-            ``(model, num_stages)`` that gives those names.
+        stages: "auto", the names of the parts at which the second and later stages begin, or a
+            function ``(model, num_stages)`` that gives those names.
         costs: called for "auto": what each part costs; see `balanced`.
         model: what a function is given.
 
@@ -207,8 +264,10 @@ def cut(parts: list[Part], num_stages: int, stages: Any, costs: Callable[[], Seq
     """
     if len(parts) < num_stages:
         raise UserError(
-            f"a pipeline of {num_stages} stages needs at least as many parts, and the {type(model).__name__} is a chain of "
-            f"{len(parts)}: {', '.join(part.name for part in parts)}. Use at most {len(parts)} stages, or a deeper model"
+            f"a pipeline of {num_stages} stages needs at least as many parts, and the "
+            f"{type(model).__name__} is a chain of "
+            f"{len(parts)}: {', '.join(part.name for part in parts)}. Use at most {len(parts)} "
+            "stages, or a deeper model"
         )
     if stages == "auto":
         sizes = balanced(list(costs()), num_stages)
@@ -222,28 +281,37 @@ def cut(parts: list[Part], num_stages: int, stages: Any, costs: Callable[[], Seq
 def _places(parts: list[Part], names: list[str], num_stages: int, kind: str) -> list[int]:
     if len(names) != num_stages - 1:
         raise UserError(
-            f"stages={names} names the beginning of {len(names)} stages after the first, and there are {num_stages} stages: name "
+            f"stages={names} names the beginning of {len(names)} stages after the first, and there "
+            f"are {num_stages} stages: name "
             f"{num_stages - 1}, or write stages='auto'"
         )
     known = [part.name for part in parts]
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise UserError(f"stages={names}: no part of the {kind} is named '{name}'{hint} Its parts are {', '.join(known)}")
+            raise UserError(
+                f"stages={names}: no part of the {kind} is named '{name}'{hint} Its parts are "
+                f"{', '.join(known)}"
+            )
     places = [known.index(name) for name in names]
     if places != sorted(set(places)) or (places and places[0] == 0):
-        raise UserError(f"stages={names} must name parts in their order, none twice and not the first, out of {', '.join(known)}")
+        raise UserError(
+            f"stages={names} must name parts in their order, none twice and not the first, out of "
+            f"{', '.join(known)}"
+        )
     return places
 
 
 def balanced(costs: list[float], num_stages: int) -> list[int]:
-    """How many consecutive parts each stage gets, so that the most expensive stage is as cheap as possible.
+    """How many consecutive parts each stage gets, so that the most expensive stage is as cheap as
+    possible.
 
     Dynamic programming over the prefixes of the chain, in ``len(costs) ** 2 * num_stages`` steps.
     """
     total = list(itertools.accumulate(costs, initial=0.0))
     count = len(costs)
-    # best[n]: the most expensive stage of the best cut of the first n parts, and the cut; stage by stage.
+    # best[n]: the most expensive stage of the best cut of the first n parts, and the cut; stage by
+    # stage.
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for stage in range(1, num_stages + 1):
         found: dict[int, tuple[float, list[int]]] = {}
@@ -262,8 +330,11 @@ def by_parameters(model: nn.Module, parts: list[Part]) -> list[float]:
     return [float(sum(p.numel() for p in pruned(model, part.uses).parameters())) for part in parts]
 
 
-def measured(model: nn.Module, parts: list[Part], example: Any, device: torch.device, repeats: int = 3) -> list[float]:
-    """Seconds that forward and backward of each part take on this device: the median of a few, after one that is not counted.
+def measured(
+    model: nn.Module, parts: list[Part], example: Any, device: torch.device, repeats: int = 3
+) -> list[float]:
+    """Seconds that forward and backward of each part take on this device: the median of a few,
+    after one that is not counted.
 
     Args:
         example: what the model is called with, one micro-batch on the device.
@@ -295,9 +366,15 @@ class _Measured(BaseException):
         self.costs = costs
 
 
-def measured_on(try_on: Callable[[nn.Module, int], Any], model: nn.Module, parts: list[Part], pieces: int,
-                device: torch.device) -> list[float]:  # fmt: skip
-    """`measured`, on what the runner calls the model with, in the training's precision. Random draws are put back.
+def measured_on(
+    try_on: Callable[[nn.Module, int], Any],
+    model: nn.Module,
+    parts: list[Part],
+    pieces: int,
+    device: torch.device,
+) -> list[float]:
+    """`measured`, on what the runner calls the model with, in the training's precision. Random
+    draws are put back.
 
     Args:
         try_on: calls a module on a micro-batch, ``(module, micro-batches of a batch)``.
@@ -307,8 +384,11 @@ def measured_on(try_on: Callable[[nn.Module, int], Any], model: nn.Module, parts
         UserError: the model is on the meta device, or handle_batch does not call the model.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise UserError("Pipeline(balance='measured') needs weights that are there, and the model is on the meta device. Write "
-                        "balance='parameters', or build the model on the CPU")  # fmt: skip
+        raise UserError(
+            "Pipeline(balance='measured') needs weights that are there, and the model is on the "
+            "meta device. Write "
+            "balance='parameters', or build the model on the CPU"
+        )
 
     class Trial(nn.Module):
         def forward(self, value: Any) -> Any:
@@ -332,20 +412,26 @@ def _wait(device: torch.device) -> None:
 
 
 def pruned(model: nn.Module, uses: Sequence[str]) -> nn.Module:
-    """A module of the class of `model` that holds only what is named, under the same names, and shares it with `model`.
+    """A module of the class of `model` that holds only what is named, under the same names, and
+    shares it with `model`.
 
     The modules on the way to what is named are lists, which nobody calls.
     """
     kept = copy.copy(model)
-    # A copy shares the dicts of hooks, and what is registered on one stage must not be called on another.
-    kept.__dict__.update({key: copy.copy(value) for key, value in model.__dict__.items() if isinstance(value, dict)})
+    # A copy shares the dicts of hooks, and what is registered on one stage must not be called on
+    # another.
+    kept.__dict__.update(
+        {key: copy.copy(value) for key, value in model.__dict__.items() if isinstance(value, dict)}
+    )
     _fill(kept, model, "", set(uses))
     return kept
 
 
 def _fill(kept: nn.Module, module: nn.Module, prefix: str, uses: set[str]) -> None:
     for store in ("_parameters", "_buffers"):
-        kept.__dict__[store] = {n: value for n, value in module.__dict__[store].items() if prefix + n in uses}
+        kept.__dict__[store] = {
+            n: value for n, value in module.__dict__[store].items() if prefix + n in uses
+        }
     kept.__dict__["_modules"] = {}
     for name, child in module._modules.items():
         if prefix + name in uses or child is None:

@@ -1,4 +1,5 @@
-"""The passes of a pipeline: an optimizer step's micro-batches by a schedule, and evaluation batch by batch."""
+"""The passes of a pipeline: an optimizer step's micro-batches by a schedule, and evaluation batch
+by batch."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from allhands.strategies.pipeline_parts import Part
 from allhands.strategies.pipeline_stage import Ghost, StagedModel, signature, stage_module
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-# Schedules, each with its buffers, that are kept for the shapes of micro-batches that may come again.
+# Schedules, each with its buffers, that are kept for the shapes of micro-batches that may come
+# again.
 _KEPT = 8
 # Activations on their way to the next stage in evaluation, before the first of them is waited for.
 _UNDER_WAY = 4
@@ -34,7 +36,8 @@ LossOf = Callable[[int, Any, Any], torch.Tensor]
 class MicroBatch:
     """Some samples of a batch.
 
-    `filled` is what goes through the model: `batch`, or with further samples that do not count, up to the other ranks' number.
+    `filled` is what goes through the model: `batch`, or with further samples that do not count, up
+    to the other ranks' number.
     `count` is 0 where the one in `batch` does not count either.
     """
 
@@ -71,24 +74,35 @@ class PipelineRun:
         schedule: one of `SCHEDULES`.
     """
 
-    def __init__(self, model: nn.Module, stages: list[list[Part]], ghost: Ghost, group: dist.ProcessGroup | None,
-                 device: torch.device, schedule: str) -> None:  # fmt: skip
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: list[list[Part]],
+        ghost: Ghost,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        schedule: str,
+    ) -> None:
         self.group, self.device, self.schedule, self.ghost = group, device, schedule, ghost
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.last = len(stages) - 1
         self.numbers = list(range(self.rank, len(stages), self.ranks))
         self.holds_last = self.last in self.numbers
-        self.chunks = [stage_module(model, stages[number], self._precision) for number in self.numbers]
+        self.chunks = [
+            stage_module(model, stages[number], self._precision) for number in self.numbers
+        ]
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._shapes: list[torch.Tensor] = []
-        # In a training step: what the first stage is called with, and what makes the last stage's output into its loss.
+        # In a training step: what the first stage is called with, and what makes the last stage's
+        # output into its loss.
         self._inputs: Iterator[Any] | None = None
         self._loss: Callable[[Any], torch.Tensor] | None = None
         self._autocast: Autocast = nullcontext
 
     def _hook(self, number: int, chunk: nn.Module) -> None:
-        """The first stage takes its input, and the last makes its output a loss, outside of what shards the chunk."""
+        """The first stage takes its input, and the last makes its output a loss, outside of what
+        shards the chunk."""
 
         def before(_: nn.Module, arguments: tuple[Any, ...]) -> Any:
             return arguments if self._inputs is None else (next(self._inputs),)
@@ -112,28 +126,41 @@ class PipelineRun:
             self._hook(number, chunk)
         self._model = StagedModel(self.chunks, names)
         self._model.answer = self.evaluate
-        self._sharded = any(hasattr(parameter, "placements") for parameter in self._model.parameters())
+        self._sharded = any(
+            hasattr(parameter, "placements") for parameter in self._model.parameters()
+        )
         return self._model
 
     def _precision(self) -> AbstractContextManager[Any]:
         return self._autocast()
 
     def _handed_on(self, number: int, value: torch.Tensor) -> torch.Tensor:
-        """Checked against what the next stage waits for, since another shape would be read as garbage."""
+        """Checked against what the next stage waits for, since another shape would be read as
+        garbage."""
         expected = self._shapes[number]
-        if value.dtype != expected.dtype and torch.promote_types(value.dtype, expected.dtype) == expected.dtype:
+        if (
+            value.dtype != expected.dtype
+            and torch.promote_types(value.dtype, expected.dtype) == expected.dtype
+        ):
             value = value.to(expected.dtype)  # as of parameters that fsdp casts; nothing is lost
         if value.shape != expected.shape or value.dtype != expected.dtype:
             raise UserError(
-                f"stage {number} of the pipeline gives {value.dtype} of shape {list(value.shape)}, and {expected.dtype} of shape "
-                f"{list(expected.shape)} was expected. Cut where the whole activation is on every rank: stages=[…]"
+                f"stage {number} of the pipeline gives {value.dtype} of shape {list(value.shape)}, "
+                f"and {expected.dtype} of shape "
+                f"{list(expected.shape)} was expected. Cut where the whole activation is on every "
+                "rank: stages=[…]"
             )
         return value.contiguous()
 
     # ------------------------------------------------------------------ a training step
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], forward: Forward, loss_of: LossOf,
-                         autocast: Autocast) -> None:  # fmt: skip
+    def forward_backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        forward: Forward,
+        loss_of: LossOf,
+        autocast: Autocast,
+    ) -> None:
         """Forward and backward over micro-batches; their gradients are added up in the parameters.
 
         Those of one shape that follow one another share one run of the schedule.
@@ -141,7 +168,8 @@ class PipelineRun:
         Args:
             micro_batches: this rank's, the same along the pipeline.
             forward: calls the runner's handle_batch with the staged model.
-            loss_of: ``(number of the micro-batch, output, target)`` to the loss that is differentiated; called on the last stage.
+            loss_of: ``(number of the micro-batch, output, target)`` to the loss that is
+                differentiated; called on the last stage.
             autocast: the precision of forward passes and losses.
         """
         self.settle()
@@ -149,24 +177,31 @@ class PipelineRun:
         try:
             numbered = enumerate(micro_batches)
             with self._casts_kept():
-                for shape, run in itertools.groupby(numbered, key=lambda pair: signature(pair[1].filled)):
+                for shape, run in itertools.groupby(
+                    numbered, key=lambda pair: signature(pair[1].filled)
+                ):
                     self._run(shape, list(run), forward, loss_of)
         finally:
             self._autocast, self._inputs, self._loss = nullcontext, None, None
 
     def _casts_kept(self) -> AbstractContextManager[Any]:
-        """Within, autocast casts each weight once, and not once a micro-batch: it forgets casts when the outermost one ends.
+        """Within, autocast casts each weight once, and not once a micro-batch: it forgets casts
+        when the outermost one ends.
 
         Of parameters that fully_shard gathers, it would keep the whole stage's.
         """
         return nullcontext() if self._sharded else torch.autocast(self.device.type, enabled=False)
 
-    def _run(self, shape: Any, run: list[tuple[int, MicroBatch]], forward: Forward, loss_of: LossOf) -> None:
+    def _run(
+        self, shape: Any, run: list[tuple[int, MicroBatch]], forward: Forward, loss_of: LossOf
+    ) -> None:
         key = (shape, len(run))
         schedule = self._schedules.pop(key, None)
         if new := schedule is None:
             with self._autocast():
-                shapes = self.ghost.between(self._input_of(run[0][1].filled, forward), self._model.training)
+                shapes = self.ghost.between(
+                    self._input_of(run[0][1].filled, forward), self._model.training
+                )
             schedule = self._make_schedule(shapes, len(run)), shapes
         self._schedules[key] = schedule
         while len(self._schedules) > _KEPT:
@@ -177,7 +212,8 @@ class PipelineRun:
         self._loss = lambda output: self._weighted(*next(losses), output, forward, loss_of)
         arguments = (torch.arange(len(run)),) if self.rank == 0 else ()
         target = torch.arange(len(run)) if self.holds_last else None
-        # With fully_shard, the first call of a schedule clears the gradients that earlier ones have left.
+        # With fully_shard, the first call of a schedule clears the gradients that earlier ones have
+        # left.
         kept = [(p, p.grad) for p in self._model.parameters() if p.grad is not None] if new else []
         for parameter, _ in kept:
             parameter.grad = None
@@ -196,12 +232,27 @@ class PipelineRun:
 
         stages: list[Any] = []
         for number, chunk in zip(self.numbers, self.chunks, strict=True):
-            # The first stage is called with a number, since its input may be any tree; the last one gives the loss.
-            given = torch.empty(1, dtype=torch.int64, device="meta") if number == 0 else shapes[number - 1]
-            gives = torch.empty((), device="meta", requires_grad=True) if number == self.last else shapes[number]
+            # The first stage is called with a number, since its input may be any tree; the last one
+            # gives the loss.
+            given = (
+                torch.empty(1, dtype=torch.int64, device="meta")
+                if number == 0
+                else shapes[number - 1]
+            )
+            gives = (
+                torch.empty((), device="meta", requires_grad=True)
+                if number == self.last
+                else shapes[number]
+            )
             stages.append(
                 pipelining.PipelineStage(
-                    chunk, number, self.last + 1, self.device, input_args=(given,), output_args=(gives,), group=self.group
+                    chunk,
+                    number,
+                    self.last + 1,
+                    self.device,
+                    input_args=(given,),
+                    output_args=(gives,),
+                    group=self.group,
                 )
             )
         options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
@@ -226,9 +277,14 @@ class PipelineRun:
             return got.value
         finally:
             self._model.answer = before
-        raise UserError("handle_batch did not call the model that it is given, so a pipeline has no input. Call model(…) itself")
+        raise UserError(
+            "handle_batch did not call the model that it is given, so a pipeline has no input. "
+            "Call model(…) itself"
+        )
 
-    def _weighted(self, number: int, micro: MicroBatch, output: Any, forward: Forward, loss_of: LossOf) -> torch.Tensor:
+    def _weighted(
+        self, number: int, micro: MicroBatch, output: Any, forward: Forward, loss_of: LossOf
+    ) -> torch.Tensor:
         if micro.count == 0:
             return (output.float() * 0).sum()
         if micro.filled is not micro.batch:
@@ -239,8 +295,11 @@ class PipelineRun:
             nonlocal asked
             asked += 1
             if asked > 1:
-                raise UserError("handle_batch calls the model more than once a batch, which a pipeline cannot; put what it does "
-                                "with the outputs into the model, or use distributed='fsdp'")  # fmt: skip
+                raise UserError(
+                    "handle_batch calls the model more than once a batch, which a pipeline cannot; "
+                    "put what it does "
+                    "with the outputs into the model, or use distributed='fsdp'"
+                )
             return output
 
         before, self._model.answer = self._model.answer, give
@@ -249,7 +308,8 @@ class PipelineRun:
                 loss = loss_of(number, *forward(micro.batch))
         finally:
             self._model.answer = before
-        # The value is no longer needed and the gradient of a cast is 1 in any format, so nothing is lost.
+        # The value is no longer needed and the gradient of a cast is 1 in any format, so nothing is
+        # lost.
         return loss.float()
 
     # ------------------------------------------------------------------ evaluation
@@ -257,7 +317,8 @@ class PipelineRun:
     def evaluate(self, value: Any) -> Any:
         """The model's output for one input, on the ranks that hold the last stage.
 
-        Each rank goes on to its next batch as soon as it has handed this one on, so that the stages work at the same time.
+        Each rank goes on to its next batch as soon as it has handed this one on, so that the stages
+        work at the same time.
 
         Raises:
             OutputElsewhere: on the other ranks.

@@ -1,4 +1,5 @@
-"""A stage: its share of the model as a module, what passes between stages, and the model that the runner sees in their place."""
+"""A stage: its share of the model as a module, what passes between stages, and the model that the
+runner sees in their place."""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ from allhands.strategies.pipeline_parts import Part, pruned
 Signature = Any
 
 
-def stage_module(model: nn.Module, parts: list[Part], precision: Callable[[], AbstractContextManager[Any]]) -> nn.Module:
-    """The module of a stage: of the model's class, sharing with `model` the submodules of `parts` under their own names.
+def stage_module(
+    model: nn.Module, parts: list[Part], precision: Callable[[], AbstractContextManager[Any]]
+) -> nn.Module:
+    """The module of a stage: of the model's class, sharing with `model` the submodules of `parts`
+    under their own names.
 
     Args:
         model: the whole model.
@@ -44,7 +48,8 @@ def _uses(parts: list[Part]) -> list[str]:
 
 
 def shared_parameters(model: nn.Module, stages: list[list[Part]]) -> dict[str, dict[int, str]]:
-    """Parameters that several stages use: the model's own name for each, and its name in each of those stages."""
+    """Parameters that several stages use: the model's own name for each, and its name in each of
+    those stages."""
     first_name = {id(p): name for name, p in model.named_parameters()}
     found: dict[str, dict[int, str]] = {}
     for number, parts in enumerate(stages):
@@ -60,13 +65,15 @@ def check_all_used(model: nn.Module, parts: list[Part]) -> None:
     if left:
         shown = ", ".join(left[:6]) + (f" and {len(left) - 6} more" if len(left) > 6 else "")
         raise UserError(
-            f"no part of the {type(model).__name__}'s chain uses {shown}. Remove them from the model, or name them in chain() "
+            f"no part of the {type(model).__name__}'s chain uses {shown}. Remove them from the "
+            "model, or name them in chain() "
             "with the method that uses them"
         )
 
 
 class Ghost:
-    """The whole chain without memory: it tells what each stage gives for an input, on every rank without a message."""
+    """The whole chain without memory: it tells what each stage gives for an input, on every rank
+    without a message."""
 
     def __init__(self, model: nn.Module, stages: list[list[Part]], device: torch.device) -> None:
         self.stages = stages
@@ -74,7 +81,9 @@ class Ghost:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         memo: dict[int, Any] = {}
         for parameter in model.parameters():
-            memo[id(parameter)] = nn.Parameter(self._like(parameter), requires_grad=parameter.requires_grad)
+            memo[id(parameter)] = nn.Parameter(
+                self._like(parameter), requires_grad=parameter.requires_grad
+            )
         for buffer in model.buffers():
             memo[id(buffer)] = self._like(buffer)
         self.model = copy.deepcopy(model, memo)
@@ -91,7 +100,12 @@ class Ghost:
             UserError: it is not one floating point tensor, which is what gradients come back for.
         """
         self.model.train(training)
-        key = (signature(value), training, torch.is_grad_enabled(), torch.is_autocast_enabled(self.device.type))
+        key = (
+            signature(value),
+            training,
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled(self.device.type),
+        )
         if key not in self._known:
             self._known[key] = self._find(value)
         return self._known[key]
@@ -104,13 +118,26 @@ class Ghost:
                 for part in parts:
                     given = part.run(self.model, given)
                 if not isinstance(given, torch.Tensor) or not given.is_floating_point():
-                    what = f"a tensor of {given.dtype}" if isinstance(given, torch.Tensor) else f"a {type(given).__name__}"
+                    what = (
+                        f"a tensor of {given.dtype}"
+                        if isinstance(given, torch.Tensor)
+                        else f"a {type(given).__name__}"
+                    )
                     begins = self.stages[number + 1][0].name
                     raise UserError(
-                        f"stage {number + 1} of the pipeline begins at '{begins}' and would be handed {what}; stages pass one "
-                        "floating point tensor on. Cut elsewhere: stages=[…] with the names of other parts"
+                        f"stage {number + 1} of the pipeline begins at '{begins}' and would be "
+                        f"handed {what}; stages pass one "
+                        "floating point tensor on. Cut elsewhere: stages=[…] with the names of "
+                        "other parts"
                     )
-                found.append(torch.empty(given.shape, dtype=given.dtype, device="meta", requires_grad=given.requires_grad))
+                found.append(
+                    torch.empty(
+                        given.shape,
+                        dtype=given.dtype,
+                        device="meta",
+                        requires_grad=given.requires_grad,
+                    )
+                )
         return found
 
 
@@ -119,13 +146,15 @@ class NotOnThisStageError(UserError, AttributeError):
 
 
 class StagedModel(nn.Module):
-    """What the runner trains and evaluates in place of the model: this rank's stages, under the model's own names.
+    """What the runner trains and evaluates in place of the model: this rank's stages, under the
+    model's own names.
 
     Called with the model's one input, it does what `answer` says.
 
     Args:
         chunks: the stages' modules.
-        names: of parameters that the whole model knows by another name first (the other end of a tie).
+        names: of parameters that the whole model knows by another name first (the other end of a
+            tie).
     """
 
     answer: Callable[[Any], Any]
@@ -146,7 +175,10 @@ class StagedModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
             given = ", ".join([*("…" for _ in args), *(f"{name}=…" for name in kwargs)])
-            raise UserError(f"in a pipeline the model is called with its one input; handle_batch calls it with ({given})")
+            raise UserError(
+                "in a pipeline the model is called with its one input; handle_batch calls it with "
+                f"({given})"
+            )
         return self.answer(args[0])
 
     def __getattr__(self, name: str) -> Any:
@@ -154,8 +186,10 @@ class StagedModel(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             raise NotOnThisStageError(
-                f"in a pipeline a rank has the layers of its own stage alone, and here the model has no '{name}'; handle_batch "
-                "calls model(…) with its one input, and a callback finds what this rank has in training.model.named_modules()"
+                "in a pipeline a rank has the layers of its own stage alone, and here the model "
+                f"has no '{name}'; handle_batch "
+                "calls model(…) with its one input, and a callback finds what this rank has in "
+                "training.model.named_modules()"
             ) from None
 
     def __getitem__(self, key: Any) -> Any:
@@ -204,7 +238,8 @@ def rows_of(batch: Any, rows: slice | torch.Tensor, count: int) -> Any:
     """Some samples of a batch of `count`.
 
     Raises:
-        UserError: something in the batch is not a tensor or list of `count` items, so that it cannot be cut.
+        UserError: something in the batch is not a tensor or list of `count` items, so that it
+            cannot be cut.
     """
     if isinstance(batch, torch.Tensor):
         if batch.dim() and len(batch) == count:
@@ -216,13 +251,18 @@ def rows_of(batch: Any, rows: slice | torch.Tensor, count: int) -> Any:
         return type(batch)(*(rows_of(item, rows, count) for item in batch))
     elif isinstance(batch, (list, tuple)):
         if len(batch) == count and not _has_tensors(batch):  # a list of one string a sample
-            items = range(count)[rows] if isinstance(rows, slice) else cast("Iterable[int]", rows.tolist())
+            items = (
+                range(count)[rows]
+                if isinstance(rows, slice)
+                else cast("Iterable[int]", rows.tolist())
+            )
             return type(batch)(batch[item] for item in items)
         return type(batch)(rows_of(item, rows, count) for item in batch)
     else:
         what = f"a {type(batch).__name__}"
     raise UserError(
-        f"a pipeline cuts each batch of {count} samples into micro-batches, and this one holds {what}, whose first dimension is "
+        f"a pipeline cuts each batch of {count} samples into micro-batches, and this one holds "
+        f"{what}, whose first dimension is "
         "not the samples. Let the data set give tensors with one row a sample"
     )
 
@@ -230,5 +270,11 @@ def rows_of(batch: Any, rows: slice | torch.Tensor, count: int) -> Any:
 def _has_tensors(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return True
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    items = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return any(_has_tensors(item) for item in items)

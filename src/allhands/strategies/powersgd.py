@@ -22,11 +22,13 @@ _DEPENDENT = 1e-5
 class PowerSGD(Residuals):
     """The exchange of one training by PowerSGD, with error feedback and warm start.
 
-    After Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization, NeurIPS 2019 (algorithms
-    1 and 2). A rank's gradient M (n x m) with what was left over of its last one becomes P Q', of which P (n x r) is an
-    orthonormal basis of the sum over the ranks of M times the last Q, and Q (m x r) the mean over the ranks of M' P. What P Q'
-    does not hold of M is that rank's to keep. A tensor of more than two dimensions is a matrix with the first one as rows. Where
-    the factors would be more than half of it, and for vectors, the gradient itself travels.
+    After Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+    Optimization, NeurIPS 2019 (algorithms
+    1 and 2). A rank's gradient M (n x m) with what was left over of its last one becomes P Q', of
+    which P (n x r) is an orthonormal basis of the sum over the ranks of M times the last Q, and Q
+    (m x r) the mean over the ranks of M' P. What P Q' does not hold of M is that rank's to keep. A
+    tensor of more than two dimensions is a matrix with the first one as rows. Where the factors
+    would be more than half of it, and for vectors, the gradient itself travels.
 
     Args:
         rank: r, or less for a matrix that is smaller.
@@ -36,7 +38,14 @@ class PowerSGD(Residuals):
         world: the ranks.
     """
 
-    def __init__(self, rank: int, start: int, seed: int, named: Sequence[tuple[str, nn.Parameter]], world: World) -> None:
+    def __init__(
+        self,
+        rank: int,
+        start: int,
+        seed: int,
+        named: Sequence[tuple[str, nn.Parameter]],
+        world: World,
+    ) -> None:
         super().__init__("powersgd", named, world)
         self.start, self.exchanges = start, 0
         #: Rows and columns of what is compressed, and the first Q.
@@ -49,7 +58,10 @@ class PowerSGD(Residuals):
             if 2 * r * (rows + columns) <= parameter.numel() and r:
                 generator = torch.Generator().manual_seed(derive_seed(seed, "powersgd", name))
                 drawn = torch.randn(columns, r, generator=generator, dtype=wide(parameter.dtype))
-                self._shapes[name], self._first[name] = (rows, columns), (drawn / drawn.norm(dim=0)).to(parameter.device)
+                self._shapes[name], self._first[name] = (
+                    (rows, columns),
+                    (drawn / drawn.norm(dim=0)).to(parameter.device),
+                )
         self._factors: dict[str, torch.Tensor] = {}
 
     def add_up(self, bucket: Bucket) -> None:
@@ -95,20 +107,26 @@ class PowerSGD(Residuals):
         self.exchanges = state["exchanges"]
         for name, factor in state["factors"].items():
             first = self._first.get(name)
-            if first is not None and first.shape == factor.shape:  # else the rank is another one now
+            if (
+                first is not None and first.shape == factor.shape
+            ):  # else the rank is another one now
                 self._factors[name] = factor.to(first, copy=True)
 
 
 def _unit_columns(factor: torch.Tensor | None, first: torch.Tensor) -> torch.Tensor:
-    """The last Q with columns of length 1, or the first one's: a column of zeros would stay so for ever."""
+    """The last Q with columns of length 1, or the first one's: a column of zeros would stay so for
+    ever."""
     if factor is None:
         return first
     length = factor.norm(dim=0)
-    return torch.where(length <= 0, first, factor / length)  # the comparison lets NaN through, which has to be seen
+    return torch.where(
+        length <= 0, first, factor / length
+    )  # the comparison lets NaN through, which has to be seen
 
 
 def _orthonormal(base: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis of the columns, by Gram and Schmidt; zeros for a column that depends on those before it."""
+    """An orthonormal basis of the columns, by Gram and Schmidt; zeros for a column that depends on
+    those before it."""
     done: list[torch.Tensor] = []
     for given in base.unbind(1):
         column = given
@@ -116,5 +134,9 @@ def _orthonormal(base: torch.Tensor) -> torch.Tensor:
             before = torch.stack(done, 1)
             column = column - before @ (before.T @ column)
         length = column.norm()
-        done.append(torch.where(length <= _DEPENDENT * given.norm(), torch.zeros_like(column), column / length))
+        done.append(
+            torch.where(
+                length <= _DEPENDENT * given.norm(), torch.zeros_like(column), column / length
+            )
+        )
     return torch.stack(done, 1)

@@ -1,4 +1,5 @@
-"""The user's optimizer, made over the plain model's parameters, working on the parts that this rank holds."""
+"""The user's optimizer, made over the plain model's parameters, working on the parts that this rank
+holds."""
 
 from __future__ import annotations
 
@@ -15,21 +16,36 @@ from allhands.errors import UserError
 from allhands.strategies.held import Held, Read, nowhere
 from allhands.world import World
 
-# Each changes an element of a parameter by that element's own gradient and state alone, so that it may be given a part.
+# Each changes an element of a parameter by that element's own gradient and state alone, so that it
+# may be given a part.
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta, optim.RMSprop,
-    optim.Rprop, optim.ASGD,
-)  # fmt: skip
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.ASGD,
+)
 
 
 def check_optimizer(optimizer: optim.Optimizer, strategy: str) -> None:
     """Raise `UserError` unless the optimizer can be given parts of parameters."""
     kind = type(optimizer).__name__
-    check_elementwise(optimizer, f"strategy '{strategy}' gives the optimizer parts of parameters, and {kind} may need whole ones")
+    check_elementwise(
+        optimizer,
+        f"strategy '{strategy}' gives the optimizer parts of parameters, and {kind} may need whole "
+        "ones",
+    )
 
 
 def check_elementwise(optimizer: optim.Optimizer, why: str, instead: str = "") -> None:
-    """Raise `UserError`, from `why` to `instead`, unless the optimizer can work on some elements alone."""
+    """Raise `UserError`, from `why` to `instead`, unless the optimizer can work on some elements
+    alone."""
     kind = type(optimizer)
     if kind in ELEMENTWISE:
         return
@@ -37,51 +53,72 @@ def check_elementwise(optimizer: optim.Optimizer, why: str, instead: str = "") -
         _check_own(optimizer)
         return
     known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
-    marked = ("" if kind.__module__.startswith(("torch.", "allhands.")) else
-              "; or, if each element's update depends on that element's gradient and state alone, write `elementwise = True` "
-              f"into the class {kind.__name__}")  # fmt: skip
+    marked = (
+        ""
+        if kind.__module__.startswith(("torch.", "allhands."))
+        else "; or, if each element's update depends on that element's gradient and state alone, "
+        "write `elementwise = True` "
+        f"into the class {kind.__name__}"
+    )
     raise UserError(f"{why}. Use one of {known}{marked}{instead}")
 
 
 def _check_own(optimizer: optim.Optimizer) -> None:
-    """Raise `UserError` for an optimizer that says `elementwise`, and keeps what a rank with parts would not see."""
+    """Raise `UserError` for an optimizer that says `elementwise`, and keeps what a rank with parts
+    would not see."""
     kind = type(optimizer)
     if kind.state_dict is not optim.Optimizer.state_dict:
         raise UserError(
-            f"{kind.__name__} has a state_dict() of its own, and here the state lies in parts on the workers, of which that one "
+            f"{kind.__name__} has a state_dict() of its own, and here the state lies in parts on "
+            "the workers, of which that one "
             "knows nothing. Leave torch.optim.Optimizer's, or write distributed='ddp'"
         )
     groups = {id(group) for group in optimizer.param_groups}
     for inner in _inner_optimizers(optimizer):
         if any(id(group) not in groups for group in inner.param_groups):
             raise UserError(
-                f"{kind.__name__} holds a {type(inner).__name__} that has groups of parameters of its own, which would go on "
-                f"working on whole parameters. Share them (self.param_groups = inner.param_groups), or write distributed='ddp'"
+                f"{kind.__name__} holds a {type(inner).__name__} that has groups of parameters of "
+                "its own, which would go on "
+                "working on whole parameters. Share them (self.param_groups = "
+                "inner.param_groups), or write distributed='ddp'"
             )
 
 
 def _inner_optimizers(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
-    """The optimizers that this one holds in its attributes, as a Lookahead does, and those that they hold."""
-    found = [value for value in vars(optimizer).values() if isinstance(value, optim.Optimizer) and value is not optimizer]
+    """The optimizers that this one holds in its attributes, as a Lookahead does, and those that
+    they hold."""
+    found = [
+        value
+        for value in vars(optimizer).values()
+        if isinstance(value, optim.Optimizer) and value is not optimizer
+    ]
     return found + [deeper for inner in found for deeper in _inner_optimizers(inner)]
 
 
 class Repointed:
     """The optimizer between `prepare` and the end of the training.
 
-    Its groups keep their options and their identity, so that schedulers go on working; their parameters become this rank's
-    parts, in the same order. A stage of a pipeline has only some of them.
+    Its groups keep their options and their identity, so that schedulers go on working; their
+    parameters become this rank's parts, in the same order. A stage of a pipeline has only some of
+    them.
 
     Args:
         optimizer: the user's.
         plain: the plain model's parameters by name, which it was made over.
         held: by name, what this rank has of each.
-        local: by name, the parameter that takes the place of the plain one; those of other stages are absent.
+        local: by name, the parameter that takes the place of the plain one; those of other stages
+            are absent.
         world: the processes.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, plain: Mapping[str, nn.Parameter], held: Mapping[str, Held],
-                 local: Mapping[str, nn.Parameter], world: World) -> None:  # fmt: skip
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        plain: Mapping[str, nn.Parameter],
+        held: Mapping[str, Held],
+        local: Mapping[str, nn.Parameter],
+        world: World,
+    ) -> None:
         names = {id(parameter): name for name, parameter in plain.items()}
         self.optimizer, self.held, self.local, self.world = optimizer, held, local, world
         self._before = [list(group["params"]) for group in optimizer.param_groups]
@@ -96,12 +133,18 @@ class Repointed:
             for name in itertools.chain.from_iterable(self.names):
                 state = before.get(plain[name])
                 if state and name in local:
-                    each.state[local[name]] = {key: self._part(name, value) for key, value in state.items()}
+                    each.state[local[name]] = {
+                        key: self._part(name, value) for key, value in state.items()
+                    }
 
     def _part(self, name: str, value: Any) -> Any:
         """A rank's part of one entry of a parameter's state."""
         kept = self.held[name]
-        if not isinstance(value, torch.Tensor) or tuple(value.shape) != kept.shape or not kept.shape:
+        if (
+            not isinstance(value, torch.Tensor)
+            or tuple(value.shape) != kept.shape
+            or not kept.shape
+        ):
             return value
         assert kept.local is not None
         part = torch.zeros_like(kept.local, dtype=value.dtype)
@@ -115,22 +158,33 @@ class Repointed:
             names: by the id of a parameter that a callback may have given it.
 
         Raises:
-            UserError: groups were taken away or changed, or have a parameter that is not the model's.
+            UserError: groups were taken away or changed, or have a parameter that is not the
+                model's.
         """
-        groups, known = self.optimizer.param_groups, [[self.local[n] for n in own if n in self.local] for own in self.names]
+        groups, known = (
+            self.optimizer.param_groups,
+            [[self.local[n] for n in own if n in self.local] for own in self.names],
+        )
         if [len(group["params"]) for group in groups[: len(known)]] != list(map(len, known)):
-            raise UserError("the optimizer's groups of parameters were changed between two epochs; add groups of their own, by "
-                            "optimizer.add_param_group")  # fmt: skip
+            raise UserError(
+                "the optimizer's groups of parameters were changed between two epochs; add groups "
+                "of their own, by "
+                "optimizer.add_param_group"
+            )
         found = []
         for group in groups[len(known) :]:
             if any(id(parameter) not in names for parameter in group["params"]):
-                raise UserError("a group that was added to the optimizer has a parameter that is not the model's; add those of "
-                                "`training.model`")  # fmt: skip
+                raise UserError(
+                    "a group that was added to the optimizer has a parameter that is not the "
+                    "model's; add those of "
+                    "`training.model`"
+                )
             found.append([names[id(parameter)] for parameter in group["params"]])
         return found
 
     def take_up(self, groups: list[list[str]], plain: Mapping[str, nn.Parameter]) -> None:
-        """Have the optimizer work on this rank's parts of the parameters in groups that it has got, of these names."""
+        """Have the optimizer work on this rank's parts of the parameters in groups that it has got,
+        of these names."""
         first = len(self.names)
         for group, members in zip(self.optimizer.param_groups[first:], groups, strict=True):
             group["params"] = [self.local[name] for name in members]
@@ -138,11 +192,13 @@ class Repointed:
             self._before.append([plain[name] for name in members])
 
     def _numbered(self) -> Iterator[tuple[int, str]]:
-        """All parameters in the order of the plain optimizer's, which numbers them in its ``state_dict``."""
+        """All parameters in the order of the plain optimizer's, which numbers them in its
+        ``state_dict``."""
         return enumerate(name for members in self.names for name in members)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the plain optimizer's ``state_dict``, with `Held` where a tensor is shaped like its parameter. All ranks call it."""
+        """As the plain optimizer's ``state_dict``, with `Held` where a tensor is shaped like its
+        parameter. All ranks call it."""
         groups, index = [], 0
         for group, members in zip(self.optimizer.param_groups, self.names, strict=True):
             options = {key: value for key, value in group.items() if key != "params"}
@@ -156,7 +212,9 @@ class Repointed:
         for index, name in self._numbered():
             if name in self.local:
                 entries = optimizer.state.get(self.local[name], {})
-                described[index] = {key: self._describe(name, key, value) for key, value in entries.items()}
+                described[index] = {
+                    key: self._describe(name, key, value) for key, value in entries.items()
+                }
                 parts[index] = entries
         known: dict[int, dict[str, Any]] = {}
         for text in all_gather_text(json.dumps(described), self.world):
@@ -165,7 +223,10 @@ class Repointed:
         for index, name in self._numbered():
             if index in known:
                 mine = parts.get(index, {})
-                state[index] = {key: self._entry(name, said, mine.get(key)) for key, said in known[index].items()}
+                state[index] = {
+                    key: self._entry(name, said, mine.get(key))
+                    for key, said in known[index].items()
+                }
         return state
 
     def _describe(self, name: str, key: str, value: Any) -> list[Any]:
@@ -177,8 +238,10 @@ class Repointed:
             return ["like", dtype]
         if value.numel() > 1:
             raise UserError(
-                f"the optimizer's state '{key}' of '{name}' has the shape {list(value.shape)} and the rank's part of it "
-                f"{list(local.shape)}; only states shaped like the parameter, and single numbers, can be stored"
+                f"the optimizer's state '{key}' of '{name}' has the shape {list(value.shape)} and "
+                "the rank's part of it "
+                f"{list(local.shape)}; only states shaped like the parameter, and single numbers, "
+                "can be stored"
             )
         return ["number", dtype, list(value.shape), value.item()]
 
@@ -192,15 +255,21 @@ class Repointed:
         return kept.with_local(value) if value is not None else nowhere(kept.shape, dtype)
 
     def load_state_dict(self, state: Mapping[str, Any], read: Read) -> None:
-        """Go on from a plain optimizer's ``state_dict``, of whose tensors only this rank's slices are read.
+        """Go on from a plain optimizer's ``state_dict``, of whose tensors only this rank's slices
+        are read.
 
         Raises:
             ValueError: it is of another optimizer.
         """
         groups = state["param_groups"]
-        sizes, own = [len(group["params"]) for group in groups], [len(members) for members in self.names]
+        sizes, own = (
+            [len(group["params"]) for group in groups],
+            [len(members) for members in self.names],
+        )
         if sizes != own:
-            raise ValueError(f"its optimizer has groups of {sizes} parameters, and this one of {own}")
+            raise ValueError(
+                f"its optimizer has groups of {sizes} parameters, and this one of {own}"
+            )
         numbers = [number for group in groups for number in group["params"]]
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -212,7 +281,9 @@ class Repointed:
             parameter, kept = self.local[name], self.held[name]
             mine: dict[str, Any] = {}
             for key, value in entries.items():
-                if isinstance(value, torch.Tensor) and (tuple(value.shape) != kept.shape or not kept.shape):
+                if isinstance(value, torch.Tensor) and (
+                    tuple(value.shape) != kept.shape or not kept.shape
+                ):
                     mine[key] = self._placed(value, parameter, key, self.optimizer.param_groups)
                 elif isinstance(value, (torch.Tensor, tuple)):
                     mine[key] = torch.zeros_like(parameter, requires_grad=False)
@@ -222,14 +293,20 @@ class Repointed:
             self.optimizer.state[parameter] = mine
 
     @staticmethod
-    def _placed(value: torch.Tensor, parameter: nn.Parameter, key: str, groups: list[dict[str, Any]]) -> torch.Tensor:
-        """Where PyTorch's optimizers keep a number: counters on the processor, unless the kernel reads them on the device."""
-        group = next(group for group in groups if any(member is parameter for member in group["params"]))
+    def _placed(
+        value: torch.Tensor, parameter: nn.Parameter, key: str, groups: list[dict[str, Any]]
+    ) -> torch.Tensor:
+        """Where PyTorch's optimizers keep a number: counters on the processor, unless the kernel
+        reads them on the device."""
+        group = next(
+            group for group in groups if any(member is parameter for member in group["params"])
+        )
         on_device = key != "step" or group.get("capturable") or group.get("fused")
         return value.to(parameter.device) if on_device else value.clone()
 
     def give_back(self, keep: bool, device: torch.device) -> None:
-        """Put the optimizer back over the plain model's parameters, with the whole state where `keep` says so.
+        """Put the optimizer back over the plain model's parameters, with the whole state where
+        `keep` says so.
 
         All ranks call it together.
         """

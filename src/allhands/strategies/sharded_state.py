@@ -1,6 +1,7 @@
 """The optimizer's state dealt out to the workers of ddp, parameter by parameter.
 
-The first stage of Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020.
+The first stage of Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models, SC 2020.
 """
 
 from __future__ import annotations
@@ -24,15 +25,20 @@ _MESSAGE = 25 * 2**20  # bytes of parameters that travel together
 def check_state(optimizer_state: Any) -> None:
     """Raise `UserError` for a setting that there is not."""
     if optimizer_state not in STATES:
-        raise UserError(f"DDP(optimizer_state={optimizer_state!r}); it must be one of {', '.join(map(repr, STATES))}")
+        raise UserError(
+            f"DDP(optimizer_state={optimizer_state!r}); it must be one of "
+            f"{', '.join(map(repr, STATES))}"
+        )
 
 
 def check_shardable(settings: Any) -> None:
-    """Raise `UserError` for settings of a training (`TrainSettings`) whose optimizer cannot be dealt out."""
+    """Raise `UserError` for settings of a training (`TrainSettings`) whose optimizer cannot be
+    dealt out."""
     kind = type(settings.optimizer).__name__
     check_elementwise(
         settings.optimizer,
-        f"DDP(optimizer_state='sharded') lets each worker update some of the parameters, and {kind} may look at all of them",
+        "DDP(optimizer_state='sharded') lets each worker update some of the parameters, and "
+        f"{kind} may look at all of them",
         "; or write DDP()",
     )
 
@@ -40,8 +46,8 @@ def check_shardable(settings: Any) -> None:
 class ShardedState:
     """The optimizer of one training, pointed at the parameters that this rank updates.
 
-    Each parameter belongs to one rank, so that each has about the same number of bytes. All ranks have the whole gradients; after
-    a step the owners send what they have updated to the others.
+    Each parameter belongs to one rank, so that each has about the same number of bytes. All ranks
+    have the whole gradients; after a step the owners send what they have updated to the others.
 
     Args:
         optimizer: the user's, over parameters of `model`.
@@ -68,19 +74,23 @@ class ShardedState:
         self._messages = [
             (rank, message)
             for rank in range(world.world_size)
-            for message in _messages([plain[name] for name, owner in zip(members, owners, strict=True) if owner == rank])
+            for message in _messages(
+                [plain[name] for name, owner in zip(members, owners, strict=True) if owner == rank]
+            )
         ]
         self._repointed = Repointed(optimizer, plain, described, local, world)
 
     def share(self) -> None:
-        """After the optimizer's step, or its change of mode: every rank gets what the others have updated."""
+        """After the optimizer's step, or its change of mode: every rank gets what the others have
+        updated."""
         calls.note("sharing updated parameters")
         with torch.no_grad():
             for rank, parameters in self._messages:
                 broadcast_tensors(parameters, self._world, rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """The plain optimizer's ``state_dict``, with `Held` for tensors; all ranks call it together."""
+        """The plain optimizer's ``state_dict``, with `Held` for tensors; all ranks call it
+        together."""
         return self._repointed.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], read: Read) -> None:
@@ -88,7 +98,8 @@ class ShardedState:
         self._repointed.load_state_dict(state, read)
 
     def give_back(self, keep: bool) -> None:
-        """The optimizer has all parameters again, and their state where `keep` says so; all ranks call it together."""
+        """The optimizer has all parameters again, and their state where `keep` says so; all ranks
+        call it together."""
         self._repointed.give_back(keep, self._world.device)
 
 

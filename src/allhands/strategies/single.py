@@ -17,7 +17,8 @@ class Single(Strategy):
     def check(self, world: World) -> None:
         if world.world_size > 1:
             raise UserError(
-                f"distributed='single' trains in one process, but this is a world of {world.world_size}; "
+                "distributed='single' trains in one process, but this is a world of "
+                f"{world.world_size}; "
                 "write distributed='ddp', or start the script once"
             )
 

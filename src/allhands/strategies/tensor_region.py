@@ -1,4 +1,5 @@
-"""Where in a forward pass each worker of a tensor-parallel group has features of its own, and draws random numbers of its own."""
+"""Where in a forward pass each worker of a tensor-parallel group has features of its own, and draws
+random numbers of its own."""
 
 from __future__ import annotations
 
@@ -9,15 +10,18 @@ from allhands.errors import UserError
 
 
 class Region:
-    """The part of a forward pass in which each worker has features of its own, from a colwise module to a rowwise one.
+    """The part of a forward pass in which each worker has features of its own, from a colwise
+    module to a rowwise one.
 
-    Dropout there draws numbers of the worker's own; everywhere else all workers of the group draw the same. Its seed is drawn
-    from the common generator, so that nothing is to be saved beside that one's state, and a forward pass that is run again
-    (activation checkpointing) draws the same.
+    Dropout there draws numbers of the worker's own; everywhere else all workers of the group draw
+    the same. Its seed is drawn from the common generator, so that nothing is to be saved beside
+    that one's state, and a forward pass that is run again (activation checkpointing) draws the
+    same.
 
     Attributes:
         opened_by: the colwise module whose output is in parts now; None outside.
-        looking: whether to refuse modules that cannot be right here; until the first forward pass has ended.
+        looking: whether to refuse modules that cannot be right here; until the first forward pass
+            has ended.
     """
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
@@ -44,16 +48,18 @@ class Region:
         self._states = []
 
     def close_after_error(self, output: object) -> None:
-        """Close when a module was left half way, and so gave nothing: by an error, or by activation checkpointing, which computes
-        a layer again only as far as it must."""
+        """Close when a module was left half way, and so gave nothing: by an error, or by activation
+        checkpointing, which computes a layer again only as far as it must."""
         if output is None:
             self.close()
 
     def check_closed(self) -> None:
-        """Raise `UserError` when the model's output is a part of it; called at the end of each forward pass."""
+        """Raise `UserError` when the model's output is a part of it; called at the end of each
+        forward pass."""
         if self.looking and self.opened_by is not None:
             raise UserError(
-                f"'{self.opened_by}' is colwise, and no rowwise module brings its parts together again; make the one that takes "
+                f"'{self.opened_by}' is colwise, and no rowwise module brings its parts together "
+                "again; make the one that takes "
                 f"its output 'rowwise', or '{self.opened_by}' 'vocab', which gathers its outputs"
             )
         self.looking = False
@@ -67,6 +73,8 @@ class Region:
     def refuse_inside(self, name: str, style: str) -> None:
         if self.looking and self.opened_by is not None:
             raise UserError(
-                f"'{name}' ({style}) runs after '{self.opened_by}' (colwise) and before a rowwise module, where each worker has "
-                f"a part of the features; make '{name}' 'rowwise', or '{self.opened_by}' 'vocab', which gathers its outputs"
+                f"'{name}' ({style}) runs after '{self.opened_by}' (colwise) and before a rowwise "
+                "module, where each worker has "
+                f"a part of the features; make '{name}' 'rowwise', or '{self.opened_by}' 'vocab', "
+                "which gathers its outputs"
             )

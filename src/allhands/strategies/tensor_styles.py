@@ -1,7 +1,10 @@
-"""What a style does to a module: its parameters become DTensors, and its forward pass runs on this worker's part of them.
+"""What a style does to a module: its parameters become DTensors, and its forward pass runs on this
+worker's part of them.
 
-Between the modules of a block activations are plain tensors: whole ones, or this worker's part of the features. Only what is
-split along the sequence or the vocabulary is a DTensor, so that one that meets a whole tensor is an error, not another result.
+Between the modules of a block activations are plain tensors: whole ones, or this worker's part of
+the features. Only what is
+split along the sequence or the vocabulary is a DTensor, so that one that meets a whole tensor is an
+error, not another result.
 """
 
 from __future__ import annotations
@@ -25,14 +28,28 @@ _WHOLE, _PARTIAL, _SPLIT = Replicate(), Partial(), Shard(_SEQUENCE)
 
 
 def split(
-    model: nn.Module, styles: Mapping[str, Style], mesh: DeviceMesh, sequence: bool, split_loss: bool
+    model: nn.Module,
+    styles: Mapping[str, Style],
+    mesh: DeviceMesh,
+    sequence: bool,
+    split_loss: bool,
 ) -> dict[str, torch.Tensor]:
-    """Cut `model` in place; see `Tensor.parallelize`, of which these are the arguments and the result."""
+    """Cut `model` in place; see `Tensor.parallelize`, of which these are the arguments and the
+    result."""
     place(model, styles, mesh)
     region = Region(mesh, next((p.device for p in model.parameters()), torch.device("cpu")))
     modules = dict(model.named_modules())
-    inside = {id(part) for m in modules.values() if isinstance(m, nn.MultiheadAttention) for part in m.modules() if part is not m}
-    if any(isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) for module in modules.values()):
+    inside = {
+        id(part)
+        for m in modules.values()
+        if isinstance(m, nn.MultiheadAttention)
+        for part in m.modules()
+        if part is not m
+    }
+    if any(
+        isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer))
+        for module in modules.values()
+    ):
         # In evaluation these would read the parameters of modules in them without calling those.
         torch.backends.mha.set_fastpath_enabled(False)
     orders = {}
@@ -48,28 +65,37 @@ def split(
         else:
             _KINDS[style.kind](name, module, mesh, region, sequence)
         if style is not None and style.kind == "colwise":
-            # Where the forward pass is left half way: by an error, or by checkpointing, which has what it wanted.
+            # Where the forward pass is left half way: by an error, or by checkpointing, which has
+            # what it wanted.
             modules[name.rpartition(".")[0]].register_forward_hook(
                 lambda *seen: region.close_after_error(seen[-1]), always_call=True
             )
             for key, parameter in module.named_parameters(recurse=False) if style.parts > 1 else ():
-                orders[f"{name}.{key}"] = by_rank(torch.arange(parameter.shape[0]), style.parts, mesh.size())
+                orders[f"{name}.{key}"] = by_rank(
+                    torch.arange(parameter.shape[0]), style.parts, mesh.size()
+                )
     model.register_forward_pre_hook(lambda *_: region.close())
     model.register_forward_hook(lambda *_: region.check_closed())
     model.register_forward_hook(lambda *_: region.close(), always_call=True)
     if sequence:
         first = next(name for name, style in styles.items() if style.kind == "sequence")
-        if first not in modules:  # a stage that begins where activations are split along the sequence
-            model.register_forward_pre_hook(lambda _, inputs: tuple(_split_sequence(x, mesh) for x in inputs))
+        if (
+            first not in modules
+        ):  # a stage that begins where activations are split along the sequence
+            model.register_forward_pre_hook(
+                lambda _, inputs: tuple(_split_sequence(x, mesh) for x in inputs)
+            )
         model.register_forward_hook(lambda _1, _2, output: _whole_sequence(output))
     return orders
 
 
 def place(module: nn.Module, styles: Mapping[str, Style], mesh: DeviceMesh) -> None:
-    """Make every parameter of `module` a DTensor on `mesh`, of which this worker keeps its own part alone.
+    """Make every parameter of `module` a DTensor on `mesh`, of which this worker keeps its own part
+    alone.
 
     Args:
-        module: the model, or a part of it under the model's own names; equal on all workers of the mesh.
+        module: the model, or a part of it under the model's own names; equal on all workers of the
+            mesh.
         styles: by module name; modules that are not named are replicated.
         mesh: one axis.
     """
@@ -82,7 +108,12 @@ def place(module: nn.Module, styles: Mapping[str, Style], mesh: DeviceMesh) -> N
                 part = _part(parameter.detach(), style, dim, mesh)
                 placement: Placement = Replicate() if dim is None else Shard(dim)
                 whole = DTensor.from_local(
-                    part, mesh, [placement], run_check=False, shape=parameter.shape, stride=_strides(parameter.shape)
+                    part,
+                    mesh,
+                    [placement],
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=_strides(parameter.shape),
                 )
                 made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
             owner.register_parameter(key, made[id(parameter)])
@@ -94,11 +125,14 @@ def _part(whole: torch.Tensor, style: Style, dim: int | None, mesh: DeviceMesh) 
     whole = by_rank(whole, style.parts, mesh.size())
     length = -(-whole.shape[dim] // mesh.size())
     start = min(mesh.get_local_rank() * length, whole.shape[dim])
-    return whole.narrow(dim, start, min(length, whole.shape[dim] - start)).clone(memory_format=torch.contiguous_format)
+    return whole.narrow(dim, start, min(length, whole.shape[dim] - start)).clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 def by_rank(plain: torch.Tensor, parts: int, workers: int) -> torch.Tensor:
-    """Rows that lie part after part (q, k, v), laid worker after worker, each its share of every part."""
+    """Rows that lie part after part (q, k, v), laid worker after worker, each its share of every
+    part."""
     if parts == 1:
         return plain
     return plain.unflatten(0, (parts, workers, -1)).transpose(0, 1).flatten(0, 2)
@@ -109,7 +143,8 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 class Split(ABC):
-    """One module that runs on this worker's part: what comes in, the parameters that its forward pass sees, and what goes out.
+    """One module that runs on this worker's part: what comes in, the parameters that its forward
+    pass sees, and what goes out.
 
     Args:
         name: the module's, for messages.
@@ -119,13 +154,18 @@ class Split(ABC):
         sequence: whether activations between blocks are split along the sequence.
     """
 
-    #: Whether the parameters that the forward pass sees are there for the module's own hooks before it.
+    #: Whether the parameters that the forward pass sees are there for the module's own hooks before
+    #: it.
     first = False
 
-    def __init__(self, name: str, module: nn.Module, mesh: DeviceMesh, region: Region, sequence: bool) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, mesh: DeviceMesh, region: Region, sequence: bool
+    ) -> None:
         self.name, self.mesh, self.region, self.sequence = name, mesh, region, sequence
         # It reads its projection's parameters without calling that.
-        self._owners = list(module.modules()) if isinstance(module, nn.MultiheadAttention) else [module]
+        self._owners = (
+            list(module.modules()) if isinstance(module, nn.MultiheadAttention) else [module]
+        )
         self._before: list[tuple[nn.Module, str, Any]] = []
         module.register_forward_pre_hook(self._enter, prepend=self.first)
         module.register_forward_hook(self._unshadow, always_call=True)
@@ -141,7 +181,10 @@ class Split(ABC):
 
     def only(self, inputs: tuple[Any, ...]) -> torch.Tensor:
         if len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor):
-            raise UserError(f"'{self.name}' is split over workers, and must be called with one tensor, by position")
+            raise UserError(
+                f"'{self.name}' is split over workers, and must be called with one tensor, by "
+                "position"
+            )
         return inputs[0]
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -156,7 +199,8 @@ class Split(ABC):
         return parameter.to_local()
 
     def shadow(self, module: nn.Module, key: str, value: Any) -> None:
-        """Let ``module.key`` be `value` during this forward pass: an object's own attribute comes before its parameters."""
+        """Let ``module.key`` be `value` during this forward pass: an object's own attribute comes
+        before its parameters."""
         self._before.append((module, key, module.__dict__.get(key, _NOTHING)))
         module.__dict__[key] = value
 
@@ -169,10 +213,12 @@ class Split(ABC):
             else:
                 owner.__dict__[key] = value
 
-    # What goes from one form to another; each is differentiable, with the collective that belongs to it on the way back.
+    # What goes from one form to another; each is differentiable, with the collective that belongs
+    # to it on the way back.
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """The same whole activation on all workers, of which each will use a part; gradients of the parts are summed."""
+        """The same whole activation on all workers, of which each will use a part; gradients of the
+        parts are summed."""
         if isinstance(x, DTensor):
             return _move(x.to_local(), self.mesh, x.shape, _SPLIT, _WHOLE, _PARTIAL, _SPLIT)
         return _move(x, self.mesh, x.shape, _WHOLE, _WHOLE, _PARTIAL, _WHOLE)
@@ -181,7 +227,11 @@ class Split(ABC):
         """The sum of what each worker has, whole on each, or split along the sequence."""
         if not self.sequence:
             return _move(part, self.mesh, part.shape, _PARTIAL, _WHOLE, _WHOLE, _WHOLE)
-        return _as_split(_move(part, self.mesh, part.shape, _PARTIAL, _SPLIT, _SPLIT, _WHOLE), self.mesh, part.shape)
+        return _as_split(
+            _move(part, self.mesh, part.shape, _PARTIAL, _SPLIT, _SPLIT, _WHOLE),
+            self.mesh,
+            part.shape,
+        )
 
 
 class Colwise(Split):
@@ -191,8 +241,10 @@ class Colwise(Split):
         x = self.only(inputs)
         if x.shape[-1] != module.in_features:
             raise UserError(
-                f"'{self.name}' (colwise) takes {module.in_features} features and got {x.shape[-1]}: a module before it is "
-                "colwise too; make that one 'vocab', which gathers its outputs, or this one 'rowwise'"
+                f"'{self.name}' (colwise) takes {module.in_features} features and got "
+                f"{x.shape[-1]}: a module before it is "
+                "colwise too; make that one 'vocab', which gathers its outputs, or this one "
+                "'rowwise'"
             )
         return (self.whole(x),)
 
@@ -202,14 +254,16 @@ class Colwise(Split):
 
 
 class Rowwise(Split):
-    """A Linear whose inputs are split; the input is this worker's part, the output the sum over the workers."""
+    """A Linear whose inputs are split; the input is this worker's part, the output the sum over the
+    workers."""
 
     def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x = self.only(inputs)
         part = module.in_features // self.mesh.size()  # type: ignore[operator]
         if x.shape[-1] != part:
             raise UserError(
-                f"'{self.name}' (rowwise) takes this worker's part of the features, {part} of {module.in_features}, and got "
+                f"'{self.name}' (rowwise) takes this worker's part of the features, {part} of "
+                f"{module.in_features}, and got "
                 f"{x.shape[-1]}; make the module before it 'colwise', or this one 'replicate'"
             )
         if self.sequence:
@@ -236,18 +290,34 @@ class Rowwise(Split):
 
 
 class VocabRows(Split):
-    """An Embedding whose rows are split; a token that another worker has is 0 here, and the sum is exact."""
+    """An Embedding whose rows are split; a token that another worker has is 0 here, and the sum is
+    exact."""
 
     def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         tokens = self.only(inputs)
         rows = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
-        weight, first = module.__dict__["weight"], self.mesh.get_local_rank() * -(-rows // self.mesh.size())
-        if not tokens.is_cuda and tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < rows:
-            raise IndexError(f"'{self.name}' has {rows} rows, and got tokens from {int(tokens.min())} to {int(tokens.max())}")
+        weight, first = (
+            module.__dict__["weight"],
+            self.mesh.get_local_rank() * -(-rows // self.mesh.size()),
+        )
+        if (
+            not tokens.is_cuda
+            and tokens.numel()
+            and not 0 <= int(tokens.min()) <= int(tokens.max()) < rows
+        ):
+            raise IndexError(
+                f"'{self.name}' has {rows} rows, and got tokens from {int(tokens.min())} to "
+                f"{int(tokens.max())}"
+            )
         here = tokens - first
         elsewhere = (here < 0) | (here >= len(weight))
         # A GPU does not look at each token; one that no worker has must not pass for a 0.
-        self._kept = (~elsewhere).to(weight.dtype).masked_fill((tokens < 0) | (tokens >= rows), float("nan")).unsqueeze(-1)
+        self._kept = (
+            (~elsewhere)
+            .to(weight.dtype)
+            .masked_fill((tokens < 0) | (tokens >= rows), float("nan"))
+            .unsqueeze(-1)
+        )
         if module.padding_idx is not None:
             padding = module.padding_idx - first  # type: ignore[operator]
             self.shadow(module, "padding_idx", padding if 0 <= padding < len(weight) else None)
@@ -260,7 +330,8 @@ class VocabRows(Split):
 
 
 class VocabColumns(Split):
-    """A Linear whose outputs are split in parts of any size, and gathered, or left so for a loss that is split."""
+    """A Linear whose outputs are split in parts of any size, and gathered, or left so for a loss
+    that is split."""
 
     split_loss = False
 
@@ -292,7 +363,11 @@ class Sequence(Split):
         self.region.refuse_inside(self.name, "sequence")
         _check_sequence(self.name, x, self.mesh.size())
         self._form = x = _split_sequence(x, self.mesh)
-        if module.training and torch.is_grad_enabled() and not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        if (
+            module.training
+            and torch.is_grad_enabled()
+            and not isinstance(module, (nn.LayerNorm, nn.RMSNorm))
+        ):
             self.region.open(self.name, draws=True)
         return (x.to_local(),)
 
@@ -312,7 +387,9 @@ class Whole(Split):
 
     first = True  # torch.nn.utils.spectral_norm computes the weight in such a hook
 
-    def __init__(self, name: str, module: nn.Module, mesh: DeviceMesh, region: Region, sequence: bool) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, mesh: DeviceMesh, region: Region, sequence: bool
+    ) -> None:
         super().__init__(name, module, mesh, region, sequence)
         self._sparse = bool(getattr(module, "sparse", False))
 
@@ -339,63 +416,109 @@ class _WithDenseGradient(torch.autograd.Function):
 
 def _check_sequence(name: str, x: torch.Tensor, tp: int) -> None:
     if x.dim() <= _SEQUENCE + 1:
-        raise UserError(f"sequence_parallel=True splits N x T x width along T, and '{name}' got shape {list(x.shape)}; set "
-                        "sequence_parallel=False")  # fmt: skip
+        raise UserError(
+            f"sequence_parallel=True splits N x T x width along T, and '{name}' got shape "
+            f"{list(x.shape)}; set "
+            "sequence_parallel=False"
+        )
     length = x.shape[_SEQUENCE]
     filled = -(-length // max(1, -(-length // tp)))
     if filled < tp:
-        raise UserError(f"sequence_parallel=True splits {length} tokens over tp={tp}, which leaves {tp - filled} of the workers "
-                        f"without any; set tp to {filled} or less, or sequence_parallel=False")  # fmt: skip
+        raise UserError(
+            f"sequence_parallel=True splits {length} tokens over tp={tp}, which leaves "
+            f"{tp - filled} of the workers "
+            f"without any; set tp to {filled} or less, or sequence_parallel=False"
+        )
 
 
 def _split_sequence(x: Any, mesh: DeviceMesh) -> Any:
     """A whole activation N x T x width, split along T; anything else as it is."""
-    if isinstance(x, DTensor) or not isinstance(x, torch.Tensor) or x.dim() <= _SEQUENCE + 1 or not x.is_floating_point():
+    if (
+        isinstance(x, DTensor)
+        or not isinstance(x, torch.Tensor)
+        or x.dim() <= _SEQUENCE + 1
+        or not x.is_floating_point()
+    ):
         return x
     return _as_split(_move(x, mesh, x.shape, _WHOLE, _SPLIT, _SPLIT, _WHOLE), mesh, x.shape)
 
 
 def _whole_sequence(x: Any) -> Any:
     """The inverse; anything else as it is."""
-    if not isinstance(x, DTensor) or x.dim() <= _SEQUENCE + 1 or not x.placements[0].is_shard(_SEQUENCE):
+    if (
+        not isinstance(x, DTensor)
+        or x.dim() <= _SEQUENCE + 1
+        or not x.placements[0].is_shard(_SEQUENCE)
+    ):
         return x
     return _move(x.to_local(), x.device_mesh, x.shape, _SPLIT, _WHOLE, _WHOLE, _SPLIT)
 
 
-def _as_split(part: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, placement: Placement = _SPLIT) -> DTensor:
+def _as_split(
+    part: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, placement: Placement = _SPLIT
+) -> DTensor:
     """A DTensor of that whole shape, of which this worker has `part`."""
-    return DTensor.from_local(part, mesh, [placement], run_check=False, shape=shape, stride=_strides(shape))
+    return DTensor.from_local(
+        part, mesh, [placement], run_check=False, shape=shape, stride=_strides(shape)
+    )
 
 
-def _move(part: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, source: Placement, target: Placement, back_source: Placement,
-          back_target: Placement) -> torch.Tensor:  # fmt: skip
-    """What a worker has of a tensor that is placed like `source`, placed like `target`; its gradient goes from `back_source`
-    to `back_target`. `shape` is the whole one."""
+def _move(
+    part: torch.Tensor,
+    mesh: DeviceMesh,
+    shape: torch.Size,
+    source: Placement,
+    target: Placement,
+    back_source: Placement,
+    back_target: Placement,
+) -> torch.Tensor:
+    """What a worker has of a tensor that is placed like `source`, placed like `target`; its
+    gradient goes from `back_source` to `back_target`. `shape` is the whole one."""
     return _Move.apply(part, mesh, shape, source, target, back_source, back_target)
 
 
 class _Move(torch.autograd.Function):
-    """Stands on DTensor's redistribution, but not on its backward passes, which changed between releases of PyTorch. What it
-    gives is no view unless nothing moves; FSDP warns of modules whose output is one."""
+    """Stands on DTensor's redistribution, but not on its backward passes, which changed between
+    releases of PyTorch. What it gives is no view unless nothing moves; FSDP warns of modules whose
+    output is one."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, source: Placement, target: Placement,
-                back_source: Placement, back_target: Placement) -> torch.Tensor:  # fmt: skip
+    def forward(
+        ctx: Any,
+        part: torch.Tensor,
+        mesh: DeviceMesh,
+        shape: torch.Size,
+        source: Placement,
+        target: Placement,
+        back_source: Placement,
+        back_target: Placement,
+    ) -> torch.Tensor:
         ctx.way = mesh, shape, back_source, back_target, source, target
         return _placed(part, mesh, shape, source, target)
 
     @staticmethod
     def backward(ctx: Any, given: torch.Tensor) -> tuple[Any, ...]:
-        return _Move.apply(given, *ctx.way), *(None,) * 6  # a gradient of this gradient moves as the value did
+        return _Move.apply(given, *ctx.way), *(
+            None,
+        ) * 6  # a gradient of this gradient moves as the value did
 
 
-def _placed(part: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, source: Placement, target: Placement) -> torch.Tensor:
+def _placed(
+    part: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, source: Placement, target: Placement
+) -> torch.Tensor:
     if source == target:
         return part.view_as(part)
-    whole = DTensor.from_local(part, mesh, [source], run_check=False, shape=shape, stride=_strides(shape))
+    whole = DTensor.from_local(
+        part, mesh, [source], run_check=False, shape=shape, stride=_strides(shape)
+    )
     local: Any = whole.redistribute(placements=[target]).to_local()
     return local.wait() if hasattr(local, "wait") else local
 
 
 _NOTHING = object()
-_KINDS: dict[str, type[Split]] = {"colwise": Colwise, "rowwise": Rowwise, "vocab": VocabRows, "sequence": Sequence}
+_KINDS: dict[str, type[Split]] = {
+    "colwise": Colwise,
+    "rowwise": Rowwise,
+    "vocab": VocabRows,
+    "sequence": Sequence,
+}

@@ -1,4 +1,5 @@
-"""Where a model in parts gets its initial weights: from rank 0, or, on the meta device, from its layers' initialisation."""
+"""Where a model in parts gets its initial weights: from rank 0, or, on the meta device, from its
+layers' initialisation."""
 
 from __future__ import annotations
 
@@ -16,13 +17,15 @@ from allhands.world import World
 
 
 class Values:
-    """Gives the parameters of a skeleton their values, some at a time, so that no rank need hold all of them at once.
+    """Gives the parameters of a skeleton their values, some at a time, so that no rank need hold
+    all of them at once.
 
-    A model on the meta device has none: each layer that has parameters draws them by its ``reset_parameters``, in the order of
-    ``named_modules``, from generators seeded with ``derive_seed(seed, "model")``; then, where the model has a method
-    ``start_parameter(name, parameter)``, that is called for each in the order of ``named_parameters``. It is what building the
-    model plainly under that seed gives, where layers are made in the order in which the model holds them and nothing else
-    initialises them.
+    A model on the meta device has none: each layer that has parameters draws them by its
+    ``reset_parameters``, in the order of
+    ``named_modules``, from generators seeded with ``derive_seed(seed, "model")``; then, where the
+    model has a method ``start_parameter(name, parameter)``, that is called for each in the order of
+    ``named_parameters``. It is what building the model plainly under that seed gives, where layers
+    are made in the order in which the model holds them and nothing else initialises them.
 
     Args:
         plain: the user's model; rank 0's values count.
@@ -31,12 +34,14 @@ class Values:
         seed: of the training.
 
     Raises:
-        UserError: the model is on the meta device, and a buffer's or a layer's values cannot be known.
+        UserError: the model is on the meta device, and a buffer's or a layer's values cannot be
+            known.
     """
 
     def __init__(self, plain: nn.Module, skeleton: nn.Module, world: World, seed: int) -> None:
         self.world = world
-        # By id, which names a parameter only while it lives; to hold it here would hold a whole layer.
+        # By id, which names a parameter only while it lives; to hold it here would hold a whole
+        # layer.
         self._settled: dict[int, weakref.ref[nn.Parameter]] = {}
         self._meta = Drawn(skeleton, seed) if any(p.is_meta for p in plain.parameters()) else None
         self._model, self._plain = plain, dict(plain.named_parameters())
@@ -47,11 +52,14 @@ class Values:
         broadcast_tensors(list(skeleton.buffers()), world)
 
     def settle(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Put values, on the world's device, in the place of parameters of `root`; all of those that have none yet by default.
+        """Put values, on the world's device, in the place of parameters of `root`; all of those
+        that have none yet by default.
 
         All ranks of the world call it together, for the same ones.
         """
-        wanted = [p for p in (root.parameters() if parameters is None else parameters) if self._open(p)]
+        wanted = [
+            p for p in (root.parameters() if parameters is None else parameters) if self._open(p)
+        ]
         if self._meta is not None:
             self._replace([root], self._meta.values(wanted, self.world.device))
             return
@@ -60,7 +68,11 @@ class Values:
     def settle_stages(self, chunks: list[nn.Module]) -> None:
         """The same for stages, which differ between ranks."""
         first = aliases(self._model)
-        own = {first.get(name, name): p for chunk in chunks for name, p in chunk.named_parameters(remove_duplicate=False)}
+        own = {
+            first.get(name, name): p
+            for chunk in chunks
+            for name, p in chunk.named_parameters(remove_duplicate=False)
+        }
         if self._meta is not None:
             self._replace(chunks, self._meta.values(own.values(), self.world.device))
             return
@@ -98,7 +110,8 @@ class Values:
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer in the model's state, and the first name of that tensor."""
+    """Every name of a parameter or buffer in the model's state, and the first name of that
+    tensor."""
     firsts: dict[int, str] = {}
     own = {id(value) for value in [*model.parameters(), *model.buffers()]}
     found = {}
@@ -115,13 +128,16 @@ class Drawn:
         for name, buffer in skeleton.named_buffers():
             if buffer.is_meta:
                 raise UserError(
-                    f"the model is on the meta device, and the value of its buffer '{name}' cannot be known; register it outside "
+                    f"the model is on the meta device, and the value of its buffer '{name}' cannot "
+                    "be known; register it outside "
                     "of `with torch.device('meta')`"
                 )
         self._states: dict[int, tuple[nn.Module, torch.Tensor]] = {}
         self._owners: dict[int, int] = {}
         self._starts: dict[int, tuple[str, torch.Tensor]] = {}
-        self._kept = list(skeleton.parameters())  # they have no values, and their ids name them only while they live
+        self._kept = list(
+            skeleton.parameters()
+        )  # they have no values, and their ids name them only while they live
         generator = torch.get_rng_state()
         torch.default_generator.manual_seed(derive_seed(seed, "model"))
         try:
@@ -131,13 +147,19 @@ class Drawn:
                     continue
                 if not callable(getattr(module, "reset_parameters", None)):
                     raise UserError(
-                        f"the model is on the meta device, and '{name}' ({type(module).__name__}) has parameters but no "
-                        "reset_parameters() that would give them values; write one, or build the model on the CPU"
+                        f"the model is on the meta device, and '{name}' ({type(module).__name__}) "
+                        "has parameters but no "
+                        "reset_parameters() that would give them values; write one, or build the "
+                        "model on the CPU"
                     )
                 self._states[id(module)] = (module, torch.get_rng_state())
                 for parameter in all_of_it:
                     self._owners.setdefault(id(parameter), id(module))
-                self._draw(module)  # for what it leaves the generator at; tied weights too, which were made before they were tied
+                self._draw(
+                    module
+                    # for what it leaves the generator at; tied weights too, which were made before
+                    # they were tied
+                )
             self._start = getattr(skeleton, "start_parameter", None)
             for name, parameter in skeleton.named_parameters() if self._start is not None else ():
                 self._starts[id(parameter)] = (name, torch.get_rng_state())
@@ -150,15 +172,23 @@ class Drawn:
         before = dict(module._parameters)
         for name, parameter in before.items():
             if parameter is not None:
-                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+                module._parameters[name] = nn.Parameter(
+                    torch.empty_like(parameter, device="cpu"), parameter.requires_grad
+                )
         reset: Callable[[], object] = module.reset_parameters  # type: ignore[assignment]
         try:
             reset()
-            return {id(p): module._parameters[name].detach() for name, p in before.items() if p is not None}  # type: ignore[union-attr]
+            return {
+                id(p): module._parameters[name].detach()  # type: ignore[union-attr]
+                for name, p in before.items()
+                if p is not None
+            }
         finally:
             module._parameters.update(before)
 
-    def values(self, wanted: Iterable[nn.Parameter], device: torch.device) -> dict[int, torch.Tensor]:
+    def values(
+        self, wanted: Iterable[nn.Parameter], device: torch.device
+    ) -> dict[int, torch.Tensor]:
         """The values of some parameters, by the id of the parameter on meta."""
         ids = {id(p) for p in wanted if id(p) in self._owners}
         found: dict[int, torch.Tensor] = {}

@@ -1,8 +1,10 @@
 """The proof that distributing did not change the training: ``allhands.verify(model=…, …)``.
 
-The folder and the function share one name. Importing any module of this package binds `allhands.verify` to the package,
-whatever `allhands` had offered under that name before, so a function put there would be gone after the first import. The
-package itself can therefore be called: the class of its module hands the call on, in every order of imports.
+The folder and the function share one name. Importing any module of this package binds
+`allhands.verify` to the package, whatever `allhands` had offered under that name before, so a
+function put there would be gone after the first import. The
+package itself can therefore be called: the class of its module hands the call on, in every order of
+imports.
 """
 
 from __future__ import annotations
@@ -22,4 +24,6 @@ class _CallableModule(ModuleType):
 
 
 sys.modules[__name__].__class__ = _CallableModule
-__signature__ = inspect.signature(verify)  # for help() and editors, which look for it on what is called
+__signature__ = inspect.signature(
+    verify
+)  # for help() and editors, which look for it on what is called

@@ -1,7 +1,8 @@
 """Why a distributed run differs: each cause is named only after something has confirmed it.
 
-What the runs recorded settles some (other samples, other learning rates, ranks that hold different weights); for the others
-the training runs again, alone and distributed, without what is suspected, and the difference must disappear.
+What the runs recorded settles some (other samples, other learning rates, ranks that hold different
+weights); for the others the training runs again, alone and distributed, without what is suspected,
+and the difference must disappear.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def explain(case: Case) -> list[str]:
     data = _samples(case)
     found = _learning_rate(case) + data
     if not data:
-        # With other samples everything after them differs too, and no experiment would tell anything.
+        # With other samples everything after them differs too, and no experiment would tell
+        # anything.
         found += _ranks(case) + _experiments(case)
     found += _alone(case)
     if case.trace.failure and not any(step["apart"]["parameters"] for step in case.trace.steps):
@@ -55,12 +57,16 @@ def explain(case: Case) -> list[str]:
 
 
 def _learning_rate(case: Case) -> list[str]:
-    for number, (step, other) in enumerate(zip(case.trace.steps, case.reference.steps, strict=False)):
+    for number, (step, other) in enumerate(
+        zip(case.trace.steps, case.reference.steps, strict=False)
+    ):
         for ours, theirs in zip(step["rates"], other["rates"], strict=True):
             if abs(ours - theirs) > 1e-12 * abs(theirs):
                 return [
-                    f"learning rate: step {number + 1} is taken with {ours:.6g} by {case.them}, and with {theirs:.6g} alone. The "
-                    "scheduler (or code that sets the rate) depends on the number of workers; it must advance once an "
+                    f"learning rate: step {number + 1} is taken with {ours:.6g} by {case.them}, "
+                    f"and with {theirs:.6g} alone. The "
+                    "scheduler (or code that sets the rate) depends on the number of workers; it "
+                    "must advance once an "
                     "optimizer step or epoch, whatever the world"
                 ]
     return []
@@ -71,32 +77,40 @@ def _samples(case: Case) -> list[str]:
     if case.finding.what not in ("number of samples", "samples", "number of optimizer steps"):
         return []
     orders = sorted(
-        name for name in case.trace.orders.keys() & case.reference.orders.keys()
+        name
+        for name in case.trace.orders.keys() & case.reference.orders.keys()
         if case.trace.orders[name] != case.reference.orders[name]
-    )  # fmt: skip
+    )
     said = []
     if case.finding.what == "number of optimizer steps":
-        said.append(f"{case.them} took {len(case.trace.steps)} optimizer steps, and one process {len(case.reference.steps)}")
+        said.append(
+            f"{case.them} took {len(case.trace.steps)} optimizer steps, and one process "
+            f"{len(case.reference.steps)}"
+        )
     elif case.finding.what == "number of samples":
         ours, theirs = case.trace.steps[number]["samples"], case.reference.steps[number]["samples"]
         shares = ", ".join(map(str, case.trace.steps[number]["shares"]))
         how = "repeated, as padding of the last batch does" if ours > theirs else "left out"
         said.append(
-            f"samples: step {number + 1} trains {case.them} on {ours} samples (by rank: {shares}), and alone on {theirs}: some "
+            f"samples: step {number + 1} trains {case.them} on {ours} samples (by rank: {shares}), "
+            f"and alone on {theirs}: some "
             f"are {how}"
         )
     if orders:
         loader, _, epoch = orders[0].rpartition("/")
         said.append(
-            f"sampler: the order of loader '{loader}' in epoch {int(epoch) + 1} is another one with {case.them} than alone. "
-            "Its sampler depends on the rank or on the world; it must give the order of the whole epoch, which allhands deals out"
+            f"sampler: the order of loader '{loader}' in epoch {int(epoch) + 1} is another one "
+            f"with {case.them} than alone. "
+            "Its sampler depends on the rank or on the world; it must give the order of the whole "
+            "epoch, which allhands deals out"
         )
     elif not said:
         if case.probe.random_data:
             said.append(f"random data: {case.probe.random_data}")
         else:
             said.append(
-                f"samples: the order is the same, but in step {number + 1} {case.them} train on other samples of it than one "
+                f"samples: the order is the same, but in step {number + 1} {case.them} train on "
+                "other samples of it than one "
                 "process"
             )
     return said
@@ -112,19 +126,26 @@ def _ranks(case: Case) -> list[str]:
         names = case.trace.steps[number]["apart"][kind]
         if kind == "buffers":
             said.append(
-                f"buffers: after step {number + 1} and the strategy's sync_buffers() the ranks hold different values of "
+                f"buffers: after step {number + 1} and the strategy's sync_buffers() the ranks "
+                "hold different values of "
                 f"{listed(names)}; what is evaluated and saved depends on the rank"
             )
             continue
-        where = f"the ranks hold different weights after step {number + 1}, in {len(names)} of {total} parameters"
+        where = (
+            f"the ranks hold different weights after step {number + 1}, in {len(names)} of "
+            f"{total} parameters"
+        )
         if case.trace.unwrapped:
             said.append(
-                f"unwrapped module: {where}, and the module that the strategy made to exchange gradients was never called. The "
-                "forward pass calls model.module, or an inner module or method; call model(...) itself in handle_batch"
+                f"unwrapped module: {where}, and the module that the strategy made to exchange "
+                "gradients was never called. The "
+                "forward pass calls model.module, or an inner module or method; call model(...) "
+                "itself in handle_batch"
             )
         else:
             said.append(
-                f"not exchanged: {where}: {listed(names)}. Their gradients were not exchanged, or they were changed in a way "
+                f"not exchanged: {where}: {listed(names)}. Their gradients were not exchanged, or "
+                "they were changed in a way "
                 "that is not the same on every rank"
             )
     return said
@@ -135,7 +156,10 @@ def _ranks(case: Case) -> list[str]:
 
 def _experiments(case: Case) -> list[str]:
     """Train again without what is suspected; what makes the difference disappear is a cause."""
-    suspects = {kind: [name or "the model" for name, _ in frozen_modules(case.model, kind)] for kind in ("batchnorm", "dropout")}
+    suspects = {
+        kind: [name or "the model" for name, _ in frozen_modules(case.model, kind)]
+        for kind in ("batchnorm", "dropout")
+    }
     suspects = {kind: names for kind, names in suspects.items() if names}
     # Two steps more than it took to see it.
     steps = min(case.steps, case.finding.step + 2)
@@ -148,27 +172,39 @@ def _experiments(case: Case) -> list[str]:
     said = []
     if "batchnorm" in gone:
         said.append(
-            f"BatchNorm: with {listed(suspects['batchnorm'])} in evaluation mode the difference disappears. Each worker "
-            "normalises with the statistics of its own micro-batch, as every data-parallel training with BatchNorm does. "
-            "GroupNorm or LayerNorm do not depend on the batch; DDP(sync_batchnorm=True) computes the statistics over all "
+            f"BatchNorm: with {listed(suspects['batchnorm'])} in evaluation mode the difference "
+            "disappears. Each worker "
+            "normalises with the statistics of its own micro-batch, as every data-parallel "
+            "training with BatchNorm does. "
+            "GroupNorm or LayerNorm do not depend on the batch; DDP(sync_batchnorm=True) computes "
+            "the statistics over all "
             "workers, on GPUs"
         )
     if "dropout" in gone:
         said.append(
-            f"dropout: with {listed(suspects['dropout'])} off the difference disappears. Each rank draws its own masks, so "
-            "another number of workers means other masks; that is no fault. Verify with p=0 to see everything else"
+            f"dropout: with {listed(suspects['dropout'])} off the difference disappears. Each rank "
+            "draws its own masks, so "
+            "another number of workers means other masks; that is no fault. Verify with p=0 to see "
+            "everything else"
         )
     if not said and "all" in gone:
-        both = "BatchNorm and dropout together" if len(suspects) > 1 else "the model draws random numbers in its forward pass"
+        both = (
+            "BatchNorm and dropout together"
+            if len(suspects) > 1
+            else "the model draws random numbers in its forward pass"
+        )
         said.append(
-            f"training mode: {both}; with the whole model in evaluation mode the difference disappears. Each rank draws its own "
+            f"training mode: {both}; with the whole model in evaluation mode the difference "
+            "disappears. Each rank draws its own "
             "random numbers, and has its own batch statistics"
         )
     if "drop_last" in gone:
         shares = ", ".join(map(str, case.trace.steps[case.finding.step - 1]["shares"]))
         said.append(
-            f"uneven shares: step {case.finding.step} is the first in which the ranks have different numbers of samples "
-            f"({shares}), and with drop_last=True, which leaves such steps out, the difference disappears. Something averages "
+            f"uneven shares: step {case.finding.step} is the first in which the ranks have "
+            "different numbers of samples "
+            f"({shares}), and with drop_last=True, which leaves such steps out, the difference "
+            "disappears. Something averages "
             "over ranks and not over samples"
         )
     return said
@@ -184,7 +220,9 @@ def _disappears_with(case: Case, wanted: dict[str, Variation]) -> list[str]:
     references: dict[str, tuple[str, Trace]] = {}
     try:
         for name, variation in wanted.items():
-            alone = Variation(**(vars(variation) | {"alone_for": case.strategy.shares(case.workers)}))
+            alone = Variation(
+                **(vars(variation) | {"alone_for": case.strategy.shares(case.workers)})
+            )
             try:
                 references[name] = case.runs.reference(alone)
             except AllhandsError:
@@ -219,17 +257,23 @@ def _alone(case: Case) -> list[str]:
     found = case.refused.get("repeated")
     if found is not None:
         said.append(
-            f"not repeatable: one process that simply trains again differs too, in step {found.step} ({_measured(found)}). The "
-            "training draws random numbers that its seed does not decide, or keeps a state outside its objects"
+            "not repeatable: one process that simply trains again differs too, in step "
+            f"{found.step} ({_measured(found)}). The "
+            "training draws random numbers that its seed does not decide, or keeps a state outside "
+            "its objects"
         )
     for name, text in _CHANGED.items():
         found = case.refused.get(name)
         if found is not None:
-            said.append(f"not the strategy alone: one process that {text} differs too, in step {found.step} ({_measured(found)})")
+            said.append(
+                f"not the strategy alone: one process that {text} differs too, in step "
+                f"{found.step} ({_measured(found)})"
+            )
             break
     if case.probe.unregistered:
         said.append(
-            f"unregistered: {listed(case.probe.unregistered)} takes part in the loss without being a parameter of the model"
+            f"unregistered: {listed(case.probe.unregistered)} takes part in the loss without being "
+            "a parameter of the model"
         )
     return said
 
@@ -238,14 +282,23 @@ def _nothing_confirmed(case: Case) -> str:
     finding = case.finding
     total = sum(p.requires_grad for p in case.model.parameters())
     where = (
-        f"; in that step it is in {len(finding.names)} of {total} parameters: {listed(finding.names)}" if finding.names else ""
+        f"; in that step it is in {len(finding.names)} of {total} parameters: "
+        f"{listed(finding.names)}"
+        if finding.names
+        else ""
     )
     return (
-        f"no cause could be confirmed{where}. Samples, learning rates and the weights of all ranks agree up to there, the "
-        "criterion is a mean over samples, and neither BatchNorm nor dropout explains it; look at what changes gradients "
+        f"no cause could be confirmed{where}. Samples, learning rates and the weights of all ranks "
+        "agree up to there, the "
+        "criterion is a mean over samples, and neither BatchNorm nor dropout explains it; look at "
+        "what changes gradients "
         "between the backward pass and the optimizer (hooks, the strategy's exchange)"
     )
 
 
 def _measured(finding: Finding) -> str:
-    return finding.what if math.isnan(finding.difference) else f"{finding.what}: {finding.difference:.1e}"
+    return (
+        finding.what
+        if math.isnan(finding.difference)
+        else f"{finding.what}: {finding.difference:.1e}"
+    )

@@ -21,7 +21,15 @@ from allhands.verify import causes, probes
 from allhands.verify.noise import FACTOR, Finding, Noise, floor_of, judge, nearest
 from allhands.verify.recording import ALL_GRADIENTS, ALL_PARAMETERS
 from allhands.verify.report import DIFFERS, LOSSY, SAME, Report, Row, require_matplotlib
-from allhands.verify.runs import Runs, Trace, Variation, bytes_of, leaves_on_sigterm, settings_to_check, smallest_cut
+from allhands.verify.runs import (
+    Runs,
+    Trace,
+    Variation,
+    bytes_of,
+    leaves_on_sigterm,
+    settings_to_check,
+    smallest_cut,
+)
 
 # The reference run keeps the gradients and the parameters of every step; not more than this.
 MEMORY = 2 << 30
@@ -35,8 +43,8 @@ class Baseline:
         path: the file of the reference run's tensors.
         trace: the reference run.
         noise: what rounding explains.
-        refused: runs alone that should differ from the reference by rounding only, and differ by more: what was changed in
-            them, and where they differ first.
+        refused: runs alone that should differ from the reference by rounding only, and differ by
+            more: what was changed in them, and where they differ first.
         notes: what could not be measured.
     """
 
@@ -65,23 +73,30 @@ def verify(
     seed: int = 42,
     plot: str | Path | None = None,
 ) -> Report:
-    """Train for some steps alone and distributed, and compare samples, learning rates, losses, gradients, weights and buffers.
+    """Train for some steps alone and distributed, and compare samples, learning rates, losses,
+    gradients, weights and buffers.
 
-    For each strategy and number of workers the training runs in that many processes, and in one process on the same global
-    batches, from the same weights. What rounding explains is measured: alone in float64, with the samples of each global batch
-    in reverse order, and cut in micro-batches. A difference is real when it is more than 20 times that. The table is printed,
+    For each strategy and number of workers the training runs in that many processes, and in one
+    process on the same global batches, from the same weights. What rounding explains is measured:
+    alone in float64, with the samples of each global batch in reverse order, and cut in
+    micro-batches. A difference is real when it is more than 20 times that. The table is printed,
     with the causes of each difference below it.
 
-    The objects are those of `SupervisedRunner.train`, and are left as they were. Nothing is written but the plot.
+    The objects are those of `SupervisedRunner.train`, and are left as they were. Nothing is written
+    but the plot.
 
     Args:
         model: the bare module; None takes the runner's.
-        criterion, optimizer, scheduler, loaders, datasets, accumulate, clip_norm, precision, seed: as for
-            `SupervisedRunner.train`. Loaders that are not trained on are left out, unless ReduceLROnPlateau needs one.
+        criterion, optimizer, scheduler, loaders, datasets, accumulate, clip_norm, precision, seed:
+        as for
+            `SupervisedRunner.train`. Loaders that are not trained on are left out, unless
+            ReduceLROnPlateau needs one.
         runner: for a `handle_batch` of your own, or another device.
         strategies: names of strategies or `Strategy` objects, one or several.
-        workers: numbers of workers, one or several. "single" and "dp" are one process and take only 1.
-        steps: optimizer steps to compare. Fewer are compared when the reference run would need more than 2 GiB.
+        workers: numbers of workers, one or several. "single" and "dp" are one process and take only
+            1.
+        steps: optimizer steps to compare. Fewer are compared when the reference run would need more
+            than 2 GiB.
         plot: a PNG to draw the differences into.
 
     Returns:
@@ -95,11 +110,14 @@ def verify(
     counts = _counts(workers)
     if world_around():
         raise UserError(
-            f"verify starts the worlds that it compares, and this process is one of a world of {world_around()} already; run it "
+            "verify starts the worlds that it compares, and this process is one of a world of "
+            f"{world_around()} already; run it "
             "in one process, without torchrun, srun, mpirun or `allhands launch`"
         )
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise UserError(f"steps={steps!r}; it must be a whole number of optimizer steps, at least 1")
+        raise UserError(
+            f"steps={steps!r}; it must be a whole number of optimizer steps, at least 1"
+        )
     if runner is not None and not isinstance(runner, SupervisedRunner):
         raise UserError(f"runner is {kind_of(runner)}; pass a SupervisedRunner, or leave it out")
     if plot is not None:
@@ -107,23 +125,35 @@ def verify(
     runner = runner or SupervisedRunner()
     model = model if model is not None else runner.model
     objects = {
-        "runner": runner, "model": model, "criterion": criterion, "optimizer": optimizer, "scheduler": scheduler,
-        "data": Data(loaders, datasets), "seed": seed, "accumulate": accumulate, "clip_norm": clip_norm, "precision": precision,
-    }  # fmt: skip
+        "runner": runner,
+        "model": model,
+        "criterion": criterion,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "data": Data(loaders, datasets),
+        "seed": seed,
+        "accumulate": accumulate,
+        "clip_norm": clip_norm,
+        "precision": precision,
+    }
     if isinstance(model, nn.Module) and isinstance(optimizer, torch.optim.Optimizer):
         probes.refuse_strangers(model, optimizer)
     settings = settings_to_check(objects, 1)
     settings.validate()
     if takes_closure(settings.optimizer):
         raise UserError(
-            f"{type(settings.optimizer).__name__} computes the loss several times in one step, by a closure, and verify compares "
-            "one gradient a step; verify the training with an optimizer that takes one, such as torch.optim.SGD"
+            f"{type(settings.optimizer).__name__} computes the loss several times in one step, by "
+            "a closure, and verify compares "
+            "one gradient a step; verify the training with an optimizer that takes one, such as "
+            "torch.optim.SGD"
         )
     assert model is not None
     for strategy in chosen:
         strategy.check_settings(settings)
         for count in counts:
-            plan(strategy, count, runner.device)  # refuses now what it would refuse after the first runs
+            plan(
+                strategy, count, runner.device
+            )  # refuses now what it would refuse after the first runs
             strategy.check_training(settings, count)
     compared, notes = _steps_that_fit(model, steps)
 
@@ -141,7 +171,9 @@ def verify(
     return report
 
 
-def _compare(runs: Runs, objects: dict[str, Any], strategies: list[Strategy], counts: list[int], steps: int) -> Report:
+def _compare(
+    runs: Runs, objects: dict[str, Any], strategies: list[Strategy], counts: list[int], steps: int
+) -> Report:
     rows, notes = [], []
     probe = probes.Probe(runs.path)
     for workers in counts:
@@ -155,14 +187,26 @@ def _compare(runs: Runs, objects: dict[str, Any], strategies: list[Strategy], co
             try:
                 (trace,) = runs.distributed(strategy, workers, [(Variation(steps), baseline.path)])
             except UserError as error:
-                raise UserError(f"{strategy.name} with {workers} worker{'s' if workers > 1 else ''}: {error}") from None
+                raise UserError(
+                    f"{strategy.name} with {workers} worker{'s' if workers > 1 else ''}: {error}"
+                ) from None
             exact = strategy.exact_for(objects["optimizer"], objects["clip_norm"])
             row, finding = _row(strategy, workers, trace, baseline, exact)
             if finding is not None and row.verdict == DIFFERS:
                 case = causes.Case(
-                    runs, objects["model"], strategy, workers, steps, trace, baseline.trace, baseline.noise, baseline.refused,
-                    finding, probe, exact,
-                )  # fmt: skip
+                    runs,
+                    objects["model"],
+                    strategy,
+                    workers,
+                    steps,
+                    trace,
+                    baseline.trace,
+                    baseline.noise,
+                    baseline.refused,
+                    finding,
+                    probe,
+                    exact,
+                )
                 row.causes = causes.explain(case)
             rows.append(row)
         for baseline in baselines.values():
@@ -170,13 +214,16 @@ def _compare(runs: Runs, objects: dict[str, Any], strategies: list[Strategy], co
     rows.sort(key=lambda row: [strategy.in_words() for strategy in strategies].index(row.strategy))
     notes += probe.notes()
     about = (
-        f"{len(baseline.trace.steps)} optimizer steps distributed, against one process on the same global batches; more than "
+        f"{len(baseline.trace.steps)} optimizer steps distributed, against one process on the same "
+        "global batches; more than "
         f"{FACTOR:g} times the noise is a difference"
     )
     return Report(rows, about, notes)
 
 
-def _row(strategy: Strategy, workers: int, trace: Trace, baseline: Baseline, exact: bool) -> tuple[Row, Finding | None]:
+def _row(
+    strategy: Strategy, workers: int, trace: Trace, baseline: Baseline, exact: bool
+) -> tuple[Row, Finding | None]:
     finding = judge(trace, baseline.trace, baseline.noise, exact)
     shown: Finding | None
     if finding is not None:
@@ -187,17 +234,32 @@ def _row(strategy: Strategy, workers: int, trace: Trace, baseline: Baseline, exa
         last = trace.steps[-1]["distance"][ALL_PARAMETERS]
         number = len(trace.steps)
         verdict = LOSSY
-        shown = Finding(number, ALL_PARAMETERS, last, baseline.noise.at(number - 1, ALL_PARAMETERS), "rounding", [])
+        shown = Finding(
+            number,
+            ALL_PARAMETERS,
+            last,
+            baseline.noise.at(number - 1, ALL_PARAMETERS),
+            "rounding",
+            [],
+        )
     curves = {}
     for kind, name in (("gradients", ALL_GRADIENTS), ("parameters", ALL_PARAMETERS)):
         curves[kind] = {
             "difference": [step["distance"][name] for step in trace.steps if "distance" in step],
-            "limit": [FACTOR * baseline.noise.at(number, name) for number in range(len(trace.steps))],
+            "limit": [
+                FACTOR * baseline.noise.at(number, name) for number in range(len(trace.steps))
+            ],
         }
     row = Row(
-        strategy.in_words(), workers, verdict, finding.step if finding is not None else None, shown.what if shown else "",
-        shown.difference if shown else 0.0, shown.noise if shown else 0.0, curves=curves,
-    )  # fmt: skip
+        strategy.in_words(),
+        workers,
+        verdict,
+        finding.step if finding is not None else None,
+        shown.what if shown else "",
+        shown.difference if shown else 0.0,
+        shown.noise if shown else 0.0,
+        curves=curves,
+    )
     return row, finding
 
 
@@ -216,11 +278,13 @@ def _baseline(runs: Runs, objects: dict[str, Any], workers: int, steps: int) -> 
         except Exception as error:  # whatever the user's code says to float64
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             baseline.notes.append(
-                f"the training cannot run in float64 ({text}), so the noise is that of other orders of summation only"
+                f"the training cannot run in float64 ({text}), so the noise is that of other "
+                "orders of summation only"
             )
         if in_double is not None and not _within(in_double, limit):
             baseline.notes.append(
-                "in float64 the training draws other random numbers, so the noise is that of other orders of summation only"
+                "in float64 the training draws other random numbers, so the noise is that of other "
+                "orders of summation only"
             )
             in_double = None
         if in_double is not None:
@@ -247,15 +311,18 @@ def _baseline(runs: Runs, objects: dict[str, Any], workers: int, steps: int) -> 
         largest = nearest(traces["repeated"], noise)
         assert largest is not None
         baseline.notes.append(
-            f"the training alone, run twice, is not the same to the bit (step {largest.step}, {largest.what}: "
-            f"{largest.difference:.1e}). Kernels that add in no fixed order do that; torch.use_deterministic_algorithms(True) "
+            f"the training alone, run twice, is not the same to the bit (step {largest.step}, "
+            f"{largest.what}: "
+            f"{largest.difference:.1e}). Kernels that add in no fixed order do that; "
+            "torch.use_deterministic_algorithms(True) "
             "names them. It is part of the noise"
         )
     return baseline
 
 
 def _plausible(objects: dict[str, Any]) -> float:
-    """How far rounding alone can possibly take the loss and the gradients of the first step, relatively."""
+    """How far rounding alone can possibly take the loss and the gradients of the first step,
+    relatively."""
     eps = floor_of(objects["model"]) / 4
     if objects["precision"] != "fp32":
         eps = torch.finfo(torch.bfloat16).eps
@@ -280,7 +347,8 @@ def _implausible(trace: Trace, limit: float) -> Finding | None:
 # ---------------------------------------------------------------------- arguments
 
 NOT_STEPS = (
-    "federated training is compared by its rounds and not by optimizer steps: use allhands.verify.rounds.verify_rounds, or "
+    "federated training is compared by its rounds and not by optimizer steps: use "
+    "allhands.verify.rounds.verify_rounds, or "
     "`allhands verify` on a run file; or verify the model and the data with the strategy ddp"
 )
 
@@ -300,7 +368,9 @@ def _strategies(given: Any) -> list[Strategy]:
         elif isinstance(item, type) and issubclass(item, Strategy):
             raise UserError(f"strategies holds the class {item.__name__}; write {item.__name__}()")
         else:
-            raise UserError(f"strategies holds {kind_of(item)}; write names such as 'ddp', or Strategy objects")
+            raise UserError(
+                f"strategies holds {kind_of(item)}; write names such as 'ddp', or Strategy objects"
+            )
     return chosen
 
 
@@ -322,12 +392,14 @@ def _steps_that_fit(model: nn.Module, steps: int) -> tuple[int, list[str]]:
     fit = MEMORY // each
     if fit < 1:
         raise UserError(
-            f"one step's gradients and weights are {each / 2**30:.1f} GiB, and verify keeps at most {MEMORY / 2**30:g} GiB of "
+            f"one step's gradients and weights are {each / 2**30:.1f} GiB, and verify keeps at "
+            f"most {MEMORY / 2**30:g} GiB of "
             "them; verify the same model with fewer layers or a smaller width"
         )
     if fit >= steps:
         return steps, []
     return fit, [
-        f"{fit} steps were compared and not {steps}: each step's gradients and weights are {each / 2**20:.0f} MiB, and at most "
+        f"{fit} steps were compared and not {steps}: each step's gradients and weights are "
+        f"{each / 2**20:.0f} MiB, and at most "
         f"{MEMORY / 2**30:g} GiB of them are kept"
     ]

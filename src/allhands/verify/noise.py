@@ -1,4 +1,5 @@
-"""What rounding explains: measured on runs that differ by nothing else, and the judgement that follows from it."""
+"""What rounding explains: measured on runs that differ by nothing else, and the judgement that
+follows from it."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ import torch
 from allhands.verify.recording import ALL_PARAMETERS, Step
 from allhands.verify.runs import Trace
 
-#: A difference is real when it is more than so many times the noise. docs/verify.md has the figures that it was chosen from.
+#: A difference is real when it is more than so many times the noise. docs/verify.md has the figures
+#: that it was chosen from.
 FACTOR = 20.0
-# The noise is at least so many times the distance between 1 and the next number of the parameters' type.
+# The noise is at least so many times the distance between 1 and the next number of the parameters'
+# type.
 _FLOOR = 4.0
 
 
@@ -26,8 +29,8 @@ class Finding:
         what: the name of the quantity.
         difference: relative to the reference; for what must be equal, the difference itself.
         noise: what rounding explains; 0 for what must be equal.
-        kind: "rounding" for what is held against the noise, "equal" for what must be equal, "ranks" for ranks that hold
-            different values.
+        kind: "rounding" for what is held against the noise, "equal" for what must be equal, "ranks"
+            for ranks that hold different values.
         names: the parameters or buffers that differ in this step in the same way.
     """
 
@@ -41,15 +44,19 @@ class Finding:
     @property
     def times(self) -> float:
         """The difference as a multiple of the noise."""
-        return self.difference / self.noise if self.noise else float("inf") if self.difference else 0.0
+        return (
+            self.difference / self.noise if self.noise else float("inf") if self.difference else 0.0
+        )
 
 
 class Noise:
     """The largest difference that rounding has made up to each step, by quantity.
 
-    Beside a quantity's own noise, the median over all gradients (or over all parameters) counts, so that a quantity of a few
-    numbers, which two runs can give alike by chance, is not held to that chance. It is the median and not the whole because
-    single parameters may be all noise: Adam makes full steps of a gradient that is 0 but for rounding.
+    Beside a quantity's own noise, the median over all gradients (or over all parameters) counts, so
+    that a quantity of a few numbers, which two runs can give alike by chance, is not held to that
+    chance. It is the median and not the whole because
+    single parameters may be all noise: Adam makes full steps of a gradient that is 0 but for
+    rounding.
 
     Args:
         floor: never less than this.
@@ -76,8 +83,13 @@ class Noise:
         if not self._steps:
             return self.floor
         known = self._steps[min(number, len(self._steps) - 1)]
-        # The loss, the gradients and the buffers of a step come from one forward pass, before its update.
-        kind = "parameter " if name.startswith("parameter ") or name == ALL_PARAMETERS else "gradient of "
+        # The loss, the gradients and the buffers of a step come from one forward pass, before its
+        # update.
+        kind = (
+            "parameter "
+            if name.startswith("parameter ") or name == ALL_PARAMETERS
+            else "gradient of "
+        )
         alike = [value for other, value in known.items() if other.startswith(kind)]
         return max(self.floor, known.get(name, 0.0), statistics.median(alike) if alike else 0.0)
 
@@ -103,12 +115,15 @@ def judge(trace: Trace, reference: Trace, noise: Noise, exact: bool = True) -> F
             return found
     ours, theirs = len(trace.steps), len(reference.steps)
     if ours != theirs:
-        return Finding(min(ours, theirs) + 1, "number of optimizer steps", abs(ours - theirs), 0.0, "equal", [])
+        return Finding(
+            min(ours, theirs) + 1, "number of optimizer steps", abs(ours - theirs), 0.0, "equal", []
+        )
     return None
 
 
 def nearest(trace: Trace, noise: Noise) -> Finding | None:
-    """The quantity that is the largest multiple of its noise; None when nothing differs in any bit."""
+    """The quantity that is the largest multiple of its noise; None when nothing differs in any
+    bit."""
     found = [
         Finding(number + 1, name, value, noise.at(number, name), "rounding", [])
         for number, step in enumerate(trace.steps)
@@ -118,11 +133,20 @@ def nearest(trace: Trace, noise: Noise) -> Finding | None:
     return max(found, key=lambda finding: finding.times, default=None)
 
 
-def _differences(number: int, step: Step, other: Step, noise: Noise, exact: bool) -> Iterator[Finding]:
+def _differences(
+    number: int, step: Step, other: Step, noise: Noise, exact: bool
+) -> Iterator[Finding]:
     """What differs in one step, causes before what follows from them."""
     comparable = step["content"] is not None and other["content"] is not None
     if comparable and step["samples"] != other["samples"]:
-        yield Finding(number + 1, "number of samples", abs(step["samples"] - other["samples"]), 0.0, "equal", [])
+        yield Finding(
+            number + 1,
+            "number of samples",
+            abs(step["samples"] - other["samples"]),
+            0.0,
+            "equal",
+            [],
+        )
     if comparable and step["content"] != other["content"]:
         yield Finding(number + 1, "samples", float("nan"), 0.0, "equal", [])
     rates = [abs(a - b) for a, b in zip(step["rates"], other["rates"], strict=True)]
@@ -132,20 +156,40 @@ def _differences(number: int, step: Step, other: Step, noise: Noise, exact: bool
         return
     distance = step.get("distance", {})
     yield from _beyond(number, {"loss": distance["loss"]}, noise)
-    yield from _beyond(number, {name: value for name, value in distance.items() if name.startswith("gradient of ")}, noise)
+    yield from _beyond(
+        number,
+        {name: value for name, value in distance.items() if name.startswith("gradient of ")},
+        noise,
+    )
     if step["apart"]["parameters"]:
         names = step["apart"]["parameters"]
-        yield Finding(number + 1, f"parameter {names[0]} between ranks", float("nan"), 0.0, "ranks", names)
-    yield from _beyond(number, {name: value for name, value in distance.items() if name.startswith("parameter ")}, noise)
+        yield Finding(
+            number + 1, f"parameter {names[0]} between ranks", float("nan"), 0.0, "ranks", names
+        )
+    yield from _beyond(
+        number,
+        {name: value for name, value in distance.items() if name.startswith("parameter ")},
+        noise,
+    )
     if step["apart"]["buffers"]:
         names = step["apart"]["buffers"]
-        yield Finding(number + 1, f"buffer {names[0]} between ranks", float("nan"), 0.0, "ranks", names)
-    yield from _beyond(number, {name: value for name, value in distance.items() if name.startswith("buffer ")}, noise)
+        yield Finding(
+            number + 1, f"buffer {names[0]} between ranks", float("nan"), 0.0, "ranks", names
+        )
+    yield from _beyond(
+        number,
+        {name: value for name, value in distance.items() if name.startswith("buffer ")},
+        noise,
+    )
 
 
 def _beyond(number: int, distance: dict[str, float], noise: Noise) -> Iterator[Finding]:
-    beyond = [name for name, value in distance.items() if not value <= FACTOR * noise.at(number, name)]
+    beyond = [
+        name for name, value in distance.items() if not value <= FACTOR * noise.at(number, name)
+    ]
     if beyond:
         first = beyond[0]
         names = [name.partition(" of ")[2] or name.partition(" ")[2] for name in beyond]
-        yield Finding(number + 1, first, distance[first], noise.at(number, first), "rounding", names)
+        yield Finding(
+            number + 1, first, distance[first], noise.at(number, first), "rounding", names
+        )

@@ -1,4 +1,5 @@
-"""Small looks at the user's model, loss and data in this process, each of which settles one question."""
+"""Small looks at the user's model, loss and data in this process, each of which settles one
+question."""
 
 from __future__ import annotations
 
@@ -30,20 +31,26 @@ _READ = 4
 
 
 def refuse_strangers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `UserError` with the names of tensors that the optimizer trains and the model holds without showing them."""
+    """Raise `UserError` with the names of tensors that the optimizer trains and the model holds
+    without showing them."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     names = [name for name, tensor in unregistered(model) if id(tensor) in held]
     if names:
         raise UserError(
-            f"the optimizer holds {listed(names)}, which the model keeps in a plain attribute, list or dict, so that "
-            "model.parameters() does not show it and no strategy exchanges its gradient. Assign an nn.Parameter, or use "
+            f"the optimizer holds {listed(names)}, which the model keeps in a plain attribute, "
+            "list or dict, so that "
+            "model.parameters() does not show it and no strategy exchanges its gradient. Assign an "
+            "nn.Parameter, or use "
             "nn.ModuleList, nn.ModuleDict or nn.ParameterList"
         )
 
 
 def unregistered(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Tensors that take gradients and that the model holds, but does not show as parameters, by path."""
-    known = {id(tensor) for tensor in model.parameters()} | {id(module) for module in model.modules()}
+    """Tensors that take gradients and that the model holds, but does not show as parameters, by
+    path."""
+    known = {id(tensor) for tensor in model.parameters()} | {
+        id(module) for module in model.modules()
+    }
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for prefix, module in model.named_modules():
         for key, value in vars(module).items():
@@ -98,32 +105,43 @@ class Probe:
 
     @functools.cached_property
     def untrained(self) -> list[str]:
-        """Names of the model's parameters that take gradients and that the optimizer does not hold."""
+        """Names of the model's parameters that take gradients and that the optimizer does not
+        hold."""
         objects = self._objects()
         held = {id(p) for group in objects["optimizer"].param_groups for p in group["params"]}
-        return [name for name, p in objects["model"].named_parameters() if p.requires_grad and id(p) not in held]
+        return [
+            name
+            for name, p in objects["model"].named_parameters()
+            if p.requires_grad and id(p) not in held
+        ]
 
     def notes(self) -> list[str]:
         """What is worth knowing whatever the verdict."""
         notes = []
         if self.unregistered:
             notes.append(
-                f"the loss depends on {listed(self.unregistered)}, which the model keeps in a plain attribute, list or dict: "
-                "model.parameters() does not show it, so it is neither trained nor made equal on the ranks. Assign an "
+                f"the loss depends on {listed(self.unregistered)}, which the model keeps in a "
+                "plain attribute, list or dict: "
+                "model.parameters() does not show it, so it is neither trained nor made equal on "
+                "the ranks. Assign an "
                 "nn.Parameter, or use nn.ModuleList, nn.ModuleDict or nn.ParameterList"
             )
         if self.untrained:
             notes.append(
-                f"the optimizer does not hold {listed(self.untrained)}: it gets gradients and is never updated. Pass "
-                "model.parameters() to the optimizer, or set requires_grad=False where that is meant"
+                f"the optimizer does not hold {listed(self.untrained)}: it gets gradients and is "
+                "never updated. Pass "
+                "model.parameters() to the optimizer, or set requires_grad=False where that is "
+                "meant"
             )
         return notes
 
     @functools.cached_property
     def random_data(self) -> str:
-        """Which loader draws random numbers that depend on the number of workers, and how; "" when none is seen to.
+        """Which loader draws random numbers that depend on the number of workers, and how; "" when
+        none is seen to.
 
-        What a data set draws from the global generators for one sample does not: they are seeded for each sample.
+        What a data set draws from the global generators for one sample does not: they are seeded
+        for each sample.
         """
         objects = self._objects()
         for name, source in objects["data"].sources(objects["seed"]).items():
@@ -133,32 +151,46 @@ class Probe:
             with preserved_generators():
                 if fetches(1) != fetches(1):
                     return (
-                        f"the data set of loader '{name}' gives another sample when it is read again under the same seed: it "
-                        "draws from a generator of its own, whose state depends on what this process has read before. Draw "
-                        "from the global generators of torch, numpy or random, which are seeded for each sample"
+                        f"the data set of loader '{name}' gives another sample when it is read "
+                        "again under the same seed: it "
+                        "draws from a generator of its own, whose state depends on what this "
+                        "process has read before. Draw "
+                        "from the global generators of torch, numpy or random, which are seeded "
+                        "for each sample"
                     )
                 collate = source.options.get("collate_fn")
                 if hasattr(source.dataset, "__getitems__") and fetches(1) != fetches(2):
                     return (
-                        f"the data set of loader '{name}' draws random numbers in __getitems__, for a whole batch at once, and "
-                        "each number of workers cuts other batches. Draw them in __getitem__, which is seeded for each sample"
+                        f"the data set of loader '{name}' draws random numbers in __getitems__, "
+                        "for a whole batch at once, and "
+                        "each number of workers cuts other batches. Draw them in __getitem__, "
+                        "which is seeded for each sample"
                     )
-                if collate is not None and _collated(source.dataset, collate, 1) != _collated(source.dataset, collate, 2):
+                if collate is not None and _collated(source.dataset, collate, 1) != _collated(
+                    source.dataset, collate, 2
+                ):
                     return (
-                        f"the collate_fn of loader '{name}' draws random numbers for a whole batch, and each number of workers "
-                        "cuts other batches. Draw them in the data set's __getitem__, which is seeded for each sample"
+                        f"the collate_fn of loader '{name}' draws random numbers for a whole "
+                        "batch, and each number of workers "
+                        "cuts other batches. Draw them in the data set's __getitem__, which is "
+                        "seeded for each sample"
                     )
         return ""
 
     @functools.cached_property
     def draws(self) -> bool:
-        """In training mode, the model gives other outputs when it is called on the same batch again."""
+        """In training mode, the model gives other outputs when it is called on the same batch
+        again."""
         objects = self._objects()
         with preserved_generators(), torch.no_grad():
             seed_everything(0)
             forward, batch, _ = self._ready(objects)
-            outputs = [[tensor.double() for tensor in tensors_of(forward(batch)[0])] for _ in range(2)]
-        return any(float((a - b).norm()) > _CLEAR * float(a.norm()) for a, b in zip(*outputs, strict=True))
+            outputs = [
+                [tensor.double() for tensor in tensors_of(forward(batch)[0])] for _ in range(2)
+            ]
+        return any(
+            float((a - b).norm()) > _CLEAR * float(a.norm()) for a, b in zip(*outputs, strict=True)
+        )
 
     def _objects(self) -> dict[str, Any]:
         objects: dict[str, Any] = ship.load(self.path)
@@ -175,13 +207,19 @@ class Probe:
         sources = objects["data"].sources(objects["seed"])
         source = next(source for source in sources.values() if source.trains)
         if source.batch_sampler is None and source.batch_size is not None:
-            source.batch_size = max(source.batch_size, 12)  # enough for two parts that are not alike
+            source.batch_size = max(
+                source.batch_size, 12
+            )  # enough for two parts that are not alike
         (feed,) = build_feeds({source.name: source}, world, objects["seed"]).values()
         model, criterion = objects["model"].to(world.device).train(), objects["criterion"]
         if isinstance(criterion, nn.Module):
             criterion.to(world.device)
         batches = next(iter(feed.epoch(0)))[0]
-        return Forward(objects["runner"], model, world.device), batches[0], loss_rule(criterion, feed, objects["runner"])
+        return (
+            Forward(objects["runner"], model, world.device),
+            batches[0],
+            loss_rule(criterion, feed, objects["runner"]),
+        )
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from allhands.runner.training import Training
 
 # Names of the differences over all parameters together.
 ALL_GRADIENTS, ALL_PARAMETERS = "all gradients", "all parameters"
-# A tensor whose norm is below this share of the norm of all tensors of its kind is compared relative to that share: its own
-# value is rounding (the gradient of a bias in front of a BatchNorm is 0 but for that).
+# A tensor whose norm is below this share of the norm of all tensors of its kind is compared
+# relative to that share: its own value is rounding (the gradient of a bias in front of a BatchNorm
+# is 0 but for that).
 _SMALLEST = 1e-7
 
 Step = dict[str, Any]
@@ -29,16 +30,20 @@ class Recorder(Callback):
 
     Every rank must have one. A step is a dict of plain data:
 
-    * ``loss``, the mean over the global batch; ``samples``, how many there were; ``content``, a checksum of them in which their
-      order does not count (None where a batch has no rows); ``shares``, the samples by rank; ``rates``, the learning rates;
-    * ``distance``: relative L2 differences from the reference run by name (``loss``, ``gradient of NAME``, ``parameter NAME``,
-      ``buffer NAME``, and all gradients and all parameters together). Gradients are those that the optimizer gets: exchanged,
-      unscaled and clipped. Parameters are those after the step;
-    * ``apart``: names of the parameters, and of the buffers after `Strategy.sync_buffers`, that are not the same on all ranks.
+    * ``loss``, the mean over the global batch; ``samples``, how many there were; ``content``, a
+      checksum of them in which their order does not count (None where a batch has no rows);
+      ``shares``, the samples by rank; ``rates``, the learning rates;
+    * ``distance``: relative L2 differences from the reference run by name (``loss``, ``gradient of
+      NAME``, ``parameter NAME``, ``buffer NAME``, and all gradients and all parameters together).
+      Gradients are those that the optimizer gets: exchanged, unscaled and clipped. Parameters are
+      those after the step;
+    * ``apart``: names of the parameters, and of the buffers after `Strategy.sync_buffers`, that are
+      not the same on all ranks.
 
     Args:
         steps: how many steps to record.
-        reference: the steps that a recorder with ``keep=True`` recorded; None compares with nothing.
+        reference: the steps that a recorder with ``keep=True`` recorded; None compares with
+            nothing.
         keep: store the tensors themselves, under ``gradients``, ``parameters`` and ``buffers``.
     """
 
@@ -50,18 +55,25 @@ class Recorder(Callback):
         #: Calls of the module that the strategy gave to call, where it is not the model itself.
         self.calls = 0
         self.wraps = False
-        self._sums = torch.zeros(4, dtype=torch.float64)  # of the losses, what they count, samples, checksums
+        self._sums = torch.zeros(
+            4, dtype=torch.float64
+        )  # of the losses, what they count, samples, checksums
         self._rows = True
         self._rates: list[float] | None = None
         self._gradients: dict[str, torch.Tensor] | None = None
 
     def on_train_start(self, training: Training) -> None:
-        # Of the user's own model: where ranks hold parts of it, they are put together to be compared.
-        self._names = [(name, p) for name, p in training.settings.model.named_parameters() if p.requires_grad]
+        # Of the user's own model: where ranks hold parts of it, they are put together to be
+        # compared.
+        self._names = [
+            (name, p) for name, p in training.settings.model.named_parameters() if p.requires_grad
+        ]
         strategy = training.settings.strategy
         self._counts = strategy.counts(training.world)
         if strategy.takes_step:
-            strategy.before_step = lambda: self._before_update(training)  # nobody calls optimizer.step()
+            strategy.before_step = lambda: self._before_update(
+                training
+            )  # nobody calls optimizer.step()
         else:
             training.optimizer.register_step_pre_hook(lambda *_: self._before_update(training))
         for feed in training.trained:
@@ -78,7 +90,9 @@ class Recorder(Callback):
         assert self._gradients is not None
         gradients, world = self._gradients, training.world
         self._gradients = None
-        sums = torch.stack([part[0].cpu() for part in all_gather_rows(self._sums[None].to(world.device), world)])
+        sums = torch.stack(
+            [part[0].cpu() for part in all_gather_rows(self._sums[None].to(world.device), world)]
+        )
         self._sums.zero_()
         total, count, samples, content = sums.sum(0).tolist()
         step: Step = {
@@ -98,7 +112,11 @@ class Recorder(Callback):
                 buffers = dict(training.model.named_buffers())
             apart["buffers"] = _apart(buffers, training)
             if self.keep:
-                step |= {"gradients": _kept(gradients), "parameters": _kept(parameters), "buffers": _kept(buffers)}
+                step |= {
+                    "gradients": _kept(gradients),
+                    "parameters": _kept(parameters),
+                    "buffers": _kept(buffers),
+                }
             if self.reference is not None and len(self.steps) < len(self.reference):
                 step["distance"] = self._distance(step, gradients, parameters, buffers)
         step["apart"] = apart
@@ -106,10 +124,20 @@ class Recorder(Callback):
         if len(self.steps) >= self.limit:
             training.stop("verify has seen enough", now=True)
 
-    def _distance(self, step: Step, gradients: Any, parameters: Any, buffers: Any) -> dict[str, float]:
+    def _distance(
+        self, step: Step, gradients: Any, parameters: Any, buffers: Any
+    ) -> dict[str, float]:
         assert self.reference is not None
         other = self.reference[len(self.steps)]
-        scale = max([abs(other["loss"]), *(_SMALLEST * abs(earlier["loss"]) for earlier in self.reference[: len(self.steps)])])
+        scale = max(
+            [
+                abs(other["loss"]),
+                *(
+                    _SMALLEST * abs(earlier["loss"])
+                    for earlier in self.reference[: len(self.steps)]
+                ),
+            ]
+        )
         found = {"loss": _ratio(abs(step["loss"] - other["loss"]), scale)}
         found |= _distances(gradients, other["gradients"], "gradient of ", ALL_GRADIENTS)
         found |= _distances(parameters, other["parameters"], "parameter ", ALL_PARAMETERS)
@@ -127,10 +155,15 @@ class Recorder(Callback):
             self._gradients = {name: whole[name] for name, _ in self._names}
             return
         # A clone: some optimizers change gradients in place.
-        self._gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for name, p in self._names}
+        self._gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+            for name, p in self._names
+        }
 
     def _observing(self, observe: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any) -> None:
+        def wrapped(
+            output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any
+        ) -> None:
             if self._counts:
                 self._sums[0] += float(loss.detach()) * factor
                 self._sums[1] += float(count)
@@ -166,14 +199,17 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def row_checksums(batch: Any) -> list[int] | None:
-    """A 32-bit checksum of each sample in a batch; None when its tensors have no first dimension in common."""
+    """A 32-bit checksum of each sample in a batch; None when its tensors have no first dimension in
+    common."""
     tensors = [tensor for tensor in tensors_of(batch) if tensor.dim()]
     if not tensors or len({len(tensor) for tensor in tensors}) > 1:
         return None
     rows = [0] * len(tensors[0])
     for tensor in tensors:
         data = tensor.detach().cpu().contiguous()
-        for number, row in enumerate(data.view(len(data), -1).view(torch.uint8).numpy() if data.numel() else ()):
+        for number, row in enumerate(
+            data.view(len(data), -1).view(torch.uint8).numpy() if data.numel() else ()
+        ):
             rows[number] = zlib.crc32(row.data, rows[number])
     return rows
 
@@ -186,22 +222,41 @@ def _apart(tensors: Mapping[str, torch.Tensor], training: Training) -> list[str]
     """The names of those that are not the same on all ranks, bit for bit."""
     if training.world.world_size == 1 or not tensors:
         return []
-    sums = torch.tensor([[checksum(tensor) for tensor in tensors.values()]], device=training.world.device)
+    sums = torch.tensor(
+        [[checksum(tensor) for tensor in tensors.values()]], device=training.world.device
+    )
     seen = torch.cat(all_gather_rows(sums, training.world))
-    return [name for name, differs in zip(tensors, (seen != seen[0]).any(0).tolist(), strict=True) if differs]
+    return [
+        name
+        for name, differs in zip(tensors, (seen != seen[0]).any(0).tolist(), strict=True)
+        if differs
+    ]
 
 
-def _distances(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], kind: str,
-               together: str | None) -> dict[str, float]:  # fmt: skip
-    """Relative L2 differences by name, and of all of them as one vector under the name `together`."""
+def _distances(
+    ours: Mapping[str, torch.Tensor],
+    theirs: Mapping[str, torch.Tensor],
+    kind: str,
+    together: str | None,
+) -> dict[str, float]:
+    """Relative L2 differences by name, and of all of them as one vector under the name
+    `together`."""
     pairs = {
-        name: (float((tensor.detach().cpu().double() - theirs[name].double()).norm()), float(theirs[name].double().norm()))
+        name: (
+            float((tensor.detach().cpu().double() - theirs[name].double()).norm()),
+            float(theirs[name].double().norm()),
+        )
         for name, tensor in ours.items()
     }
     whole = sum(size**2 for _, size in pairs.values()) ** 0.5
-    found = {kind + name: _ratio(difference, max(size, _SMALLEST * whole)) for name, (difference, size) in pairs.items()}
+    found = {
+        kind + name: _ratio(difference, max(size, _SMALLEST * whole))
+        for name, (difference, size) in pairs.items()
+    }
     if together is not None:
-        found[together] = _ratio(sum(difference**2 for difference, _ in pairs.values()) ** 0.5, whole)
+        found[together] = _ratio(
+            sum(difference**2 for difference, _ in pairs.values()) ** 0.5, whole
+        )
     return found
 
 

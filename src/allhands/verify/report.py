@@ -1,4 +1,5 @@
-"""What `allhands.verify` gives back: a table with one row for each strategy and number of workers."""
+"""What `allhands.verify` gives back: a table with one row for each strategy and number of
+workers."""
 
 from __future__ import annotations
 
@@ -20,16 +21,18 @@ class Row:
     Attributes:
         strategy: its name, as `Strategy.in_words` gives it.
         workers: how many trained.
-        verdict: "same", "DIFFERS", or "lossy as declared" for a strategy that says ``exact = False``.
+        verdict: "same", "DIFFERS", or "lossy as declared" for a strategy that says ``exact =
+            False``.
         step: the first optimizer step that differs, counted from 1; None when none does.
-        what: the quantity that differs there first; where none does, the one that comes nearest to it; "" when every bit is
-            the same.
-        difference: of that quantity: relative, in L2 norm; for samples and learning rates the difference itself; nan for what
-            has no size (samples with other content, ranks that differ).
+        what: the quantity that differs there first; where none does, the one that comes nearest to
+            it; "" when every bit is the same.
+        difference: of that quantity: relative, in L2 norm; for samples and learning rates the
+            difference itself; nan for what has no size (samples with other content, ranks that
+            differ).
         noise: what rounding explains of it; 0 for what must be equal.
         causes: for "DIFFERS", why; each confirmed by what it says.
-        curves: for the plot: by "gradients" and "parameters", the difference and the largest difference that counts as
-            rounding, one number a step.
+        curves: for the plot: by "gradients" and "parameters", the difference and the largest
+            difference that counts as rounding, one number a step.
     """
 
     strategy: str
@@ -69,15 +72,31 @@ class Report:
 
     def table(self) -> str:
         """The table, the causes below it, and the notes, as text."""
-        header = ["strategy", "workers", "first differing step", "quantity", "difference", "noise", "times noise", "verdict"]
+        header = [
+            "strategy",
+            "workers",
+            "first differing step",
+            "quantity",
+            "difference",
+            "noise",
+            "times noise",
+            "verdict",
+        ]
         lines = [header]
         for row in self.rows:
             equal = math.isnan(row.difference)
-            lines.append([
-                row.strategy, str(row.workers), "-" if row.step is None else str(row.step), row.what or "-",
-                "-" if equal else _number(row.difference), "-" if equal or not row.noise else _number(row.noise),
-                "-" if math.isnan(row.times) else _number(row.times), row.verdict,
-            ])  # fmt: skip
+            lines.append(
+                [
+                    row.strategy,
+                    str(row.workers),
+                    "-" if row.step is None else str(row.step),
+                    row.what or "-",
+                    "-" if equal else _number(row.difference),
+                    "-" if equal or not row.noise else _number(row.noise),
+                    "-" if math.isnan(row.times) else _number(row.times),
+                    row.verdict,
+                ]
+            )
         left = {0, 3, 7}
         widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
         table = [
@@ -91,14 +110,18 @@ class Report:
         parts += table
         for row in self.rows:
             if row.causes:
-                parts += ["", f"{row.strategy} with {row.workers} worker{'s' if row.workers > 1 else ''}:"]
+                parts += [
+                    "",
+                    f"{row.strategy} with {row.workers} worker{'s' if row.workers > 1 else ''}:",
+                ]
                 parts += [_item(cause) for cause in row.causes]
         if self.notes:
             parts += ["", "Noticed:", *(_item(note) for note in self.notes)]
         return "\n".join(parts)
 
     def save_plot(self, path: str | Path) -> None:
-        """Draw the differences of gradients and parameters by step, with what rounding explains, into a PNG.
+        """Draw the differences of gradients and parameters by step, with what rounding explains,
+        into a PNG.
 
         Raises:
             UserError: matplotlib is not installed, or the file cannot be written.
@@ -117,20 +140,40 @@ class Report:
                 steps = range(1, len(curves["difference"]) + 1)
                 # A difference of 0 has no place on this scale; a gap shows it.
                 shown = [value if value > 0 else math.nan for value in curves["difference"]]
-                name = f"{row.strategy}, {row.workers} worker{'s' if row.workers > 1 else ''}: {row.verdict}"
+                name = (
+                    f"{row.strategy}, {row.workers} worker{'s' if row.workers > 1 else ''}: "
+                    f"{row.verdict}"
+                )
                 exact = " (every bit)" if not any(curves["difference"]) else ""
-                one.plot(steps, shown, marker="o", markersize=3, color=f"C{number}", label=name + exact)
-                one.plot(steps, curves["limit"], linestyle="--", linewidth=1, color=f"C{number}", alpha=0.6)
+                one.plot(
+                    steps, shown, marker="o", markersize=3, color=f"C{number}", label=name + exact
+                )
+                one.plot(
+                    steps,
+                    curves["limit"],
+                    linestyle="--",
+                    linewidth=1,
+                    color=f"C{number}",
+                    alpha=0.6,
+                )
             one.set(title=f"all {kind}", xlabel="optimizer step", yscale="log")
             one.xaxis.get_major_locator().set_params(integer=True)
             one.grid(alpha=0.3)
         axes[0].set_ylabel("difference from one process, relative")
         axes[0].plot([], [], "k--", linewidth=1, label="most that rounding explains")
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+        figure.legend(
+            *axes[0].get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=2,
+            fontsize="small",
+        )
         try:
             figure.savefig(Path(path).expanduser(), dpi=120, format="png")
         except OSError as error:
-            raise UserError(f"the plot {str(path)!r} cannot be written: {error.strerror or error}; choose another file") from None
+            raise UserError(
+                f"the plot {str(path)!r} cannot be written: {error.strerror or error}; choose "
+                "another file"
+            ) from None
 
 
 def require_matplotlib() -> None:
@@ -139,7 +182,8 @@ def require_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         raise UserError(
-            "a plot needs matplotlib, which is not installed; write pip install 'allhands[report]', or leave the plot out"
+            "a plot needs matplotlib, which is not installed; write pip install "
+            "'allhands[report]', or leave the plot out"
         ) from None
 
 
@@ -150,4 +194,6 @@ def _number(value: float) -> str:
 
 
 def _item(text: str) -> str:
-    return textwrap.fill(text, 118, initial_indent="  * ", subsequent_indent="    ", break_long_words=False)
+    return textwrap.fill(
+        text, 118, initial_indent="  * ", subsequent_indent="    ", break_long_words=False
+    )

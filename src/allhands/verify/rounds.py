@@ -1,4 +1,5 @@
-"""Whether federated training gives the same model on any number of workers: a few rounds on one, and again on others."""
+"""Whether federated training gives the same model on any number of workers: a few rounds on one,
+and again on others."""
 
 from __future__ import annotations
 
@@ -14,24 +15,33 @@ from allhands.errors import UserError
 from allhands.federated.strategy import Federated
 from allhands.runner import SupervisedRunner
 
-_TOLERANCE = 1e-5  # relative to the largest change of a weight: where devices differ, kernels round differently
+# relative to the largest change of a weight: where devices differ, kernels round differently
+_TOLERANCE = 1e-5
 
 
 @dataclass
 class RoundsReport:
-    """What `verify_rounds` has found; printed already. `ok` says whether all numbers of workers trained the same."""
+    """What `verify_rounds` has found; printed already. `ok` says whether all numbers of workers
+    trained the same."""
 
     ok: bool
 
     def save_plot(self, path: Path) -> None:
         """Refused: rounds have no steps to draw."""
-        raise UserError("a comparison of federated rounds is a table without a plot; leave --plot out")
+        raise UserError(
+            "a comparison of federated rounds is a table without a plot; leave --plot out"
+        )
 
 
-def verify_rounds(make: Callable[[], dict[str, Any]], strategy: Federated, workers: Sequence[int], rounds: int,
-                  device: str | None = None) -> RoundsReport:  # fmt: skip
-    """Train some rounds on one worker and on each other number of workers, from the same start, and compare who took part, what
-    clients lost, and the model.
+def verify_rounds(
+    make: Callable[[], dict[str, Any]],
+    strategy: Federated,
+    workers: Sequence[int],
+    rounds: int,
+    device: str | None = None,
+) -> RoundsReport:
+    """Train some rounds on one worker and on each other number of workers, from the same start, and
+    compare who took part, what clients lost, and the model.
 
     Args:
         make: gives new objects for `SupervisedRunner.train` at each call, alike.
@@ -43,19 +53,44 @@ def verify_rounds(make: Callable[[], dict[str, Any]], strategy: Federated, worke
     strategy = copy.deepcopy(strategy)
     strategy.rounds = min(rounds, strategy.rounds)
     size = strategy.devices_per_client
-    print(f"{strategy.rounds} federated rounds on {size} worker{'s' if size > 1 else ''}, and on others")
+    print(
+        f"{strategy.rounds} federated rounds on {size} worker{'s' if size > 1 else ''}, and on "
+        "others"
+    )
     history, start, end = _trained(make, strategy, size, device)
     scale, ok = float((end - start).abs().max()), True
-    lines = ["workers  cohorts    losses     weights    largest difference, relative to the largest change"]
+    lines = [
+        "workers  cohorts    losses     weights    largest difference, relative to the largest "
+        "change"
+    ]
     for count in workers:
         other, _, weights = _trained(make, strategy, count, device)
-        far = float((weights - end).abs().max()) / scale if scale else float((weights - end).abs().max())
-        same = [other["cohort"] == history["cohort"],
-                torch.allclose(torch.tensor(other["train"]["loss"]), torch.tensor(history["train"]["loss"]), rtol=_TOLERANCE,
-                               equal_nan=True), far <= _TOLERANCE]  # fmt: skip
+        far = (
+            float((weights - end).abs().max()) / scale
+            if scale
+            else float((weights - end).abs().max())
+        )
+        same = [
+            other["cohort"] == history["cohort"],
+            torch.allclose(
+                torch.tensor(other["train"]["loss"]),
+                torch.tensor(history["train"]["loss"]),
+                rtol=_TOLERANCE,
+                equal_nan=True,
+            ),
+            far <= _TOLERANCE,
+        ]
         ok &= all(same)
-        lines.append(f"{count:7}  " + "  ".join(f"{'same' if one else 'DIFFERENT':9}" for one in same) + f"  {far:.1e}")
-    lines.append("the same training" if ok else "not the same training: does something depend on the worker that runs it?")
+        lines.append(
+            f"{count:7}  "
+            + "  ".join(f"{'same' if one else 'DIFFERENT':9}" for one in same)
+            + f"  {far:.1e}"
+        )
+    lines.append(
+        "the same training"
+        if ok
+        else "not the same training: does something depend on the worker that runs it?"
+    )
     print("\n".join(lines))
     return RoundsReport(ok)
 
@@ -68,9 +103,11 @@ def _trained(
     before = _numbers(objects["model"])
     history: dict[str, Any] = SupervisedRunner(device=device).train(
         **objects, distributed=copy.deepcopy(strategy), workers=count
-    )  # fmt: skip
+    )
     return history, before, _numbers(objects["model"])
 
 
 def _numbers(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([value.detach().cpu().double().reshape(-1) for value in model.state_dict().values()])
+    return torch.cat(
+        [value.detach().cpu().double().reshape(-1) for value in model.state_dict().values()]
+    )

@@ -1,4 +1,5 @@
-"""The runs that are compared: the user's training, distributed or alone, whole or with one thing changed."""
+"""The runs that are compared: the user's training, distributed or alone, whole or with one thing
+changed."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Variation:
 
     Attributes:
         steps: optimizer steps to take.
-        alone_for: train in one process, on the global batches of so many workers; 0 leaves the batches as they are.
+        alone_for: train in one process, on the global batches of so many workers; 0 leaves the
+            batches as they are.
         cut: alone, cut each global batch in so many micro-batches.
         reverse: take the samples of each global batch in reverse order.
         double: weights and inputs in float64, without autocast.
@@ -74,7 +76,8 @@ class Trace:
 class GlobalBatches(Data):
     """The user's data in the global batches of `workers` workers, for one process.
 
-    Batches of the user's own batch sampler cannot be made larger; they are accumulated instead (see `accumulate_for`).
+    Batches of the user's own batch sampler cannot be made larger; they are accumulated instead (see
+    `accumulate_for`).
     """
 
     def __init__(self, data: Data, variation: Variation, accumulate: int, evaluates: bool) -> None:
@@ -91,7 +94,9 @@ class GlobalBatches(Data):
         if variation.alone_for and not _batches_are_made(trained):
             for source in trained:
                 if source.batch_size is not None:  # what is wrong with None, the feed says
-                    source.batch_size = source.batch_size * variation.alone_for * self.accumulate // variation.cut
+                    source.batch_size = (
+                        source.batch_size * variation.alone_for * self.accumulate // variation.cut
+                    )
         return sources if self.evaluates else {source.name: source for source in trained}
 
 
@@ -100,14 +105,15 @@ def _batches_are_made(trained: list[Source]) -> bool:
 
 
 class Runs:
-    """The user's objects, and the folder through which they and the reference runs reach every process.
+    """The user's objects, and the folder through which they and the reference runs reach every
+    process.
 
-    The objects are written once and read anew for every run, here and in the workers, as `train` sends them to workers: a run
-    leaves no trace in the user's own objects nor in another run.
+    The objects are written once and read anew for every run, here and in the workers, as `train`
+    sends them to workers: a run leaves no trace in the user's own objects nor in another run.
 
     Args:
-        objects: what `verify` was given: runner, model, criterion, optimizer, scheduler, data, seed, accumulate, clip_norm,
-            precision.
+        objects: what `verify` was given: runner, model, criterion, optimizer, scheduler, data,
+            seed, accumulate, clip_norm, precision.
         device: "cpu", "cuda" or None, as for `SupervisedRunner`.
     """
 
@@ -145,36 +151,70 @@ class Runs:
             shutil.rmtree(folder, ignore_errors=True)
             self._folders.remove(folder)
 
-    def alone(self, variation: Variation, reference: str | None = None, keep: bool = False) -> Trace:
+    def alone(
+        self, variation: Variation, reference: str | None = None, keep: bool = False
+    ) -> Trace:
         """Run in this process."""
         here = Plan(Single(), 0, self.device)
-        (trace,) = here.run(perform, None, (self.path, Single(), [(asdict(variation), reference)], keep))
+        (trace,) = here.run(
+            perform, None, (self.path, Single(), [(asdict(variation), reference)], keep)
+        )
         return Trace(**trace)
 
-    def distributed(self, strategy: Strategy, workers: int, wanted: list[tuple[Variation, str]]) -> list[Trace]:
+    def distributed(
+        self, strategy: Strategy, workers: int, wanted: list[tuple[Variation, str]]
+    ) -> list[Trace]:
         """Run in `workers` new processes, one run after another, each against its reference.
 
         Raises:
             UserError: the strategy cannot run so.
             WorkerError: a worker failed.
         """
-        given = (self.path, strategy, [(asdict(variation), reference) for variation, reference in wanted], False)
-        return [Trace(**trace) for trace in plan(strategy, workers, self.device).run(perform, None, given)]
+        given = (
+            self.path,
+            strategy,
+            [(asdict(variation), reference) for variation, reference in wanted],
+            False,
+        )
+        return [
+            Trace(**trace)
+            for trace in plan(strategy, workers, self.device).run(perform, None, given)
+        ]
 
 
-def perform(runner: None, given: Any, world: World, reporter: Reporter, shipped: bool) -> list[dict[str, Any]]:
+def perform(
+    runner: None, given: Any, world: World, reporter: Reporter, shipped: bool
+) -> list[dict[str, Any]]:
     """A job for `Plan.run`: trains once for each variation; what each did, as plain data."""
     path, strategy, wanted, keep = given
     return [
-        vars(_train(ship.load(path), copy.deepcopy(strategy), Variation(**variation), reference, keep, world))
+        vars(
+            _train(
+                ship.load(path),
+                copy.deepcopy(strategy),
+                Variation(**variation),
+                reference,
+                keep,
+                world,
+            )
+        )
         for variation, reference in wanted
     ]
 
 
-def _train(objects: dict[str, Any], strategy: Strategy, variation: Variation, reference: str | None, keep: bool,
-           world: World) -> Trace:  # fmt: skip
-    # The other ranks hold the same weights, or `apart` says so; their distance need not be measured too.
-    recorder = Recorder(variation.steps, ship.load(reference) if reference and world.rank == 0 else None, keep)
+def _train(
+    objects: dict[str, Any],
+    strategy: Strategy,
+    variation: Variation,
+    reference: str | None,
+    keep: bool,
+    world: World,
+) -> Trace:
+    # The other ranks hold the same weights, or `apart` says so; their distance need not be measured
+    # too.
+    recorder = Recorder(
+        variation.steps, ship.load(reference) if reference and world.rank == 0 else None, keep
+    )
     settings = _settings(objects, strategy, variation, recorder)
     _freeze(settings.model, variation.frozen)
     runner = objects["runner"]
@@ -195,31 +235,56 @@ def _train(objects: dict[str, Any], strategy: Strategy, variation: Variation, re
         trace.failure = str(error)
     if not recorder.steps:
         raise UserError(
-            "the training takes no optimizer step: the data holds fewer samples than one global batch, and drop_last=True leaves "
+            "the training takes no optimizer step: the data holds fewer samples than one global "
+            "batch, and drop_last=True leaves "
             "a short one out; write drop_last=False, or a smaller batch_size"
         )
     trace.unwrapped = recorder.wraps and recorder.calls == 0
     return trace
 
 
-def _settings(objects: dict[str, Any], strategy: Strategy, variation: Variation, recorder: Recorder) -> TrainSettings:
+def _settings(
+    objects: dict[str, Any], strategy: Strategy, variation: Variation, recorder: Recorder
+) -> TrainSettings:
     accumulate = objects["accumulate"]
-    scheduler = objects["scheduler"][0] if isinstance(objects["scheduler"], tuple) else objects["scheduler"]
+    scheduler = (
+        objects["scheduler"][0] if isinstance(objects["scheduler"], tuple) else objects["scheduler"]
+    )
     # Other loaders do not change the training, unless the learning rate follows what they measure.
     evaluates = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
     data = GlobalBatches(objects["data"], variation, accumulate, evaluates)
     data.same_everywhere = True  # every process reads the one file
     if variation.alone_for:
-        made = _batches_are_made([source for source in data.sources(objects["seed"]).values() if source.trains])
+        made = _batches_are_made(
+            [source for source in data.sources(objects["seed"]).values() if source.trains]
+        )
         accumulate = variation.alone_for * accumulate if made else variation.cut
     return TrainSettings(
-        model=objects["model"], criterion=objects["criterion"], optimizer=objects["optimizer"],
-        scheduler=objects["scheduler"], data=data, metrics={}, callbacks=[recorder], logdir=None,
-        num_epochs=variation.steps, valid_loader=None, main_metric="loss", minimize_metric=True, verbose=False,
-        resume=None, seed=objects["seed"], accumulate=accumulate, clip_norm=objects["clip_norm"],
-        precision="fp32" if variation.double else objects["precision"], check=False, overfit=False,
-        load_best_on_end=False, log_every=variation.steps, cut_short=True, strategy=strategy,
-    )  # fmt: skip
+        model=objects["model"],
+        criterion=objects["criterion"],
+        optimizer=objects["optimizer"],
+        scheduler=objects["scheduler"],
+        data=data,
+        metrics={},
+        callbacks=[recorder],
+        logdir=None,
+        num_epochs=variation.steps,
+        valid_loader=None,
+        main_metric="loss",
+        minimize_metric=True,
+        verbose=False,
+        resume=None,
+        seed=objects["seed"],
+        accumulate=accumulate,
+        clip_norm=objects["clip_norm"],
+        precision="fp32" if variation.double else objects["precision"],
+        check=False,
+        overfit=False,
+        load_best_on_end=False,
+        log_every=variation.steps,
+        cut_short=True,
+        strategy=strategy,
+    )
 
 
 def settings_to_check(objects: dict[str, Any], steps: int) -> TrainSettings:
@@ -228,11 +293,16 @@ def settings_to_check(objects: dict[str, Any], steps: int) -> TrainSettings:
 
 
 def smallest_cut(objects: dict[str, Any], workers: int) -> int:
-    """Into how many equal micro-batches every global batch can be cut, at least 2; 1 when it cannot be."""
-    trained = [source for source in objects["data"].sources(objects["seed"]).values() if source.trains]
+    """Into how many equal micro-batches every global batch can be cut, at least 2; 1 when it cannot
+    be."""
+    trained = [
+        source for source in objects["data"].sources(objects["seed"]).values() if source.trains
+    ]
     if _batches_are_made(trained) or not trained:
         return 1
-    common = math.gcd(*(int(source.batch_size or 1) * workers * objects["accumulate"] for source in trained))
+    common = math.gcd(
+        *(int(source.batch_size or 1) * workers * objects["accumulate"] for source in trained)
+    )
     # One sample in a micro-batch is more than another order of summation: BatchNorm refuses it.
     return next((number for number in range(2, common // 2 + 1) if common % number == 0), 1)
 
@@ -242,7 +312,9 @@ def frozen_modules(model: nn.Module, kind: str) -> list[tuple[str, nn.Module]]:
     found = []
     for name, module in model.named_modules():
         if kind == "dropout":
-            drops = isinstance(module, _DROPOUTS) and bool(getattr(module, "p", getattr(module, "dropout", 0)))
+            drops = isinstance(module, _DROPOUTS) and bool(
+                getattr(module, "p", getattr(module, "dropout", 0))
+            )
             if drops:
                 found.append((name, module))
         elif kind == "all" or isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -267,7 +339,8 @@ class _Stays:
 
 
 def _watch_order(feed: Feed, orders: dict[str, int], reverse: bool) -> None:
-    """Note a checksum of each epoch's order; with `reverse`, turn round the samples of each global batch."""
+    """Note a checksum of each epoch's order; with `reverse`, turn round the samples of each global
+    batch."""
     order = feed.order
     if order is None:
         return  # a stream has no order that could be looked at
@@ -293,13 +366,17 @@ def _double(value: Any) -> Any:
 
 @contextlib.contextmanager
 def leaves_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit inside, where it would have ended this process at once and left its files behind."""
+    """SIGTERM raises SystemExit inside, where it would have ended this process at once and left its
+    files behind."""
 
     def leave(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
 
     # Python handles signals in the main thread only, and a handler of the user's own stays.
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
         yield
         return
     signal.signal(signal.SIGTERM, leave)
@@ -311,4 +388,8 @@ def leaves_on_sigterm() -> Iterator[None]:
 
 def bytes_of(model: nn.Module) -> int:
     """The size of the parameters that are trained, in bytes."""
-    return sum(p.numel() * p.element_size() for p in tensors_of(list(model.parameters())) if p.requires_grad)
+    return sum(
+        p.numel() * p.element_size()
+        for p in tensors_of(list(model.parameters()))
+        if p.requires_grad
+    )

@@ -32,7 +32,9 @@ Welcome = Callable[[socket.socket, dict[str, Any]], None]
 class _Stranger:
     """A connection that has not proven itself."""
 
-    def __init__(self, link: socket.socket, host: str, name: str, token: bytes, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, link: socket.socket, host: str, name: str, token: bytes, tls: ssl.SSLContext | None
+    ) -> None:
         self.link, self.host, self.name = link, host, name
         self.handshake: Callable[[], None] | None = None  # of TLS
         self.later: tuple[type[OSError], ...] = (BlockingIOError,)
@@ -180,7 +182,9 @@ class Acceptor:
         self._selector.register(stranger.link, selectors.EVENT_READ)
         others = [one for one in self._strangers.values() if one.host == host]
         if len(others) > _OF_ONE_ADDRESS:
-            self._refuse(others[0], f"more than {_OF_ONE_ADDRESS} connections of {host} prove nothing")
+            self._refuse(
+                others[0], f"more than {_OF_ONE_ADDRESS} connections of {host} prove nothing"
+            )
         elif len(self._strangers) > _STRANGERS:
             oldest = next(iter(self._strangers.values()))
             self._refuse(oldest, f"more than {_STRANGERS} connections prove nothing")
@@ -197,7 +201,11 @@ class Acceptor:
             at_once(stranger.link)
             self._welcome(stranger.link, said)
         except Exception as error:  # whatever a peer says, the others go on
-            why = str(error) if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
+            why = (
+                str(error)
+                if isinstance(error, RefusedError)
+                else f"{type(error).__name__}: {error}"
+            )
             self._refuse(stranger, why)
 
     def _let_go(self, stranger: _Stranger) -> None:

@@ -21,8 +21,11 @@ def keep_alive(link: socket.socket) -> None:
     if link.family == socket.AF_UNIX:
         return
     for name, value in (
-        ("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", _CUT_MS)
-    ):  # fmt: skip
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", _CUT_MS),
+    ):
         if hasattr(socket, name):
             link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
@@ -35,7 +38,10 @@ def at_once(link: socket.socket) -> None:
 
 
 def join(
-    connect: Callable[[], socket.socket], token: bytes, said: dict[str, Any], patience: float | None = None
+    connect: Callable[[], socket.socket],
+    token: bytes,
+    said: dict[str, Any],
+    patience: float | None = None,
 ) -> socket.socket:
     """A connection whose two sides have proven the job's token to each other.
 

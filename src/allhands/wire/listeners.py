@@ -42,7 +42,9 @@ def listen(address: str = "", port: int = 0, *, local: bool = False) -> socket.s
         address = "127.0.0.1"
     if not address:
         try:
-            listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+            listener = socket.create_server(
+                ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096
+            )
         except (OSError, ValueError):  # a kernel without IPv6
             listener = socket.create_server(("", port), backlog=4096)
     else:

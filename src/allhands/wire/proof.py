@@ -77,7 +77,9 @@ def introduction(token: bytes, challenge: bytes, nonce: bytes, body: bytes) -> b
     return GREETING + nonce + proof + _LENGTH.pack(len(body)) + body
 
 
-def introduce(link: socket.socket, token: bytes, said: dict[str, Any], patience: float | None = None) -> None:
+def introduce(
+    link: socket.socket, token: bytes, said: dict[str, Any], patience: float | None = None
+) -> None:
     """The peer's side; afterwards the connection waits for ever.
 
     Args:

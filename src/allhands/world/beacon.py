@@ -1,13 +1,14 @@
 """How processes that know only the name of their job learn the port on which rank 0 listens.
 
-Nobody may pick a port and hope: a port that was probed and found free can be taken before it is used. So rank
-0 opens its store on a port that the kernel gives it, and then answers on a *beacon*: a listener on the first
-free port of a short sequence that every rank can compute from the job's name. A rank asks along that
-sequence, and both prove that they know the job's name; so a foreign service, or the beacon of another job that
-drew the same ports, is passed over.
+Nobody may pick a port and hope: a port that was probed and found free can be taken before it is
+used. So rank
+0 opens its store on a port that the kernel gives it, and then answers on a *beacon*: a listener on
+the first free port of a short sequence that every rank can compute from the job's name. A rank asks
+along that sequence, and both prove that they know the job's name; so a foreign service, or the
+beacon of another job that drew the same ports, is passed over.
 
-The name of a job is no secret. Where ALLHANDS_TOKEN is set, to the same random text in all processes of the
-job, nobody without it is answered or believed.
+The name of a job is no secret. Where ALLHANDS_TOKEN is set, to the same random text in all
+processes of the job, nobody without it is answered or believed.
 """
 
 from __future__ import annotations
@@ -26,23 +27,26 @@ from allhands.errors import WorldError
 TOKEN = "ALLHANDS_TOKEN"
 
 _CANDIDATES = 24
-# Below the range from which Linux draws the ports of outgoing connections (32768 and up), so that a candidate
-# is rarely taken.
+# Below the range from which Linux draws the ports of outgoing connections (32768 and up), so that a
+# candidate is rarely taken.
 _LOWEST, _HIGHEST = 15_000, 32_000
 _ANSWER_S = 2.0  # how long a service may take to answer before it is taken for a foreign one
 _LONGEST_LINE = 200
 
 
 def candidate_ports(job_key: str) -> list[int]:
-    """The ports on which the beacon of this job may be, in the order in which they are tried; the same on
-    every rank.
+    """The ports on which the beacon of this job may be, in the order in which they are tried; the
+    same on every rank.
     """
     seed = hashlib.sha256(f"allhands beacon 1\nports\n{job_key}".encode()).hexdigest()
     return random.Random(seed).sample(range(_LOWEST, _HIGHEST), _CANDIDATES)
 
 
-def accept(job_key: str, what: str, welcome: wire.Welcome, *, local: bool) -> tuple[wire.Acceptor, int]:
-    """Accept the processes of one job on its first free candidate port; the acceptor, started, and the port.
+def accept(
+    job_key: str, what: str, welcome: wire.Welcome, *, local: bool
+) -> tuple[wire.Acceptor, int]:
+    """Accept the processes of one job on its first free candidate port; the acceptor, started, and
+    the port.
 
     Args:
         job_key: names the job.
@@ -63,7 +67,8 @@ def accept(job_key: str, what: str, welcome: wire.Welcome, *, local: bool) -> tu
         acceptor.start()
         return acceptor, port
     raise WorldError(
-        f"rank 0 could listen on none of the ports {', '.join(map(str, ports))}: all are taken. Set MASTER_ADDR and MASTER_PORT "
+        f"rank 0 could listen on none of the ports {', '.join(map(str, ports))}: all are taken. "
+        "Set MASTER_ADDR and MASTER_PORT "
         "to the host of rank 0 and a port that is free there."
     )
 
@@ -76,7 +81,9 @@ class Beacon:
 
     def __init__(self, job_key: str, port: int, *, local: bool) -> None:
         self._answer = wire.encode({"port": port})
-        self._acceptor, self.port = accept(job_key, "the beacon of rank 0", self._welcome, local=local)
+        self._acceptor, self.port = accept(
+            job_key, "the beacon of rank 0", self._welcome, local=local
+        )
 
     def _welcome(self, link: socket.socket, said: dict[str, Any]) -> None:
         with link:
@@ -88,23 +95,28 @@ class Beacon:
 
 
 def ask(job_key: str, hosts: Sequence[str], timeout: float) -> tuple[str, int]:
-    """Where rank 0's store is: `(host, port)`, asked of the beacon of this job on one of `hosts`; see `find`."""
+    """Where rank 0's store is: `(host, port)`, asked of the beacon of this job on one of `hosts`;
+    see `find`."""
     deadline = time.monotonic() + timeout
     while True:
         host, link = find(job_key, hosts, max(0.1, deadline - time.monotonic()), {})
         try:
             with link:
-                return host, int(wire.read_message(link, time.monotonic() + _ANSWER_S, _LONGEST_LINE)["port"])
+                return host, int(
+                    wire.read_message(link, time.monotonic() + _ANSWER_S, _LONGEST_LINE)["port"]
+                )
         except (OSError, EOFError, wire.MessageError):
             time.sleep(0.1)  # it was closed meanwhile
 
 
-def find(job_key: str, hosts: Sequence[str], timeout: float, said: dict[str, Any]) -> tuple[str, socket.socket]:
+def find(
+    job_key: str, hosts: Sequence[str], timeout: float, said: dict[str, Any]
+) -> tuple[str, socket.socket]:
     """A connection to what `accept` has opened for this job on one of `hosts`, and which of them.
 
-    The first host is asked in every round and one of the others in turn: Slurm's first host has rank 0 unless
-    the user dealt out the tasks. `timeout` is in seconds. `said` is what this process says of itself. Raises
-    `WorldError`, which says what was met at each candidate, when it is over.
+    The first host is asked in every round and one of the others in turn: Slurm's first host has
+    rank 0 unless the user dealt out the tasks. `timeout` is in seconds. `said` is what this process
+    says of itself. Raises `WorldError`, which says what was met at each candidate, when it is over.
     """
     ports = candidate_ports(job_key)
     deadline = time.monotonic() + timeout
@@ -124,13 +136,16 @@ def find(job_key: str, hosts: Sequence[str], timeout: float, said: dict[str, Any
                     return host, link
                 met[f"{host}:{port}"] = reason
                 if reason.startswith("cannot reach"):
-                    break  # the host itself is the trouble: its other ports would each cost the same wait
+                    # the host itself is the trouble: its other ports would each cost the same wait
+                    break
         turn += 1
         time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
         pause = min(pause * 1.5, 1.0)
 
 
-def _try(job_key: str, host: str, port: int, timeout: float, said: dict[str, Any]) -> tuple[socket.socket | None, str]:
+def _try(
+    job_key: str, host: str, port: int, timeout: float, said: dict[str, Any]
+) -> tuple[socket.socket | None, str]:
     try:
         link = socket.create_connection((host, port), timeout=timeout)
     except ConnectionRefusedError:
@@ -140,7 +155,11 @@ def _try(job_key: str, host: str, port: int, timeout: float, said: dict[str, Any
     try:
         wire.introduce(link, _token(job_key), said, timeout)
         wire.close_in_children(link)
-    except (OSError, EOFError, wire.RefusedError) as error:  # a foreign service, or another job's beacon
+    except (
+        OSError,
+        EOFError,
+        wire.RefusedError,
+    ) as error:  # a foreign service, or another job's beacon
         link.close()
         return None, f"another service or another job ({error or type(error).__name__})"
     return link, "found"
@@ -150,12 +169,16 @@ def _token(job_key: str) -> bytes:
     return f"{job_key}\n{os.environ.get(TOKEN, '')}".encode()
 
 
-def _nobody(hosts: Sequence[str], ports: Sequence[int], timeout: float, met: dict[str, str]) -> WorldError:
+def _nobody(
+    hosts: Sequence[str], ports: Sequence[int], timeout: float, met: dict[str, str]
+) -> WorldError:
     others = [f"{place}: {reason}" for place, reason in met.items() if reason != "nothing listens"]
     seen = "; ".join(others[:4]) if others else "nothing listens on any of them"
     where = hosts[0] if len(hosts) == 1 else f"{hosts[0]} (and {len(hosts) - 1} more hosts)"
     return WorldError(
-        f"waited {timeout:.0f} s for rank 0 on {where}, ports {', '.join(map(str, ports[:3]))}… ({len(ports)} candidates): "
-        f"{seen}. Rank 0 did not start, does not call allhands.init(), or runs on a host that this one cannot reach; set "
+        f"waited {timeout:.0f} s for rank 0 on {where}, ports {', '.join(map(str, ports[:3]))}… "
+        f"({len(ports)} candidates): "
+        f"{seen}. Rank 0 did not start, does not call allhands.init(), or runs on a host that this "
+        "one cannot reach; set "
         "MASTER_ADDR and MASTER_PORT to name the place yourself."
     )

@@ -15,11 +15,12 @@ BACKENDS = ("auto", "gloo", "nccl", "mpi")
 
 
 def choose_backend(backend: str, device: str) -> tuple[str, str]:
-    """`(backend, device)` with "auto" resolved: nccl and "cuda" where this process sees a GPU, else gloo and
-    "cpu".
+    """`(backend, device)` with "auto" resolved: nccl and "cuda" where this process sees a GPU, else
+    gloo and "cpu".
 
-    `device` is "auto", "cpu", "cuda" (one by local rank) or "cuda:N". gloo and mpi take GPUs only when
-    `device` asks for them. Raises `UserError` for what this machine or this build of torch cannot do.
+    `device` is "auto", "cpu", "cuda" (one by local rank) or "cuda:N". gloo and mpi take GPUs only
+    when `device` asks for them. Raises `UserError` for what this machine or this build of torch
+    cannot do.
     """
     import torch
     import torch.distributed as dist
@@ -27,38 +28,55 @@ def choose_backend(backend: str, device: str) -> tuple[str, str]:
     if backend not in BACKENDS:
         raise UserError(f"backend={backend!r} must be one of {', '.join(BACKENDS)}.")
     if device not in {"auto", "cpu", "cuda"} and not re.fullmatch(r"cuda:\d+", device):
-        raise UserError(f"device={device!r} must be 'auto', 'cpu', 'cuda' (one GPU a local rank) or 'cuda:N'.")
+        raise UserError(
+            f"device={device!r} must be 'auto', 'cpu', 'cuda' (one GPU a local rank) or 'cuda:N'."
+        )
     gpus = visible_gpus()
     if backend == "nccl" and device == "cpu":
-        raise UserError("backend='nccl' needs GPUs but device='cpu': write backend='gloo', or leave device out.")
+        raise UserError(
+            "backend='nccl' needs GPUs but device='cpu': write backend='gloo', or leave device out."
+        )
     wants_gpu = backend == "nccl" or device.startswith("cuda")
     if wants_gpu and gpus == 0:
         asked = "backend='nccl'" if backend == "nccl" else f"device={device!r}"
-        built = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU (CUDA_VISIBLE_DEVICES?)"
-        raise UserError(f"{asked} needs a GPU, but {built}: write backend='auto' and leave device out to train on the CPU.")
+        built = (
+            "this torch is built without CUDA"
+            if torch.version.cuda is None
+            else "torch sees no GPU (CUDA_VISIBLE_DEVICES?)"
+        )
+        raise UserError(
+            f"{asked} needs a GPU, but {built}: write backend='auto' and leave device out to train "
+            "on the CPU."
+        )
     if device.startswith("cuda:") and int(device[5:]) >= gpus:
-        raise UserError(f"device={device!r}, but this process sees {gpus} GPUs: the last one is 'cuda:{gpus - 1}'.")
+        raise UserError(
+            f"device={device!r}, but this process sees {gpus} GPUs: the last one is "
+            f"'cuda:{gpus - 1}'."
+        )
     if backend == "auto":
         backend = "nccl" if gpus and device != "cpu" and dist.is_nccl_available() else "gloo"
     if device == "auto":
         device = "cuda" if backend == "nccl" else "cpu"
     if backend == "mpi" and not dist.is_mpi_available():
         raise UserError(
-            f"backend='mpi', but this torch has no MPI built in and mpi4py is not installed: {mpilib.INSTALL} (mpich only where "
+            "backend='mpi', but this torch has no MPI built in and mpi4py is not installed: "
+            f"{mpilib.INSTALL} (mpich only where "
             "there is no MPI yet), or write backend='gloo'."
         )
     return backend, device
 
 
 def visible_gpus() -> int:
-    """How many CUDA devices this process can use. Does not initialise CUDA: a fork after it is safe."""
+    """How many CUDA devices this process can use. Does not initialise CUDA: a fork after it is
+    safe."""
     import torch
 
     return torch.cuda.device_count() if torch.version.cuda is not None else 0
 
 
 def only_gpu_name(gpus: int) -> str:
-    """What identifies this process's GPU when it sees exactly one; "" otherwise. Opens no context on it."""
+    """What identifies this process's GPU when it sees exactly one; "" otherwise. Opens no context
+    on it."""
     import torch
 
     if gpus != 1:
@@ -68,8 +86,8 @@ def only_gpu_name(gpus: int) -> str:
 
 
 def pick_device(device: str, local_rank: int, gpus: int) -> torch.device:
-    """The device of this process, made the current one when it is a GPU. `device` as `choose_backend` returns
-    it.
+    """The device of this process, made the current one when it is a GPU. `device` as
+    `choose_backend` returns it.
     """
     import torch
 

@@ -1,4 +1,5 @@
-"""`init`, `finalize` and `current_world`: the world of this process, and torch's process group under it."""
+"""`init`, `finalize` and `current_world`: the world of this process, and torch's process group
+under it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from allhands.world import guard, interface, mpilib
 from allhands.world.detection import find_environment
 from allhands.world.devices import choose_backend, only_gpu_name, pick_device, visible_gpus
 from allhands.world.layout import Environ, Layout
-from allhands.world.request import DEFAULT_TIMEOUT, Asked, agree, device_name, seconds_of, who_and_where
+from allhands.world.request import (
+    DEFAULT_TIMEOUT,
+    Asked,
+    agree,
+    device_name,
+    seconds_of,
+    who_and_where,
+)
 from allhands.world.roster import Card, check_places, meet, own_card, place_of
 from allhands.world.stores import open_store
 
@@ -35,10 +43,12 @@ _GUARDED = ("slurm", "openmpi", "mpich")
 class World:
     """The processes that train together, seen from this one. All numbers count from 0.
 
-    `backend` is "gloo", "nccl", "mpi", or "none" for a process alone, which has no group. `environment` names
-    what started the processes: "alone", "explicit" (arguments of `init`), "torchrun", "allhands launch",
-    "slurm", "openmpi", "mpich" (also Intel MPI), or "torch.distributed" when the group was there before
-    `init`.
+    `backend` is "gloo", "nccl", "mpi", or "none" for a process alone, which has no group.
+    `environment` names
+    what started the processes: "alone", "explicit" (arguments of `init`), "torchrun", "allhands
+    launch",
+    "slurm", "openmpi", "mpich" (also Intel MPI), or "torch.distributed" when the group was there
+    before `init`.
     """
 
     rank: int
@@ -93,16 +103,16 @@ def init(
 ) -> World:
     """Find the other processes, take a device, and make torch's default process group.
 
-    Who we are comes from the arguments, else torchrun's variables, else Slurm (a step of srun), else Open
-    MPI, else MPICH or Intel MPI, else this process is alone. A process that something started gets a group
-    even when it is the only one, so that a script which calls torch.distributed runs at any size; a process
-    that is alone gets none.
+    Who we are comes from the arguments, else torchrun's variables, else Slurm (a step of srun),
+    else Open MPI, else MPICH or Intel MPI, else this process is alone. A process that something
+    started gets a group even when it is the only one, so that a script which calls
+    torch.distributed runs at any size; a process that is alone gets none.
 
     Args:
         backend: "auto" (nccl where this process sees a GPU, else gloo), "gloo", "nccl" or "mpi".
-        init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://HOST:PORT" (an address of
-            rank 0's host) or "file:///PATH" (a new file on a disk that all hosts share). None: as the
-            environment tells.
+        init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://HOST:PORT" (an
+            address of rank 0's host) or "file:///PATH" (a new file on a disk that all hosts share).
+            None: as the environment tells.
         timeout: seconds or a timedelta, for meeting and for every collective afterwards. None:
             `DEFAULT_TIMEOUT`, 10 minutes.
         rank, world_size: who we are, both or neither.
@@ -110,14 +120,16 @@ def init(
         device: None or "auto", "cpu" (forces gloo), "cuda" (one GPU a local rank), "cuda:N" or N.
 
     Returns:
-        The world. A second call with nothing that contradicts the first returns the same one. A group that
-        the caller has already made with torch.distributed is adopted: `finalize` will not destroy it.
+        The world. A second call with nothing that contradicts the first returns the same one. A
+        group that
+        the caller has already made with torch.distributed is adopted: `finalize` will not destroy
+            it.
 
     Raises:
-        UserError: an argument or variable cannot be honoured (more workers than GPUs, nccl without one, an
-            unreadable number).
-        WorldError: two settings contradict each other, or processes did not come within `timeout`; the
-            message names them.
+        UserError: an argument or variable cannot be honoured (more workers than GPUs, nccl without
+            one, an unreadable number).
+        WorldError: two settings contradict each other, or processes did not come within `timeout`;
+            the message names them.
     """
     global _state
     asked = Asked(
@@ -146,8 +158,8 @@ def init(
 
 
 def finalize() -> None:
-    """Leave the world: destroy the group that `init` made. Safe to call twice, or without `init`; returns
-    within 10 s.
+    """Leave the world: destroy the group that `init` made. Safe to call twice, or without `init`;
+    returns within 10 s.
     """
     global _state
     with _lock:
@@ -165,7 +177,8 @@ def finalize() -> None:
 
 
 def _leave_at_exit() -> None:
-    """Leave the world at the end of a script that did not, so that nccl has nothing to complain about.
+    """Leave the world at the end of a script that did not, so that nccl has nothing to complain
+    about.
 
     Not after an error: the others may never come to take the group down together.
     """
@@ -215,8 +228,19 @@ def _start(asked: Asked, environ: Environ) -> _State:
     _make_group(opened.store, backend, chosen, layout, timeout)
     if layout.environment in {"openmpi", "mpich"}:
         mpilib.end_job_on_error(layout.rank, card.name, environ)
-    world = World(layout.rank, local_rank, node_rank, layout.world_size, local_size, chosen, backend, layout.environment)
-    return _State(world, asked, made_group=True, set_ifname=set_ifname, store=opened.store, guard=guarding)
+    world = World(
+        layout.rank,
+        local_rank,
+        node_rank,
+        layout.world_size,
+        local_size,
+        chosen,
+        backend,
+        layout.environment,
+    )
+    return _State(
+        world, asked, made_group=True, set_ifname=set_ifname, store=opened.store, guard=guarding
+    )
 
 
 def _guard(store: Any, layout: Layout, place: str, silence: float, one_host: bool) -> guard.Guard:
@@ -234,11 +258,17 @@ def _meet(store: Any, card: Card, place: str, deadline: float) -> list[Card]:
     return meet(PrefixStore("allhands", store), card, place, deadline)
 
 
-def _make_group(store: Any, backend: str, device: torch.device, layout: Layout, timeout: float) -> None:
+def _make_group(
+    store: Any, backend: str, device: torch.device, layout: Layout, timeout: float
+) -> None:
     import torch.distributed as dist
 
     # MPI knows the ranks itself.
-    extra: dict[str, Any] = {} if backend == "mpi" else {"store": store, "rank": layout.rank, "world_size": layout.world_size}
+    extra: dict[str, Any] = (
+        {}
+        if backend == "mpi"
+        else {"store": store, "rank": layout.rank, "world_size": layout.world_size}
+    )
     if backend == "nccl":
         extra["device_id"] = device
     try:
@@ -247,7 +277,8 @@ def _make_group(store: Any, backend: str, device: torch.device, layout: Layout, 
         raise
     except RuntimeError as error:
         raise WorldError(
-            f"rank {layout.rank} met the other {layout.world_size - 1} processes, but {backend} could not connect them: {error} "
+            f"rank {layout.rank} met the other {layout.world_size - 1} processes, but {backend} "
+            f"could not connect them: {error} "
             f"({interface.VARIABLE}={os.environ.get(interface.VARIABLE, '(unset)')})"
         ) from error
     if backend == "mpi":
@@ -255,8 +286,8 @@ def _make_group(store: Any, backend: str, device: torch.device, layout: Layout, 
 
 
 def _adopt(asked: Asked, environ: Environ) -> _State:
-    """The world of a group that the caller made. Collective when the environment does not tell the local
-    ranks.
+    """The world of a group that the caller made. Collective when the environment does not tell the
+    local ranks.
     """
     import torch.distributed as dist
 
@@ -266,7 +297,9 @@ def _adopt(asked: Asked, environ: Environ) -> _State:
         str(dist.get_backend()).split(",", maxsplit=1)[0],
     )
     if asked.backend not in {"auto", backend}:
-        raise WorldError(f"init(backend={asked.backend!r}), but torch.distributed already runs with {backend!r}.")
+        raise WorldError(
+            f"init(backend={asked.backend!r}), but torch.distributed already runs with {backend!r}."
+        )
     for name, passed, told in (("rank", asked.rank, rank), ("world_size", asked.world_size, size)):
         agree(name, passed, told)
     environment = find_environment(environ)
@@ -297,12 +330,15 @@ def _adopt(asked: Asked, environ: Environ) -> _State:
         assert own.node_rank is not None
         local_rank, local_size, node_rank = own.local_rank, own.local_world_size, own.node_rank
     chosen = pick_device(device, local_rank, gpus)
-    world = World(rank, local_rank, node_rank, size, local_size, chosen, backend, "torch.distributed")
+    world = World(
+        rank, local_rank, node_rank, size, local_size, chosen, backend, "torch.distributed"
+    )
     return _State(world, asked, made_group=False)
 
 
 def _check_same(asked: Asked, state: _State) -> None:
-    """A later `init` may repeat what the first said, or say less; anything else would be silently ignored."""
+    """A later `init` may repeat what the first said, or say less; anything else would be silently
+    ignored."""
     world, first = state.world, state.asked
     told: dict[str, tuple[Any, Any]] = {
         "rank": (asked.rank, world.rank),
@@ -322,7 +358,8 @@ def _check_same(asked: Asked, state: _State) -> None:
     for name, (now, before) in told.items():
         if now is not None and now != before:
             raise WorldError(
-                f"init({name}={now!r}), but this process already has a world with {name}={before!r}: call allhands.finalize() "
+                f"init({name}={now!r}), but this process already has a world with "
+                f"{name}={before!r}: call allhands.finalize() "
                 "first, or leave the argument out."
             )
 
@@ -333,10 +370,15 @@ def _destroy_group(backend: str) -> None:
     if backend != "nccl":
         dist.destroy_process_group()
         return
-    # nccl waits for what is still queued on the GPU, for ever when a peer has gone; a process that leaves
-    # must not.
-    worker = threading.Thread(target=dist.destroy_process_group, name="allhands-finalize", daemon=True)
+    # nccl waits for what is still queued on the GPU, for ever when a peer has gone; a process that
+    # leaves must not.
+    worker = threading.Thread(
+        target=dist.destroy_process_group, name="allhands-finalize", daemon=True
+    )
     worker.start()
     worker.join(_FINALIZE_S)
     if worker.is_alive():
-        _log.warning("nccl did not stop within %.0f s, probably because a peer has gone; left as it is", _FINALIZE_S)
+        _log.warning(
+            "nccl did not stop within %.0f s, probably because a peer has gone; left as it is",
+            _FINALIZE_S,
+        )

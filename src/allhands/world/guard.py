@@ -1,16 +1,18 @@
 """What ends a world that srun or mpirun started when one of its ranks fails.
 
-srun waits for all tasks, however one of them ended (unless it was given ``-K``), MPI's launchers end a job of which one rank dies
-but none of which one rank hangs, and a rank that computes, sleeps, or waits in nccl does not notice that another one is gone:
-the job would hang until somebody looks. So every rank keeps a connection to a thread in rank 0. A rank that raises says so over
-it; one that dies (SIGKILL, a crash, a host that is switched off) closes it without a word; one that is stopped or cut off falls
-silent. Rank 0 then says which rank failed first, on which host and why, and all ranks end with exit code 1. A rank that leaves
-in order says that, and the others go on.
+srun waits for all tasks, however one of them ended (unless it was given ``-K``), MPI's launchers
+end a job of which one rank dies but none of which one rank hangs, and a rank that computes, sleeps,
+or waits in nccl does not notice that another one is gone: the job would hang until somebody looks.
+So every rank keeps a connection to a thread in rank 0. A rank that raises says so over it; one that
+dies (SIGKILL, a crash, a host that is switched off) closes it without a word; one that is stopped
+or cut off falls silent. Rank 0 then says which rank failed first, on which host and why, and all
+ranks end with exit code 1. A rank that leaves in order says that, and the others go on.
 
-Launchers that look after their processes themselves (`allhands launch`, torchrun) need none of this.
+Launchers that look after their processes themselves (`allhands launch`, torchrun) need none of
+this.
 
-Only ranks that have proven the world's token are heard. Numbers and short texts travel, as lines of JSON; nothing that arrives
-is run or unpickled.
+Only ranks that have proven the world's token are heard. Numbers and short texts travel, as lines of
+JSON; nothing that arrives is run or unpickled.
 """
 
 from __future__ import annotations
@@ -38,11 +40,13 @@ from allhands.world.layout import Environ
 TIMEOUT_VARIABLE = "ALLHANDS_HEARTBEAT_TIMEOUT"
 DEFAULT_TIMEOUT_S = 60.0
 
-# Ends the report of a failure; a launcher that does not end by itself then is ended (allhands.launch.mpi).
+# Ends the report of a failure; a launcher that does not end by itself then is ended
+# (allhands.launch.mpi).
 LAST_WORDS = "all other ranks are ended"
 
 _BEAT_S = 1.0
-# What fails together is told by the first failure; a death without a word is seen later than the errors that it causes.
+# What fails together is told by the first failure; a death without a word is seen later than the
+# errors that it causes.
 _COLLECT_S = 1.0
 # Time for the others to write their own tracebacks.
 _GRACE_S = 2.0
@@ -68,7 +72,10 @@ def heartbeat_timeout(environ: Environ) -> float:
     except ValueError:
         seconds = -1.0
     if seconds != 0 and not 3 <= seconds < 10**6:
-        raise UserError(f"{TIMEOUT_VARIABLE}={text!r}: it must be a number of seconds, at least 3, or 0 to wait for ever.")
+        raise UserError(
+            f"{TIMEOUT_VARIABLE}={text!r}: it must be a number of seconds, at least 3, or 0 to "
+            "wait for ever."
+        )
     return seconds
 
 
@@ -81,12 +88,16 @@ class Guard:
         link: the connection to rank 0; None on rank 0.
     """
 
-    def __init__(self, rank: int, size: int, timeout: float, link: socket.socket | None = None) -> None:
+    def __init__(
+        self, rank: int, size: int, timeout: float, link: socket.socket | None = None
+    ) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.name = _own_name()
         self._link = link
         self.accepted: list[socket.socket] = []  # on rank 0: the others' connections
-        self._came: list[tuple[socket.socket, dict[str, Any]]] = []  # those that its thread does not know yet
+        self._came: list[
+            tuple[socket.socket, dict[str, Any]]
+        ] = []  # those that its thread does not know yet
         self._ranks: set[int] = {0}
         self._lock = threading.Lock()
         self._owner = os.getpid()
@@ -128,7 +139,8 @@ class Guard:
             self._wake_end.send(b"!")
 
     def close(self) -> None:
-        """Leave in order: from now on, the end of this process is nobody's concern. A failing exit code is told instead."""
+        """Leave in order: from now on, the end of this process is nobody's concern. A failing exit
+        code is told instead."""
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
@@ -145,21 +157,26 @@ class Guard:
             self._over.wait(_COLLECT_S + _GRACE_S if self._exit_code else 1.0)
 
     def _on_exit(self, code: Any = None) -> NoReturn:
-        # Python does not tell an exit handler the code that the process ends with. A bare `raise SystemExit(3)` is not seen:
-        # it counts as leaving in order, and the report names the rank when others fail over its absence.
+        # Python does not tell an exit handler the code that the process ends with. A bare `raise
+        # SystemExit(3)` is not seen: it counts as leaving in order, and the report names the rank
+        # when others fail over its absence.
         number = code if isinstance(code, int) else 0 if code is None else 1
         if threading.current_thread() is threading.main_thread() and os.getpid() == self._owner:
             self._exit_code = 0 if number in _ON_REQUEST else number & 0xFF
         raise SystemExit(code)
 
-    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         assert self._before is not None
         self._before[0](kind, error, trace)
         with contextlib.suppress(Exception):
             sys.stderr.flush()
         if os.getpid() == self._owner and not self._closed:
             first, _, more = str(error).partition("\n")
-            self._fail(f"raised {kind.__name__}" + (f": {first}{' ...' if more else ''}" if first else ""))
+            self._fail(
+                f"raised {kind.__name__}" + (f": {first}{' ...' if more else ''}" if first else "")
+            )
 
     def _fail(self, text: str) -> None:
         self._say({"failed": text[:_LONGEST]})
@@ -216,7 +233,8 @@ class Guard:
         return None
 
     def _end(self, why: str | None) -> None:
-        """End this process, which has a moment to end by itself; `why` is for when rank 0 cannot say it."""
+        """End this process, which has a moment to end by itself; `why` is for when rank 0 cannot
+        say it."""
         if self._closed:
             return
         first = self.rank == 1 or "0" in (os.environ.get(name) for name in _LOCAL_RANKS)
@@ -329,7 +347,11 @@ class _Watch:
             rank = self.ranks.get(link)
             if rank is not None and rank not in self.left and now - at > self.guard.timeout:
                 self.silent = True
-                self._lose(link, f"has given no sign of life for {now - at:.0f} s: stopped, hung, or its network is down")
+                self._lose(
+                    link,
+                    f"has given no sign of life for {now - at:.0f} s: stopped, hung, or its "
+                    "network is down",
+                )
 
     def _blame(self, at: float, rank: int, how: str) -> None:
         self.failed.append((at, rank, how))
@@ -338,10 +360,13 @@ class _Watch:
 
     def _decide(self) -> None:
         at, rank, how = min(self.failed)
-        lines = [f"allhands: rank {rank} ({self.names.get(rank, 'unknown host')}) failed first: {how}"]
+        lines = [
+            f"allhands: rank {rank} ({self.names.get(rank, 'unknown host')}) failed first: {how}"
+        ]
         for other, left_at in sorted(self.left.items()):
             lines.append(
-                f"  rank {other} ({self.names.get(other, 'unknown host')}) had already left, {max(0.0, at - left_at):.1f} s "
+                f"  rank {other} ({self.names.get(other, 'unknown host')}) had already left, "
+                f"{max(0.0, at - left_at):.1f} s "
                 "earlier: if the others still waited for it, that is the cause"
             )
         after = sorted({failed for _, failed, _ in self.failed} - {rank})
@@ -363,18 +388,23 @@ class _Watch:
 
 
 def kill_step() -> None:
-    """End the tasks of this step that cannot do so themselves, because they are stopped or hang; srun would wait for them."""
-    step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID', os.environ.get('SLURM_STEPID'))}"
+    """End the tasks of this step that cannot do so themselves, because they are stopped or hang;
+    srun would wait for them."""
+    number = os.environ.get("SLURM_STEP_ID", os.environ.get("SLURM_STEPID"))
+    step = f"{os.environ.get('SLURM_JOB_ID')}.{number}"
     if "None" in step:
         return
     try:
-        subprocess.run(["scancel", "--signal=KILL", step], capture_output=True, timeout=20, check=True)
+        subprocess.run(
+            ["scancel", "--signal=KILL", step], capture_output=True, timeout=20, check=True
+        )
     except (OSError, subprocess.SubprocessError) as error:
         _print(f"allhands: the silent task could not be ended ({error}); write `scancel {step}`")
 
 
 def leave() -> NoReturn:
-    """End this process with exit code 1 from a thread, when its main thread cannot be relied on; buffered output is written."""
+    """End this process with exit code 1 from a thread, when its main thread cannot be relied on;
+    buffered output is written."""
 
     def flush() -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -388,7 +418,16 @@ def leave() -> NoReturn:
     os._exit(1)
 
 
-def start(store: Any, rank: int, size: int, host: str, timeout: float, deadline_s: float = 60.0, *, local: bool = False) -> Guard:
+def start(
+    store: Any,
+    rank: int,
+    size: int,
+    host: str,
+    timeout: float,
+    deadline_s: float = 60.0,
+    *,
+    local: bool = False,
+) -> Guard:
     """Connect this rank; on all ranks together, after they have met.
 
     Args:
@@ -406,14 +445,19 @@ def start(store: Any, rank: int, size: int, host: str, timeout: float, deadline_
         guard = Guard(rank, size, timeout)
         listener, secret = wire.listen(local=local), secrets.token_hex(32)
         store.set("guard", json.dumps({"port": listener.getsockname()[1], "token": secret}))
-        wire.Acceptor("the failure detector in rank 0", [listener], secret.encode(), guard.welcome).start()
+        wire.Acceptor(
+            "the failure detector in rank 0", [listener], secret.encode(), guard.welcome
+        ).start()
         # What comes next may hold the interpreter until the others are there, who need an answer of
         # the acceptor's thread first. To wait for the store lets that run.
         try:
-            store.wait([f"guard of {other}" for other in range(1, size)], timedelta(seconds=2 * deadline_s))
+            store.wait(
+                [f"guard of {other}" for other in range(1, size)], timedelta(seconds=2 * deadline_s)
+            )
         except RuntimeError as error:
             raise WorldError(
-                f"not all ranks reached rank 0 ({socket.gethostname()}) within {2 * deadline_s:.0f} s: {error}"
+                f"not all ranks reached rank 0 ({socket.gethostname()}) within "
+                f"{2 * deadline_s:.0f} s: {error}"
             ) from None
     else:
         store.wait(["guard"])
@@ -431,8 +475,10 @@ def start(store: Any, rank: int, size: int, host: str, timeout: float, deadline_
                 warden.start(connect, token)
         except (OSError, EOFError, wire.RefusedError) as error:
             raise WorldError(
-                f"rank {rank} ({socket.gethostname()}) cannot reach rank 0 at {host}, port {port} ({error}): "
-                "workers talk to one another on ports that the system chooses; open the firewall between the hosts"
+                f"rank {rank} ({socket.gethostname()}) cannot reach rank 0 at {host}, port {port} "
+                f"({error}): "
+                "workers talk to one another on ports that the system chooses; open the firewall "
+                "between the hosts"
             ) from None
         store.set(f"guard of {rank}", "connected")
         guard = Guard(rank, size, timeout, link)

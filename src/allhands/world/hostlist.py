@@ -1,5 +1,5 @@
-"""Slurm's short forms, expanded here because `scontrol` is not on every compute node and costs a process a
-rank.
+"""Slurm's short forms, expanded here because `scontrol` is not on every compute node and costs a
+process a rank.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import re
 from allhands.errors import UserError
 
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-_MOST_HOSTS = 100_000  # more is a typing error such as n[1-10000000], and expanding it would exhaust the memory
+# more is a typing error such as n[1-10000000], and expanding it would exhaust the memory
+_MOST_HOSTS = 100_000
 
 
 def expand_hosts(text: str) -> list[str]:
     """The host names that a Slurm host list stands for, in its order.
 
-    `n[1-3,7],m05` gives n1 n2 n3 n7 m05; `a,b[01-02]` keeps the zeros: a b01 b02; several brackets multiply:
-    `r[1-2]n[1-2]` gives r1n1 r1n2 r2n1 r2n2. Raises `UserError` on anything that is no host list.
+    `n[1-3,7],m05` gives n1 n2 n3 n7 m05; `a,b[01-02]` keeps the zeros: a b01 b02; several brackets
+    multiply: `r[1-2]n[1-2]` gives r1n1 r1n2 r2n1 r2n2. Raises `UserError` on anything that is no
+    host list.
     """
     hosts: list[str] = []
     for part in _split(text):
@@ -31,14 +33,16 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """Tasks on each node from Slurm's count list: `2(x2),1` gives [2, 2, 1]. Raises `UserError` on anything
-    else.
+    """Tasks on each node from Slurm's count list: `2(x2),1` gives [2, 2, 1]. Raises `UserError` on
+    anything else.
     """
     counts: list[int] = []
     for part in text.split(","):
         match = _TASKS.fullmatch(part.strip())
         if match is None:
-            raise UserError(f"{text!r} is not a Slurm task count such as '2(x2),1' (stopped at {part!r}).")
+            raise UserError(
+                f"{text!r} is not a Slurm task count such as '2(x2),1' (stopped at {part!r})."
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 

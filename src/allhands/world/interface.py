@@ -1,8 +1,11 @@
 """Which network interface reaches the other hosts.
 
-Left alone, gloo resolves this host's own name, which on many systems is a loopback address (127.0.1.1) that
-no other host can reach: one side then fails with "connection refused" and the other waits for five times the
-group's timeout. So the interface is the one through which the kernel would send to another host of the world.
+Left alone, gloo resolves this host's own name, which on many systems is a loopback address
+(127.0.1.1) that
+no other host can reach: one side then fails with "connection refused" and the other waits for five
+times the
+group's timeout. So the interface is the one through which the kernel would send to another host of
+the world.
 """
 
 from __future__ import annotations
@@ -46,21 +49,27 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_with(address: str) -> str | None:
-    """The name of the interface that has `address` (numeric, IPv4 or IPv6); None where the system does not tell."""
+    """The name of the interface that has `address` (numeric, IPv4 or IPv6); None where the system
+    does not tell."""
     # 127.0.0.1 and 127.0.1.1 are both lo's, which reports only the first.
     wanted = "127.0.0.1" if ":" not in address and is_loopback(address) else address
     return own_addresses().get(wanted)
 
 
 def own_addresses() -> dict[str, str]:
-    """Each address of this host and the interface that has it, IPv4 first; empty where the system does not tell."""
+    """Each address of this host and the interface that has it, IPv4 first; empty where the system
+    does not tell."""
     return _addresses_v4() | _addresses_v6()
 
 
 def outward_addresses() -> list[str]:
     """The addresses of this host that are of use to others."""
     # A link-local IPv6 address means nothing without the name of the caller's own interface.
-    return [address for address in own_addresses() if not is_loopback(address) and not address.startswith("fe80:")]
+    return [
+        address
+        for address in own_addresses()
+        if not is_loopback(address) and not address.startswith("fe80:")
+    ]
 
 
 def _addresses_v4() -> dict[str, str]:
@@ -89,8 +98,8 @@ def _addresses_v6() -> dict[str, str]:
 
 
 def set_for_gloo(cards: list[Card], rank: int) -> bool:
-    """Set GLOO_SOCKETVARIABLE to the interface that reaches the other hosts; True when it was set (it was
-    unset before).
+    """Set GLOO_SOCKETVARIABLE to the interface that reaches the other hosts; True when it was set
+    (it was unset before).
     """
     own = cards[rank]
     if os.environ.get(VARIABLE) or own.backend == "mpi":

@@ -30,7 +30,8 @@ class JobAround:
 
 
 def jobs_around(environ: Environ) -> list[JobAround]:
-    """The Slurm job, and the job of `allhands launch` or torchrun that restarts its workers; those that there are."""
+    """The Slurm job, and the job of `allhands launch` or torchrun that restarts its workers; those
+    that there are."""
     found = []
     job = job_of(environ)
     if job is not None:
@@ -38,5 +39,7 @@ def jobs_around(environ: Environ) -> list[JobAround]:
     run = environ.get("TORCHELASTIC_RUN_ID", "").strip()
     # torchrun's default name is the same for every run.
     if run and run != "none":
-        found.append(JobAround(f"launch {run}", read_int(environ, "TORCHELASTIC_RESTART_COUNT") or 0))
+        found.append(
+            JobAround(f"launch {run}", read_int(environ, "TORCHELASTIC_RESTART_COUNT") or 0)
+        )
     return found

@@ -1,4 +1,5 @@
-"""Who a process is among the processes, and where they meet: the two facts that an environment tells."""
+"""Who a process is among the processes, and where they meet: the two facts that an environment
+tells."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ Environ = Mapping[str, str]
 class Layout:
     """The place of this process among all processes, as far as its environment tells.
 
-    `None` means "not told": such numbers are worked out when the processes meet, from the hosts that they run
-    on. Ranks count from 0.
+    `None` means "not told": such numbers are worked out when the processes meet, from the hosts
+    that they run on. Ranks count from 0.
 
     Raises `WorldError` when two of the numbers contradict each other.
     """
@@ -36,18 +37,26 @@ class Layout:
         )
         for name, index, size_name, size in pairs:
             if size is not None and size < 1:
-                raise WorldError(f"{self.environment}: {size_name}={size}, but it must be at least 1.")
+                raise WorldError(
+                    f"{self.environment}: {size_name}={size}, but it must be at least 1."
+                )
             if index is not None and (index < 0 or (size is not None and index >= size)):
-                last = "at least 0" if size is None else f"between 0 and {size - 1} because {size_name}={size}"
+                last = (
+                    "at least 0"
+                    if size is None
+                    else f"between 0 and {size - 1} because {size_name}={size}"
+                )
                 raise WorldError(f"{self.environment}: {name}={index}, but it must be {last}.")
         if self.local_world_size is not None and self.local_world_size > self.world_size:
             raise WorldError(
-                f"{self.environment}: local_world_size={self.local_world_size} is more than world_size={self.world_size}; one "
+                f"{self.environment}: local_world_size={self.local_world_size} is more than "
+                f"world_size={self.world_size}; one "
                 "host cannot hold more processes than there are."
             )
         if self.num_nodes is not None and self.num_nodes > self.world_size:
             raise WorldError(
-                f"{self.environment}: {self.num_nodes} hosts for world_size={self.world_size}; a host of the world holds at "
+                f"{self.environment}: {self.num_nodes} hosts for world_size={self.world_size}; a "
+                "host of the world holds at "
                 "least one process."
             )
 
@@ -66,8 +75,9 @@ class Meeting:
     """Where the processes meet.
 
     With `port`, rank 0 (or, with `agent_store`, the program that started the processes) listens on
-    `host:port`. Without, the port is agreed through rank 0 on one of `hosts`, by the secret-free name of the
-    job, `job_key` (see `allhands.world.beacon`). `path` is the shared file of `file://`.
+    `host:port`. Without, the port is agreed through rank 0 on one of `hosts`, by the secret-free
+    name of the job, `job_key` (see `allhands.world.beacon`). `path` is the shared file of
+    `file://`.
     """
 
     hosts: tuple[str, ...] = ()
@@ -81,12 +91,13 @@ class Meeting:
     def __str__(self) -> str:
         if self.path is not None:
             return f"file://{self.path}"
-        return f"{self.hosts[0] if self.hosts else 'localhost'}:{self.port or '(port agreed through rank 0)'}"
+        host = self.hosts[0] if self.hosts else "localhost"
+        return f"{host}:{self.port or '(port agreed through rank 0)'}"
 
 
 def read_int(environ: Environ, name: str) -> int | None:
-    """The whole number in variable `name`, None when it is unset or empty; `UserError` names a variable that
-    is none.
+    """The whole number in variable `name`, None when it is unset or empty; `UserError` names a
+    variable that is none.
     """
     text = environ.get(name, "").strip()
     if not text:
@@ -94,7 +105,9 @@ def read_int(environ: Environ, name: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise UserError(f"{name}={text!r} is not a whole number; set {name} to one or unset it.") from None
+        raise UserError(
+            f"{name}={text!r} is not a whole number; set {name} to one or unset it."
+        ) from None
 
 
 def need_int(environ: Environ, name: str, because: str) -> int:
@@ -114,8 +127,8 @@ def read_port(environ: Environ, name: str = "MASTER_PORT") -> int | None:
 
 
 def given_meeting(environ: Environ) -> Meeting | None:
-    """The meeting point that MASTER_ADDR and MASTER_PORT name, if both are set. They are believed in any
-    environment.
+    """The meeting point that MASTER_ADDR and MASTER_PORT name, if both are set. They are believed
+    in any environment.
     """
     host, port = environ.get("MASTER_ADDR", "").strip(), read_port(environ)
     return Meeting((host,), port) if host and port is not None else None

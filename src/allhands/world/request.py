@@ -1,4 +1,5 @@
-"""What `init` was asked for, and what follows from it and the environment: who we are and where we meet."""
+"""What `init` was asked for, and what follows from it and the environment: who we are and where we
+meet."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-"""How long `init` waits for the other processes, and a collective for its peers. torch waits 30 minutes under
-gloo, which is longer than anybody watches a hung job; 10 is its own choice for nccl.
+"""How long `init` waits for the other processes, and a collective for its peers. torch waits 30
+minutes under gloo, which is longer than anybody watches a hung job; 10 is its own choice for nccl.
 """
 
 
@@ -36,7 +37,8 @@ class Asked:
 
 
 def who_and_where(asked: Asked, environ: Environ) -> tuple[Layout, Meeting | None]:
-    """Our layout and where to meet; no meeting for a process that nothing started or asked to meet."""
+    """Our layout and where to meet; no meeting for a process that nothing started or asked to
+    meet."""
     method = asked.init_method
     meeting: Meeting | None = None
     rank, size = asked.rank, asked.world_size
@@ -45,21 +47,25 @@ def who_and_where(asked: Asked, environ: Environ) -> tuple[Layout, Meeting | Non
         rank, size = agree("rank", rank, url_rank), agree("world_size", size, url_size)
     if (rank is None) != (size is None):
         have, lack = ("rank", "world_size") if size is None else ("world_size", "rank")
-        raise UserError(f"init({have}={rank if size is None else size}) without {lack}=: pass both, or neither.")
+        raise UserError(
+            f"init({have}={rank if size is None else size}) without {lack}=: pass both, or neither."
+        )
 
     if rank is not None and size is not None:
         layout = explicit_layout(environ, rank, size, asked.local_rank, asked.local_world_size)
         environment = detected_environment(environ)
         if environment is not None:
             told = environment.layout(environ)
-            # init(rank=int(os.environ["RANK"]), …) repeats the environment, which also knows where to meet.
+            # init(rank=int(os.environ["RANK"]), …) repeats the environment, which also knows where
+            # to meet.
             if (told.rank, told.world_size) == (rank, size):
                 return _detected(asked, environ, environment, told, meeting)
         if meeting is None:
             meeting = given_meeting(environ)
         if meeting is None and (size > 1 or method is not None):
             raise UserError(
-                f"init(rank={rank}, world_size={size}) does not say where to meet: pass init_method='tcp://HOST:PORT' with an "
+                f"init(rank={rank}, world_size={size}) does not say where to meet: pass "
+                "init_method='tcp://HOST:PORT' with an "
                 "address of rank 0's host, or set MASTER_ADDR and MASTER_PORT."
             )
         return layout, meeting
@@ -68,15 +74,22 @@ def who_and_where(asked: Asked, environ: Environ) -> tuple[Layout, Meeting | Non
     if environment is None or (method == "env://" and environment.name != "torchrun"):
         if method is None:
             return _alone(asked), None
-        needed = "RANK and WORLD_SIZE in the environment" if method == "env://" else "rank= and world_size="
-        raise UserError(f"init_method={method!r} needs {needed}, but nothing says who this process is.")
+        needed = (
+            "RANK and WORLD_SIZE in the environment"
+            if method == "env://"
+            else "rank= and world_size="
+        )
+        raise UserError(
+            f"init_method={method!r} needs {needed}, but nothing says who this process is."
+        )
     return _detected(asked, environ, environment, environment.layout(environ), meeting)
 
 
 def _detected(
     asked: Asked, environ: Environ, environment: Environment, told: Layout, meeting: Meeting | None
 ) -> tuple[Layout, Meeting]:
-    """What `environment` told, completed by the arguments of `init`, which must not contradict it."""
+    """What `environment` told, completed by the arguments of `init`, which must not contradict
+    it."""
     layout = replace(
         told,
         local_rank=agree("local_rank", asked.local_rank, told.local_rank),
@@ -88,7 +101,8 @@ def _detected(
 def _alone(asked: Asked) -> Layout:
     if (asked.local_rank or 0) > 0 or (asked.local_world_size or 1) > 1:
         raise UserError(
-            f"init(local_rank={asked.local_rank}, local_world_size={asked.local_world_size}), but this process is alone: pass "
+            f"init(local_rank={asked.local_rank}, local_world_size={asked.local_world_size}), but "
+            "this process is alone: pass "
             "rank= and world_size= too, or leave them out."
         )
     return Layout(0, 1, 0, 1, 0, 1, environment="alone")
@@ -96,7 +110,10 @@ def _alone(asked: Asked) -> Layout:
 
 def agree(name: str, passed: int | None, told: int | None) -> int | None:
     if passed is not None and told is not None and passed != told:
-        raise WorldError(f"init({name}={passed}), but the environment or the URL says {name}={told}: leave the argument out.")
+        raise WorldError(
+            f"init({name}={passed}), but the environment or the URL says {name}={told}: leave the "
+            "argument out."
+        )
     return passed if passed is not None else told
 
 
@@ -105,11 +122,18 @@ def seconds_of(timeout: timedelta | float | None) -> float | None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < 10**8:
-        raise UserError(f"timeout={timeout!r} must be a timedelta or a number of seconds above 0, e.g. timeout=600.")
+        raise UserError(
+            f"timeout={timeout!r} must be a timedelta or a number of seconds above 0, e.g. "
+            "timeout=600."
+        )
     return float(seconds)
 
 
 def device_name(device: str | int | torch.device | None) -> str:
     if device is None:
         return "auto"
-    return f"cuda:{device}" if isinstance(device, int) and not isinstance(device, bool) else str(device)
+    return (
+        f"cuda:{device}"
+        if isinstance(device, int) and not isinstance(device, bool)
+        else str(device)
+    )

@@ -1,10 +1,10 @@
-"""What the processes tell each other when they meet, before any group exists: who came, from which host, with
-which GPUs.
+"""What the processes tell each other when they meet, before any group exists: who came, from which
+host, with which GPUs.
 
-Every rank writes one card; rank 0 waits for all of them, checks them against one another, and publishes the
-roster or the reason why there is none. So a missing rank is named, on every rank, instead of leaving the
-others to time out in a collective, and everything that depends on several ranks (devices, interfaces, hosts)
-is decided from the same table everywhere.
+Every rank writes one card; rank 0 waits for all of them, checks them against one another, and
+publishes the roster or the reason why there is none. So a missing rank is named, on every rank,
+instead of leaving the others to time out in a collective, and everything that depends on several
+ranks (devices, interfaces, hosts) is decided from the same table everywhere.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _LONGEST_PAUSE_S = 0.1
 
 @dataclass(frozen=True)
 class Card:
-    """What one process says of itself. `gpus` is how many it can see; `gpu` identifies the one when it sees
-    only one.
+    """What one process says of itself. `gpus` is how many it can see; `gpu` identifies the one when
+    it sees only one.
     """
 
     rank: int
@@ -60,13 +60,17 @@ def host_id() -> str:
 def meet(store: Store, card: Card, place: str, deadline: float) -> list[Card]:
     """All cards in rank order. Collective; `deadline` is on the monotonic clock.
 
-    Raises, on every rank that reached the store, `WorldError` when ranks are missing, came twice, or contradict
-    one another, and `UserError` when a host has more workers than GPUs.
+    Raises, on every rank that reached the store, `WorldError` when ranks are missing, came twice,
+    or contradict one another, and `UserError` when a host has more workers than GPUs.
     """
     if store.add(f"claim/{card.rank}", 1) > 1:
-        stale = " A file that an earlier run left behind looks the same: remove it." * place.startswith("file:")
+        stale = (
+            " A file that an earlier run left behind looks the same: remove it."
+            * place.startswith("file:")
+        )
         trouble = (
-            f"two processes say that they are rank {card.rank} of {card.world_size} at {place}: give each its own rank, or, if "
+            f"two processes say that they are rank {card.rank} of {card.world_size} at {place}: "
+            "give each its own rank, or, if "
             f"these are two jobs, each its own port.{stale}"
         )
         store.set("trouble", trouble)
@@ -86,12 +90,14 @@ def meet(store: Store, card: Card, place: str, deadline: float) -> list[Card]:
 
 
 def _collect(store: Store, own: Card, place: str, deadline: float) -> dict[str, Any]:
-    """Rank 0's verdict: `{"cards": …}`, or `{"error": …, "user": whether the user can mend it, "came": how many}`."""
+    """Rank 0's verdict: `{"cards": …}`, or `{"error": …, "user": whether the user can mend it,
+    "came": how many}`."""
     started = time.monotonic()
     cards: dict[int, Card] = {}
     error, pause = None, 0.002
     while True:
-        # `check` and not `wait`, because a wait that runs out is logged by torch as if something had broken.
+        # `check` and not `wait`, because a wait that runs out is logged by torch as if something
+        # had broken.
         for rank in range(own.world_size):
             if rank not in cards and store.check([f"card/{rank}"]):
                 cards[rank] = Card(**json.loads(store.get(f"card/{rank}")))
@@ -104,13 +110,18 @@ def _collect(store: Store, own: Card, place: str, deadline: float) -> dict[str, 
         pause = min(pause * 1.5, _LONGEST_PAUSE_S)
     missing = [rank for rank in range(own.world_size) if rank not in cards]
     if error is None and missing:
-        hosts = ", ".join(f"{name} ({count})" for name, count in Counter(card.name for card in came).items())
+        hosts = ", ".join(
+            f"{name} ({count})" for name, count in Counter(card.name for card in came).items()
+        )
         error = (
-            f"{len(came)} of {own.world_size} processes met at {place} within {time.monotonic() - started:.0f} s; missing: rank "
-            f"{_ranks(missing)}. Came: {hosts}. Start the missing ranks, or raise timeout= if they start slowly."
+            f"{len(came)} of {own.world_size} processes met at {place} within "
+            f"{time.monotonic() - started:.0f} s; missing: rank "
+            f"{_ranks(missing)}. Came: {hosts}. Start the missing ranks, or raise timeout= if they "
+            "start slowly."
         )
     if error is not None:
-        # One that came with another's rank has no card; as many as there are ranks are likely to be here.
+        # One that came with another's rank has no card; as many as there are ranks are likely to be
+        # here.
         return {"error": error, "user": False, "came": own.world_size if twice else len(came)}
     try:
         check_places(came)
@@ -126,8 +137,10 @@ def _contradiction(cards: list[Card]) -> str | None:
             mine, theirs = getattr(first, what), getattr(card, what)
             if mine != theirs:
                 return (
-                    f"rank {first.rank} ({first.name}) has {what}={mine} but rank {card.rank} ({card.name}) has "
-                    f"{what}={theirs}; every process must be given the same.{_why_backend(what, first, card)}"
+                    f"rank {first.rank} ({first.name}) has {what}={mine} but rank {card.rank} "
+                    f"({card.name}) has "
+                    f"{what}={theirs}; every process must be given the "
+                    f"same.{_why_backend(what, first, card)}"
                 )
     return None
 
@@ -153,13 +166,15 @@ def _await_verdict(store: Store, card: Card, place: str, deadline: float) -> dic
     except RuntimeError as error:
         known = f"then the store, which lives in rank 0 or the launcher, was gone ({error})"
     raise WorldError(
-        f"rank {card.rank} waited {time.monotonic() - started:.0f} s at {place} for rank 0 to count the {card.world_size} "
+        f"rank {card.rank} waited {time.monotonic() - started:.0f} s at {place} for rank 0 to "
+        f"count the {card.world_size} "
         f"processes; {known}. Look at rank 0's output."
     )
 
 
 def _let_the_others_read(store: Store, came: int) -> None:
-    """Keep the store, which lives in this process, until the others know the reason; five seconds at most."""
+    """Keep the store, which lives in this process, until the others know the reason; five seconds
+    at most."""
     deadline = time.monotonic() + 5.0
     while store.add("read", 0) < came and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -171,8 +186,8 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def place_of(cards: list[Card], rank: int) -> tuple[int, int, int]:
-    """`(local_rank, local_world_size, node_rank)` of `rank`: what its environment told, else counted over the
-    hosts.
+    """`(local_rank, local_world_size, node_rank)` of `rank`: what its environment told, else
+    counted over the hosts.
     """
     card = cards[rank]
     hosts = list(dict.fromkeys(other.host for other in cards))
@@ -181,16 +196,20 @@ def place_of(cards: list[Card], rank: int) -> tuple[int, int, int]:
     local_size = card.local_world_size if card.local_world_size is not None else len(neighbours)
     node_rank = card.node_rank if card.node_rank is not None else hosts.index(card.host)
     if local_rank >= local_size:
-        raise WorldError(f"rank {rank} has local_rank={local_rank} but local_world_size={local_size}; set both or neither.")
+        raise WorldError(
+            f"rank {rank} has local_rank={local_rank} but local_world_size={local_size}; set both "
+            "or neither."
+        )
     return local_rank, local_size, node_rank
 
 
 def check_places(cards: list[Card]) -> None:
-    """Raise `UserError` when the workers of a host are more than its GPUs, or share the only one that they see.
+    """Raise `UserError` when the workers of a host are more than its GPUs, or share the only one
+    that they see.
 
-    A worker that sees exactly one GPU was given that one (Slurm's `--gpus-per-task=1`, a CUDA_VISIBLE_DEVICES a
-    rank), which is fine as long as the GPUs differ; so they are compared, not counted. Raises `WorldError` for
-    local numbers that contradict each other.
+    A worker that sees exactly one GPU was given that one (Slurm's `--gpus-per-task=1`, a
+    CUDA_VISIBLE_DEVICES a rank), which is fine as long as the GPUs differ; so they are compared,
+    not counted. Raises `WorldError` for local numbers that contradict each other.
     """
     for card in cards:
         _, local_size, _ = place_of(cards, card.rank)
@@ -200,8 +219,10 @@ def check_places(cards: list[Card]) -> None:
         if card.gpus == 1 and len(twins) == 1:
             continue
         raise UserError(
-            f"{local_size} workers on {card.name} but {card.gpus} GPU{'s' * (card.gpus != 1)} that rank {card.rank} can use: "
-            f"start at most one worker a GPU (workers={card.gpus}, or -n {card.gpus}), or pass device='cpu' to train without "
+            f"{local_size} workers on {card.name} but {card.gpus} GPU{'s' * (card.gpus != 1)} that "
+            f"rank {card.rank} can use: "
+            f"start at most one worker a GPU (workers={card.gpus}, or -n {card.gpus}), or pass "
+            "device='cpu' to train without "
             "GPUs."
         )
 

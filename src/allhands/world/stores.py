@@ -1,4 +1,5 @@
-"""Opening the store at which the processes meet: rank 0's listener, a launcher's, or a shared file."""
+"""Opening the store at which the processes meet: rank 0's listener, a launcher's, or a shared
+file."""
 
 from __future__ import annotations
 
@@ -25,11 +26,17 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 
 class OpenStore:
-    """A store that all ranks reach, the words that say where it is, and rank 0's beacon while others may
-    still ask it.
+    """A store that all ranks reach, the words that say where it is, and rank 0's beacon while
+    others may still ask it.
     """
 
-    def __init__(self, store: Store, place: str, own_address: str = "", lighthouse: beacon.Beacon | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        place: str,
+        own_address: str = "",
+        lighthouse: beacon.Beacon | None = None,
+    ) -> None:
         self.store, self.place, self.own_address = store, place, own_address
         self._lighthouse = lighthouse
 
@@ -40,8 +47,8 @@ class OpenStore:
 
 
 def parse_method(method: str) -> tuple[Meeting, int | None, int | None]:
-    """`tcp://host:port[?rank=r&world_size=n]` or `file:///path`, as a meeting and the rank and world size it
-    names.
+    """`tcp://host:port[?rank=r&world_size=n]` or `file:///path`, as a meeting and the rank and
+    world size it names.
 
     Raises `UserError` for anything else.
     """
@@ -49,7 +56,10 @@ def parse_method(method: str) -> tuple[Meeting, int | None, int | None]:
     numbers: dict[str, int] = {}
     for name, values in parse_qs(parts.query).items():
         if name not in {"rank", "world_size"} or not values[-1].isdecimal():
-            raise UserError(f"init_method={method!r}: {name}={values[-1]} is none of rank=NUMBER and world_size=NUMBER.")
+            raise UserError(
+                f"init_method={method!r}: {name}={values[-1]} is none of rank=NUMBER and "
+                "world_size=NUMBER."
+            )
         numbers[name] = int(values[-1])
     if parts.scheme == "tcp":
         try:
@@ -58,18 +68,23 @@ def parse_method(method: str) -> tuple[Meeting, int | None, int | None]:
             host, port = None, None
         if not host or not port:
             raise UserError(
-                f"init_method={method!r} must be tcp://HOST:PORT with a port from 1 to 65535, e.g. tcp://10.0.0.1:23456."
+                f"init_method={method!r} must be tcp://HOST:PORT with a port from 1 to 65535, e.g. "
+                "tcp://10.0.0.1:23456."
             )
         meeting = Meeting((host,), port)
     elif parts.scheme == "file" and not parts.netloc and parts.path not in {"", "/"}:
         meeting = Meeting(path=parts.path)
     else:
-        raise UserError(f"init_method={method!r} must be 'env://', 'tcp://HOST:PORT' or 'file:///ABSOLUTE/PATH' (three slashes).")
+        raise UserError(
+            f"init_method={method!r} must be 'env://', 'tcp://HOST:PORT' or "
+            "'file:///ABSOLUTE/PATH' (three slashes)."
+        )
     return meeting, numbers.get("rank"), numbers.get("world_size")
 
 
 def open_store(meeting: Meeting, layout: Layout, timeout: float) -> OpenStore:
-    """The store of this world; rank 0 listens before anybody is told where. `timeout` is in seconds.
+    """The store of this world; rank 0 listens before anybody is told where. `timeout` is in
+    seconds.
 
     Raises `WorldError` when rank 0 cannot listen, or was not found in time.
     """
@@ -97,7 +112,8 @@ def _open_file(meeting: Meeting, layout: Layout) -> OpenStore:
     folder = Path(meeting.path).parent
     if not folder.is_dir():
         raise UserError(
-            f"init_method=file://{meeting.path}: the folder {folder} does not exist; create it on a disk that all hosts share."
+            f"init_method=file://{meeting.path}: the folder {folder} does not exist; create it on "
+            "a disk that all hosts share."
         )
     try:
         return OpenStore(FileStore(meeting.path, layout.world_size), str(meeting))
@@ -105,7 +121,9 @@ def _open_file(meeting: Meeting, layout: Layout) -> OpenStore:
         raise WorldError(f"rank {layout.rank} cannot open {meeting}: {error}") from None
 
 
-def _open_given(host: str, port: int, meeting: Meeting, layout: Layout, timeout: float) -> OpenStore:
+def _open_given(
+    host: str, port: int, meeting: Meeting, layout: Layout, timeout: float
+) -> OpenStore:
     from torch.distributed import PrefixStore, TCPStore
 
     listens = layout.rank == 0 and not meeting.agent_store
@@ -115,8 +133,8 @@ def _open_given(host: str, port: int, meeting: Meeting, layout: Layout, timeout:
         with contextlib.suppress(OSError):
             descriptor = wire.listen("127.0.0.1", port).detach()
     try:
-        # multi_tenant, as torch's own env:// does: a library in rank 0 that opens MASTER_PORT again shares
-        # the listener.
+        # multi_tenant, as torch's own env:// does: a library in rank 0 that opens MASTER_PORT again
+        # shares the listener.
         store: Store = TCPStore(
             host,
             port,
@@ -128,10 +146,12 @@ def _open_given(host: str, port: int, meeting: Meeting, layout: Layout, timeout:
             master_listen_fd=descriptor,
         )
     except (RuntimeError, ValueError) as error:
-        raise _no_store(host, port, listens=listens, layout=layout, timeout=timeout, error=error) from None
+        raise _no_store(
+            host, port, listens=listens, layout=layout, timeout=timeout, error=error
+        ) from None
     if meeting.agent_store:
-        # The launcher's store outlives its workers: a restarted attempt must not read what the last one
-        # wrote.
+        # The launcher's store outlives its workers: a restarted attempt must not read what the last
+        # one wrote.
         store = PrefixStore(f"attempt{meeting.attempt}", store)
     return OpenStore(store, f"{host}:{port}", address_towards(host) or "")
 
@@ -160,8 +180,11 @@ def _open_as_rank_0(meeting: Meeting, layout: Layout, timeout: float) -> OpenSto
 
 
 def _reachable_addresses() -> list[str]:
-    """Addresses of this host under which others may reach it: that of the default route, then those of its interfaces."""
-    default = address_towards("192.0.2.1")  # an address kept for documentation: any route there is the default one
+    """Addresses of this host under which others may reach it: that of the default route, then those
+    of its interfaces."""
+    default = address_towards(
+        "192.0.2.1"
+    )  # an address kept for documentation: any route there is the default one
     return list(dict.fromkeys([*([default] if default else []), *outward_addresses()]))
 
 
@@ -172,26 +195,32 @@ def _first_that_answers(hosts: tuple[str, ...], port: int, deadline: float) -> s
                 return host
         if time.monotonic() > deadline:
             raise WorldError(
-                f"rank 0 listens on port {port} of {' or '.join(hosts)}, but this host reaches none of them; open the port, or "
+                f"rank 0 listens on port {port} of {' or '.join(hosts)}, but this host reaches "
+                "none of them; open the port, or "
                 "set MASTER_ADDR and MASTER_PORT to an address of rank 0 that every host reaches."
             )
         time.sleep(0.2)
 
 
-def _no_store(host: str, port: int, *, listens: bool, layout: Layout, timeout: float, error: Exception) -> WorldError:
+def _no_store(
+    host: str, port: int, *, listens: bool, layout: Layout, timeout: float, error: Exception
+) -> WorldError:
     reason = str(error).split("\n", maxsplit=1)[0]
     if not listens:
         who = "the launcher" if layout.rank == 0 else "rank 0"
         return WorldError(
-            f"rank {layout.rank} waited {timeout:.0f} s for {who} at {host}:{port} and nobody answered. Is rank 0 started, and "
+            f"rank {layout.rank} waited {timeout:.0f} s for {who} at {host}:{port} and nobody "
+            "answered. Is rank 0 started, and "
             f"can this host reach {host}? ({reason})"
         )
     if "EADDRINUSE" in reason or "in use" in reason:
         return WorldError(
-            f"rank 0 cannot listen on port {port}: it is taken on this host. Choose another port (MASTER_PORT or "
+            f"rank 0 cannot listen on port {port}: it is taken on this host. Choose another port "
+            "(MASTER_PORT or "
             "init_method='tcp://HOST:PORT')."
         )
     return WorldError(
-        f"rank 0 opened port {port}, but {host} does not lead to it: MASTER_ADDR (or the host in init_method) must be an "
+        f"rank 0 opened port {port}, but {host} does not lead to it: MASTER_ADDR (or the host in "
+        "init_method) must be an "
         f"address of the host that rank 0 runs on. ({reason})"
     )

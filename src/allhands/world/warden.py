@@ -1,7 +1,9 @@
-"""Ends a rank that cannot end itself, because it is stopped or hangs, once the world has been given up.
+"""Ends a rank that cannot end itself, because it is stopped or hangs, once the world has been given
+up.
 
-MPICH's mpiexec asks such a rank to end and then waits for it for ever. So a small process beside each rank but the first keeps a
-connection of its own to rank 0's guard, and kills the rank some seconds after the guard has told all ranks to end.
+MPICH's mpiexec asks such a rank to end and then waits for it for ever. So a small process beside
+each rank but the first keeps a connection of its own to rank 0's guard, and kills the rank some
+seconds after the guard has told all ranks to end.
 """
 
 from __future__ import annotations
@@ -39,8 +41,13 @@ while os.getppid() == rank:
 
 
 def needed(environ: Environ) -> bool:
-    """Whether this process was started by a launcher that waits for a stopped rank: MPICH's, and not within srun."""
-    return bool(environ.get("PMI_RANK")) and not environ.get("OMPI_COMM_WORLD_RANK") and not environ.get("SLURM_STEP_ID")
+    """Whether this process was started by a launcher that waits for a stopped rank: MPICH's, and
+    not within srun."""
+    return (
+        bool(environ.get("PMI_RANK"))
+        and not environ.get("OMPI_COMM_WORLD_RANK")
+        and not environ.get("SLURM_STEP_ID")
+    )
 
 
 def start(connect: Callable[[], socket.socket], token: bytes) -> None:
@@ -55,7 +62,16 @@ def start(connect: Callable[[], socket.socket], token: bytes) -> None:
     """
     with wire.join(connect, token, {"warden": True}, 20.0) as link:
         subprocess.Popen(
-            [sys.executable, "-S", "-E", "-c", _PROGRAM, str(link.fileno()), str(os.getpid()), str(_GRACE_S)],
+            [
+                sys.executable,
+                "-S",
+                "-E",
+                "-c",
+                _PROGRAM,
+                str(link.fileno()),
+                str(os.getpid()),
+                str(_GRACE_S),
+            ],
             pass_fds=[link.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,

@@ -25,14 +25,17 @@ def official(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="session")
 def python_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """CIFAR as torchvision leaves it: pickles of protocol 2 with keys of bytes. The five training batches are one file."""
+    """CIFAR as torchvision leaves it: pickles of protocol 2 with keys of bytes. The five training
+    batches are one file."""
     root = tmp_path_factory.mktemp("python_version")
     generator = np.random.default_rng(0)
     data = generator.integers(0, 256, (10_000, 3072), dtype=np.uint8)
     fine, coarse = [n % 100 for n in range(10_000)], [n % 20 for n in range(10_000)]
     (root / "cifar-10-batches-py").mkdir()
     (root / "cifar-100-python").mkdir()
-    batch = pickle.dumps({b"data": data, b"labels": [n % 10 for n in range(10_000)], b"batch_label": b"x"}, 2)
+    batch = pickle.dumps(
+        {b"data": data, b"labels": [n % 10 for n in range(10_000)], b"batch_label": b"x"}, 2
+    )
     first = root / "cifar-10-batches-py" / "data_batch_1"
     first.write_bytes(batch)
     for name in ("data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"):
@@ -47,7 +50,11 @@ def test_digits() -> None:
     train, valid = load("digits"), load("digits", "valid")
     assert (len(train), len(valid)) == (1437, 360)
     images, labels = train.tensors
-    assert (images.shape, images.dtype, labels.dtype) == ((1437, 1, 8, 8), torch.float32, torch.int64)
+    assert (images.shape, images.dtype, labels.dtype) == (
+        (1437, 1, 8, 8),
+        torch.float32,
+        torch.int64,
+    )
     assert (images.min().item(), images.max().item()) == (0.0, 1.0)
     share = torch.bincount(valid.tensors[1]) / torch.bincount(torch.cat([labels, valid.tensors[1]]))
     assert share.min() > 0.19  # every class in proportion
@@ -59,10 +66,16 @@ def test_digits() -> None:
 def test_digits_are_scikit_learns() -> None:
     datasets = pytest.importorskip("sklearn.datasets")
     bunch = datasets.load_digits()
-    rows = {(*image.flatten().astype(int), label) for image, label in zip(bunch.images, bunch.target, strict=True)}
+    rows = {
+        (*image.flatten().astype(int), label)
+        for image, label in zip(bunch.images, bunch.target, strict=True)
+    }
     for split in ("train", "valid"):
         images, labels = load("digits", split, dtype="uint8").tensors
-        assert {(*image.flatten().tolist(), label.item()) for image, label in zip(images, labels, strict=True)} <= rows
+        assert {
+            (*image.flatten().tolist(), label.item())
+            for image, label in zip(images, labels, strict=True)
+        } <= rows
 
 
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +93,9 @@ def test_publishers_layout(official: Path, name: str) -> None:
         assert images.shape == (entry.sizes[split], *entry.input_shape)
         assert torch.bincount(labels, minlength=entry.num_classes).min() > 50
         if split == "train":  # normalised by its own mean and deviation
-            tolerance = 5e-3 if name == "cifar100" else 1e-4  # the packed CIFAR-100 is within 3 of 255
+            tolerance = (
+                5e-3 if name == "cifar100" else 1e-4
+            )  # the packed CIFAR-100 is within 3 of 255
             assert images.mean((0, 2, 3)).abs().max() < tolerance
             assert (images.std((0, 2, 3)) - 1).abs().max() < tolerance
 
@@ -111,10 +126,14 @@ def test_limit_and_coarse_labels(official: Path) -> None:
 @pytest.mark.slow
 def test_mnist_gzipped_and_in_the_root(official: Path, tmp_path: Path) -> None:
     for name in ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
-        (tmp_path / f"{name}.gz").write_bytes(gzip.compress((official / "MNIST" / "raw" / name).read_bytes(), 1))
+        (tmp_path / f"{name}.gz").write_bytes(
+            gzip.compress((official / "MNIST" / "raw" / name).read_bytes(), 1)
+        )
     packed, plain = load("mnist", "test", tmp_path), load("mnist", "test", official)
     assert all(torch.equal(a, b) for a, b in zip(packed.tensors, plain.tensors, strict=True))
-    with pytest.raises(UserError, match=r"holds a part of the data set 'mnist', but train-images-idx3-ubyte"):
+    with pytest.raises(
+        UserError, match=r"holds a part of the data set 'mnist', but train-images-idx3-ubyte"
+    ):
         load("mnist", "train", tmp_path)
 
 
@@ -125,7 +144,9 @@ def test_python_batches(python_version: Path) -> None:
     assert labels.tolist() == [n % 10 for n in range(20)]
     assert len(load("cifar10", "train", python_version, dtype="uint8", limit=10_001)) == 10_001
     assert load("cifar100", "test", python_version, limit=101).tensors[1][-1] == 0
-    assert load("cifar100", "test", python_version, limit=21, labels="coarse").tensors[1].tolist()[-2:] == [19, 0]
+    assert load("cifar100", "test", python_version, limit=21, labels="coarse").tensors[1].tolist()[
+        -2:
+    ] == [19, 0]
 
 
 def test_the_data_sets_own_folder_as_root(python_version: Path) -> None:
@@ -133,14 +154,22 @@ def test_the_data_sets_own_folder_as_root(python_version: Path) -> None:
 
 
 def test_a_missing_batch_is_named(python_version: Path) -> None:
-    with pytest.raises(UserError, match="holds a part of the data set 'cifar100', but train is missing there"):
+    with pytest.raises(
+        UserError, match="holds a part of the data set 'cifar100', but train is missing there"
+    ):
         load("cifar100", "train", python_version)
 
 
 def test_a_malicious_batch_is_refused(tmp_path: Path) -> None:
     folder, mark = tmp_path / "cifar-10-batches-py", tmp_path / "ran"
     folder.mkdir()
-    padding = b"cposix\nmkdir\n(U" + bytes([len(str(mark))]) + str(mark).encode() + b"tR." + b"\0" * 31_000_000
+    padding = (
+        b"cposix\nmkdir\n(U"
+        + bytes([len(str(mark))])
+        + str(mark).encode()
+        + b"tR."
+        + b"\0" * 31_000_000
+    )
     (folder / "test_batch").write_bytes(padding)
     with pytest.raises(UserError, match=r"asks for posix\.mkdir"):
         load("cifar10", "test", tmp_path)
@@ -188,7 +217,9 @@ def test_damaged_idx(tmp_path: Path, data: bytes, message: str) -> None:
         load("mnist", "test", tmp_path)
 
 
-@pytest.mark.parametrize("data", [b"no gzip", gzip.compress(idx(10_000, 28, 28) + b"\0" * 7_840_000)[:-20]])
+@pytest.mark.parametrize(
+    "data", [b"no gzip", gzip.compress(idx(10_000, 28, 28) + b"\0" * 7_840_000)[:-20]]
+)
 def test_damaged_gzip(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "t10k-images-idx3-ubyte.gz").write_bytes(data)
     with pytest.raises(UserError, match="cannot be unpacked"):
@@ -204,7 +235,10 @@ def test_shakespeare(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(x[1:, 0], y[:-1, -1])  # also across blocks
     text = (shared_data / "tinyshakespeare.txt").read_text()
     assert "".join(VOCABULARY[token] for token in x[0]) == text[:64]
-    assert "".join(VOCABULARY[token] for token in valid.tensors[0][0]) == text[1_003_854 : 1_003_854 + 64]
+    assert (
+        "".join(VOCABULARY[token] for token in valid.tensors[0][0])
+        == text[1_003_854 : 1_003_854 + 64]
+    )
     assert sorted(set(text)) == list(VOCABULARY)
     assert len(load("shakespeare")) == info("shakespeare").sizes["train"]
     assert len(load("shakespeare", limit=5)) == 5
@@ -218,7 +252,9 @@ def test_a_cut_off_text_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist", "shakespeare"])
-def test_a_missing_data_set_says_where_it_comes_from(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_data_set_says_where_it_comes_from(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("ALLHANDS_DATA", raising=False)
     with pytest.raises(UserError, match=f"{name!r} was not found: ALLHANDS_DATA is not set"):
         load(name)
@@ -235,7 +271,10 @@ def test_a_missing_data_set_says_where_it_comes_from(tmp_path: Path, name: str, 
         ({"name": "cifar-10"}, "did you mean 'cifar10'"),
         ({"name": "imagenet"}, "which holds digits, mnist, cifar10, cifar100, shakespeare"),
         ({"name": "digits", "split": "dev"}, "split='dev' must be one of train, valid, test"),
-        ({"name": "digits", "labels": "coarse"}, "labels= does not belong to the data set 'digits'"),
+        (
+            {"name": "digits", "labels": "coarse"},
+            "labels= does not belong to the data set 'digits'",
+        ),
         ({"name": "digits", "dtype": "float16"}, "dtype='float16' must be"),
         ({"name": "digits", "dtype": "uint8", "normalize": True}, "normalize=True needs"),
         ({"name": "digits", "limit": 0}, "limit=0 must be"),

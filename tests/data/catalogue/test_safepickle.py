@@ -13,10 +13,15 @@ from allhands.errors import UserError
 
 
 def python2_pickle(entries: dict[bytes, Any]) -> bytes:
-    """Protocol 2 as Python 2 wrote it: its strings, array data included, are byte strings, not calls of _codecs.encode."""
+    """Protocol 2 as Python 2 wrote it: its strings, array data included, are byte strings, not
+    calls of _codecs.encode."""
 
     def string(value: bytes) -> bytes:
-        return b"U" + bytes([len(value)]) + value if len(value) < 256 else b"T" + len(value).to_bytes(4, "little") + value
+        return (
+            b"U" + bytes([len(value)]) + value
+            if len(value) < 256
+            else b"T" + len(value).to_bytes(4, "little") + value
+        )
 
     def integer(value: int) -> bytes:
         return b"J" + value.to_bytes(4, "little", signed=True)
@@ -29,12 +34,24 @@ def python2_pickle(entries: dict[bytes, Any]) -> bytes:
         if isinstance(value, int):
             return integer(value)
         rows = b"".join(map(integer, value.shape))
-        made = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00t" + string(b"b") + b"tR"
+        made = (
+            b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00t"
+            + string(b"b")
+            + b"tR"
+        )
         dtype = b"cnumpy\ndtype\n(" + string(value.dtype.str[1:].encode()) + b"K\x00K\x01tR"
-        dtype += b"(K\x03" + string(value.dtype.str[:1].encode()) + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+        dtype += (
+            b"(K\x03"
+            + string(value.dtype.str[:1].encode())
+            + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+        )
         return made + b"(K\x01(" + rows + b"t" + dtype + b"\x89" + string(value.tobytes()) + b"tb"
 
-    return b"\x80\x02}(" + b"".join(string(key) + item(value) for key, value in entries.items()) + b"u."
+    return (
+        b"\x80\x02}("
+        + b"".join(string(key) + item(value) for key, value in entries.items())
+        + b"u."
+    )
 
 
 def test_the_imitation_is_right() -> None:
@@ -48,7 +65,9 @@ def test_the_imitation_is_right() -> None:
 def test_reads_what_python_2_wrote(tmp_path: Path, dtype: str) -> None:
     data = np.arange(600).reshape(2, 300).astype(dtype)
     path = tmp_path / "batch"
-    path.write_bytes(python2_pickle({b"data": data, b"labels": [3, 1], b"batch_label": b"training batch 1 of 5"}))
+    path.write_bytes(
+        python2_pickle({b"data": data, b"labels": [3, 1], b"batch_label": b"training batch 1 of 5"})
+    )
     read = load_batch(path)
     assert np.array_equal(read["data"], data)
     assert (read["labels"], read["batch_label"]) == ([3, 1], b"training batch 1 of 5")
@@ -93,7 +112,8 @@ MALICIOUS = {
     "a class by INST": b"(S'x'\nios\nsystem\n.",
     "a persistent id": b"Pexample\n.",
     "an extension code": b"\x82\x01.",
-    "an object array": b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR(K\x01(K\x01tcnumpy\ndtype\n"
+    "an object array": b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR"
+    b"(K\x01(K\x01tcnumpy\ndtype\n"
     b"(U\x02O8K\x00K\x01tR(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x3ftb\x89](NetbU\x01d",
 }
 
@@ -120,7 +140,9 @@ def test_an_array_must_fill_its_shape(tmp_path: Path) -> None:
 def test_a_cut_off_file_is_named_with_its_size(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "batch"
     path.write_bytes(python2_pickle({b"data": np.zeros((2, 300), np.uint8)})[:keep])
-    with pytest.raises(UserError, match=rf"{path} \({path.stat().st_size:,} bytes\) is not a whole data batch"):
+    with pytest.raises(
+        UserError, match=rf"{path} \({path.stat().st_size:,} bytes\) is not a whole data batch"
+    ):
         load_batch(path)
 
 

@@ -1,4 +1,5 @@
-"""Federated training written by hand, on plain dicts of tensors: what the algorithms are compared with."""
+"""Federated training written by hand, on plain dicts of tensors: what the algorithms are compared
+with."""
 
 from __future__ import annotations
 
@@ -19,11 +20,21 @@ LOCAL: dict[str, Any] = {"batch_size": 4, "epochs": 2}
 
 def weights_of(made: Rounds) -> Weights:
     """A copy of the global model."""
-    return {name: value.clone() for name, value in made.server.layout.state_dict(made.server.weights).items()}
+    return {
+        name: value.clone()
+        for name, value in made.server.layout.state_dict(made.server.weights).items()
+    }
 
 
-def learn(weights: Weights, batches: Iterable[torch.Tensor], *, lr: float = 0.1, momentum: float = 0.0, nesterov: bool = False,
-          correct: Callable[[Weights, Weights], Weights] | None = None) -> Weights:  # fmt: skip
+def learn(
+    weights: Weights,
+    batches: Iterable[torch.Tensor],
+    *,
+    lr: float = 0.1,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    correct: Callable[[Weights, Weights], Weights] | None = None,
+) -> Weights:
     """SGD of one client; `correct` takes gradients and weights to other gradients."""
     (x, y), net, velocity = sim.data(), sim.model(), dict[str, torch.Tensor]()
     for batch in batches:
@@ -33,20 +44,27 @@ def learn(weights: Weights, batches: Iterable[torch.Tensor], *, lr: float = 0.1,
         if correct is not None:
             gradients = correct(gradients, weights)
         velocity = {n: momentum * velocity[n] + g if velocity else g for n, g in gradients.items()}
-        steps = {n: g + momentum * velocity[n] for n, g in gradients.items()} if nesterov else velocity
+        steps = (
+            {n: g + momentum * velocity[n] for n, g in gradients.items()} if nesterov else velocity
+        )
         weights = {name: value - lr * steps[name] for name, value in weights.items()}
     return weights
 
 
 def batches(made: Rounds, round_: int, client: int) -> list[torch.Tensor]:
     """The steps of a client in a round."""
-    return list(made.work.local.batches(made.clients.samples(client), made.work.seed, round_, client))
+    return list(
+        made.work.local.batches(made.clients.samples(client), made.work.seed, round_, client)
+    )
 
 
 def mean(many: list[Weights], shares: Iterable[float]) -> Weights:
     """The mean, weighted by `shares` of any sum."""
     shares = list(shares)
-    return {name: sum(share * one[name] for share, one in zip(shares, many, strict=True)) / sum(shares) for name in many[0]}
+    return {
+        name: sum(share * one[name] for share, one in zip(shares, many, strict=True)) / sum(shares)
+        for name in many[0]
+    }
 
 
 def minus(one: Weights, other: Weights) -> Weights:
@@ -55,7 +73,9 @@ def minus(one: Weights, other: Weights) -> Weights:
 
 def apart(made: Rounds, expected: Weights) -> float:
     """The largest difference between the global model and what is expected."""
-    return max(float((value - expected[name]).abs().max()) for name, value in weights_of(made).items())
+    return max(
+        float((value - expected[name]).abs().max()) for name, value in weights_of(made).items()
+    )
 
 
 def same(one: Rounds, other: Rounds) -> float:
@@ -63,12 +83,24 @@ def same(one: Rounds, other: Rounds) -> float:
     return float((one.server.weights - other.server.weights).abs().max())
 
 
-def average(made: Rounds, number: int, learnt: Callable[[Weights, int, int], Weights],
-            server: Callable[[Weights, Weights], Weights] | None = None, weighted: bool = True) -> Weights:  # fmt: skip
-    """Rounds in which all clients' models are averaged; `server` takes the old model and the mean update to the new one."""
+def average(
+    made: Rounds,
+    number: int,
+    learnt: Callable[[Weights, int, int], Weights],
+    server: Callable[[Weights, Weights], Weights] | None = None,
+    weighted: bool = True,
+) -> Weights:
+    """Rounds in which all clients' models are averaged; `server` takes the old model and the mean
+    update to the new one."""
     weights, everyone = weights_of(made), range(len(made.clients))
     shares = [float(made.clients.size(client)) if weighted else 1.0 for client in everyone]
     for round_ in range(number):
-        update = mean([minus(learnt(weights, round_, client), weights) for client in everyone], shares)
-        weights = server(weights, update) if server else {name: value + update[name] for name, value in weights.items()}
+        update = mean(
+            [minus(learnt(weights, round_, client), weights) for client in everyone], shares
+        )
+        weights = (
+            server(weights, update)
+            if server
+            else {name: value + update[name] for name, value in weights.items()}
+        )
     return weights

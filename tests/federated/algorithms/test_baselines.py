@@ -39,14 +39,27 @@ def test_centralised_with_all_clients_is_training_on_all_data():
         weights = learn(weights, steps)
     made.run()
     assert (made.server.weights - made.server.layout.read(sim.model())).abs().max() > 0
-    assert max(float((value - weights[name]).abs().max()) for name, value in weights_of(made).items()) < 1e-12
+    assert (
+        max(float((value - weights[name]).abs().max()) for name, value in weights_of(made).items())
+        < 1e-12
+    )
 
 
-@pytest.mark.parametrize("local", [{"batch_size": 4, "epochs": 2}, {"batch_size": 4, "epochs": 2, "drop_last": True},
-                                   {"batch_size": 4, "steps": 6}, {"batch_size": None, "epochs": 3}])  # fmt: skip
+@pytest.mark.parametrize(
+    "local",
+    [
+        {"batch_size": 4, "epochs": 2},
+        {"batch_size": 4, "epochs": 2, "drop_last": True},
+        {"batch_size": 4, "steps": 6},
+        {"batch_size": None, "epochs": 3},
+    ],
+)
 def test_centralised_sees_as_many_samples_as_an_average_cohort(local):
     """Over all cohorts of 2 of 4 clients, counted one by one."""
-    federated, made = sim.rounds(per_round=2, **local), sim.rounds(Centralised(), per_round=2, **local)
+    federated, made = (
+        sim.rounds(per_round=2, **local),
+        sim.rounds(Centralised(), per_round=2, **local),
+    )
     each = [sum(map(len, batches(federated, 0, client))) for client in range(4)]
     cohorts = [sum(pair) for pair in itertools.combinations(each, 2)]
     seen = sum(map(len, batches(made, 0, 0)))

@@ -21,7 +21,8 @@ def net() -> nn.Module:
 
 @pytest.mark.parametrize("executor", ["serial", "stacked"])
 def test_it_equals_the_loop_by_hand(executor):
-    """Two clients, three rounds, one full step of SGD each: layers of normalisation never leave a client."""
+    """Two clients, three rounds, one full step of SGD each: layers of normalisation never leave a
+    client."""
     made = sim.rounds(FedBN(), net=net(), who=sim.clients(SIZES), number=3, executor=executor)
     (x, y), parts = sim.data(), [torch.arange(8), torch.arange(8, 14)]
     models = [net(), net()]
@@ -56,7 +57,9 @@ def test_the_global_model_keeps_the_layers_that_it_began_with():
 
 def test_fedavg_averages_statistics_by_samples_and_counters_to_whole_numbers():
     """19, 7 and 1 steps by 38, 14 and 3 samples."""
-    made = sim.rounds(FedAvg(), net=net(), who=sim.clients((38, 14, 3)), number=1, batch_size=2, drop_last=True)
+    made = sim.rounds(
+        FedAvg(), net=net(), who=sim.clients((38, 14, 3)), number=1, batch_size=2, drop_last=True
+    )
     layout, place = made.server.layout, made.server.layout.buffers[0]
     means = []
     kept = made.algorithm.contribute
@@ -78,7 +81,9 @@ def test_a_model_without_normalisation_is_refused():
 
 
 def test_statistics_that_need_their_counter_are_refused():
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 1)).double()
+    model = nn.Sequential(
+        nn.Linear(5, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 1)
+    ).double()
     with pytest.raises(UserError, match="'1' has momentum=None"):
         sim.rounds(FedBN(), net=model)
     assert own_numbers(["0"], model, sim.rounds(net=model).server.layout).numel() == 24

@@ -22,15 +22,24 @@ from tests.worlds import in_world
 SIZES = sim.SIZES  # 10, 25, 17, 3: with a speed of one sample a second, also seconds
 
 
-def rounds(algorithm: FedBuff | None = None, systems: Systems | None = None, stages=None, **options) -> BufferedRounds:
-    made = sim.rounds(algorithm or FedBuff(), kind=BufferedRounds,
-                      stages={"systems": systems or Systems(speed=1.0), **(stages or {})}, **options)  # fmt: skip
+def rounds(
+    algorithm: FedBuff | None = None, systems: Systems | None = None, stages=None, **options
+) -> BufferedRounds:
+    made = sim.rounds(
+        algorithm or FedBuff(),
+        kind=BufferedRounds,
+        stages={"systems": systems or Systems(speed=1.0), **(stages or {})},
+        **options,
+    )
     assert isinstance(made, BufferedRounds)
     return made
 
 
 def test_everyone_at_once_and_equally_fast_is_fedavg():
-    made, plain = rounds(systems=Systems(delay=1.0), number=4), sim.rounds(FedAvg(weighted=False), number=4)
+    made, plain = (
+        rounds(systems=Systems(delay=1.0), number=4),
+        sim.rounds(FedAvg(weighted=False), number=4),
+    )
     history = made.run()
     plain.run()
     assert (made.server.weights - plain.server.weights).abs().max() < 1e-11
@@ -40,8 +49,9 @@ def test_everyone_at_once_and_equally_fast_is_fedavg():
 
 
 def by_hand(steps: int, buffer: int, lr: float = 0.1, exponent: float = 0.5):
-    """All clients at once, so that there is nothing to draw: each begins again as soon as there is a version that it has not
-    trained. Returns the model, moments of the steps, and who arrived how stale."""
+    """All clients at once, so that there is nothing to draw: each begins again as soon as there is
+    a version that it has not trained. Returns the model, moments of the steps, and who arrived how
+    stale."""
     x, y = sim.data()
     parts = torch.arange(sum(SIZES)).split(SIZES)
     net, version, now = sim.model(), 0, 0.0
@@ -77,7 +87,10 @@ def test_events_and_weights_are_those_of_the_loop_by_hand(buffer, executor):
     made = rounds(FedBuff(concurrency=4), number=9, per_round=buffer, executor=executor)
     history = made.run()
     weights, moments, told = by_hand(9, buffer)
-    assert [list(zip(*pair, strict=True)) for pair in zip(history["arrived"], history["staleness"], strict=True)] == told
+    assert [
+        list(zip(*pair, strict=True))
+        for pair in zip(history["arrived"], history["staleness"], strict=True)
+    ] == told
     assert history["virtual_time"] == moments
     assert max(map(max, history["staleness"])) > 1
     for place, value in zip(made.server.layout.parameters, weights, strict=True):
@@ -90,7 +103,9 @@ def test_no_more_updates_are_kept_than_are_under_way():
     seen = set()
     for _ in range(30):
         made.one_round()
-        assert set(made.states.kept) == {client for _, client, _, _ in made.buffered.flying if made.states.owner.get(client) == 0}
+        assert set(made.states.kept) == {
+            client for _, client, _, _ in made.buffered.flying if made.states.owner.get(client) == 0
+        }
         assert len(made.buffered.flying) <= 6
         seen.update(made.history["arrived"][-1])
     assert len(seen) > 20
@@ -102,7 +117,9 @@ def test_no_more_updates_are_kept_than_are_under_way():
 def test_drop_outs_are_replaced_and_windows_waited_for():
     who = sim.clients((3,) * 40)
     systems = Systems(speed=1.0, dropout=0.3, availability={"period": 50.0, "share": 0.5})
-    history = rounds(FedBuff(concurrency=5), systems, who=who, given=sim.data(120), number=20, per_round=3).run()
+    history = rounds(
+        FedBuff(concurrency=5), systems, who=who, given=sim.data(120), number=20, per_round=3
+    ).run()
     assert sum(map(len, history["dropped"])) > 5
     assert [len(arrived) for arrived in history["arrived"]] == [3] * 20
     assert history["virtual_time"] == sorted(history["virtual_time"])
@@ -110,7 +127,14 @@ def test_drop_outs_are_replaced_and_windows_waited_for():
 
 def test_where_everyone_drops_out_the_model_stays_as_it_was():
     who = sim.clients((1,) * 500)
-    made = rounds(FedBuff(concurrency=5), Systems(speed=1.0, dropout=1.0), who=who, given=sim.data(500), number=2, per_round=2)
+    made = rounds(
+        FedBuff(concurrency=5),
+        Systems(speed=1.0, dropout=1.0),
+        who=who,
+        given=sim.data(500),
+        number=2,
+        per_round=2,
+    )
     before = made.server.weights.clone()
     history = made.run()
     assert history["unchanged"] == [True, True]
@@ -122,7 +146,13 @@ def test_a_client_left_out_brings_nothing_later():
     x, y = sim.data()
     y = y.clone()
     y[10:35] = float("nan")  # the slowest client's
-    made = rounds(FedBuff(concurrency=4), given=(x, y), number=8, per_round=2, stages={"on_bad_update": "skip"})
+    made = rounds(
+        FedBuff(concurrency=4),
+        given=(x, y),
+        number=8,
+        per_round=2,
+        stages={"on_bad_update": "skip"},
+    )
     history = made.run()
     assert [1] in history["skipped"]
     assert any(1 in arrived for arrived in history["arrived"])
@@ -153,12 +183,17 @@ def test_the_same_objects_serve_another_run():
 
 def _run() -> list[torch.Tensor]:
     """Weights of all that depends on who trains where, or draws."""
-    feedback, private = Coded({"name": "topk", "keep": 0.3, "feedback": True}), Privacy(0.1, 1.0, delta=0.1)
+    feedback, private = (
+        Coded({"name": "topk", "keep": 0.3, "feedback": True}),
+        Privacy(0.1, 1.0, delta=0.1),
+    )
     common = {"number": 8, "per_round": 2, "batch_size": 4}
     all_made = (
         rounds(FedBuff(concurrency=3), **common),
         rounds(FedBuff(concurrency=3), stages={"compression": feedback}, **common),
-        sim.rounds(stages={"compression": feedback, "systems": Systems(speed=1.0, dropout=0.3)}, **common),
+        sim.rounds(
+            stages={"compression": feedback, "systems": Systems(speed=1.0, dropout=0.3)}, **common
+        ),
         sim.rounds(FedAvg(weighted=False), stages={"privacy": private}, **common),
     )
     for made in all_made:

@@ -9,7 +9,16 @@ from allhands.errors import UserError
 from allhands.federated.algorithms import FedAvg, FedNova
 from allhands.federated.algorithms.fednova import gradient_weight
 from tests.federated import simulating as sim
-from tests.federated.algorithms.by_hand import LOCAL, apart, batches, learn, mean, minus, same, weights_of
+from tests.federated.algorithms.by_hand import (
+    LOCAL,
+    apart,
+    batches,
+    learn,
+    mean,
+    minus,
+    same,
+    weights_of,
+)
 
 PLAIN = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
 
@@ -21,11 +30,19 @@ def test_gradient_weights_are_the_papers():
         (7 - rho * (1 - rho**7) / (1 - rho)) / (1 - rho), rel=1e-14
     )
     alpha = 0.1 * 0.5  # proximal: a = [(1 - alpha)^(tau - 1), …, 1]
-    assert gradient_weight(7, PLAIN, mu=0.5) == pytest.approx((1 - (1 - alpha) ** 7) / alpha, rel=1e-14)
+    assert gradient_weight(7, PLAIN, mu=0.5) == pytest.approx(
+        (1 - (1 - alpha) ** 7) / alpha, rel=1e-14
+    )
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"momentum": 0.8}, {"momentum": 0.8, "dampening": 0.3}, {"momentum": 0.8, "nesterov": True}]
+    "options",
+    [
+        {},
+        {"momentum": 0.8},
+        {"momentum": 0.8, "dampening": 0.3},
+        {"momentum": 0.8, "nesterov": True},
+    ],
 )
 @pytest.mark.parametrize("mu", [0.0, 0.4])
 def test_gradient_weights_are_what_torch_does_with_gradients_of_one(options, mu):
@@ -34,7 +51,9 @@ def test_gradient_weights_are_what_torch_does_with_gradients_of_one(options, mu)
     for _ in range(9):
         x.grad = 1.0 + mu * x.detach()
         optimizer.step()
-    assert gradient_weight(9, PLAIN | options, mu) == pytest.approx(float(-x.detach() / 0.1), rel=1e-13)
+    assert gradient_weight(9, PLAIN | options, mu) == pytest.approx(
+        float(-x.detach() / 0.1), rel=1e-13
+    )
 
 
 @pytest.mark.parametrize(("momentum", "mu"), [(0.0, 0.0), (0.6, 0.0), (0.0, 0.5)])
@@ -58,7 +77,10 @@ def test_it_equals_the_loop_by_hand(momentum, mu):
                 a = [(1 - 0.1 * mu) ** (tau - 1 - k) for k in range(tau)]
             applied.append(sum(a))
             updates.append({name: value / sum(a) for name, value in update.items()})
-        effective, direction = sum(p * a for p, a in zip(shares, applied, strict=True)), mean(updates, shares)
+        effective, direction = (
+            sum(p * a for p, a in zip(shares, applied, strict=True)),
+            mean(updates, shares),
+        )
         weights = {name: value + effective * direction[name] for name, value in weights.items()}
     made.run()
     assert apart(made, weights) < 1e-12

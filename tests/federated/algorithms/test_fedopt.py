@@ -15,7 +15,12 @@ from tests.federated.algorithms.by_hand import LOCAL, apart, average, batches, l
 
 
 def by_hand(made, server, number=3):
-    return average(made, number, lambda weights, round_, client: learn(weights, batches(made, round_, client)), server)
+    return average(
+        made,
+        number,
+        lambda weights, round_, client: learn(weights, batches(made, round_, client)),
+        server,
+    )
 
 
 @pytest.mark.parametrize("kind", [FedAdagrad, FedYogi, FedAdam])
@@ -33,7 +38,10 @@ def test_the_adaptive_ones_equal_the_loop_by_hand(kind):
                 FedYogi: old - 0.01 * square * torch.sign(old - square),
                 FedAdam: 0.99 * old + 0.01 * square,
             }[kind]
-        return {name: value + 0.05 * m[name] / (v[name].sqrt() + 0.01) for name, value in weights.items()}
+        return {
+            name: value + 0.05 * m[name] / (v[name].sqrt() + 0.01)
+            for name, value in weights.items()
+        }
 
     expected = by_hand(made, server)
     made.run()
@@ -45,7 +53,9 @@ def test_momentum_on_the_server_equals_the_loop_by_hand():
     velocity: dict[str, torch.Tensor] = {}
 
     def server(weights, update):
-        velocity.update({n: 0.8 * velocity.get(n, torch.zeros_like(d)) + d for n, d in update.items()})
+        velocity.update(
+            {n: 0.8 * velocity.get(n, torch.zeros_like(d)) + d for n, d in update.items()}
+        )
         return {name: value + 0.5 * velocity[name] for name, value in weights.items()}
 
     expected = by_hand(made, server)
@@ -53,7 +63,9 @@ def test_momentum_on_the_server_equals_the_loop_by_hand():
     assert apart(made, expected) < 1e-12
 
 
-@pytest.mark.parametrize("algorithm", [FedOpt("SGD"), FedOpt("sgd", {"lr": 1.0}), FedAvgM(momentum=0)])
+@pytest.mark.parametrize(
+    "algorithm", [FedOpt("SGD"), FedOpt("sgd", {"lr": 1.0}), FedAvgM(momentum=0)]
+)
 def test_steps_of_one_along_the_mean_update_are_fedavg(algorithm):
     runs = [sim.rounds(kind, number=3, **LOCAL) for kind in (algorithm, FedAvg())]
     for made in runs:
@@ -78,8 +90,12 @@ def test_any_optimizer_of_torch_on_the_server_equals_itself_on_the_model():
 
 
 def test_fedadam_is_not_adam_of_torch():
-    """Its first step is lr * 0.1 u / (sqrt(0.99 tau^2 + 0.01 u^2) + tau); torch's is lr * u / (|u| + eps)."""
-    mine, torchs = FedAdam(server_lr=0.1, tau=0.1), FedOpt("Adam", {"lr": 0.1, "betas": (0.9, 0.99), "eps": 0.1})
+    """Its first step is lr * 0.1 u / (sqrt(0.99 tau^2 + 0.01 u^2) + tau); torch's is lr * u / (|u|
+    + eps)."""
+    mine, torchs = (
+        FedAdam(server_lr=0.1, tau=0.1),
+        FedOpt("Adam", {"lr": 0.1, "betas": (0.9, 0.99), "eps": 0.1}),
+    )
     made = [sim.rounds(kind, number=1, **LOCAL) for kind in (mine, torchs)]
     start = made[0].server.weights.clone()
     reference = sim.rounds(number=1, **LOCAL)
@@ -91,7 +107,9 @@ def test_fedadam_is_not_adam_of_torch():
     assert same(*made) > 1e-3
 
 
-@pytest.mark.parametrize("algorithm", [FedAvgM, FedAdagrad, FedYogi, FedAdam, lambda: FedOpt("Adam")])
+@pytest.mark.parametrize(
+    "algorithm", [FedAvgM, FedAdagrad, FedYogi, FedAdam, lambda: FedOpt("Adam")]
+)
 def test_its_state_goes_on_where_it_was(algorithm):
     whole, first, second = (sim.rounds(algorithm(), number=number, **LOCAL) for number in (4, 2, 4))
     whole.run()
@@ -121,7 +139,9 @@ def test_statistics_are_averaged_by_samples_whatever_the_optimizer_and_only_when
 
     with pytest.raises(UserError, match=r"'1\.running_mean'.*GroupNorm.*average_buffers=True"):
         sim.rounds(FedAdam(), net=net())
-    runs = [sim.rounds(kind, net=net(), number=1) for kind in (FedAdam(average_buffers=True), FedAvg())]
+    runs = [
+        sim.rounds(kind, net=net(), number=1) for kind in (FedAdam(average_buffers=True), FedAvg())
+    ]
     for made in runs:
         made.run()
     trained = runs[0].server.layout.trained

@@ -27,8 +27,12 @@ def test_it_equals_the_loop_by_hand():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_without_its_term_it_is_fedavg_to_the_bit(dtype):
-    runs = [sim.rounds(algorithm, net=sim.model(dtype=dtype), given=sim.data(dtype=dtype), number=2, **LOCAL)
-            for algorithm in (FedProx(mu=0), FedAvg())]  # fmt: skip
+    runs = [
+        sim.rounds(
+            algorithm, net=sim.model(dtype=dtype), given=sim.data(dtype=dtype), number=2, **LOCAL
+        )
+        for algorithm in (FedProx(mu=0), FedAvg())
+    ]
     for made in runs:
         made.run()
     assert torch.equal(runs[0].server.weights, runs[1].server.weights)

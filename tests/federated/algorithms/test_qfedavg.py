@@ -10,13 +10,24 @@ from torch.func import functional_call
 from allhands.errors import UserError
 from allhands.federated.algorithms import FedAvg, QFedAvg
 from tests.federated import simulating as sim
-from tests.federated.algorithms.by_hand import LOCAL, apart, average, batches, learn, minus, weights_of
+from tests.federated.algorithms.by_hand import (
+    LOCAL,
+    apart,
+    average,
+    batches,
+    learn,
+    minus,
+    weights_of,
+)
 
 
 def losses(made, weights):
     (x, y), net = sim.data(), sim.model()
     parts = [made.clients.samples(client) for client in range(len(made.clients))]
-    return [float(nn.functional.mse_loss(functional_call(net, weights, x[part]), y[part])) for part in parts]
+    return [
+        float(nn.functional.mse_loss(functional_call(net, weights, x[part]), y[part]))
+        for part in parts
+    ]
 
 
 @pytest.mark.parametrize("executor", ["serial", "stacked"])
@@ -39,8 +50,15 @@ def test_it_equals_the_loop_by_hand(q, lipschitz, executor):
 
 
 def test_with_q_0_it_is_the_plain_mean():
-    made, plain = (sim.rounds(kind, number=3, **LOCAL) for kind in (QFedAvg(0), FedAvg(weighted=False)))
-    expected = average(made, 3, lambda weights, round_, client: learn(weights, batches(made, round_, client)), weighted=False)
+    made, plain = (
+        sim.rounds(kind, number=3, **LOCAL) for kind in (QFedAvg(0), FedAvg(weighted=False))
+    )
+    expected = average(
+        made,
+        3,
+        lambda weights, round_, client: learn(weights, batches(made, round_, client)),
+        weighted=False,
+    )
     made.run()
     plain.run()
     assert apart(made, expected) < 1e-12
@@ -58,7 +76,11 @@ def test_a_larger_q_makes_losses_more_even():
 
 def test_a_loss_that_is_no_number_leaves_the_client_out_though_its_model_is_fine():
     def criterion(output, target):
-        return (output - target).square().mean() if torch.is_grad_enabled() else target.mean() * target.amax().mul(1e308 * 10)
+        return (
+            (output - target).square().mean()
+            if torch.is_grad_enabled()
+            else target.mean() * target.amax().mul(1e308 * 10)
+        )
 
     made = sim.rounds(QFedAvg(1), criterion=criterion, number=1, stages={"on_bad_update": "skip"})
     start = made.server.weights.clone()

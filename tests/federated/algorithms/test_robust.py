@@ -19,7 +19,10 @@ SIZES = (10, 6, 12, 9, 7, 8, 3)
 
 
 def updates_of(made, weights, round_):
-    learnt = [minus(learn(weights, batches(made, round_, client)), weights) for client in range(len(made.clients))]
+    learnt = [
+        minus(learn(weights, batches(made, round_, client)), weights)
+        for client in range(len(made.clients))
+    ]
     return {name: torch.stack([one[name] for one in learnt]) for name in weights}
 
 
@@ -33,8 +36,14 @@ def trimmed(updates):
 
 def krum(updates, count):
     flat = torch.cat([rows.flatten(1) for rows in updates.values()], 1)
-    scores = [sum(sorted(float(((one - other) ** 2).sum()) for j, other in enumerate(flat) if j != i)[: 7 - 2 - 2])
-              for i, one in enumerate(flat)]  # fmt: skip
+    scores = [
+        sum(
+            sorted(float(((one - other) ** 2).sum()) for j, other in enumerate(flat) if j != i)[
+                : 7 - 2 - 2
+            ]
+        )
+        for i, one in enumerate(flat)
+    ]
     best = sorted(range(7), key=lambda i: scores[i])[:count]
     return {name: rows[best].mean(0) for name, rows in updates.items()}
 
@@ -48,7 +57,9 @@ RULES = [
 
 
 @pytest.mark.parametrize("executor", ["serial", "stacked"])
-@pytest.mark.parametrize(("algorithm", "rule"), RULES, ids=["median", "trimmed", "krum", "multi-krum"])
+@pytest.mark.parametrize(
+    ("algorithm", "rule"), RULES, ids=["median", "trimmed", "krum", "multi-krum"]
+)
 def test_it_equals_the_loop_by_hand(algorithm, rule, executor):
     made = sim.rounds(algorithm, who=sim.clients(SIZES), number=2, executor=executor, **LOCAL)
     weights = weights_of(made)
@@ -56,7 +67,10 @@ def test_it_equals_the_loop_by_hand(algorithm, rule, executor):
         update = rule(updates_of(made, weights, round_))
         weights = {name: value + update[name] for name, value in weights.items()}
     made.run()
-    assert max(float((value - weights[name]).abs().max()) for name, value in weights_of(made).items()) < 1e-12
+    assert (
+        max(float((value - weights[name]).abs().max()) for name, value in weights_of(made).items())
+        < 1e-12
+    )
 
 
 def test_median_of_an_even_number_is_between_the_two_in_the_middle():
@@ -85,7 +99,10 @@ def test_two_wrong_clients_of_seven_spoil_nothing_and_spoil_fedavg(algorithm):
 
 
 def test_trimming_nothing_is_the_plain_mean():
-    runs = [sim.rounds(kind, number=2, **LOCAL) for kind in (TrimmedMean(beta=0), FedAvg(weighted=False))]
+    runs = [
+        sim.rounds(kind, number=2, **LOCAL)
+        for kind in (TrimmedMean(beta=0), FedAvg(weighted=False))
+    ]
     for made in runs:
         made.run()
     assert (runs[0].server.weights - runs[1].server.weights).abs().max() < 1e-11
@@ -96,12 +113,22 @@ def test_a_client_that_is_left_out_counts_nowhere():
     x, y = sim.data()
     y = y.clone()
     y[3] = float("nan")
-    made = sim.rounds(Median(), given=(x, y), who=sim.clients(SIZES), number=1, stages={"on_bad_update": "skip"}, **LOCAL)
+    made = sim.rounds(
+        Median(),
+        given=(x, y),
+        who=sim.clients(SIZES),
+        number=1,
+        stages={"on_bad_update": "skip"},
+        **LOCAL,
+    )
     weights = weights_of(made)
     rows = {name: one[1:] for name, one in updates_of(made, weights, 0).items()}
     made.run()
     expected = median(rows)
-    assert max(float((v - weights[n] - expected[n]).abs().max()) for n, v in weights_of(made).items()) < 1e-12
+    assert (
+        max(float((v - weights[n] - expected[n]).abs().max()) for n, v in weights_of(made).items())
+        < 1e-12
+    )
 
 
 def test_what_cannot_be_honoured_is_refused():
@@ -119,7 +146,9 @@ def _run(algorithms: list[Algorithm], per_round: int) -> list[torch.Tensor]:
     rows = []
     for algorithm in algorithms:
         # More numbers than one block, so that all ranks have some.
-        made = sim.rounds(algorithm, net=_wide(), who=_clients(), number=2, per_round=per_round, batch_size=4)
+        made = sim.rounds(
+            algorithm, net=_wide(), who=_clients(), number=2, per_round=per_round, batch_size=4
+        )
         made.run()
         rows.append(made.server.weights)
     return rows
@@ -127,7 +156,9 @@ def _run(algorithms: list[Algorithm], per_round: int) -> list[torch.Tensor]:
 
 def _wide() -> torch.nn.Module:
     torch.manual_seed(2)
-    return torch.nn.Sequential(torch.nn.Linear(5, 6000), torch.nn.Tanh(), torch.nn.Linear(6000, 1)).double()
+    return torch.nn.Sequential(
+        torch.nn.Linear(5, 6000), torch.nn.Tanh(), torch.nn.Linear(6000, 1)
+    ).double()
 
 
 def _clients() -> Clients:

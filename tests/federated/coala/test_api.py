@@ -1,4 +1,5 @@
-"""COALA's functions in one process: parity with a loop written by hand, override points, refusals."""
+"""COALA's functions in one process: parity with a loop written by hand, override points,
+refusals."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def conf(**changes: Any) -> dict[str, Any]:
     return made
 
 
-def train(serving: Any = None, training: Any = None, data: Any = None, model: Any = Net, **changes: Any) -> api.Result:
+def train(
+    serving: Any = None, training: Any = None, data: Any = None, model: Any = Net, **changes: Any
+) -> api.Result:
     """Run with these classes registered; `changes` are keys of the configuration."""
     prepare(serving, training, data, model)
     coala.init(conf(**changes))
@@ -82,7 +85,10 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 
 def same(one: api.Result, other: api.Result) -> bool:
-    return torch.equal(flat(one.model), flat(other.model)) and one.history["train"] == other.history["train"]
+    return (
+        torch.equal(flat(one.model), flat(other.model))
+        and one.history["train"] == other.history["train"]
+    )
 
 
 def by_hand(start: nn.Module, rounds: int = 3, weighted: bool = True) -> nn.Module:
@@ -96,7 +102,12 @@ def by_hand(start: nn.Module, rounds: int = 3, weighted: bool = True) -> nn.Modu
             optimizer.step()
             states.append(own.state_dict())
             weights.append(len(part["y"]) if weighted else 1)
-        net.load_state_dict({n: sum(w / sum(weights) * s[n] for w, s in zip(weights, states, strict=True)) for n in states[0]})
+        net.load_state_dict(
+            {
+                n: sum(w / sum(weights) * s[n] for w, s in zip(weights, states, strict=True))
+                for n in states[0]
+            }
+        )
     return net
 
 
@@ -107,7 +118,9 @@ def test_the_result_is_that_of_a_loop_by_hand(strategy):
     result = train(model=start, server={"aggregation_strategy": strategy})
     expected = flat(by_hand(start, weighted=strategy == "FedAvg"))
     assert (flat(result.model) - expected).abs().max() < 1e-6
-    assert all(torch.equal(before[name], value) for name, value in start.state_dict().items()), "a copy is trained"
+    assert all(torch.equal(before[name], value) for name, value in start.state_dict().items()), (
+        "a copy is trained"
+    )
 
 
 def test_it_repeats_to_the_bit_leaves_global_generators_alone_and_follows_the_seed():
@@ -121,7 +134,9 @@ def test_it_repeats_to_the_bit_leaves_global_generators_alone_and_follows_the_se
 
 def test_the_cohort_depends_on_the_seed_and_may_be_the_first_clients():
     def cohorts(seed: int = 0, **section: Any) -> list[list[int]]:
-        return train(seed=seed, server={"rounds": 6, "clients_per_round": 2, **section}).history["cohort"]
+        return train(seed=seed, server={"rounds": 6, "clients_per_round": 2, **section}).history[
+            "cohort"
+        ]
 
     assert cohorts() == cohorts()
     assert cohorts() != cohorts(seed=5)
@@ -192,7 +207,10 @@ class Median(coala.BaseServer):
 class Mean(coala.BaseServer):
     def aggregate(self, models, weights):
         states, total = [model.state_dict() for model in models], sum(weights)
-        return {name: sum(w / total * s[name] for w, s in zip(weights, states, strict=True)) for name in states[0]}
+        return {
+            name: sum(w / total * s[name] for w, s in zip(weights, states, strict=True))
+            for name in states[0]
+        }
 
 
 def test_a_server_s_aggregate_gets_the_models_of_the_cohort():
@@ -212,8 +230,21 @@ def test_stages_are_called_in_coala_s_order_and_may_be_wrapped():
 
         return method
 
-    names = ["pre_train", "train", "selection", "grouping_for_distributed", "compression", "distribution_to_train", "aggregation",
-             "post_train", "pre_test", "test", "test_in_client", "post_test", "save_model"]  # fmt: skip
+    names = [
+        "pre_train",
+        "train",
+        "selection",
+        "grouping_for_distributed",
+        "compression",
+        "distribution_to_train",
+        "aggregation",
+        "post_train",
+        "pre_test",
+        "test",
+        "test_in_client",
+        "post_test",
+        "save_model",
+    ]
     kind = type("Wrapped", (coala.BaseServer,), {name: wrap(name) for name in names})
     result = train(kind)
     assert said[: names.index("pre_test")] == names[: names.index("pre_test")]
@@ -235,7 +266,10 @@ class Picks(coala.BaseServer):
 def test_selection_termination_and_tests_of_a_server():
     result = train(Picks)
     assert result.history["cohort"] == [[2, 0], [2, 0]]
-    assert train(Picks, server={"test_every": 1}).history["test"] == {"round": [0, 1], "answer": [42.0, 42.0]}
+    assert train(Picks, server={"test_every": 1}).history["test"] == {
+        "round": [0, 1],
+        "answer": [42.0, 42.0],
+    }
 
 
 class Chooses(coala.BaseServer):
@@ -245,7 +279,9 @@ class Chooses(coala.BaseServer):
 
 def test_a_selection_that_draws_from_numpy_repeats_and_follows_the_seed():
     def cohorts(seed: int) -> list[list[int]]:
-        return train(Chooses, seed=seed, server={"rounds": 5, "clients_per_round": 2}).history["cohort"]
+        return train(Chooses, seed=seed, server={"rounds": 5, "clients_per_round": 2}).history[
+            "cohort"
+        ]
 
     assert cohorts(0) == cohorts(0)
     assert cohorts(0) != cohorts(1)
@@ -271,7 +307,10 @@ class Twice(coala.BaseServer):
     ("kind", "message"),
     [
         (Forgets, r"Forgets.train trained no round; call super\(\).train\(\)"),
-        (ForgetsToo, r"ForgetsToo.aggregation left its work undone; call super\(\).aggregation\(\)"),
+        (
+            ForgetsToo,
+            r"ForgetsToo.aggregation left its work undone; call super\(\).aggregation\(\)",
+        ),
         (Twice, "Twice.selection gave a client twice"),
     ],
 )
@@ -287,7 +326,9 @@ class Fails(coala.BaseClient):
 
 
 def test_a_client_that_fails_is_named():
-    with pytest.raises(ClientFailedError, match="client site 1 failed:(.|\\n)*ValueError: planted fault"):
+    with pytest.raises(
+        ClientFailedError, match="client site 1 failed:(.|\\n)*ValueError: planted fault"
+    ):
         train(training=Fails)
     assert train(training=Fails, on_client_failure="skip").history["failed"] == [[1]] * 3
 
@@ -303,12 +344,18 @@ def test_objects_of_the_wrong_kind_are_refused_when_they_are_registered():
         (coala.register_model, "lenet", "a str is no model"),
         (coala.register_model, Same, "the class Same is no model"),
         (lambda given: coala.register_dataset(given, None), {"x": 1}, "train_data is a dict"),
-        (lambda given: coala.register_dataset(given, None), {"s_train_data": 1, "u_train_data": 1}, "semi-supervised"),
+        (
+            lambda given: coala.register_dataset(given, None),
+            {"s_train_data": 1, "u_train_data": 1},
+            "semi-supervised",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             function(given)
     with pytest.raises(UserError, match="start_service would never be called"):
-        coala.register_server(type("Remote", (coala.BaseServer,), {"start_service": lambda self: None}))
+        coala.register_server(
+            type("Remote", (coala.BaseServer,), {"start_service": lambda self: None})
+        )
     with pytest.raises(UserError, match=r"upload would never be called.*override post_train"):
         coala.register_client(type("Remote", (coala.BaseClient,), {"upload": lambda self: None}))
 
@@ -335,7 +382,9 @@ def test_a_second_init_begins_afresh():
 
 
 def test_more_clients_than_there_are_and_a_client_without_samples_are_refused():
-    with pytest.raises(UserError, match="server.clients_per_round = 5, and there are 4 clients; write at most 4"):
+    with pytest.raises(
+        UserError, match="server.clients_per_round = 5, and there are 4 clients; write at most 4"
+    ):
         train(server={"clients_per_round": 5})
     empty = parts() | {"nobody": {"x": torch.zeros(0, 6), "y": torch.zeros(0, dtype=torch.int64)}}
     with pytest.raises(UserError, match="1 of 5 clients have no sample, such as 'nobody'"):
@@ -343,7 +392,9 @@ def test_more_clients_than_there_are_and_a_client_without_samples_are_refused():
 
 
 def test_more_processes_than_are_told_are_refused():
-    with pytest.raises(WorldError, match="gpu = 2, and nothing says which of the 2 processes this is"):
+    with pytest.raises(
+        WorldError, match="gpu = 2, and nothing says which of the 2 processes this is"
+    ):
         coala.init({"gpu": 2})
     with pytest.raises(UserError, match="distributed.init_method is not set"):
         coala.init({"gpu": 2, "distributed": {"world_size": 2}})
@@ -354,7 +405,9 @@ def test_more_processes_than_are_told_are_refused():
 
 def test_tests_in_clients_are_means_over_clients_or_over_samples():
     model, data = Net(), parts()
-    right = torch.tensor([(model(part["x"]).argmax(1) == part["y"]).double().mean() for part in data.values()])
+    right = torch.tensor(
+        [(model(part["x"]).argmax(1) == part["y"]).double().mean() for part in data.values()]
+    )
     sizes = torch.tensor([5.0, 9, 3, 7], dtype=torch.float64)
     for method, expected in (("average", right.mean()), ("weighted", (right * sizes).sum() / 24)):
         section = {"test_all": True, "rounds": 1, "clients_per_round": 2}
@@ -377,17 +430,24 @@ def test_buffers_are_averaged_and_whole_numbers_stay_whole():
     assert int(result.model.norm.num_batches_tracked) == 3
     means = sum(len(p["y"]) / 24 * p["x"].mean(0) for p in parts().values())
     assert torch.allclose(result.model.norm.running_mean, means * (1 - 0.9**3), atol=1e-5)
-    with pytest.raises(UserError, match="aggregation_content = 'parameters': the model has buffers, such as 'norm.running_mean'"):
+    with pytest.raises(
+        UserError,
+        match="aggregation_content = 'parameters': the model has buffers, such as "
+        "'norm.running_mean'",
+    ):
         train(model=Norm, server={"aggregation_content": "parameters"})
 
 
 def test_models_are_saved_every_so_many_rounds_and_load_safely(tmp_path):
     result = train(server={"save_model_every": 2}, task_id="mine")
     assert sorted(path.name for path in (tmp_path / "saved_models").iterdir()) == [
-        "mine_global_model_r_2.pth", "mine_global_model_r_3.pth",
-    ]  # fmt: skip
+        "mine_global_model_r_2.pth",
+        "mine_global_model_r_3.pth",
+    ]
     loaded = torch.load(tmp_path / "saved_models" / "mine_global_model_r_3.pth", weights_only=True)
-    assert all(torch.equal(loaded[name], value) for name, value in result.model.state_dict().items())
+    assert all(
+        torch.equal(loaded[name], value) for name, value in result.model.state_dict().items()
+    )
 
 
 def test_what_is_printed_and_that_it_can_be_silenced(capsys):
@@ -405,7 +465,9 @@ def test_what_is_printed_and_that_it_can_be_silenced(capsys):
 
 def test_the_clients_seed_changes_the_order_of_samples_and_not_the_cohorts():
     small = {"batch_size": 2, "local_epoch": 2}
-    one, other = (train(client=small | {"seed": seed}, server={"clients_per_round": 2}) for seed in (0, 1))
+    one, other = (
+        train(client=small | {"seed": seed}, server={"clients_per_round": 2}) for seed in (0, 1)
+    )
     assert one.history["cohort"] == other.history["cohort"]
     assert not torch.equal(flat(one.model), flat(other.model))
 
@@ -425,8 +487,14 @@ class LooksAgain(coala.BaseClient):
 
 
 def test_visualisation_and_local_tests_are_called_or_refused():
-    assert train(Shows, server={"visualize": True}).history["shown"][0].keys() == {"loss", "accuracy"}
-    assert train(training=LooksAgain, client={"local_test": True}).history["train"]["loss"] == [42.0] * 3
+    assert train(Shows, server={"visualize": True}).history["shown"][0].keys() == {
+        "loss",
+        "accuracy",
+    }
+    assert (
+        train(training=LooksAgain, client={"local_test": True}).history["train"]["loss"]
+        == [42.0] * 3
+    )
     assert train(training=LooksAgain).history["train"]["loss"] != [42.0] * 3
     with pytest.raises(UserError, match="server.visualize = True calls init_visualization"):
         train(server={"visualize": True})
@@ -435,7 +503,10 @@ def test_visualisation_and_local_tests_are_called_or_refused():
 
 
 def test_a_training_of_its_own_has_no_executor_to_choose():
-    with pytest.raises(UserError, match="executor = 'serial' trains all clients alike, and Same has a training of its own"):
+    with pytest.raises(
+        UserError,
+        match="executor = 'serial' trains all clients alike, and Same has a training of its own",
+    ):
         train(training=Same, executor="serial")
 
 
@@ -443,7 +514,12 @@ def test_data_that_come_undivided_are_divided_as_the_configuration_says():
     api.unregister()
     x = torch.randn(40, 6)
     coala.register_dataset((x, x[:, :3].argmax(1)), (x, x[:, :3].argmax(1)))
-    coala.init(conf(model="mlp", data={"num_of_clients": 8, "split_type": "dir", "alpha": 5.0, "min_size": 2}))
+    coala.init(
+        conf(
+            model="mlp",
+            data={"num_of_clients": 8, "split_type": "dir", "alpha": 5.0, "min_size": 2},
+        )
+    )
     result = coala.run()
     assert len(result.history["test"]["accuracy"]) == 1
     assert max(max(cohort) for cohort in result.history["cohort"]) > 3
@@ -453,7 +529,13 @@ def test_data_that_come_undivided_are_divided_as_the_configuration_says():
 
 
 def test_slow_clients_are_slow_in_virtual_time_and_change_nothing_else():
-    slow = {"simulate": True, "hetero_type": "iso", "level": 5, "total_time": 90.0, "sleep_group_num": 4}
+    slow = {
+        "simulate": True,
+        "hetero_type": "iso",
+        "level": 5,
+        "total_time": 90.0,
+        "sleep_group_num": 4,
+    }
     plain, delayed = train(), train(resource_heterogeneous=slow)
     assert same(plain, delayed)
     # Evenly spaced: 0, 1, 2 and 3 parts of 90 seconds; all four clients are in each round.

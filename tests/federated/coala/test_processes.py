@@ -53,14 +53,26 @@ def trained(processes: int) -> list[dict[str, Any]]:
     world = allhands.current_world()
     assert world is not None
     for serving, training, model, strategy in (
-        (None, None, Drifts(world.rank), "greedy"), (None, None, alone.Net, "slowest"), (None, None, alone.Net, "random"),
-        (None, Remembers, alone.Net, "greedy"), (alone.Median, Remembers, alone.Net, "greedy"),
-    ):  # fmt: skip
+        (None, None, Drifts(world.rank), "greedy"),
+        (None, None, alone.Net, "slowest"),
+        (None, None, alone.Net, "random"),
+        (None, Remembers, alone.Net, "greedy"),
+        (alone.Median, Remembers, alone.Net, "greedy"),
+    ):
         result = alone.train(
-            serving, training, model=model, gpu=processes if processes > 1 else 0,
-            server={"clients_per_round": 2, "rounds": 4, "test_every": 2, "test_all": True, "save_model_every": 100},
+            serving,
+            training,
+            model=model,
+            gpu=processes if processes > 1 else 0,
+            server={
+                "clients_per_round": 2,
+                "rounds": 4,
+                "test_every": 2,
+                "test_all": True,
+                "save_model_every": 100,
+            },
             resource_heterogeneous={"grouping_strategy": strategy},
-        )  # fmt: skip
+        )
         history = {name: result.history[name] for name in ("cohort", "train", "test")}
         found.append({"weights": alone.flat(result.model).tolist(), "history": history})
     api.unregister()
@@ -79,6 +91,8 @@ def test_three_processes_give_what_one_gives(tmp_path, monkeypatch):
         for ours, theirs in zip(found, expected, strict=True):
             assert ours["weights"] == pytest.approx(theirs["weights"], rel=1e-6)
             assert ours["history"]["cohort"] == theirs["history"]["cohort"]
-            assert ours["history"]["train"]["loss"] == pytest.approx(theirs["history"]["train"]["loss"], rel=1e-6)
+            assert ours["history"]["train"]["loss"] == pytest.approx(
+                theirs["history"]["train"]["loss"], rel=1e-6
+            )
             for name, values in theirs["history"]["test"].items():
                 assert ours["history"]["test"][name] == pytest.approx(values, rel=1e-6), name

@@ -25,24 +25,36 @@ def images(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tens
 def network(norm: str = "none", drop: float = 0.3, dtype: torch.dtype = torch.float64) -> nn.Module:
     """A small convolutional network, the same at every call."""
     made = {"batch": nn.BatchNorm2d(4), "group": nn.GroupNorm(2, 4), "none": nn.Identity()}[norm]
-    net = nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), made, nn.Tanh(), nn.Dropout2d(drop), nn.Flatten(), nn.Dropout(drop),
-                        nn.Linear(64, 3))  # fmt: skip
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 3, bias=False),
+        made,
+        nn.Tanh(),
+        nn.Dropout2d(drop),
+        nn.Flatten(),
+        nn.Dropout(drop),
+        nn.Linear(64, 3),
+    )
     drawn = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in net.parameters():
             if parameter.dim() > 1:
-                parameter.copy_(torch.randn(parameter.shape, generator=drawn) / parameter[0].numel() ** 0.5)
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=drawn) / parameter[0].numel() ** 0.5
+                )
         net[6].bias.zero_()
     return net.to(dtype)
 
 
 def augmented(dtype: torch.dtype = torch.float64) -> nn.Module:
     """The small network with dropout behind crops of both kinds and flips."""
-    return nn.Sequential(RandomCrop(2), RandomFlip(), RandomCrop(1, mode="constant"), network("group", dtype=dtype))
+    return nn.Sequential(
+        RandomCrop(2), RandomFlip(), RandomCrop(1, mode="constant"), network("group", dtype=dtype)
+    )
 
 
 class Pulled(FedAvg):
-    """Corrects gradients by what each client keeps, and keeps something of each round; weights by the loss at the start."""
+    """Corrects gradients by what each client keeps, and keeps something of each round; weights by
+    the loss at the start."""
 
     corrects = True
     needs_start_loss = True
@@ -50,7 +62,13 @@ class Pulled(FedAvg):
     def client_state(self, server: Server) -> dict[str, int]:
         return {"drift": server.layout.trained}
 
-    def correct(self, gradients: torch.Tensor, weights: torch.Tensor, start: torch.Tensor, own: dict[str, torch.Tensor]) -> None:
+    def correct(
+        self,
+        gradients: torch.Tensor,
+        weights: torch.Tensor,
+        start: torch.Tensor,
+        own: dict[str, torch.Tensor],
+    ) -> None:
         gradients.add_(weights - start, alpha=0.1).sub_(own["drift"], alpha=0.05)
 
     def contribute(self, trained: Trained, server: Server, sums: Any) -> None:
@@ -62,19 +80,34 @@ class Pulled(FedAvg):
         return trained.samples * trained.start_loss.cpu()
 
 
-def trained(executor: Any, *, norm: str = "none", drop: float = 0.3, dtype: torch.dtype = torch.float64,
-            algorithm: Any = None, net: nn.Module | None = None, **options: Any) -> tuple[torch.Tensor, list[float]]:  # fmt: skip
+def trained(
+    executor: Any,
+    *,
+    norm: str = "none",
+    drop: float = 0.3,
+    dtype: torch.dtype = torch.float64,
+    algorithm: Any = None,
+    net: nn.Module | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, list[float]]:
     """The global weights and the losses of two rounds."""
     options.setdefault("criterion", nn.CrossEntropyLoss())
     options.setdefault("number", 2)
-    made = sim.rounds(algorithm, net=net or network(norm, drop, dtype), given=images(dtype), who=sim.clients(SIZES),
-                      executor=executor, **options)  # fmt: skip
+    made = sim.rounds(
+        algorithm,
+        net=net or network(norm, drop, dtype),
+        given=images(dtype),
+        who=sim.clients(SIZES),
+        executor=executor,
+        **options,
+    )
     history = made.run()
     return made.server.weights, history["train"]["loss"]
 
 
 def difference(executors: list[Any], **options: Any) -> float:
-    """The largest difference of weights and losses from the first executor's, relative to the largest of each."""
+    """The largest difference of weights and losses from the first executor's, relative to the
+    largest of each."""
     net = options.pop("net", lambda: None)
     (weights, losses), *others = [trained(executor, net=net(), **options) for executor in executors]
     assert bool(weights.isfinite().all())

@@ -1,4 +1,5 @@
-"""Executors on a GPU: recorded in CUDA graphs, stacked, compiled; all against one client after another. TF32 is off."""
+"""Executors on a GPU: recorded in CUDA graphs, stacked, compiled; all against one client after
+another. TF32 is off."""
 
 from __future__ import annotations
 
@@ -11,21 +12,43 @@ import allhands
 from allhands.errors import UserError
 from allhands.federated.executors import Auto, Graph, Stacked
 from tests.federated import simulating as sim
-from tests.federated.executors.comparing import SIZES, Pulled, augmented, difference, images, network, trained
+from tests.federated.executors.comparing import (
+    SIZES,
+    Pulled,
+    augmented,
+    difference,
+    images,
+    network,
+    trained,
+)
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
-ALL = ["serial", "graph", "stacked", {"name": "stacked", "chunk": 2}, {"name": "stacked", "record": False}]
+ALL = [
+    "serial",
+    "graph",
+    "stacked",
+    {"name": "stacked", "chunk": 2},
+    {"name": "stacked", "record": False},
+]
 
 
 @pytest.fixture(autouse=True)
 def _world():
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic
+    before = (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.deterministic,
+    )
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic = True
     yield allhands.init(device="cpu")
     allhands.finalize()
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = before
+    (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.deterministic,
+    ) = before
 
 
 def on_gpu(executors: list, **options) -> float:
@@ -44,25 +67,41 @@ def on_gpu(executors: list, **options) -> float:
     ids=["sgd", "momentum", "adam", "adamw"],
 )
 def test_all_executors_give_one_model(norm, optimizer, options):
-    given = {"norm": norm, "optimizer": optimizer, "options": options, "batch_size": 3, "drop_last": norm == "batch",
-             "epochs": 2, "clip_norm": 1.0}  # fmt: skip
+    given = {
+        "norm": norm,
+        "optimizer": optimizer,
+        "options": options,
+        "batch_size": 3,
+        "drop_last": norm == "batch",
+        "epochs": 2,
+        "clip_norm": 1.0,
+    }
     assert on_gpu(ALL, **given) < 1e-10
     assert on_gpu(ALL, **given, dtype=torch.float32) < 1e-5
 
 
 def test_a_gpu_draws_the_masks_of_a_processor():
-    cpu, gpu = trained("serial", norm="group", batch_size=4), trained("stacked", norm="group", batch_size=4, device=CUDA)
+    cpu, gpu = (
+        trained("serial", norm="group", batch_size=4),
+        trained("stacked", norm="group", batch_size=4, device=CUDA),
+    )
     assert (cpu[0] - gpu[0].cpu()).abs().max() < 1e-10
 
 
 def test_a_gpu_crops_and_flips_as_a_processor():
     assert on_gpu(ALL, net=augmented, batch_size=4, epochs=2) < 1e-10
-    cpu, gpu = (trained("serial", net=augmented(), batch_size=4, device=device) for device in (sim.CPU, CUDA))
+    cpu, gpu = (
+        trained("serial", net=augmented(), batch_size=4, device=device)
+        for device in (sim.CPU, CUDA)
+    )
     assert (cpu[0] - gpu[0].cpu()).abs().max() < 1e-10
 
 
 def test_an_algorithm_that_corrects_and_keeps_states():
-    assert on_gpu(ALL, norm="batch", algorithm=Pulled(), number=3, batch_size=5, drop_last=True) < 1e-10
+    assert (
+        on_gpu(ALL, norm="batch", algorithm=Pulled(), number=3, batch_size=5, drop_last=True)
+        < 1e-10
+    )
 
 
 def test_full_batches_of_unequal_clients_and_local_steps():
@@ -73,7 +112,13 @@ def test_full_batches_of_unequal_clients_and_local_steps():
 def test_learning_rates_that_change_between_rounds_reach_the_recorded_steps():
     weights = []
     for executor in ("serial", "graph", "stacked"):
-        made = sim.rounds(executor=executor, device=CUDA, batch_size=4, optimizer=torch.optim.Adam, options={"lr": 0.01})
+        made = sim.rounds(
+            executor=executor,
+            device=CUDA,
+            batch_size=4,
+            optimizer=torch.optim.Adam,
+            options={"lr": 0.01},
+        )
         for round_ in range(3):
             made.work.local.optimizer.options[0]["lr"] = 0.01 / (1 + round_)
             made.one_round()
@@ -89,10 +134,24 @@ def test_stacked_and_compiled():
 
 @pytest.mark.parametrize("norm", ["none", "group", "batch"])
 def test_bf16_is_the_same_to_its_rounding(norm):
-    given = {"norm": norm, "batch_size": 5, "drop_last": True, "epochs": 2, "dtype": torch.float32, "device": CUDA}
-    start = sim.rounds(net=network(norm, dtype=torch.float32), given=images(torch.float32), who=sim.clients(SIZES),
-                       criterion=nn.CrossEntropyLoss(), device=CUDA).server.weights  # fmt: skip
-    wide, *narrow = [trained("serial", **given)[0]] + [trained(name, precision="bf16", **given)[0] for name in ALL]
+    given = {
+        "norm": norm,
+        "batch_size": 5,
+        "drop_last": True,
+        "epochs": 2,
+        "dtype": torch.float32,
+        "device": CUDA,
+    }
+    start = sim.rounds(
+        net=network(norm, dtype=torch.float32),
+        given=images(torch.float32),
+        who=sim.clients(SIZES),
+        criterion=nn.CrossEntropyLoss(),
+        device=CUDA,
+    ).server.weights
+    wide, *narrow = [trained("serial", **given)[0]] + [
+        trained(name, precision="bf16", **given)[0] for name in ALL
+    ]
     assert all(one.dtype == torch.float32 for one in narrow)
     whole = float((wide - start).norm())
     assert float((narrow[0] - wide).norm()) > 1e-4 * whole
@@ -102,7 +161,9 @@ def test_bf16_is_the_same_to_its_rounding(norm):
 def test_several_groups_of_parameters_and_momentum():
     def optimizer(parameters, **options):
         first, *rest = parameters
-        return torch.optim.SGD([{"params": rest}, {"params": [first], "lr": 0.01, "momentum": 0.5}], **options)
+        return torch.optim.SGD(
+            [{"params": rest}, {"params": [first], "lr": 0.01, "momentum": 0.5}], **options
+        )
 
     assert on_gpu(ALL, norm="group", optimizer=optimizer, batch_size=4, epochs=2) < 1e-10
 
@@ -132,7 +193,9 @@ def test_many_sizes_of_chunks_reuse_the_recordings_of_larger_ones(monkeypatch):
     assert (weights[0] - weights[1]).abs().max() < 1e-10
 
 
-def test_a_chunk_for_which_memory_runs_out_is_halved_and_nobody_is_trained_twice(monkeypatch, capsys):
+def test_a_chunk_for_which_memory_runs_out_is_halved_and_nobody_is_trained_twice(
+    monkeypatch, capsys
+):
     from allhands.federated.executors.stack import Stack
 
     whole = Stack.gradient
@@ -144,8 +207,16 @@ def test_a_chunk_for_which_memory_runs_out_is_halved_and_nobody_is_trained_twice
 
     expected = trained("serial", batch_size=4, device=CUDA)[0]
     monkeypatch.setattr(Stack, "gradient", gradient)
-    made = sim.rounds(net=network(), given=images(), who=sim.clients(SIZES), criterion=nn.CrossEntropyLoss(), number=2,
-                      executor={"name": "stacked", "chunk": 5}, device=CUDA, batch_size=4)  # fmt: skip
+    made = sim.rounds(
+        net=network(),
+        given=images(),
+        who=sim.clients(SIZES),
+        criterion=nn.CrossEntropyLoss(),
+        number=2,
+        executor={"name": "stacked", "chunk": 5},
+        device=CUDA,
+        batch_size=4,
+    )
     made.run()
     assert made.executor.chunk == 2
     assert "going on with chunk=" in capsys.readouterr().out
@@ -196,8 +267,17 @@ def test_resnet_with_group_norm_in_float32():
     torch.manual_seed(2)
     net = ResNet18(norm="group")
     for executor in ("serial", "graph", "stacked"):
-        made = sim.rounds(net=net, given=given, who=sim.clients((10, 14, 16)), criterion=nn.CrossEntropyLoss(), number=1,
-                          options={"lr": 0.01}, executor=executor, device=CUDA, batch_size=8)  # fmt: skip
+        made = sim.rounds(
+            net=net,
+            given=given,
+            who=sim.clients((10, 14, 16)),
+            criterion=nn.CrossEntropyLoss(),
+            number=1,
+            options={"lr": 0.01},
+            executor=executor,
+            device=CUDA,
+            batch_size=8,
+        )
         made.run()
         rows.append(made.server.weights)
     for other in rows[1:]:
@@ -210,7 +290,15 @@ def test_tf32_does_not_make_the_trial_of_a_stack_refuse():
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     drawn = torch.Generator().manual_seed(1)
     given = torch.randn(20, 3, 32, 32, generator=drawn), torch.randint(10, (20,), generator=drawn)
-    made = sim.rounds(net=ResNet18(norm="group"), given=given, who=sim.clients((10, 10)), criterion=nn.CrossEntropyLoss(),
-                      number=1, executor="stacked", device=CUDA, batch_size=10)  # fmt: skip
+    made = sim.rounds(
+        net=ResNet18(norm="group"),
+        given=given,
+        who=sim.clients((10, 10)),
+        criterion=nn.CrossEntropyLoss(),
+        number=1,
+        executor="stacked",
+        device=CUDA,
+        batch_size=10,
+    )
     made.run()
     assert bool(made.server.weights.isfinite().all())

@@ -1,4 +1,5 @@
-"""What executors with recorded steps do around the recording, on a processor: there a recording is the function itself."""
+"""What executors with recorded steps do around the recording, on a processor: there a recording is
+the function itself."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tests.federated.executors.comparing import SIZES, Pulled, images, network
 
 
 class Replayed:
-    """As `Recorder`: runs the function before it records, which overwrites what the executor has not yet loaded."""
+    """As `Recorder`: runs the function before it records, which overwrites what the executor has
+    not yet loaded."""
 
     def __init__(self, device: torch.device) -> None:
         self.recorded = 0
@@ -42,14 +44,27 @@ class Keeping(Pulled):
 
 
 def rounds(norm: str, **options):
-    return sim.rounds(options.pop("algorithm", None), net=network(norm), given=images(), who=sim.clients(SIZES),
-                      criterion=nn.CrossEntropyLoss(), batch_size=4, drop_last=norm == "batch", **options)  # fmt: skip
+    return sim.rounds(
+        options.pop("algorithm", None),
+        net=network(norm),
+        given=images(),
+        who=sim.clients(SIZES),
+        criterion=nn.CrossEntropyLoss(),
+        batch_size=4,
+        drop_last=norm == "batch",
+        **options,
+    )
 
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
 @pytest.mark.parametrize("algorithm", [None, Pulled()], ids=["fedavg", "pulled"])
 def test_steps_are_recorded_once_a_size_and_end_at_the_models_of_serial(norm, algorithm):
-    given = {"optimizer": torch.optim.Adam, "options": {"lr": 0.01}, "clip_norm": 1.0, "algorithm": algorithm}
+    given = {
+        "optimizer": torch.optim.Adam,
+        "options": {"lr": 0.01},
+        "clip_norm": 1.0,
+        "algorithm": algorithm,
+    }
     expected = rounds(norm, **given)
     expected.run()
 
@@ -62,15 +77,21 @@ def test_steps_are_recorded_once_a_size_and_end_at_the_models_of_serial(norm, al
     assert made.executor._recorder.recorded == len(made.executor._recorded)
 
     made = rounds(norm, **given)
-    stacked = Stacked(replace(made.work, model=copy.deepcopy(made.work.model)), made.server, chunk=3)
+    stacked = Stacked(
+        replace(made.work, model=copy.deepcopy(made.work.model)), made.server, chunk=3
+    )
     stacked.record, stacked._recorder = True, Replayed(sim.CPU)
     made.executor = stacked
     made.run()
     assert (made.server.weights - expected.server.weights).abs().max() < 1e-12
-    assert stacked._recorder.recorded == 2  # chunks of 2 and 3 clients; or of 1 client, with steps of 3 and of 4 samples
+    assert (
+        stacked._recorder.recorded == 2
+    )  # chunks of 2 and 3 clients; or of 1 client, with steps of 3 and of 4 samples
 
 
-@pytest.mark.parametrize("algorithm", [None, Pulled(), Keeping()], ids=["fedavg", "pulled", "keeping"])
+@pytest.mark.parametrize(
+    "algorithm", [None, Pulled(), Keeping()], ids=["fedavg", "pulled", "keeping"]
+)
 def test_clients_that_are_handed_over_several_at_once(algorithm, monkeypatch):
     expected = rounds("batch", algorithm=algorithm)
     expected.run()
@@ -78,7 +99,9 @@ def test_clients_that_are_handed_over_several_at_once(algorithm, monkeypatch):
     made, sizes = rounds("batch", algorithm=algorithm), []
     whole = made.algorithm.contribute
     monkeypatch.setattr(
-        made.algorithm, "contribute", lambda trained, *rest: (sizes.append(len(trained.clients)), whole(trained, *rest))
+        made.algorithm,
+        "contribute",
+        lambda trained, *rest: (sizes.append(len(trained.clients)), whole(trained, *rest)),
     )
     made.run()
     assert sizes == [3, 2] * 3
@@ -92,8 +115,11 @@ def test_clients_before_one_that_fails_are_handed_over_too(monkeypatch):
     made, done = rounds("group"), []
     made.work.samples.tensors[1][40] = 7  # of client 2, beyond the classes
     with pytest.raises(ClientError, match="client 2"):
-        made.executor.train([Job(client, client) for client in range(5)], made.states.get,
-                            lambda trained, seconds: done.extend(trained.clients))  # fmt: skip
+        made.executor.train(
+            [Job(client, client) for client in range(5)],
+            made.states.get,
+            lambda trained, seconds: done.extend(trained.clients),
+        )
     assert done == [0, 1]
 
 

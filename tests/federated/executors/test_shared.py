@@ -1,4 +1,5 @@
-"""What cannot be trained by several ranks together is refused; the training itself is in test_processes."""
+"""What cannot be trained by several ranks together is refused; the training itself is in
+test_processes."""
 
 from __future__ import annotations
 
@@ -32,10 +33,16 @@ def shared(*layers: nn.Module, criterion=None, given=None, width: int = 1) -> Sh
 
 @pytest.mark.parametrize(
     ("layer", "match"),
-    [(nn.Dropout(0.5), "draws numbers"), (nn.AlphaDropout(0.5), "draws numbers"), (nn.BatchNorm1d(4), "depends on the others")],
+    [
+        (nn.Dropout(0.5), "draws numbers"),
+        (nn.AlphaDropout(0.5), "draws numbers"),
+        (nn.BatchNorm1d(4), "depends on the others"),
+    ],
 )
 def test_models_whose_samples_are_not_apart_are_refused(layer, match):
-    with pytest.raises(UserError, match=rf"devices_per_client=2: .*{match}.*write devices_per_client=1"):
+    with pytest.raises(
+        UserError, match=rf"devices_per_client=2: .*{match}.*write devices_per_client=1"
+    ):
         shared(layer)
 
 
@@ -46,7 +53,11 @@ def test_a_mean_over_targets_is_refused_unless_it_is_one_over_samples():
     with pytest.raises(UserError, match="mean over the targets"):
         shared(criterion=nn.CrossEntropyLoss(ignore_index=1), given=(x, labels), width=3)
     with pytest.raises(UserError, match="mean over the targets"):
-        shared(criterion=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]).double()), given=(x, labels), width=3)
+        shared(
+            criterion=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]).double()),
+            given=(x, labels),
+            width=3,
+        )
 
 
 def test_parts_of_a_batch_in_any_structure():
@@ -58,7 +69,9 @@ def test_parts_of_a_batch_in_any_structure():
 
 
 def test_workers_that_make_no_teams_are_refused():
-    with pytest.raises(UserError, match=r"devices_per_client=2 with 3 workers; write workers=2 or 4"):
+    with pytest.raises(
+        UserError, match=r"devices_per_client=2 with 3 workers; write workers=2 or 4"
+    ):
         Federated(devices_per_client=2).check(SimpleNamespace(world_size=3))  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"devices_per_client=2 with 1 worker; write workers=2"):
         Federated(devices_per_client=2).check(SimpleNamespace(world_size=1))  # type: ignore[arg-type]

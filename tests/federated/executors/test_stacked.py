@@ -40,11 +40,15 @@ def _world():
     ids=["sgd", "momentum", "adam", "adamw"],
 )
 @pytest.mark.parametrize("norm", ["group", "batch"])
-def test_every_chunk_gives_the_models_of_serial_with_dropout_and_clients_of_unequal_size(norm, optimizer, options):
+def test_every_chunk_gives_the_models_of_serial_with_dropout_and_clients_of_unequal_size(
+    norm, optimizer, options
+):
     # batches of 4: clients of 3 samples have less than one, others have a last short one
     given = {"norm": norm, "optimizer": optimizer, "options": options, "batch_size": 4, "epochs": 2}
     if norm == "batch":
-        given["batch_size"] = 3  # no batch of one sample among 10, 25, 17, 3 and 8 but of the first two clients
+        given["batch_size"] = (
+            3  # no batch of one sample among 10, 25, 17, 3 and 8 but of the first two clients
+        )
         given["drop_last"] = True
     assert difference(["serial", *CHUNKS], **given) < 1e-12
     assert difference(["serial", CHUNKS[1]], **given, dtype=torch.float32) < 1e-5
@@ -54,7 +58,13 @@ def test_every_chunk_gives_the_models_of_serial_with_dropout_and_clients_of_uneq
 def test_every_optimizer_that_treats_numbers_alike(name):
     optimizer = getattr(torch.optim, name)
     for local in ({}, {"clip_norm": 0.5}):  # per tensor, and on whole rows
-        given = {"optimizer": optimizer, "options": {"lr": 0.01}, "batch_size": 8, "number": 1, **local}
+        given = {
+            "optimizer": optimizer,
+            "options": {"lr": 0.01},
+            "batch_size": 8,
+            "number": 1,
+            **local,
+        }
         assert difference(["serial", CHUNKS[1]], **given) < 1e-12
 
 
@@ -71,22 +81,43 @@ def test_every_optimizer_that_treats_numbers_alike(name):
 )
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_local_options_mean_the_same(norm, local):
-    assert difference(["serial", *CHUNKS[1:]], norm=norm, options={"lr": 0.1, "momentum": 0.9}, **local) < 1e-12
+    assert (
+        difference(
+            ["serial", *CHUNKS[1:]], norm=norm, options={"lr": 0.1, "momentum": 0.9}, **local
+        )
+        < 1e-12
+    )
 
 
 @pytest.mark.parametrize("norm", ["none", "batch"])
 def test_an_algorithm_that_corrects_and_keeps_states_and_asks_for_the_loss_at_the_start(norm):
-    given = {"norm": norm, "algorithm": Pulled(), "number": 3, "batch_size": 5, "drop_last": True, "epochs": 2}
+    given = {
+        "norm": norm,
+        "algorithm": Pulled(),
+        "number": 3,
+        "batch_size": 5,
+        "drop_last": True,
+        "epochs": 2,
+    }
     assert difference(["serial", *CHUNKS], **given) < 1e-12
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"stride": 2, "padding": 1}, {"dilation": 2, "bias": False}, {"stride": (1, 3), "padding": (0, 2)},
-     {"kernel_size": 1}, {"kernel_size": 1, "stride": 2}, {"padding": 4}],
+    [
+        {},
+        {"stride": 2, "padding": 1},
+        {"dilation": 2, "bias": False},
+        {"stride": (1, 3), "padding": (0, 2)},
+        {"kernel_size": 1},
+        {"kernel_size": 1, "stride": 2},
+        {"padding": 4},
+    ],
     ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize(("channels", "side"), [(3, 9), (40, 9), (3, 19), (40, 19)])  # all forms: few and many, small and large
+)
+@pytest.mark.parametrize(
+    ("channels", "side"), [(3, 9), (40, 9), (3, 19), (40, 19)]
+)  # all forms: few and many, small and large
 def test_a_convolution_as_a_product_of_patches(options, channels, side):
     made_of = {"kernel_size": (3, 2), **options}
     clients = [nn.Conv2d(channels, 5, **made_of).double() for _ in range(3)]
@@ -100,7 +131,9 @@ def test_a_convolution_as_a_product_of_patches(options, channels, side):
     assert (made - expected).abs().max() < 1e-12
     probe = torch.randn_like(made)
     ours = torch.autograd.grad((made * probe).sum(), [x, *weights.values()])
-    theirs = torch.autograd.grad((expected * probe).sum(), [x, *(p for layer in clients for p in layer.parameters())])
+    theirs = torch.autograd.grad(
+        (expected * probe).sum(), [x, *(p for layer in clients for p in layer.parameters())]
+    )
     assert (ours[0] - theirs[0]).abs().max() < 1e-11
     for number, name in enumerate(weights):
         for client in range(3):
@@ -110,11 +143,19 @@ def test_a_convolution_as_a_product_of_patches(options, channels, side):
 
 def test_stacked_with_convolutions_as_products(monkeypatch):
     monkeypatch.setattr("allhands.federated.executors.unfolded.DEVICES", {"cpu"})
-    made = sim.rounds(executor="stacked", net=network(), given=images(), who=sim.clients(SIZES), criterion=nn.CrossEntropyLoss())
+    made = sim.rounds(
+        executor="stacked",
+        net=network(),
+        given=images(),
+        who=sim.clients(SIZES),
+        criterion=nn.CrossEntropyLoss(),
+    )
     assert type(made.work.model[0]) is UnfoldedConv2d
     assert difference(["serial", *CHUNKS], norm="group", batch_size=4) < 1e-12
     torch.manual_seed(2)
-    deep = nn.Sequential(nn.Conv2d(2, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 3, padding=1), nn.Flatten(), nn.Linear(64, 3)).double()
+    deep = nn.Sequential(
+        nn.Conv2d(2, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 3, padding=1), nn.Flatten(), nn.Linear(64, 3)
+    ).double()
     assert difference(["serial", *CHUNKS], net=lambda: deep, batch_size=4) < 1e-12
 
 
@@ -126,8 +167,16 @@ class Kept(Pulled):
 
 
 def test_layers_that_clients_keep_and_integer_buffers():
-    given = {"net": network("batch"), "given": images(), "who": sim.clients(SIZES), "criterion": nn.CrossEntropyLoss(),
-             "batch_size": 4, "drop_last": True, "epochs": 2, "algorithm": Kept()}  # fmt: skip
+    given = {
+        "net": network("batch"),
+        "given": images(),
+        "who": sim.clients(SIZES),
+        "criterion": nn.CrossEntropyLoss(),
+        "batch_size": 4,
+        "drop_last": True,
+        "epochs": 2,
+        "algorithm": Kept(),
+    }
     made = [sim.rounds(executor=executor, **given) for executor in ("serial", *CHUNKS)]
     for one in made:
         one.run()
@@ -154,16 +203,34 @@ WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
     ids=["smoothing", "weighted", "sum", "function", "partial", "own"],
 )
 def test_criteria(criterion):
-    assert difference(["serial", "stacked"], criterion=criterion, batch_size=4, options={"lr": 0.02}) < 1e-12
+    assert (
+        difference(["serial", "stacked"], criterion=criterion, batch_size=4, options={"lr": 0.02})
+        < 1e-12
+    )
 
 
-@pytest.mark.parametrize("criterion", [nn.MSELoss(), nn.L1Loss(), nn.HuberLoss(), nn.SmoothL1Loss(reduction="sum"),
-                                       nn.BCEWithLogitsLoss()], ids=lambda c: type(c).__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        nn.MSELoss(),
+        nn.L1Loss(),
+        nn.HuberLoss(),
+        nn.SmoothL1Loss(reduction="sum"),
+        nn.BCEWithLogitsLoss(),
+    ],
+    ids=lambda c: type(c).__name__,
+)
 def test_elementwise_criteria(criterion):
     x, y = sim.data()
     weights = []
     for executor in ("serial", "stacked"):
-        made = sim.rounds(given=(x, y.abs()), criterion=criterion, executor=executor, batch_size=4, options={"lr": 0.02})
+        made = sim.rounds(
+            given=(x, y.abs()),
+            criterion=criterion,
+            executor=executor,
+            batch_size=4,
+            options={"lr": 0.02},
+        )
         made.run()
         weights.append(made.server.weights)
     assert (weights[0] - weights[1]).abs().max() < 1e-12
@@ -196,7 +263,10 @@ def test_short_batches_are_padded_unless_samples_of_a_batch_see_each_other():
 def test_clients_with_most_steps_begin_together_and_chunks_are_even():
     made = sim.rounds(executor={"name": "stacked", "chunk": 3}, batch_size=4)
     jobs = made.distribute([0, 1, 2, 3])
-    assert [[job.client for job in chunk] for chunk in made.executor._chunks(jobs)] == [[1, 2], [0, 3]]
+    assert [[job.client for job in chunk] for chunk in made.executor._chunks(jobs)] == [
+        [1, 2],
+        [0, 3],
+    ]
 
 
 class _Draws(nn.Module):
@@ -233,10 +303,15 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_refused():
 
 
 def test_options_of_executors_are_checked_by_name():
-    for given, why in (("stackd", "did you mean 'stacked'"), ({"name": "stacked", "chunks": 3}, "did you mean 'chunk'"),
-                       ({"name": "serial", "chunk": 3}, "takes: none"), ({"name": "stacked", "chunk": 0}, "chunk=0"),
-                       ({"name": "stacked", "compile": "yes"}, "compile='yes'"),
-                       ({"name": "stacked", "record": True}, "needs CUDA"), ("graph", "executor='serial'")):  # fmt: skip
+    for given, why in (
+        ("stackd", "did you mean 'stacked'"),
+        ({"name": "stacked", "chunks": 3}, "did you mean 'chunk'"),
+        ({"name": "serial", "chunk": 3}, "takes: none"),
+        ({"name": "stacked", "chunk": 0}, "chunk=0"),
+        ({"name": "stacked", "compile": "yes"}, "compile='yes'"),
+        ({"name": "stacked", "record": True}, "needs CUDA"),
+        ("graph", "executor='serial'"),
+    ):
         with pytest.raises(UserError, match=why):
             sim.rounds(executor=given)
     with pytest.raises(UserError, match="did you mean 'stacked'"):
@@ -247,28 +322,48 @@ def test_the_client_whose_data_fail_is_named():
     x, y = images()
     y = y.clone()
     y[40] = 7  # of client 2, beyond the classes
-    made = sim.rounds(executor="stacked", net=network(), given=(x, y), who=sim.clients((10, 25, 17, 3, 8)),
-                      criterion=nn.CrossEntropyLoss(), batch_size=4)  # fmt: skip
+    made = sim.rounds(
+        executor="stacked",
+        net=network(),
+        given=(x, y),
+        who=sim.clients((10, 25, 17, 3, 8)),
+        criterion=nn.CrossEntropyLoss(),
+        batch_size=4,
+    )
     done: list[int] = []
     jobs = made.distribute(made.select(0))
     with pytest.raises(ClientError, match="client 2"):
-        made.executor.train(jobs, made.states.get, lambda trained, seconds: done.extend(trained.clients))
+        made.executor.train(
+            jobs, made.states.get, lambda trained, seconds: done.extend(trained.clients)
+        )
     assert done == [3, 1]  # one that had finished, and one with more steps than client 2
 
 
-def test_a_chunk_for_which_memory_runs_out_is_halved_and_nobody_is_trained_twice(monkeypatch, capsys):
+def test_a_chunk_for_which_memory_runs_out_is_halved_and_nobody_is_trained_twice(
+    monkeypatch, capsys
+):
     whole, calls = Stack.gradient, []
 
     def gradient(self, *given):
         calls.append(len(self.rows))
-        if len(self.rows) > 2 and calls.count(len(self.rows)) == 3:  # when clients of one and of two steps have finished
+        if (
+            len(self.rows) > 2 and calls.count(len(self.rows)) == 3
+        ):  # when clients of one and of two steps have finished
             raise torch.cuda.OutOfMemoryError("out of memory")
         return whole(self, *given)
 
     expected = trained("serial", batch_size=4, algorithm=Pulled())[0]
     monkeypatch.setattr(Stack, "gradient", gradient)
-    made = sim.rounds(Pulled(), net=network(), given=images(), who=sim.clients(SIZES), criterion=nn.CrossEntropyLoss(), number=2,
-                      executor={"name": "stacked", "chunk": 5}, batch_size=4)  # fmt: skip
+    made = sim.rounds(
+        Pulled(),
+        net=network(),
+        given=images(),
+        who=sim.clients(SIZES),
+        criterion=nn.CrossEntropyLoss(),
+        number=2,
+        executor={"name": "stacked", "chunk": 5},
+        batch_size=4,
+    )
     made.run()
     assert made.executor.chunk < 5
     assert "going on with chunk=" in capsys.readouterr().out

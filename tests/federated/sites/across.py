@@ -50,14 +50,23 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def site(client: int, folder: Path, norm: bool = False, scheduler: Any = None, **options: Any) -> SiteWorker:
+def site(
+    client: int, folder: Path, norm: bool = False, scheduler: Any = None, **options: Any
+) -> SiteWorker:
     """The side of one client, with its own samples only."""
     model = net(norm)
     optimizer = _optimizer(model)
     given = TensorDataset(*(part[list(rows(client))] for part in data()))
-    definition = Definition(model, nn.CrossEntropyLoss(), optimizer, {"batch_size": 4, "train": given}, _strategy(**options),
-                            SupervisedRunner(device="cpu"), seed=SEED,
-                            scheduler=None if scheduler is None else scheduler(optimizer))  # fmt: skip
+    definition = Definition(
+        model,
+        nn.CrossEntropyLoss(),
+        optimizer,
+        {"batch_size": 4, "train": given},
+        _strategy(**options),
+        SupervisedRunner(device="cpu"),
+        seed=SEED,
+        scheduler=None if scheduler is None else scheduler(optimizer),
+    )
     return SiteWorker(definition, NAMES[client], folder / NAMES[client])
 
 
@@ -74,24 +83,47 @@ def unread() -> dict[str, Any]:
     raise AssertionError("a server without data has read the data of the run file")
 
 
-def serve(across: FakeGrid | Across, norm: bool = False, logdir: Path | None = None, sites: dict[str, Any] | None = None,
-          resume: str | None = None, scheduler: Any = None, datasets: dict[str, Any] | None = None,
-          **options: Any) -> tuple[nn.Module, dict[str, Any]]:  # fmt: skip
+def serve(
+    across: FakeGrid | Across,
+    norm: bool = False,
+    logdir: Path | None = None,
+    sites: dict[str, Any] | None = None,
+    resume: str | None = None,
+    scheduler: Any = None,
+    datasets: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[nn.Module, dict[str, Any]]:
     """The server's side; returns the model and the history."""
     model = net(norm)
     across = Across(across) if isinstance(across, FakeGrid) else across
-    strategy = across_sites(_strategy(sites={"names": NAMES, "wait": 5.0, "round_timeout": 20.0, **(sites or {})}, **options),
-                            across)  # fmt: skip
-    optimizer, datasets = _optimizer(model), datasets or {"batch_size": 4, "get_datasets_fn": unread}
+    strategy = across_sites(
+        _strategy(
+            sites={"names": NAMES, "wait": 5.0, "round_timeout": 20.0, **(sites or {})}, **options
+        ),
+        across,
+    )
+    optimizer, datasets = (
+        _optimizer(model),
+        datasets or {"batch_size": 4, "get_datasets_fn": unread},
+    )
     history = SiteRunner(device="cpu").train(
-        model=model, criterion=nn.CrossEntropyLoss(), optimizer=optimizer, datasets=datasets,
-        scheduler=None if scheduler is None else scheduler(optimizer), distributed=strategy, seed=SEED, verbose=False,
-        logdir=logdir, resume=resume,
-    )  # fmt: skip
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=optimizer,
+        datasets=datasets,
+        scheduler=None if scheduler is None else scheduler(optimizer),
+        distributed=strategy,
+        seed=SEED,
+        verbose=False,
+        logdir=logdir,
+        resume=resume,
+    )
     return model, history
 
 
-def simulate(norm: bool = False, scheduler: Any = None, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+def simulate(
+    norm: bool = False, scheduler: Any = None, **options: Any
+) -> tuple[nn.Module, dict[str, Any]]:
     """The same training in one process."""
     model = net(norm)
     strategy = _strategy(partition=[list(rows(client)) for client in range(len(SIZES))], **options)
@@ -101,13 +133,21 @@ def simulate(norm: bool = False, scheduler: Any = None, **options: Any) -> tuple
         _plan = SiteRunner._plan
 
     history = Here(device="cpu").train(
-        model=model, criterion=nn.CrossEntropyLoss(), optimizer=optimizer,
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=optimizer,
         datasets={"batch_size": 4, "train": TensorDataset(*data())},
-        scheduler=None if scheduler is None else scheduler(optimizer), distributed=strategy, seed=SEED, verbose=False,
-    )  # fmt: skip
+        scheduler=None if scheduler is None else scheduler(optimizer),
+        distributed=strategy,
+        seed=SEED,
+        verbose=False,
+    )
     return model, history
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
     """Whether two models are equal to the bit."""
-    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    )

@@ -12,8 +12,12 @@ def quick(monkeypatch):
     """Nothing waits for a network."""
     from allhands.federated.sites import post, roll
 
-    for module, name, seconds in ((post, "_INTERVAL", 0.005), (post, "_LOOK", 0.02), (roll, "_INTERVAL", 0.005),
-                                  (roll, "_AGAIN", 0.05)):  # fmt: skip
+    for module, name, seconds in (
+        (post, "_INTERVAL", 0.005),
+        (post, "_LOOK", 0.02),
+        (roll, "_INTERVAL", 0.005),
+        (roll, "_AGAIN", 0.05),
+    ):
         monkeypatch.setattr(module, name, seconds)
     yield
     allhands.finalize()  # the sites' world

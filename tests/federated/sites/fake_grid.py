@@ -1,4 +1,5 @@
-"""Flower's grid in memory: messages reach the handlers of nodes, late, twice, never or spoilt, as a test says."""
+"""Flower's grid in memory: messages reach the handlers of nodes, late, twice, never or spoilt, as a
+test says."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ class Node:
 
 
 class FakeGrid:
-    """Has what the server's side uses of Flower's `Grid`. A handler is called when the reply is pulled, so that only replies that
-    were pulled are in memory.
+    """Has what the server's side uses of Flower's `Grid`. A handler is called when the reply is
+    pulled, so that only replies that were pulled are in memory.
 
     Attributes:
         nodes: those that are connected, by number; a test adds, changes and removes them.
@@ -65,8 +66,10 @@ class FakeGrid:
         return self.nodes[node]
 
     def get_nodes(self) -> Iterable[Any]:
-        return [SimpleNamespace(node_id=number, public_key=node.key, last_activated_at=node.since)
-                for number, node in self.nodes.items()]  # fmt: skip
+        return [
+            SimpleNamespace(node_id=number, public_key=node.key, last_activated_at=node.since)
+            for number, node in self.nodes.items()
+        ]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         ids = []

@@ -1,7 +1,8 @@
-"""What tests of wrong, broken and ill-meaning peers share: runs across sites in memory, and the simulation to compare them with.
+"""What tests of wrong, broken and ill-meaning peers share: runs across sites in memory, and the
+simulation to compare them with.
 
-The site west is the one that misbehaves. The reference is a simulation in one process: with a west whose model comes out with NaN
-and so is left out of every round, or without west.
+The site west is the one that misbehaves. The reference is a simulation in one process: with a west
+whose model comes out with NaN and so is left out of every round, or without west.
 """
 
 from __future__ import annotations
@@ -44,13 +45,22 @@ def a_world_and_no_waiting(monkeypatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def run(grid: FakeGrid | Across, folder: Path, rounds: int = ROUNDS, options: dict[str, Any] | None = None, **sites: Any,
-        ) -> tuple[torch.nn.Module, dict[str, Any], list[dict[str, Any]]]:  # fmt: skip
+def run(
+    grid: FakeGrid | Across,
+    folder: Path,
+    rounds: int = ROUNDS,
+    options: dict[str, Any] | None = None,
+    **sites: Any,
+) -> tuple[torch.nn.Module, dict[str, Any], list[dict[str, Any]]]:
     """The model, the history and the events of a run for which three sites are enough."""
     path = folder / "events.jsonl"
-    with pytest.MonkeyPatch.context() as patch:  # events alone: a logdir would have checkpoints written
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # events alone: a logdir would have checkpoints written
         patch.setattr(training, "Events", lambda _: Events(path))
-        model, history = trial.serve(grid, sites={"min": 3, **sites}, rounds=rounds, **BRIEF, **(options or {}))
+        model, history = trial.serve(
+            grid, sites={"min": 3, **sites}, rounds=rounds, **BRIEF, **(options or {})
+        )
     return model, history, [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -64,9 +74,13 @@ def reference(rounds: int, asked: bool) -> torch.nn.Module:
     (x, y), sizes = copy.deepcopy(trial.data()), trial.SIZES
     x[sum(sizes[:3]) :] = math.nan
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "data", lambda: (x, y) if asked else (x[: sum(sizes[:3])], y[: sum(sizes[:3])]))
+        patch.setattr(
+            trial, "data", lambda: (x, y) if asked else (x[: sum(sizes[:3])], y[: sum(sizes[:3])])
+        )
         patch.setattr(trial, "SIZES", sizes if asked else sizes[:3])
-        return trial.simulate(rounds=rounds, **BRIEF, **({"on_bad_update": "skip"} if asked else {}))[0]
+        return trial.simulate(
+            rounds=rounds, **BRIEF, **({"on_bad_update": "skip"} if asked else {})
+        )[0]
 
 
 def finished(events: list[dict[str, Any]], history: dict[str, Any], rounds: int = ROUNDS) -> None:

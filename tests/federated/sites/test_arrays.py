@@ -36,7 +36,9 @@ def test_a_row_that_is_mostly_zeros_travels_as_numbers_and_places():
     assert sum(len(array.data) for array in record.values()) < 1200
     assert bits(unpack(record, {"row": (torch.float32, (10_000,))})["row"]) == bits(row)
     nothing = torch.zeros(64)
-    assert bits(unpack(pack({"row": nothing}), {"row": (torch.float32, (64,))})["row"]) == bits(nothing)
+    assert bits(unpack(pack({"row": nothing}), {"row": (torch.float32, (64,))})["row"]) == bits(
+        nothing
+    )
 
 
 @pytest.mark.parametrize("colours", [1, 2, 3, 256])
@@ -59,8 +61,17 @@ def test_a_row_of_many_different_numbers_travels_as_it_is():
 
 
 def coded(codes, palette, counts, bounds):
-    made = {"codes": np.array(codes, np.uint8), "palette": np.array(palette, np.float32), "counts": np.array(counts, np.int64)}
-    return ArrayRecord({f"row.{part}": Array(array) for part, array in {**made, "bounds": np.array(bounds, np.int64)}.items()})
+    made = {
+        "codes": np.array(codes, np.uint8),
+        "palette": np.array(palette, np.float32),
+        "counts": np.array(counts, np.int64),
+    }
+    return ArrayRecord(
+        {
+            f"row.{part}": Array(array)
+            for part, array in {**made, "bounds": np.array(bounds, np.int64)}.items()
+        }
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +89,10 @@ def coded(codes, palette, counts, bounds):
         (coded([0] * 7, [1, 2, 3], [3], [0, 8]), r"'row.codes' is \[7\], and must be \[8\]"),
         (coded([3] + [0] * 7, [1, 2, 3], [3], [0, 8]), "a code of 'row' is none of its palette's"),
         (coded([1], [1], [1], [0, 8]), "a code of 'row' is none of its palette's"),
-        (coded([0], [1, 2, 3], [3], list(range(20))), "'row.bounds' is .20., and must be one row of at most 9"),
+        (
+            coded([0], [1, 2, 3], [3], list(range(20))),
+            "'row.bounds' is .20., and must be one row of at most 9",
+        ),
     ],
 )
 def test_palettes_that_do_not_fit_are_refused(record, reason):
@@ -92,7 +106,10 @@ def test_what_comes_out_can_be_written_to():
 
 
 def test_bfloat16_is_refused_by_name():
-    with pytest.raises(UserError, match=r"'row' is torch.bfloat16, which cannot travel .* write model.to\(torch.float32\)"):
+    with pytest.raises(
+        UserError,
+        match=r"'row' is torch.bfloat16, which cannot travel .* write model.to\(torch.float32\)",
+    ):
         pack({"row": torch.ones(2, dtype=torch.bfloat16)})
 
 
@@ -103,7 +120,9 @@ def sparse(places, values=None, kind=np.int32):
 
 def header(shape, data=b"", kind="<f4"):
     stream = io.BytesIO()
-    np.lib.format.write_array_header_1_0(stream, {"descr": kind, "fortran_order": False, "shape": shape})
+    np.lib.format.write_array_header_1_0(
+        stream, {"descr": kind, "fortran_order": False, "shape": shape}
+    )
     return Array("float32", (1,), "numpy.ndarray", stream.getvalue() + data)
 
 
@@ -119,17 +138,29 @@ def pickled():
         (ArrayRecord(), "has no array 'row', it has none"),
         (ArrayRecord({"rows": Array(np.ones(8, np.float32))}), "has no array 'row', it has 'rows'"),
         (ArrayRecord({"row": Array(np.ones(9, np.float32))}), r"'row' is \[9\], and must be \[8\]"),
-        (ArrayRecord({"row": Array(np.ones((2, 4), np.float32))}), r"'row' is \[2, 4\], and must be \[8\]"),
+        (
+            ArrayRecord({"row": Array(np.ones((2, 4), np.float32))}),
+            r"'row' is \[2, 4\], and must be \[8\]",
+        ),
         (ArrayRecord({"row": Array(np.ones(8))}), "'row' is float64, and must be float32"),
         (ArrayRecord({"row": Array(np.ones(8, ">f4"))}), "'row' is >f4, and must be float32"),
         (ArrayRecord({"row": pickled()}), "'row' is object, and must be float32"),
-        (ArrayRecord({"row": Array("float32", (8,), "numpy.ndarray", b"")}), "cannot be read: 0 bytes"),
-        (ArrayRecord({"row": Array("float32", (8,), "numpy.ndarray", bytes(range(200)))}), "cannot be read: 200 bytes"),
+        (
+            ArrayRecord({"row": Array("float32", (8,), "numpy.ndarray", b"")}),
+            "cannot be read: 0 bytes",
+        ),
+        (
+            ArrayRecord({"row": Array("float32", (8,), "numpy.ndarray", bytes(range(200)))}),
+            "cannot be read: 200 bytes",
+        ),
         (ArrayRecord({"row": Array("float32", (8,), "torch", b"")}), "is not one of NumPy's"),
         (ArrayRecord({"row": header((8,), b"1234")}), "cut off"),
         (ArrayRecord({"row": header((8,), bytes(40))}), "too long"),
         (ArrayRecord({"row": header((2**60,))}), "must be"),
-        (ArrayRecord({"row": Array(np.ones(8, np.float32)), "more\n": Array(np.ones(1))}), "an array 'more[?]' that was not"),
+        (
+            ArrayRecord({"row": Array(np.ones(8, np.float32)), "more\n": Array(np.ones(1))}),
+            "an array 'more[?]' that was not",
+        ),
         (sparse([0, 8]), "places of 'row' do not rise from 0 to below 8"),
         (sparse([-1, 2]), "places of 'row' do not rise"),
         (sparse([3, 3]), "places of 'row' do not rise"),

@@ -1,4 +1,5 @@
-"""The server's certificate: what is made for a trial, what is refused from the files, and what a site sees of a server."""
+"""The server's certificate: what is made for a trial, what is refused from the files, and what a
+site sees of a server."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ from cryptography.x509.oid import NameOID
 
 from allhands.errors import UserError
 from allhands.federated.sites import keys, trial_keys
-from allhands.federated.sites.certificates import check_authority, check_server, names_of, probe, read_certificates
+from allhands.federated.sites.certificates import (
+    check_authority,
+    check_server,
+    names_of,
+    probe,
+    read_certificates,
+)
 
 NOW = datetime.datetime.now(datetime.UTC)
 DAY = datetime.timedelta(days=1)
@@ -34,22 +41,45 @@ def trial(tmp_path_factory) -> Path:
     return folder
 
 
-def sign(folder: Path, name: str, *, issuer: str = "authority", key: object = None, begin: object = NOW - DAY,
-         end: object = NOW + DAY, hosts: tuple[str, ...] = ("localhost",), authority: bool = False) -> Path:  # fmt: skip
+def sign(
+    folder: Path,
+    name: str,
+    *,
+    issuer: str = "authority",
+    key: object = None,
+    begin: object = NOW - DAY,
+    end: object = NOW + DAY,
+    hosts: tuple[str, ...] = ("localhost",),
+    authority: bool = False,
+) -> Path:
     """A certificate ``name.crt`` with its key ``name.key``, signed by another one of the folder."""
     key = key or ec.generate_private_key(ec.SECP256R1())
-    signer = key if issuer == name else serialization.load_pem_private_key((folder / f"{issuer}.key").read_bytes(), None)
+    signer = (
+        key
+        if issuer == name
+        else serialization.load_pem_private_key((folder / f"{issuer}.key").read_bytes(), None)
+    )
     by = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     if issuer != name:
         by = x509.load_pem_x509_certificate((folder / f"{issuer}.crt").read_bytes()).subject
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    builder = x509.CertificateBuilder(by, subject, key.public_key(), x509.random_serial_number(), begin, end)
-    builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+    builder = x509.CertificateBuilder(
+        by, subject, key.public_key(), x509.random_serial_number(), begin, end
+    )
+    builder = builder.add_extension(
+        x509.BasicConstraints(ca=authority, path_length=None), critical=True
+    )
     if hosts:
-        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(host) for host in hosts]), critical=False)
+        builder = builder.add_extension(
+            x509.SubjectAlternativeName([x509.DNSName(host) for host in hosts]), critical=False
+        )
     made = builder.sign(signer, hashes.SHA256())
     (folder / f"{name}.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    form = (
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
     (folder / f"{name}.key").write_bytes(key.private_bytes(*form))
     (folder / f"{name}.key").chmod(0o600)
     return folder / f"{name}.crt"
@@ -63,7 +93,9 @@ def other(tmp_path) -> Path:
 
 
 def check(folder: Path, name: str = "server", authority: Path | None = None) -> None:
-    check_server(folder / f"{name}.crt", folder / f"{name}.key", authority or folder / "authority.crt")
+    check_server(
+        folder / f"{name}.crt", folder / f"{name}.key", authority or folder / "authority.crt"
+    )
 
 
 # ---------------------------------------------------------------------- made for a trial
@@ -77,8 +109,14 @@ def test_what_is_made_fits_together_and_only_its_owner_reads_what_is_private(tri
     for name in ("authority.key", "server.key", "sites/north.key", "sites/south.key"):
         assert stat.S_IMODE((trial / name).stat().st_mode) == 0o600
     allowed = keys.read_allow_list(trial / "sites.txt")
-    assert allowed == {name: keys.read_site_key(trial / "sites" / f"{name}.key") for name in ("north", "south")}
-    assert datetime.timedelta(days=364) < server.not_valid_after_utc - NOW < datetime.timedelta(days=366)
+    assert allowed == {
+        name: keys.read_site_key(trial / "sites" / f"{name}.key") for name in ("north", "south")
+    }
+    assert (
+        datetime.timedelta(days=364)
+        < server.not_valid_after_utc - NOW
+        < datetime.timedelta(days=366)
+    )
 
 
 def test_a_folder_grows_and_nothing_in_it_is_overwritten(tmp_path):
@@ -115,7 +153,9 @@ def test_a_folder_grows_and_nothing_in_it_is_overwritten(tmp_path):
         (["fl.example"], [], 4000, "--days 4000"),
     ],
 )
-def test_what_cannot_be_made_is_refused_before_anything_is_written(tmp_path, hosts, sites, days, words):
+def test_what_cannot_be_made_is_refused_before_anything_is_written(
+    tmp_path, hosts, sites, days, words
+):
     with pytest.raises(UserError, match=words):
         trial_keys.make(tmp_path / "new", hosts, sites, days)
     assert not (tmp_path / "new").exists()
@@ -131,21 +171,36 @@ def test_a_new_certificate_does_not_outlive_an_old_authority(other):
 
 def test_certificates_that_are_not_valid_now_are_refused_with_the_date(other):
     for name, begin, end, words in [
-        ("old", NOW - 9 * DAY, NOW - 2 * DAY, f"'old', expired on {NOW - 2 * DAY:%Y-%m-%d}.*make a new one"),
-        ("young", NOW + 2 * DAY, NOW + 9 * DAY, f"'young', is valid only from {NOW + 2 * DAY:%Y-%m-%d}.*the clock here says"),
+        (
+            "old",
+            NOW - 9 * DAY,
+            NOW - 2 * DAY,
+            f"'old', expired on {NOW - 2 * DAY:%Y-%m-%d}.*make a new one",
+        ),
+        (
+            "young",
+            NOW + 2 * DAY,
+            NOW + 9 * DAY,
+            f"'young', is valid only from {NOW + 2 * DAY:%Y-%m-%d}.*the clock here says",
+        ),
     ]:
         sign(other, name, begin=begin, end=end)
         with pytest.raises(UserError, match=words):
             check(other, name)
         sign(other, f"{name}-ca", issuer=f"{name}-ca", authority=True, begin=begin, end=end)
-        with pytest.raises(UserError, match=f"the authority .*'{name}-ca', {'expired' if name == 'old' else 'is valid only'}"):
+        with pytest.raises(
+            UserError,
+            match=f"the authority .*'{name}-ca', {'expired' if name == 'old' else 'is valid only'}",
+        ):
             check_authority(other / f"{name}-ca.crt")
 
 
 def test_a_certificate_of_another_authority_is_refused_with_both_names(trial, other):
     sign(other, "server")
     check(other)
-    with pytest.raises(UserError, match=r"was signed by 'authority', and not by the authority in .*authority.crt"):
+    with pytest.raises(
+        UserError, match=r"was signed by 'authority', and not by the authority in .*authority.crt"
+    ):
         check(other, authority=trial / "authority.crt")
     with pytest.raises(UserError, match="'server' and no authority"):
         check(other, authority=other / "server.crt")
@@ -181,7 +236,10 @@ def test_files_that_are_not_what_they_should_be_are_refused(trial, tmp_path):
         ((tmp_path / "none", key, authority), r"\(--certificate\): there is no file"),
         ((crt, tmp_path / "none", authority), r"\(--key\): there is no file"),
         ((crt, key, tmp_path / "none"), r"\(--authority\): there is no file"),
-        ((crt, trial / "authority.key", authority), "does not belong to the certificate .*server.crt"),
+        (
+            (crt, trial / "authority.key", authority),
+            "does not belong to the certificate .*server.crt",
+        ),
         ((key, key, authority), "holds a private key; give the certificate"),
         ((crt, crt, authority), "holds no private key"),
     ]:
@@ -197,7 +255,11 @@ def test_files_that_are_not_what_they_should_be_are_refused(trial, tmp_path):
             check_server(file(data), key, authority)
         with pytest.raises(UserError, match=words):
             check_authority(file(data))
-    form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"word")
+    form = (
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"word"),
+    )
     hidden = serialization.load_pem_private_key(good_key, None).private_bytes(*form)
     for data, mode, words in [
         (b" \n", 0o600, "is empty"),
@@ -221,8 +283,11 @@ def test_a_certificate_without_a_host_is_refused(other):
 
 
 @contextlib.contextmanager
-def serving(crt: Path | None, key: Path | None = None, answer: bytes = b"HTTP/1.1 400 Bad Request\r\n\r\n") -> Iterator[int]:
-    """A server on loopback that shows a certificate, or without one answers plain text; gives its port."""
+def serving(
+    crt: Path | None, key: Path | None = None, answer: bytes = b"HTTP/1.1 400 Bad Request\r\n\r\n"
+) -> Iterator[int]:
+    """A server on loopback that shows a certificate, or without one answers plain text; gives its
+    port."""
     context = None
     if crt is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -257,7 +322,9 @@ def test_a_site_trusts_its_server_and_no_other(trial, other):
     with serving(trial / "server.crt", trial / "server.key") as port:
         assert probe("127.0.0.1", port, trial / "authority.crt") is None
         assert probe("localhost", port, trial / "authority.crt") is None
-        with pytest.raises(UserError, match="not trusted: it was signed by 'allhands trial authority .*--authority"):
+        with pytest.raises(
+            UserError, match="not trusted: it was signed by 'allhands trial authority .*--authority"
+        ):
             probe("127.0.0.1", port, other / "authority.crt")
         with pytest.raises(UserError, match="not by the authorities of this machine"):
             probe("127.0.0.1", port, None)
@@ -269,9 +336,21 @@ def test_a_site_trusts_its_server_and_no_other(trial, other):
 
 def test_a_site_says_what_is_wrong_with_a_certificate(other):
     for name, options, words in [
-        ("elsewhere", {"hosts": ("fl.example.org",)}, "is for fl.example.org, and not for 'localhost'"),
-        ("old", {"begin": NOW - 9 * DAY, "end": NOW - DAY}, "expired on .*let the server's operator make a new one"),
-        ("young", {"begin": NOW + DAY, "end": NOW + 9 * DAY}, "is valid only from .*set the clock, or let"),
+        (
+            "elsewhere",
+            {"hosts": ("fl.example.org",)},
+            "is for fl.example.org, and not for 'localhost'",
+        ),
+        (
+            "old",
+            {"begin": NOW - 9 * DAY, "end": NOW - DAY},
+            "expired on .*let the server's operator make a new one",
+        ),
+        (
+            "young",
+            {"begin": NOW + DAY, "end": NOW + 9 * DAY},
+            "is valid only from .*set the clock, or let",
+        ),
     ]:
         sign(other, name, **options)
         with (
@@ -291,7 +370,9 @@ def test_a_server_of_plain_text_is_refused_unless_it_was_asked_for(trial):
 def test_a_server_that_is_not_there_may_still_come(trial):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    assert f"nobody answers at 127.0.0.1:{port}" in probe("127.0.0.1", port, trial / "authority.crt")
+    assert f"nobody answers at 127.0.0.1:{port}" in probe(
+        "127.0.0.1", port, trial / "authority.crt"
+    )
     assert "no host" in probe("nowhere.invalid", 8000, trial / "authority.crt")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         said = probe("127.0.0.1", silent.getsockname()[1], trial / "authority.crt", timeout=0.3)

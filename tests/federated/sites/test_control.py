@@ -23,7 +23,10 @@ class SuperLink:
             import httpx
 
             raise httpx.ConnectError("refused")
-        nodes = [SimpleNamespace(public_key=key, node_id=number, status=status) for key, (number, status) in self.nodes.items()]
+        nodes = [
+            SimpleNamespace(public_key=key, node_id=number, status=status)
+            for key, (number, status) in self.nodes.items()
+        ]
         return SimpleNamespace(nodes_info=nodes)
 
     def RegisterNode(self, request):
@@ -39,7 +42,9 @@ class SuperLink:
 @pytest.fixture
 def superlink(monkeypatch):
     made = SuperLink()
-    monkeypatch.setattr("flwr.supercore.control.ControlHttpClient.from_server_address", lambda **_: made)
+    monkeypatch.setattr(
+        "flwr.supercore.control.ControlHttpClient.from_server_address", lambda **_: made
+    )
     return made
 
 
@@ -51,7 +56,11 @@ def test_exactly_the_keys_of_the_list_are_let_in(superlink):
     superlink.nodes[b"A"][1] = "online"
     control.register({"a": b"A", "c": b"C"})
     control.register({"a": b"A", "c": b"C"})
-    assert superlink.nodes == {b"A": [1, "online"], b"B": [2, "unregistered"], b"C": [3, "registered"]}
+    assert superlink.nodes == {
+        b"A": [1, "online"],
+        b"B": [2, "unregistered"],
+        b"C": [3, "registered"],
+    }
     with pytest.raises(UserError, match="the key of b was taken off the list of sites before"):
         control.register({"b": b"B"})
 

@@ -8,7 +8,15 @@ from rich.console import Console
 
 from allhands.federated.sites.display import Board, Display
 
-BEGIN = {"kind": "begin", "sites": ["a", "b"], "needed": 2, "per_round": 2, "rounds": 3, "round": 0, "algorithm": "fedavg"}
+BEGIN = {
+    "kind": "begin",
+    "sites": ["a", "b"],
+    "needed": 2,
+    "per_round": 2,
+    "rounds": 3,
+    "round": 0,
+    "algorithm": "fedavg",
+}
 EVENTS = [
     BEGIN,
     {"kind": "waiting", "connected": ["a"], "missing": ["b"], "needed": 2, "seconds": 10.2},
@@ -17,18 +25,36 @@ EVENTS = [
     {"kind": "greeted", "site": "b", "samples": 60, "tests": 6},
     {"kind": "stranger", "node": 7, "reason": "no key of the list"},
     {"kind": "round", "round": 0, "cohort": ["a"], "absent": ["b"]},
-    {"kind": "update", "site": "a", "round": 0, "samples": 40, "steps": 4, "loss": 0.25, "norm": 1.0, "seconds": 2.0,
-     "waited": 3.0, "bytes": 2_000_000},
+    {
+        "kind": "update",
+        "site": "a",
+        "round": 0,
+        "samples": 40,
+        "steps": 4,
+        "loss": 0.25,
+        "norm": 1.0,
+        "seconds": 2.0,
+        "waited": 3.0,
+        "bytes": 2_000_000,
+    },
     {"kind": "bad", "site": "b", "round": 0, "reason": "NaN"},
     {"kind": "failed", "site": "b", "round": 0, "reason": "ValueError: no"},
     {"kind": "late", "site": "b", "round": 0, "seconds": 5.0},
     {"kind": "dropped", "site": "b", "round": 0, "reason": "of round 0"},
     {"kind": "left", "site": "b", "reason": "its SuperNode is offline"},
     {"kind": "evaluated", "site": "a", "round": 1, "count": 4, "loss": 0.3, "accuracy": 0.75},
-    {"kind": "round_end", "round": 0, "brought": ["a"], "seconds": 4.0, "loss": 0.25,
-     "values": {"clients": {"loss": 0.3, "accuracy": 0.75}}, "unchanged": False, "dropped": 1},
+    {
+        "kind": "round_end",
+        "round": 0,
+        "brought": ["a"],
+        "seconds": 4.0,
+        "loss": 0.25,
+        "values": {"clients": {"loss": 0.3, "accuracy": 0.75}},
+        "unchanged": False,
+        "dropped": 1,
+    },
     {"kind": "end", "rounds": 1, "reason": "stopped"},
-]  # fmt: skip
+]
 
 
 def test_every_event_is_counted_and_said():
@@ -83,7 +109,9 @@ def test_a_name_that_a_peer_has_made_up_is_text_and_gets_no_row_beside_the_sites
     with Display(Console(file=out, width=140)) as display:
         display.take({"kind": "refused", "site": "[/x]", "reason": "[/y] [red]", "time": 0.0})
         display.take({**BEGIN, "time": 0.0})
-        display.take({"kind": "refused", "site": "[/z]", "reason": "it is called '[/z]'", "time": 0.0})
+        display.take(
+            {"kind": "refused", "site": "[/z]", "reason": "it is called '[/z]'", "time": 0.0}
+        )
     assert "[/x] is refused: [/y] [red]" in out.getvalue()
     assert "[/z] is refused: it is called '[/z]'" in out.getvalue()
     assert list(display.board.rows) == ["a", "b", "[/x]"]

@@ -13,7 +13,12 @@ def test_what_was_said_is_read_in_order(tmp_path):
     path = tmp_path / "logs" / "events.jsonl"
     events = Events(path)
     events.say("greeted", site="süd", samples=3)
-    events.say("round_end", round=0, loss=float("nan"), values={"valid": {"loss": float("inf"), "accuracy": 0.5}})
+    events.say(
+        "round_end",
+        round=0,
+        loss=float("nan"),
+        values={"valid": {"loss": float("inf"), "accuracy": 0.5}},
+    )
     events.close()
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [line["kind"] for line in lines] == ["greeted", "round_end"]

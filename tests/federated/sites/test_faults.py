@@ -1,4 +1,5 @@
-"""Sites that are missing, slow, gone, back, started anew or wrong, and a server that is killed; in memory."""
+"""Sites that are missing, slow, gone, back, started anew or wrong, and a server that is killed; in
+memory."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 def events(logdir, kind=None):
-    lines = [json.loads(line) for line in (logdir / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (logdir / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return [line for line in lines if kind in (None, line["kind"])]
 
 
@@ -36,11 +40,16 @@ def trained(given, site, round_):
 
 
 def after(given, round_, action):
-    """Have something done once round `round_` is under way at the sites: when its first message is pulled."""
+    """Have something done once round `round_` is under way at the sites: when its first message is
+    pulled."""
     done = []
 
     def look():
-        under_way = [message for message, _ in given._messages.values() if message.metadata.message_type == "train"]
+        under_way = [
+            message
+            for message, _ in given._messages.values()
+            if message.metadata.message_type == "train"
+        ]
         if not done and any(message.metadata.group_id == str(round_) for message in under_way):
             done.append(True)
             action()
@@ -57,8 +66,17 @@ def test_a_site_that_comes_late_takes_part_from_the_next_round(tmp_path):
     _, history = serve(given, sites={"min": 3}, logdir=tmp_path / "log")
     assert history["absent"] == [[3], [3], []]
     assert history["failed"] == [[], [], []]
-    assert [event["absent"] for event in events(tmp_path / "log", "round")] == [["west"], ["west"], []]
-    assert [event["site"] for event in events(tmp_path / "log", "greeted")] == ["north", "east", "south", "west"]
+    assert [event["absent"] for event in events(tmp_path / "log", "round")] == [
+        ["west"],
+        ["west"],
+        [],
+    ]
+    assert [event["site"] for event in events(tmp_path / "log", "greeted")] == [
+        "north",
+        "east",
+        "south",
+        "west",
+    ]
 
 
 def test_a_site_that_leaves_in_mid_round_is_left_out_of_it(tmp_path, capsys):
@@ -68,7 +86,8 @@ def test_a_site_that_leaves_in_mid_round_is_left_out_of_it(tmp_path, capsys):
     assert history["failed"] == [[], [2], []]
     assert history["absent"] == [[], [], [2]]
     assert "round 1: site south is left out: the node is not available" in capsys.readouterr().out
-    # The others' weights make up the whole: as with a site that the server never hears of in these rounds.
+    # The others' weights make up the whole: as with a site that the server never hears of in these
+    # rounds.
     again = grid(tmp_path / "two")
     after(again, 1, lambda: again.nodes[102].loses.add("train"))
     other, history = serve(again, sites={"round_timeout": 1.0})
@@ -86,8 +105,12 @@ def test_a_site_that_is_slow_is_named_and_its_late_reply_dropped(tmp_path, capsy
     assert history["failed"] == [[0], [], []]
     assert trained(given, "north", 1)
     assert "site north is left out: nothing came within 1 s" in capsys.readouterr().out
-    assert [(event["site"], event["round"]) for event in events(tmp_path / "log", "late")] == [("north", 0)]
-    assert [(event["site"], event["round"]) for event in events(tmp_path / "log", "dropped")] == [("north", 0)]
+    assert [(event["site"], event["round"]) for event in events(tmp_path / "log", "late")] == [
+        ("north", 0)
+    ]
+    assert [(event["site"], event["round"]) for event in events(tmp_path / "log", "dropped")] == [
+        ("north", 0)
+    ]
     assert events(tmp_path / "log", "round_end")[-1]["dropped"] == 1
 
 
@@ -189,10 +212,17 @@ def test_waiting_for_sites_is_no_part_of_a_rounds_seconds(tmp_path, monkeypatch)
     assert 0 < sum(history["seconds"]) < time.perf_counter() - began - 3 * 0.4
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"algorithm": "scaffold", "local_layers": ["3.bias"]}, {"algorithm": "fedadam"},
-    {"compress": {"name": "topk", "keep": 0.2, "feedback": True}}, {"test_fraction": 0.3},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"algorithm": "scaffold", "local_layers": ["3.bias"]},
+        {"algorithm": "fedadam"},
+        {"compress": {"name": "topk", "keep": 0.2, "feedback": True}},
+        {"test_fraction": 0.3},
+    ],
+    ids=str,
+)
 def test_a_server_that_was_killed_goes_on_to_the_same_weights(tmp_path, options):
     class Killed(BaseException):
         pass
@@ -222,7 +252,13 @@ def test_a_checkpoint_of_other_sites_is_refused(tmp_path):
     given = grid(tmp_path, rounds=1)
     serve(given, logdir=tmp_path / "log", rounds=1)
     with pytest.raises(UserError, match="checkpoint is of the sites north, east, south, west"):
-        serve(given, sites={"names": [*NAMES[:3], "here"]}, logdir=tmp_path / "log", resume="auto", rounds=2)
+        serve(
+            given,
+            sites={"names": [*NAMES[:3], "here"]},
+            logdir=tmp_path / "log",
+            resume="auto",
+            rounds=2,
+        )
 
 
 def spoilt(kind, reply):
@@ -254,11 +290,16 @@ def test_a_bad_update_ends_the_run_where_that_is_asked_for(tmp_path):
 
 def test_a_site_that_fails_is_named_and_asked_again(tmp_path, capsys):
     given = grid(tmp_path)
-    given.nodes[101].fails["train"] = 'Traceback (most recent call last):\n  File "x"\nRuntimeError: no space on the disk\n'
+    given.nodes[101].fails["train"] = (
+        'Traceback (most recent call last):\n  File "x"\nRuntimeError: no space on the disk\n'
+    )
     after(given, 1, given.nodes[101].fails.clear)
     _, history = serve(given)
     assert history["failed"] == [[1], [], []]
-    assert "round 0: site east is left out: RuntimeError: no space on the disk" in capsys.readouterr().out
+    assert (
+        "round 0: site east is left out: RuntimeError: no space on the disk"
+        in capsys.readouterr().out
+    )
 
 
 def test_replies_that_come_twice_count_once(tmp_path):
@@ -278,9 +319,13 @@ def test_memory_is_that_of_one_reply_however_many_sites_there_are(monkeypatch):
         def handle(request):
             asked = dict(request["allhands"])
             reply = RecordDict({"allhands": ConfigRecord({**asked, "status": "ok", "site": name})})
-            reply["figures"] = MetricRecord({"samples": 4.0, "tests": 0.0, "steps": 2.0, "loss": 1.0, "seconds": 0.1})
+            reply["figures"] = MetricRecord(
+                {"samples": 4.0, "tests": 0.0, "steps": 2.0, "loss": 1.0, "seconds": 0.1}
+            )
             if asked["kind"] == "train":
-                reply["update"] = pack({"update": torch.zeros(length).index_fill(0, torch.tensor([0]), 0.25)})
+                reply["update"] = pack(
+                    {"update": torch.zeros(length).index_fill(0, torch.tensor([0]), 0.25)}
+                )
                 alive.append(weakref.ref(reply))
             return reply
 

@@ -13,7 +13,9 @@ from allhands.federated.sites import flower
 
 def test_another_release_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(flower, "version", lambda name: "1.43.0")
-    with pytest.raises(UserError, match=r"flwr 1\.43\.0 is installed.*pip install 'allhands\[flower\]'"):
+    with pytest.raises(
+        UserError, match=r"flwr 1\.43\.0 is installed.*pip install 'allhands\[flower\]'"
+    ):
         flower.require()
     monkeypatch.setattr(flower, "version", lambda name: "1.42.7")
     assert flower.require() == "1.42.7"
@@ -36,11 +38,21 @@ def test_every_task_of_flower_runs_our_module_or_nothing(tmp_path):
 
     place = flower.write_commands(tmp_path / "it's here", {"flwr-clientapp": "json.tool"})
     # A kind of task that a release adds must not find Flower's own command.
-    assert {path.name for path in place.iterdir()} == set(TASK_TYPE_TO_COMMAND.values()) == set(flower.TASKS)
+    assert (
+        {path.name for path in place.iterdir()}
+        == set(TASK_TYPE_TO_COMMAND.values())
+        == set(flower.TASKS)
+    )
     ours = subprocess.run([place / "flwr-clientapp"], input="[1]", capture_output=True, text=True)
     assert ours.stdout.split() == ["[", "1", "]"]
-    other = subprocess.run([place / "flwr-serverapp", "--token", "x"], capture_output=True, text=True)
-    assert (other.returncode, other.stdout, other.stderr) == (1, "", "flwr-serverapp: allhands runs no such task\n")
+    other = subprocess.run(
+        [place / "flwr-serverapp", "--token", "x"], capture_output=True, text=True
+    )
+    assert (other.returncode, other.stdout, other.stderr) == (
+        1,
+        "",
+        "flwr-serverapp: allhands runs no such task\n",
+    )
 
 
 def test_the_environment_keeps_flower_to_itself(tmp_path, monkeypatch):

@@ -46,7 +46,9 @@ def test_an_honest_update_passes():
     assert judge(guard(), start_loss=0.7) is None
 
 
-@pytest.mark.parametrize(("value", "word"), [(math.nan, "NaN"), (math.inf, "Inf"), (-math.inf, "Inf")])
+@pytest.mark.parametrize(
+    ("value", "word"), [(math.nan, "NaN"), (math.inf, "Inf"), (-math.inf, "Inf")]
+)
 def test_numbers_that_are_none_are_refused_with_the_name_of_their_weight(value, word):
     bad = row()
     place = next(place for place in PLACES.parameters if place.name == "1.weight")
@@ -91,7 +93,9 @@ def test_arrays_that_are_missing_or_that_nobody_asked_for_are_refused():
     counted = {"update": row(), "integers": torch.tensor([2**62])}
     assert str(2**62) in made.check("north", counted, FIGURES, 40, 4)
     without = Guard(PLACES, Sites())
-    assert "'integers'" in without.check("north", {"update": row(), "integers": torch.tensor([1])}, FIGURES, 40, 4)
+    assert "'integers'" in without.check(
+        "north", {"update": row(), "integers": torch.tensor([1])}, FIGURES, 40, 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -239,5 +243,7 @@ def test_the_norms_are_part_of_a_checkpoint():
     ],
 )
 def test_what_sites_measure_is_checked_too(changed, words):
-    reason = check_measured({"count": 10.0, "loss": 3.0, "classed": 10.0, "right": 7.0, **changed}, 10)
+    reason = check_measured(
+        {"count": 10.0, "loss": 3.0, "classed": 10.0, "right": 7.0, **changed}, 10
+    )
     assert reason is None if words is None else words in reason

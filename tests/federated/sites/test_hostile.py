@@ -1,5 +1,5 @@
-"""Sites that answer something else than an update when they are asked to train, one by one: named in the events with the reason,
-never in the average, and the server goes on."""
+"""Sites that answer something else than an update when they are asked to train, one by one: named
+in the events with the reason, never in the average, and the server goes on."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def at(place: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 def figures(**changed: Any) -> Callable[[RecordDict], None]:
     def spoil(reply: RecordDict) -> None:
         kept = {**dict(reply["figures"]), **changed}
-        reply["figures"] = MetricRecord({name: value for name, value in kept.items() if value is not None})
+        reply["figures"] = MetricRecord(
+            {name: value for name, value in kept.items() if value is not None}
+        )
 
     return spoil
 
@@ -70,7 +72,9 @@ def words(**changed: Any) -> Callable[[RecordDict], None]:
     return spoil
 
 
-def raw(data: bytes, stype: str = "numpy.ndarray", shape: tuple[int, ...] = (LENGTH,)) -> Callable[[RecordDict], None]:
+def raw(
+    data: bytes, stype: str = "numpy.ndarray", shape: tuple[int, ...] = (LENGTH,)
+) -> Callable[[RecordDict], None]:
     """Send bytes as they are in place of the row."""
 
     def spoil(reply: RecordDict) -> None:
@@ -90,7 +94,10 @@ def scattered(places: Any, values: int) -> Callable[[RecordDict], None]:
     """Send numbers and their places in place of the row."""
 
     def spoil(reply: RecordDict) -> None:
-        given = {"update.places": np.asarray(places, np.int32), "update.values": np.ones(values, np.float32)}
+        given = {
+            "update.places": np.asarray(places, np.int32),
+            "update.values": np.ones(values, np.float32),
+        }
         reply["update"] = ArrayRecord({name: Array(array) for name, array in given.items()})
 
     return spoil
@@ -112,7 +119,9 @@ def numpy_bytes(array: np.ndarray, **options: Any) -> bytes:
 def bomb() -> bytes:
     """A header that speaks of more memory than there is, and a few bytes after it."""
     stream = io.BytesIO()
-    np.lib.format.write_array_header_1_0(stream, {"descr": "<f4", "fortran_order": False, "shape": (2**60,)})
+    np.lib.format.write_array_header_1_0(
+        stream, {"descr": "<f4", "fortran_order": False, "shape": (2**60,)}
+    )
     return stream.getvalue() + NOISE
 
 
@@ -122,32 +131,58 @@ BAD: Cases = {
     "Inf": (update(at(3, -math.inf)), "Inf in '0.weight'"),
     "a number between the weights": (update(at(60, 1.0)), "the gaps between weights"),
     "an enormous update": (update(lambda row: row * 1e8), "norm"),
-    "the largest update that there is": (update(lambda row: torch.full_like(row, 3e38) * row.ne(0)), "norm"),
-    "a shorter row": (update(lambda row: torch.ones(LENGTH - 1)), f"'update' is [{LENGTH - 1}], and must be [{LENGTH}]"),
+    "the largest update that there is": (
+        update(lambda row: torch.full_like(row, 3e38) * row.ne(0)),
+        "norm",
+    ),
+    "a shorter row": (
+        update(lambda row: torch.ones(LENGTH - 1)),
+        f"'update' is [{LENGTH - 1}], and must be [{LENGTH}]",
+    ),
     "a row too many": (update(lambda row: torch.ones(1, LENGTH)), f"[1, {LENGTH}]"),
-    "another dtype": (update(lambda row: torch.ones(LENGTH, dtype=torch.float64)), "'update' is float64, and must be"),
-    "integers for weights": (update(lambda row: torch.ones(LENGTH, dtype=torch.int64)), "'update' is int64, and must be"),
+    "another dtype": (
+        update(lambda row: torch.ones(LENGTH, dtype=torch.float64)),
+        "'update' is float64, and must be",
+    ),
+    "integers for weights": (
+        update(lambda row: torch.ones(LENGTH, dtype=torch.int64)),
+        "'update' is int64, and must be",
+    ),
     "an array that nobody asked for": (
-        lambda reply: reply.__setitem__("update", pack({"update": torch.ones(LENGTH), "gift": torch.ones(1)})),
+        lambda reply: reply.__setitem__(
+            "update", pack({"update": torch.ones(LENGTH), "gift": torch.ones(1)})
+        ),
         "it has an array 'gift' that was not asked for",
     ),
-    "another name": (lambda reply: reply.__setitem__("update", pack({"weights": torch.ones(LENGTH)})), "no array 'update'"),
+    "another name": (
+        lambda reply: reply.__setitem__("update", pack({"weights": torch.ones(LENGTH)})),
+        "no array 'update'",
+    ),
     "random bytes": (raw((NOISE * LENGTH)[: 4 * LENGTH]), "cannot be read"),
     "no bytes": (raw(b""), "cannot be read"),
     "a cut array": (raw(numpy_bytes(np.zeros(LENGTH, np.float32))[:-9]), "cut off"),
-    "a header that promises more than there is": (raw(bomb()), f"'update' is [{2**60}], and must be"),
+    "a header that promises more than there is": (
+        raw(bomb()),
+        f"'update' is [{2**60}], and must be",
+    ),
     "places beyond the row": (scattered([1, LENGTH], 2), "places of 'update' do not rise"),
     "places before the row": (scattered([-1, 3], 2), "places of 'update' do not rise"),
     "a place twice": (scattered([3, 3], 2), "places of 'update' do not rise"),
     "more numbers than places": (scattered([3], 2), "'update.values' is [2], and must be [1]"),
-    "a pickle in NumPy's clothes": (raw(numpy_bytes(np.array([Trap()], object), allow_pickle=True)), "'update' is object"),
+    "a pickle in NumPy's clothes": (
+        raw(numpy_bytes(np.array([Trap()], object), allow_pickle=True)),
+        "'update' is object",
+    ),
     "a pickle": (raw(pickle.dumps(Trap()), "pickle"), "not one of NumPy's"),
     "no update": (without("update"), "no update"),
     "an update of another kind": (
         lambda reply: reply.__setitem__("update", ConfigRecord({"update": "yes"})),
         "no update",
     ),
-    "more samples than it has": (figures(samples=3000.0), "trained on 3000 samples and said before that it has 3"),
+    "more samples than it has": (
+        figures(samples=3000.0),
+        "trained on 3000 samples and said before that it has 3",
+    ),
     "no samples": (figures(samples=0.0), "at least one"),
     "fewer than no samples": (figures(samples=-3.0), "at least one"),
     "samples that are no number": (figures(samples=math.nan), "samples=nan"),
@@ -162,7 +197,10 @@ FAILED: Cases = {
     "an update without a word": (without("allhands"), ""),
     "nothing but a refusal": (words(status="refused", reason="no time today"), "no time today"),
     "a refusal without a reason": (words(status="refused", reason=7), ""),
-    "a reply without anything": (lambda reply: [reply.__delitem__(name) for name in list(reply)], ""),
+    "a reply without anything": (
+        lambda reply: [reply.__delitem__(name) for name in list(reply)],
+        "",
+    ),
 }
 
 
@@ -192,7 +230,9 @@ def one_a_case(events: list[dict[str, Any]], cases: Cases) -> list[dict[str, Any
 
 def test_no_update_enters_the_average_that_must_not(tmp_path, capsys):
     rounds = len(BAD)
-    model, history, events = run(in_turn(tmp_path, [spoil for spoil, _ in BAD.values()]), tmp_path, rounds)
+    model, history, events = run(
+        in_turn(tmp_path, [spoil for spoil, _ in BAD.values()]), tmp_path, rounds
+    )
     assert all(event["kind"] == "bad" for event in one_a_case(events, BAD))
     assert history["skipped"] == [[3]] * rounds
     assert f"site {WEST} is left out" in capsys.readouterr().out
@@ -203,7 +243,9 @@ def test_no_update_enters_the_average_that_must_not(tmp_path, capsys):
 
 def test_replies_that_are_no_answers(tmp_path):
     rounds = len(FAILED)
-    model, history, events = run(in_turn(tmp_path, [spoil for spoil, _ in FAILED.values()]), tmp_path, rounds)
+    model, history, events = run(
+        in_turn(tmp_path, [spoil for spoil, _ in FAILED.values()]), tmp_path, rounds
+    )
     assert all(event["reason"] for event in one_a_case(events, FAILED))
     finished(events, history, rounds)
     assert trial.same(model, reference(rounds, True))
@@ -212,7 +254,9 @@ def test_replies_that_are_no_answers(tmp_path):
 def test_a_set_bound_of_the_norm_is_kept(tmp_path):
     longer = update(lambda row: row * (20 / torch.linalg.vector_norm(row)))
     model, history, events = run(in_turn(tmp_path, [longer] * ROUNDS), tmp_path, max_norm=19.0)
-    assert ["sites.max_norm is 19" in event["reason"] for event in of(events, "bad")] == [True] * ROUNDS
+    assert ["sites.max_norm is 19" in event["reason"] for event in of(events, "bad")] == [
+        True
+    ] * ROUNDS
     finished(events, history)
     assert trial.same(model, reference(ROUNDS, True))
 
@@ -220,12 +264,22 @@ def test_a_set_bound_of_the_norm_is_kept(tmp_path):
 def test_an_update_that_was_not_clipped_would_break_the_guarantee(tmp_path):
     clip = {"clip": 0.05, "noise_multiplier": 0.0, "sampling": "fixed"}
     options = {"algorithm": {"name": "fedavg", "weighted": False}, "privacy": clip}
-    grid, longer = trial.grid(tmp_path, rounds=ROUNDS, **BRIEF, **options), update(lambda row: row * 2)
-    grid.nodes[NODE].spoil = lambda kind, reply: longer(reply) or reply if kind == "train" else reply
+    grid, longer = (
+        trial.grid(tmp_path, rounds=ROUNDS, **BRIEF, **options),
+        update(lambda row: row * 2),
+    )
+    grid.nodes[NODE].spoil = lambda kind, reply: (
+        longer(reply) or reply if kind == "train" else reply
+    )
     _, history, events = run(grid, tmp_path, options=options)
     bad = of(events, "bad")
-    assert [(event["site"], event["round"]) for event in bad] == [(WEST, round_) for round_ in range(ROUNDS)]
-    assert all("the norm 0.1, and privacy's clip is 0.05: it has not clipped it" in event["reason"] for event in bad), bad
+    assert [(event["site"], event["round"]) for event in bad] == [
+        (WEST, round_) for round_ in range(ROUNDS)
+    ]
+    assert all(
+        "the norm 0.1, and privacy's clip is 0.05: it has not clipped it" in event["reason"]
+        for event in bad
+    ), bad
     assert all(event["norm"] <= 0.05 * 1.00001 for event in of(events, "update"))
     finished(events, history)
 
@@ -233,15 +287,23 @@ def test_an_update_that_was_not_clipped_would_break_the_guarantee(tmp_path):
 def test_a_bad_update_ends_the_run_where_it_shall(tmp_path):
     from allhands.federated.rounds import BadUpdateError
 
-    with pytest.raises(BadUpdateError, match=r"round 0: site west: its update has NaN in '0.weight'.*sites.on_bad='skip'"):
+    with pytest.raises(
+        BadUpdateError,
+        match=r"round 0: site west: its update has NaN in '0.weight'.*sites.on_bad='skip'",
+    ):
         run(in_turn(tmp_path, [BAD["NaN"][0]]), tmp_path, on_bad="stop")
 
 
 def test_an_error_is_named_by_its_last_line(tmp_path):
     grid = trial.grid(tmp_path, rounds=ROUNDS, **BRIEF)
-    grid.nodes[NODE].fails = {"train": "Traceback (most recent call last):\n  File …\nValueError: \x1b[2Jno scanner today\n"}
+    grid.nodes[NODE].fails = {
+        "train": "Traceback (most recent call last):\n  File …\nValueError: \x1b[2Jno scanner "
+        "today\n"
+    }
     model, history, events = run(grid, tmp_path)
-    assert [event["reason"] for event in of(events, "failed")] == ["ValueError:  [2Jno scanner today"] * ROUNDS
+    assert [event["reason"] for event in of(events, "failed")] == [
+        "ValueError:  [2Jno scanner today"
+    ] * ROUNDS
     assert history["failed"] == [[3]] * ROUNDS
     finished(events, history)
     assert trial.same(model, reference(ROUNDS, True))
@@ -251,7 +313,10 @@ def test_nothing_at_all(tmp_path):
     grid = trial.grid(tmp_path, rounds=ROUNDS, **BRIEF)
     grid.nodes[NODE].loses = {"train"}
     model, history, events = run(grid, tmp_path, round_timeout=2.0)
-    assert [(event["site"], event["round"]) for event in of(events, "late")] == [(WEST, 0), (WEST, 1)]
+    assert [(event["site"], event["round"]) for event in of(events, "late")] == [
+        (WEST, 0),
+        (WEST, 1),
+    ]
     finished(events, history)
     assert trial.same(model, reference(ROUNDS, True))
 
@@ -279,14 +344,21 @@ def test_what_a_site_measured_is_checked_before_it_is_averaged(tmp_path):
     cases = [
         (figures(loss=math.nan), "loss=nan"),
         (figures(right=1e6), "counted 1e+06 right"),
-        (figures(count=1e6, classed=1e6), "measured 1e+06 test samples and said before that it has 5"),
+        (
+            figures(count=1e6, classed=1e6),
+            "measured 1e+06 test samples and said before that it has 5",
+        ),
         (without("figures"), "count=None"),
     ]
     made, left = trial.grid(tmp_path, rounds=len(cases), **BRIEF, **options), iter(cases)
-    made.nodes[101].spoil = lambda kind, reply: next(left)[0](reply) or reply if kind == "evaluate" else reply
+    made.nodes[101].spoil = lambda kind, reply: (
+        next(left)[0](reply) or reply if kind == "evaluate" else reply
+    )
     _, history, events = run(made, tmp_path, len(cases), options)
     failed = of(events, "failed")
     assert [event["site"] for event in failed] == ["east"] * len(cases)
-    assert all(reason in event["reason"] for event, (_, reason) in zip(failed, cases, strict=True)), failed
+    assert all(
+        reason in event["reason"] for event, (_, reason) in zip(failed, cases, strict=True)
+    ), failed
     assert len(history["clients"]["loss"]) == len(cases)
     assert all(math.isfinite(loss) for loss in history["clients"]["loss"])

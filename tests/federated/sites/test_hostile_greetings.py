@@ -1,5 +1,6 @@
-"""Peers that are turned away before they are asked to train, one by one: by what they train, by their answer to "hello", by their
-keys and tokens. They are named in the events with the reason, and the server goes on with the others."""
+"""Peers that are turned away before they are asked to train, one by one: by what they train, by
+their answer to "hello", by their keys and tokens. They are named in the events with the reason, and
+the server goes on with the others."""
 
 from __future__ import annotations
 
@@ -63,8 +64,11 @@ def test_sites_that_train_something_else(tmp_path):
     cases = {
         "allhands is 0.0.1 here and": version.handle,
         "1.weight": trial.site(3, tmp_path / "model", norm=True, rounds=ROUNDS, **BRIEF).handle,
-        "local_epochs is 5 here and 1 at the server": trial.site(3, tmp_path / "epochs", rounds=ROUNDS, local_epochs=5).handle,
-        "the classes are healthy, ill, who knows here and healthy, ill, dead at the server": labels.handle,
+        "local_epochs is 5 here and 1 at the server": trial.site(
+            3, tmp_path / "epochs", rounds=ROUNDS, local_epochs=5
+        ).handle,
+        "the classes are healthy, ill, who knows here and healthy, ill, dead at the "
+        "server": labels.handle,
     }
     grid = crowd(tmp_path, list(cases.values()))
     model, history, events = run(grid, tmp_path, labels=["healthy", "ill", "dead"])
@@ -76,7 +80,9 @@ def test_sites_that_train_something_else(tmp_path):
     assert trial.same(model, reference(ROUNDS, False))
 
 
-def answer(config: dict[str, Any] | None = None, **counts: Any) -> Callable[[RecordDict], RecordDict]:
+def answer(
+    config: dict[str, Any] | None = None, **counts: Any
+) -> Callable[[RecordDict], RecordDict]:
     """A peer that says this to everything."""
 
     def handle(request: RecordDict) -> RecordDict:
@@ -101,10 +107,22 @@ DOOR = {
     "fewer tests than none": (answer(OK, samples=3.0, tests=-1.0), "how many samples"),
     "no word of samples": (answer(OK), "how many samples"),
     "no status": (answer({"site": WEST}, samples=3.0), "does not say why"),
-    "a name of nobody": (answer({"status": "ok", "site": "mallory"}, samples=3.0), "it is called 'mallory'"),
-    "another site's name": (answer({"status": "ok", "site": "north"}, samples=3.0), "another node is connected as 'north'"),
-    "a name that is none": (answer({"status": "ok", "site": [1, 2]}, samples=3.0), "it is called '[1, 2]'"),
-    "bytes for a name": (answer({"status": "ok", "site": b"\x00west"}, samples=3.0), "give it one of these names"),
+    "a name of nobody": (
+        answer({"status": "ok", "site": "mallory"}, samples=3.0),
+        "it is called 'mallory'",
+    ),
+    "another site's name": (
+        answer({"status": "ok", "site": "north"}, samples=3.0),
+        "another node is connected as 'north'",
+    ),
+    "a name that is none": (
+        answer({"status": "ok", "site": [1, 2]}, samples=3.0),
+        "it is called '[1, 2]'",
+    ),
+    "bytes for a name": (
+        answer({"status": "ok", "site": b"\x00west"}, samples=3.0),
+        "give it one of these names",
+    ),
 }
 
 
@@ -135,7 +153,12 @@ def pairs(tmp_path) -> dict[str, bytes]:
 
 def test_nodes_whose_keys_are_not_on_the_list(tmp_path, pairs):
     honest = trial.site(3, tmp_path / "west", rounds=ROUNDS, **BRIEF).handle
-    strangers = {pairs["stranger"]: keys.fingerprint(pairs["stranger"]), b"": "no key", b"north": "no key", NOISE: "no key"}
+    strangers = {
+        pairs["stranger"]: keys.fingerprint(pairs["stranger"]),
+        b"": "no key",
+        b"north": "no key",
+        NOISE: "no key",
+    }
     grid = crowd(tmp_path, [honest] * len(strangers))
     for place, key in enumerate(strangers):
         grid.nodes[200 + place].key = key
@@ -143,8 +166,12 @@ def test_nodes_whose_keys_are_not_on_the_list(tmp_path, pairs):
         grid.nodes[100 + client].key = pairs[name]
     events = turned_away(grid, tmp_path, allowed={name: pairs[name] for name in trial.NAMES})
     found = of(events, "stranger")
-    assert [event["node"] for event in found] == [str(200 + place) for place in range(len(strangers))]
-    assert all(words_ in event["reason"] for event, words_ in zip(found, strangers.values(), strict=True))
+    assert [event["node"] for event in found] == [
+        str(200 + place) for place in range(len(strangers))
+    ]
+    assert all(
+        words_ in event["reason"] for event, words_ in zip(found, strangers.values(), strict=True)
+    )
     assert all(grid.nodes[200 + place].asked == [] for place in range(len(strangers)))
 
 
@@ -158,12 +185,18 @@ def test_a_site_that_calls_itself_by_the_name_of_another(tmp_path, pairs):
     assert "its key is that of 'west', and it calls itself 'north'" in event["reason"]
 
 
-def with_token(handler: Callable[[RecordDict], RecordDict], token: Any) -> Callable[[RecordDict], RecordDict]:
+def with_token(
+    handler: Callable[[RecordDict], RecordDict], token: Any
+) -> Callable[[RecordDict], RecordDict]:
     def handle(request: RecordDict) -> RecordDict:
         reply = handler(request)
         if request["allhands"]["kind"] == "hello" and token is not None:
             known = dict(reply["allhands"])
-            proof = keys.prove(token, request["allhands"]["challenge"], known["site"]) if isinstance(token, str) else token
+            proof = (
+                keys.prove(token, request["allhands"]["challenge"], known["site"])
+                if isinstance(token, str)
+                else token
+            )
             reply["allhands"] = ConfigRecord({**known, "proof": proof})
         return reply
 
@@ -179,12 +212,17 @@ def test_tokens_that_are_wrong_or_missing(tmp_path):
     write_tokens(tmp_path / "tokens", *trial.NAMES)
     west = trial.site(3, tmp_path / "west", rounds=ROUNDS, **BRIEF).handle
     cases = {
-        None: "it has no token", "": "is not the one", "west-secret-0123456788": "is not the one",
-        "north-secret-0123456789": "is not the one", b"west-secret-0123456789": "it has no token",
-    }  # fmt: skip
+        None: "it has no token",
+        "": "is not the one",
+        "west-secret-0123456788": "is not the one",
+        "north-secret-0123456789": "is not the one",
+        b"west-secret-0123456789": "it has no token",
+    }
     grid = crowd(tmp_path, [with_token(west, token) for token in cases])
     for client, name in enumerate(HONEST):
-        grid.nodes[100 + client].handler = with_token(grid.nodes[100 + client].handler, f"{name}-secret-0123456789")
+        grid.nodes[100 + client].handler = with_token(
+            grid.nodes[100 + client].handler, f"{name}-secret-0123456789"
+        )
     events = turned_away(grid, tmp_path, tokens=tmp_path / "tokens")
     found = of(events, "refused")
     assert {event["site"] for event in found} == {WEST}
@@ -194,7 +232,9 @@ def test_tokens_that_are_wrong_or_missing(tmp_path):
     assert "secret" not in (tmp_path / "events.jsonl").read_text()
 
 
-def test_a_token_that_is_taken_away_ends_a_site_in_mid_run_and_one_that_is_given_lets_it_in(tmp_path, monkeypatch):
+def test_a_token_that_is_taken_away_ends_a_site_in_mid_run_and_one_that_is_given_lets_it_in(
+    tmp_path, monkeypatch
+):
     from allhands.federated.sites import roll
 
     monkeypatch.setattr(roll, "_AGAIN", 0.0)
@@ -214,7 +254,13 @@ def test_a_token_that_is_taken_away_ends_a_site_in_mid_run_and_one_that_is_given
     grid.nodes[100].handler = handler
     _, _, events = run(Across(grid, tokens=file), tmp_path, rounds=5)
     assert first == [0, 1, 2, 3, 4]
-    assert [WEST in event["brought"] for event in of(events, "round_end")] == [True, True, False, False, True]
+    assert [WEST in event["brought"] for event in of(events, "round_end")] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
     (left,) = of(events, "left")
     assert left["site"] == WEST
     assert "there is no token of 'west'" in left["reason"]

@@ -1,4 +1,5 @@
-"""Key pairs, the list of sites and tokens: what is taken, and in which words the rest is refused."""
+"""Key pairs, the list of sites and tokens: what is taken, and in which words the rest is
+refused."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ def write(path: Path, text: str | bytes, mode: int = 0o600) -> Path:
 
 
 def private(key: object, form: str = "OpenSSH") -> bytes:
-    return key.private_bytes(serialization.Encoding.PEM, getattr(serialization.PrivateFormat, form), serialization.NoEncryption())
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        getattr(serialization.PrivateFormat, form),
+        serialization.NoEncryption(),
+    )
 
 
 @pytest.fixture
@@ -58,17 +63,23 @@ def test_a_pair_is_what_flower_takes(north, tmp_path):
     asymmetric = pytest.importorskip("flwr.supercore.primitives.asymmetric")
     public = keys.read_site_key(path)
     assert public == asymmetric.public_key_to_bytes(read.public_key())
-    allowed = keys.read_allow_list(write(tmp_path / "sites.txt", f"# ours\n\n{line} made today\n", 0o644))
+    allowed = keys.read_allow_list(
+        write(tmp_path / "sites.txt", f"# ours\n\n{line} made today\n", 0o644)
+    )
     assert allowed == {"north": public}
     assert keys.check_key(allowed, public) == ("north", "")
-    registered = pytest.importorskip("flwr.cli.supernode.register").try_load_public_key(tmp_path / "north.key.pub")
+    registered = pytest.importorskip("flwr.cli.supernode.register").try_load_public_key(
+        tmp_path / "north.key.pub"
+    )
     assert registered == public
 
 
 def test_keys_are_never_overwritten(north, tmp_path):
     path, _ = north
     before = path.read_bytes()
-    with pytest.raises(UserError, match="north.key.pub' exists already, and keys are never overwritten"):
+    with pytest.raises(
+        UserError, match="north.key.pub' exists already, and keys are never overwritten"
+    ):
         keys.make_site_key(path, "north")
     (tmp_path / "north.key.pub").unlink()
     with pytest.raises(UserError, match="north.key' exists already"):
@@ -85,7 +96,11 @@ def test_a_key_that_is_not_on_the_list_is_named_by_its_fingerprint(north, tmp_pa
     assert name is None
     assert keys.fingerprint(keys.read_site_key(other)) in reason
     assert "not on the list of sites" in reason
-    for junk in (b"", b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n", os.urandom(50)):
+    for junk in (
+        b"",
+        b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n",
+        os.urandom(50),
+    ):
         assert keys.check_key(allowed, junk)[0] is None
         assert keys.fingerprint(junk) == "no key"
 
@@ -93,7 +108,9 @@ def test_a_key_that_is_not_on_the_list_is_named_by_its_fingerprint(north, tmp_pa
 @needs_ssh_keygen
 def test_a_fingerprint_is_that_of_ssh_keygen(north):
     path, _ = north
-    said = subprocess.run(["ssh-keygen", "-lf", f"{path}.pub"], capture_output=True, text=True).stdout
+    said = subprocess.run(
+        ["ssh-keygen", "-lf", f"{path}.pub"], capture_output=True, text=True
+    ).stdout
     assert keys.fingerprint(keys.read_site_key(path)) in said
 
 
@@ -129,7 +146,10 @@ def test_private_keys_that_cannot_be_used_are_refused_with_what_to_do(north, tmp
 
 @needs_ssh_keygen
 def test_a_passphrase_is_named_and_what_the_message_says_helps(tmp_path):
-    for name, data in (("mine", None), ("pem", private(ec.generate_private_key(ec.SECP384R1()), "PKCS8"))):
+    for name, data in (
+        ("mine", None),
+        ("pem", private(ec.generate_private_key(ec.SECP384R1()), "PKCS8")),
+    ):
         path = tmp_path / name
         if data is None:
             make = ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "a word", "-f", str(path)]
@@ -141,7 +161,9 @@ def test_a_passphrase_is_named_and_what_the_message_says_helps(tmp_path):
         encrypted = name == "mine"
         assert ("is protected by a passphrase" in str(refused.value)) == encrypted
         old = ["-P", "a word"] if encrypted else []  # ssh-keygen would ask for it
-        subprocess.run(["ssh-keygen", "-p", *old, "-N", "", "-f", str(path)], check=True, capture_output=True)
+        subprocess.run(
+            ["ssh-keygen", "-p", *old, "-N", "", "-f", str(path)], check=True, capture_output=True
+        )
         assert keys.fingerprint(keys.read_site_key(path)).startswith("SHA256:")
 
 
@@ -175,7 +197,9 @@ def test_a_token_that_is_taken_away_is_refused_at_once(tmp_path):
     assert SECRET not in proof
     assert "is not the one" in keys.check_token(file, "north", proof, "another challenge")
     assert "is not the one" in keys.check_token(file, "south", proof, "a challenge")
-    assert "is not the one" in keys.check_token(file, "north", SECRET, "a challenge")  # the token itself proves nothing
+    assert "is not the one" in keys.check_token(
+        file, "north", SECRET, "a challenge"
+    )  # the token itself proves nothing
     assert "is not the one" in keys.check_token(file, "north", "é", "a challenge")
     for nothing in (None, "", 7):
         assert "it has no token" in keys.check_token(file, "north", nothing, "a challenge")
@@ -196,7 +220,12 @@ def test_a_file_of_tokens_that_is_just_being_written_refuses_nobody(tmp_path, mo
 
 
 def test_no_message_holds_a_token(tmp_path):
-    bad = [f"north {SECRET} {SECRET}x", f"north {SECRET}\nsouth {SECRET}", f"north {SECRET}\nnorth {SECRET}y", "north short"]
+    bad = [
+        f"north {SECRET} {SECRET}x",
+        f"north {SECRET}\nsouth {SECRET}",
+        f"north {SECRET}\nnorth {SECRET}y",
+        "north short",
+    ]
     for text in bad:
         file = write(tmp_path / "tokens", text)
         with pytest.raises(UserError) as refused:
@@ -237,5 +266,8 @@ def test_names_that_are_none(name):
 
 
 def test_importing_keys_and_certificates_imports_no_torch():
-    code = "import sys, allhands.federated.sites.keys, allhands.federated.sites.certificates; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, allhands.federated.sites.keys, allhands.federated.sites.certificates; "
+        "sys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

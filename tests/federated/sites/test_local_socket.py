@@ -32,7 +32,9 @@ def listening(address):
 
     def start(handle):
         listener, over = Listener(address), threading.Event()
-        thread = threading.Thread(target=listener.serve, args=(handle, lambda idle: not over.is_set()))
+        thread = threading.Thread(
+            target=listener.serve, args=(handle, lambda idle: not over.is_set())
+        )
         thread.start()
         made.append((listener, over, thread))
         return listener
@@ -46,11 +48,20 @@ def listening(address):
 
 
 def request(size=3):
-    return RecordDict({
-        "allhands": ConfigRecord({"kind": "train", "lr": 0.1, "names": ["a", "b"], "yes": True}),
-        "figures": MetricRecord({"loss": float("nan"), "count": 2**53}),
-        "model": ArrayRecord({"row": Array(np.arange(size, dtype=np.float32)), "integers": Array(np.zeros(0, np.int64))}),
-    })  # fmt: skip
+    return RecordDict(
+        {
+            "allhands": ConfigRecord(
+                {"kind": "train", "lr": 0.1, "names": ["a", "b"], "yes": True}
+            ),
+            "figures": MetricRecord({"loss": float("nan"), "count": 2**53}),
+            "model": ArrayRecord(
+                {
+                    "row": Array(np.arange(size, dtype=np.float32)),
+                    "integers": Array(np.zeros(0, np.int64)),
+                }
+            ),
+        }
+    )
 
 
 def test_records_come_over_as_they_are(listening, address):
@@ -89,14 +100,27 @@ def test_a_wrong_token_is_refused_and_nothing_is_done(listening, address):
     assert ask(address, request())["allhands"]["kind"] == "train"
 
 
-@pytest.mark.parametrize("frame", [
-    b"", b"{}", struct.pack("<Q", 2**60), struct.pack("<Q", 4) + b"nope", struct.pack("<Q", 2) + b"{}",
-    struct.pack("<Q", 2) + b"[]",
-    *(struct.pack("<Q", len(text)) + text for text in (
-        json.dumps({"records": {"a": ["pickle", {}]}}).encode(), json.dumps({"records": {"a": ["config", {"x": {}}]}}).encode(),
-        json.dumps({"records": {"a": ["array", {"x": ["f", [1], "s", -1]}]}}).encode(),
-        json.dumps({"records": 3}).encode(), json.dumps({"records": {"a": 3}}).encode())),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"{}",
+        struct.pack("<Q", 2**60),
+        struct.pack("<Q", 4) + b"nope",
+        struct.pack("<Q", 2) + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        *(
+            struct.pack("<Q", len(text)) + text
+            for text in (
+                json.dumps({"records": {"a": ["pickle", {}]}}).encode(),
+                json.dumps({"records": {"a": ["config", {"x": {}}]}}).encode(),
+                json.dumps({"records": {"a": ["array", {"x": ["f", [1], "s", -1]}]}}).encode(),
+                json.dumps({"records": 3}).encode(),
+                json.dumps({"records": {"a": 3}}).encode(),
+            )
+        ),
+    ],
+)
 def test_a_peer_that_says_nothing_readable_costs_nobody_else_anything(frame, listening, address):
     asked = []
     listener = listening(lambda content: asked.append(content) or content)
@@ -137,7 +161,9 @@ def test_an_end_in_the_middle_of_a_request_is_said(address):
         local_socket.write_token(token_of(address))
         ended = threading.Thread(target=lambda: [server.accept()[0].close()])
         ended.start()
-        with pytest.raises(SocketError, match="ended in the middle of the request; the site starts it again"):
+        with pytest.raises(
+            SocketError, match="ended in the middle of the request; the site starts it again"
+        ):
             ask(address, request())
         ended.join()
 
@@ -146,7 +172,9 @@ def test_a_path_that_is_too_long_for_a_socket_works_all_the_same(listening, tmp_
     address = tmp_path / ("x" * 120) / "warm.sock"
     address.parent.mkdir()
     listener, over = Listener(address), threading.Event()
-    thread = threading.Thread(target=listener.serve, args=(lambda content: content, lambda idle: not over.is_set()))
+    thread = threading.Thread(
+        target=listener.serve, args=(lambda content: content, lambda idle: not over.is_set())
+    )
     thread.start()
     assert ask(address, request())["allhands"]["kind"] == "train"
     over.set()
@@ -156,7 +184,13 @@ def test_a_path_that_is_too_long_for_a_socket_works_all_the_same(listening, tmp_
 
 
 def test_nothing_of_it_imports_torch():
-    modules = "import sys, allhands.federated.sites.client_app, allhands.federated.sites.message_process as m; "
-    ours = "import importlib; m.replace_loading(importlib.import_module('flwr.supernode.runtime.run_clientapp')); "
+    modules = (
+        "import sys, allhands.federated.sites.client_app, "
+        "allhands.federated.sites.message_process as m; "
+    )
+    ours = (
+        "import importlib; "
+        "m.replace_loading(importlib.import_module('flwr.supernode.runtime.run_clientapp')); "
+    )
     code = modules + ours + "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -28,8 +28,12 @@ def answering(name, samples=5.0, token=None, **config):
         assert asked["kind"] == "hello"
         assert json.loads(asked["description"]) == {"model": "it"}
         proof = {} if token is None else {"proof": prove(token, asked["challenge"], name)}
-        return RecordDict({"allhands": ConfigRecord({"status": "ok", "site": name, **proof, **config}),
-                           "figures": MetricRecord({"samples": samples, "tests": 2.0})})  # fmt: skip
+        return RecordDict(
+            {
+                "allhands": ConfigRecord({"status": "ok", "site": name, **proof, **config}),
+                "figures": MetricRecord({"samples": samples, "tests": 2.0}),
+            }
+        )
 
     return handle
 
@@ -52,7 +56,16 @@ class Here:
         self.grid, self.path = FakeGrid(), folder / "events.jsonl"
         self.events = events = Events(self.path)
         settings = Sites(**{"wait": 0.05, **settings})
-        self.roll = Roll(self.grid, NAMES, allowed, tokens, settings, events, Post(self.grid, events), '{"model": "it"}')
+        self.roll = Roll(
+            self.grid,
+            NAMES,
+            allowed,
+            tokens,
+            settings,
+            events,
+            Post(self.grid, events),
+            '{"model": "it"}',
+        )
 
     def said(self, kind):
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
@@ -79,11 +92,16 @@ def test_sites_are_listed_in_the_order_of_the_clients(make):
 
 def test_a_node_is_the_site_of_its_key(make):
     here = make(allowed={"north": b"N", "south": b"S", "west": b"W"})
-    for number, (key, name) in enumerate([(b"N", "north"), (b"S", "north"), (b"W", "west"), (b"?", "south")]):
+    for number, (key, name) in enumerate(
+        [(b"N", "north"), (b"S", "north"), (b"W", "west"), (b"?", "south")]
+    ):
         here.grid.add(number, answering(name), key=key)
     here.roll.wait_for(1)
     assert here.roll.connected() == {"north": 0}
-    assert "its key is that of 'south', and it calls itself 'north'" in here.said("refused")[0]["reason"]
+    assert (
+        "its key is that of 'south', and it calls itself 'north'"
+        in here.said("refused")[0]["reason"]
+    )
     strangers = [event["reason"] for event in here.said("stranger")]
     assert strangers[0] == "'west' is none of sites.names"
     assert "is not on the list of sites" in strangers[1]
@@ -109,7 +127,9 @@ def test_a_site_that_was_killed_comes_back_when_its_old_node_is_missed(make):
     here = make()
     here.grid.add(1, answering("north"))
     here.roll.wait_for(1)
-    here.grid.add(2, answering("north", samples=6.0))  # without a key Flower takes it for another one
+    here.grid.add(
+        2, answering("north", samples=6.0)
+    )  # without a key Flower takes it for another one
     here.roll.wait_for(1)
     assert here.roll.connected() == {"north": 1}
     del here.grid.nodes[1]
@@ -129,11 +149,19 @@ def test_a_site_that_does_not_say_how_many_samples_it_has_is_refused(make, sampl
 
 def test_a_site_that_differs_is_refused_until_it_is_started_anew(make, capsys):
     here = make()
-    node = here.grid.add(1, answering("north", status="refused", reason="the model's 'w' is [2] at the server and [3] here"))
+    node = here.grid.add(
+        1,
+        answering(
+            "north", status="refused", reason="the model's 'w' is [2] at the server and [3] here"
+        ),
+    )
     for _ in range(3):
         here.roll.wait_for(0)
     assert len(node.asked) == 1
-    assert "site north is refused: the model's 'w' is [2] at the server and [3] here" in capsys.readouterr().out
+    assert (
+        "site north is refused: the model's 'w' is [2] at the server and [3] here"
+        in capsys.readouterr().out
+    )
     node.handler, node.since = answering("north"), "2"
     here.roll.wait_for(1)
     assert here.roll.connected() == {"north": 1}
@@ -188,6 +216,10 @@ def test_an_answer_without_words_is_asked_for_again(make, monkeypatch):
 
 def test_missing_sites_are_named_with_what_to_do(make, capsys):
     here = make(min=1)
-    with pytest.raises(UserError, match="0 of the 1 sites .* after 0.05 s; missing: north, south. Start them, or set sites.min"):
+    with pytest.raises(
+        UserError,
+        match="0 of the 1 sites .* after 0.05 s; missing: north, south. Start them, or set "
+        "sites.min",
+    ):
         here.roll.wait_for()
     assert "0 of 1 are there; missing: north, south" in capsys.readouterr().out

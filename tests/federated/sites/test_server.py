@@ -1,4 +1,5 @@
-"""Real Flower on loopback: a server and three sites as an operator starts them, and what became of the weights."""
+"""Real Flower on loopback: a server and three sites as an operator starts them, and what became of
+the weights."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def shown(language: str) -> list[str]:
 
 
 def words(verb: str, **changes: str) -> list[str]:
-    """The arguments after `allhands federated` of the guide's command, with some words of it changed."""
+    """The arguments after `allhands federated` of the guide's command, with some words of it
+    changed."""
     (line,) = (block for block in shown("sh") if block.startswith(f"allhands federated {verb} "))
     for old, new in {"fl.example.org": "127.0.0.1", "0.0.0.0": "127.0.0.1", **changes}.items():
         line = re.sub(rf"\b{re.escape(old)}\b", new, line)
@@ -56,7 +58,9 @@ def folder(tmp_path: Path) -> Path:
     for name, size in zip(NAMES, SIZES, strict=True):
         (tmp_path / name).mkdir()
         x = random.standard_normal((size, 6), dtype=np.float32)
-        np.savez(tmp_path / name / "own.npz", x=x, y=(x.sum(1) > 0).astype(np.int64) + (x[:, 0] > 0.5))
+        np.savez(
+            tmp_path / name / "own.npz", x=x, y=(x.sum(1) > 0).astype(np.int64) + (x[:, 0] > 0.5)
+        )
     done = command(tmp_path, *words("certificates"))
     assert done.returncode == 0, done.stderr
     return tmp_path
@@ -64,8 +68,13 @@ def folder(tmp_path: Path) -> Path:
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """`allhands federated …`, to its end."""
-    return subprocess.run([program("allhands"), "federated", *words], cwd=folder, capture_output=True, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    return subprocess.run(
+        [program("allhands"), "federated", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 @pytest.fixture
@@ -81,9 +90,20 @@ def sites(folder: Path, port: int):
     started = []
     for name in NAMES:
         with (folder / f"{name}.log").open("w") as log:
-            given = [program("allhands"), "federated", *words("site", north=name, **{"8000": str(port)})]
-            started.append(subprocess.Popen(given, cwd=folder, stdout=log, stderr=log,
-                                            env={**os.environ, "OMP_NUM_THREADS": "1"}))  # fmt: skip
+            given = [
+                program("allhands"),
+                "federated",
+                *words("site", north=name, **{"8000": str(port)}),
+            ]
+            started.append(
+                subprocess.Popen(
+                    given,
+                    cwd=folder,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+            )
     try:
         yield
         for site in started:
@@ -111,11 +131,23 @@ def simulated(folder: Path) -> dict[str, torch.Tensor]:
     torch.set_num_threads(1)
     try:
         SupervisedRunner(device="cpu").train(
-            model=made.model, criterion=made.criterion, optimizer=made.optimizer, seed=run_file.config.seed, verbose=False,
-            workers=1, datasets={"batch_size": 4, "train": ConcatDataset([own.load(folder / name)["train"] for name in NAMES])},
-            distributed=Federated(partition=[list(range(*bounds[i : i + 2])) for i in range(3)], rounds=given["rounds"],
-                                  local_epochs=given["local_epochs"], algorithm=given["algorithm"]),
-        )  # fmt: skip
+            model=made.model,
+            criterion=made.criterion,
+            optimizer=made.optimizer,
+            seed=run_file.config.seed,
+            verbose=False,
+            workers=1,
+            datasets={
+                "batch_size": 4,
+                "train": ConcatDataset([own.load(folder / name)["train"] for name in NAMES]),
+            },
+            distributed=Federated(
+                partition=[list(range(*bounds[i : i + 2])) for i in range(3)],
+                rounds=given["rounds"],
+                local_epochs=given["local_epochs"],
+                algorithm=given["algorithm"],
+            ),
+        )
     finally:
         torch.set_num_threads(threads)
     return made.model.state_dict()
@@ -128,24 +160,41 @@ def test_plans_say_what_would_run_and_start_nothing(folder: Path, port: int) -> 
     fingerprints = set(re.findall(r"SHA256:\S+", server.stdout))
     assert len(fingerprints) == len(NAMES)
     assert set(re.findall(r"SHA256:\S+", site.stdout)) < fingerprints
-    for text in ("flower-superexec --runtime-api-address", f"127.0.0.1:{port}  sites connect here (TLS; sites prove their keys)",
-                 str(folder / "keys" / "server.crt"), str(folder / "logs" / "events.jsonl"), "A site sends:"):  # fmt: skip
+    for text in (
+        "flower-superexec --runtime-api-address",
+        f"127.0.0.1:{port}  sites connect here (TLS; sites prove their keys)",
+        str(folder / "keys" / "server.crt"),
+        str(folder / "logs" / "events.jsonl"),
+        "A site sends:",
+    ):
         assert text in server.stdout
-    for text in (f"to 127.0.0.1:{port} (TLS)", "--auth-supernode-private-key", str(folder / "north"), "This site sends:"):
+    for text in (
+        f"to 127.0.0.1:{port} (TLS)",
+        "--auth-supernode-private-key",
+        str(folder / "north"),
+        "This site sends:",
+    ):
         assert text in site.stdout
     assert not (folder / "logs").exists()
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.rare
-def test_weights_are_the_simulations_to_the_bit_though_the_server_stops_between(folder: Path, port: int, monkeypatch) -> None:
+def test_weights_are_the_simulations_to_the_bit_though_the_server_stops_between(
+    folder: Path, port: int, monkeypatch
+) -> None:
     monkeypatch.chdir(folder)
     expected = simulated(folder)
     given = words("server", **{"8000": str(port)})
     with sites(folder, port):
         with (folder / "first.log").open("w") as log:
-            first = subprocess.Popen([program("allhands"), "federated", *given], cwd=folder, stdout=log, stderr=log,
-                                     env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+            first = subprocess.Popen(
+                [program("allhands"), "federated", *given],
+                cwd=folder,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
         try:
             deadline = time.monotonic() + patience(300)
             while not ends(folder) and first.poll() is None and time.monotonic() < deadline:
@@ -161,7 +210,10 @@ def test_weights_are_the_simulations_to_the_bit_though_the_server_stops_between(
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
-    assert [(event["round"], sorted(event["brought"])) for event in ends(folder)] == [(0, sorted(NAMES)), (1, sorted(NAMES))]
+    assert [(event["round"], sorted(event["brought"])) for event in ends(folder)] == [
+        (0, sorted(NAMES)),
+        (1, sorted(NAMES)),
+    ]
     assert "finished" in done.stdout
     assert all(f"{name} " in done.stdout for name in NAMES)
     # Nothing is left of what Flower has started.
@@ -178,7 +230,10 @@ def ends(folder: Path) -> list[dict[str, Any]]:
 
 def logs(folder: Path) -> dict[str, str]:
     """What the commands printed."""
-    return {path.name: path.read_text() for path in [*folder.glob("*.log"), *folder.glob("logs/server/serverapp.log")]}
+    return {
+        path.name: path.read_text()
+        for path in [*folder.glob("*.log"), *folder.glob("logs/server/serverapp.log")]
+    }
 
 
 def _command_line(pid: Path) -> str:

@@ -1,4 +1,5 @@
-"""The processes of a site: the warm one, and the watching over all of them. Flower's own are stood for by small programs."""
+"""The processes of a site: the warm one, and the watching over all of them. Flower's own are stood
+for by small programs."""
 
 import contextlib
 import json
@@ -37,7 +38,8 @@ from torch.utils.data import Dataset
 class Rows(Dataset):
     def __init__(self, root):
         self.slow = Path(root, "slow")
-        self.x, self.y = torch.randn(12, 4, generator=torch.Generator().manual_seed(1)), torch.arange(12) % 2
+        self.x = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+        self.y = torch.arange(12) % 2
 
     def __len__(self):
         return 12
@@ -57,30 +59,61 @@ def load(root):
 @pytest.fixture
 def run_file(tmp_path):
     (tmp_path / "rows.py").write_text(DATA)
-    text = {"data": {"name": f"{tmp_path}/rows.py:load", "root": str(tmp_path), "batch_size": 4}, "device": "cpu",
-            "model": {"name": "mlp", "in_features": 4, "out_features": 2}, "optimizer": {"name": "sgd", "lr": 0.1},
-            "strategy": {"name": "federated", "rounds": 2}, "logdir": None}  # fmt: skip
+    text = {
+        "data": {"name": f"{tmp_path}/rows.py:load", "root": str(tmp_path), "batch_size": 4},
+        "device": "cpu",
+        "model": {"name": "mlp", "in_features": 4, "out_features": 2},
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "strategy": {"name": "federated", "rounds": 2},
+        "logdir": None,
+    }
     path = tmp_path / "run.yml"
     path.write_text(json.dumps(text))
     return path
 
 
 def options(tmp_path, **changed):
-    given = {"server": "127.0.0.1:1", "data": tmp_path, "name": "north", "key": None, "authority": None, "token_file": None}
+    given = {
+        "server": "127.0.0.1:1",
+        "data": tmp_path,
+        "name": "north",
+        "key": None,
+        "authority": None,
+        "token_file": None,
+    }
     return SiteOptions(**{**given, "state": tmp_path / "state", **changed})
 
 
 def train_request(run_file, round_=0):
     made = definition(read_run([run_file]))
     layout = Layout(made.model, LocalOptimizer.like(made.optimizer, made.model).groups)
-    config = {"kind": "train", "run": "trial", "round": round_, "client": 0, "clients": 1, "seed": 42, "lr": 0.1}
-    return RecordDict({"allhands": ConfigRecord(config), "model": pack({"row": layout.read(made.model)})})
+    config = {
+        "kind": "train",
+        "run": "trial",
+        "round": round_,
+        "client": 0,
+        "clients": 1,
+        "seed": 42,
+        "lr": 0.1,
+    }
+    return RecordDict(
+        {"allhands": ConfigRecord(config), "model": pack({"row": layout.read(made.model)})}
+    )
 
 
 def asked_of(content):
     """A message as it comes from the SuperNode."""
-    metadata = Metadata(run_id=1, message_id="1", src_node_id=1, dst_node_id=7, reply_to_message_id="", group_id="",
-                        created_at=time.time(), ttl=100.0, message_type="train")  # fmt: skip
+    metadata = Metadata(
+        run_id=1,
+        message_id="1",
+        src_node_id=1,
+        dst_node_id=7,
+        reply_to_message_id="",
+        group_id="",
+        created_at=time.time(),
+        ttl=100.0,
+        message_type="train",
+    )
     return make_message(content=content, metadata=metadata)
 
 
@@ -105,7 +138,9 @@ def state(tmp_path):
 
 @pytest.mark.serial
 @pytest.mark.slow
-def test_a_warm_process_that_is_killed_in_a_request_is_told_and_started_again(run_file, state, tmp_path, monkeypatch, capfd):
+def test_a_warm_process_that_is_killed_in_a_request_is_told_and_started_again(
+    run_file, state, tmp_path, monkeypatch, capfd
+):
     monkeypatch.setattr(site, "_FIRST_PAUSE", 0.1)
     with Site(options(tmp_path), run_file.read_text(), client_app.DEFINE) as held:
         held._spawn("warm")
@@ -142,10 +177,14 @@ def test_a_warm_process_that_is_killed_in_a_request_is_told_and_started_again(ru
 
 @pytest.mark.serial
 @pytest.mark.slow
-def test_an_app_that_nobody_supervises_starts_its_warm_process_once_and_lets_it_end(run_file, state, monkeypatch, tmp_path):
+def test_an_app_that_nobody_supervises_starts_its_warm_process_once_and_lets_it_end(
+    run_file, state, monkeypatch, tmp_path
+):
     monkeypatch.setattr(client_app, "_IDLE", 2.0)
     monkeypatch.setenv(client_app.RUN_FILE, str(run_file))
-    context = SimpleNamespace(node_id=7, node_config={"data": str(tmp_path), "name": "north", "state": str(state)})
+    context = SimpleNamespace(
+        node_id=7, node_config={"data": str(tmp_path), "name": "north", "state": str(state)}
+    )
     for _ in range(2):
         message = asked_of(train_request(run_file))
         reply = client_app.app(message, context)
@@ -156,8 +195,12 @@ def test_an_app_that_nobody_supervises_starts_its_warm_process_once_and_lets_it_
 
 
 def test_data_that_cannot_be_read_are_named(run_file, state, tmp_path):
-    (tmp_path / "other.yml").write_text(run_file.read_text().replace("rows.py:load", "rows.py:gone"))
-    settings = client_app.settings_of(state, "north", [str(tmp_path / "other.yml")], tmp_path, None, None)
+    (tmp_path / "other.yml").write_text(
+        run_file.read_text().replace("rows.py:load", "rows.py:gone")
+    )
+    settings = client_app.settings_of(
+        state, "north", [str(tmp_path / "other.yml")], tmp_path, None, None
+    )
     with pytest.raises(UserError, match="has no function 'gone'"):
         warm_process.run(settings)
     assert not list(state.iterdir())
@@ -177,15 +220,20 @@ def watched(state, tmp_path, monkeypatch):
     monkeypatch.setattr(site, "_GRACE", 1.0)
     monkeypatch.setattr(site, "probe", lambda *_, **__: None)
     with Site(options(tmp_path), "{}", client_app.DEFINE) as held:
-        held.commands = {"warm": program(f"open({str(state / 'warm.sock')!r}, 'w'); {_SLEEPS}"),
-                         "supernode": program(_SLEEPS), "superexec": program(_SLEEPS)}  # fmt: skip
+        held.commands = {
+            "warm": program(f"open({str(state / 'warm.sock')!r}, 'w'); {_SLEEPS}"),
+            "supernode": program(_SLEEPS),
+            "superexec": program(_SLEEPS),
+        }
         yield held
 
 
 @pytest.mark.serial
 def test_a_warm_process_that_cannot_start_ends_the_site(watched):
     watched.commands["warm"] = program("raise SystemExit(2)")
-    with pytest.raises(UserError, match=r"the site's warm process ended with code 2; what it printed says why"):
+    with pytest.raises(
+        UserError, match=r"the site's warm process ended with code 2; what it printed says why"
+    ):
         watched.start()
     assert list(watched._children) == ["warm"]
 
@@ -205,20 +253,30 @@ def test_flower_s_processes_are_started_again_together(watched, capsys):
 
 
 @pytest.mark.serial
-def test_a_server_that_does_not_let_the_site_in_is_tried_again_after_longer_and_longer(watched, capsys):
+def test_a_server_that_does_not_let_the_site_in_is_tried_again_after_longer_and_longer(
+    watched, capsys
+):
     watched.commands["supernode"] = program("print('Exit Code: 305'); raise SystemExit(1)")
     watched.start()
     for _ in range(3):
         watched._children["supernode"].wait()
         watched.watch()
     said = capsys.readouterr().out
-    assert said.count("the server does not let north in: it must be in the server's list of sites (--sites)") == 3
+    assert (
+        said.count(
+            "the server does not let north in: it must be in the server's list of sites (--sites)"
+        )
+        == 3
+    )
     assert watched._pauses["supernode"] == pytest.approx(0.2)
 
 
 @pytest.mark.serial
 def test_nothing_that_a_site_started_outlives_it(watched):
-    grandchild = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(100)']); "
+    grandchild = (
+        "import subprocess, sys; p = subprocess.Popen([sys.executable, '-S', '-c', "
+        "'import time; time.sleep(100)']); "
+    )
     watched.commands["superexec"] = program(grandchild + "print(p.pid, flush=True); p.wait()")
     watched.start()
     out = watched.options.state / "superexec.out"
@@ -234,7 +292,9 @@ def test_a_server_that_is_not_there_is_waited_for_and_said(watched, monkeypatch,
     monkeypatch.setattr(site, "probe", lambda *_, **__: next(answers))
     monkeypatch.setattr(site, "_RETRY", 0.05)
     watched.start()
-    assert capsys.readouterr().out.count("waiting for the server: nobody answers at 127.0.0.1:1") == 1
+    assert (
+        capsys.readouterr().out.count("waiting for the server: nobody answers at 127.0.0.1:1") == 1
+    )
 
 
 @pytest.mark.serial
@@ -254,7 +314,9 @@ def test_two_sites_do_not_share_a_folder(state, tmp_path, run_file):
     ],
 )
 def test_what_cannot_be_used_is_refused_before_anything_starts(changed, message, tmp_path):
-    given = {key: tmp_path / value if key in ("key", "data") else value for key, value in changed.items()}
+    given = {
+        key: tmp_path / value if key in ("key", "data") else value for key, value in changed.items()
+    }
     with pytest.raises(UserError, match=message):
         check(options(tmp_path, **given))
     assert not (tmp_path / "state").exists()
@@ -266,7 +328,9 @@ def test_addresses():
 
 
 def test_keys_and_certificates_are_handed_to_flower_and_the_socket_is_named(tmp_path):
-    made = commands(options(tmp_path, key=tmp_path / "north", authority=tmp_path / "ca.crt", port=8203))
+    made = commands(
+        options(tmp_path, key=tmp_path / "north", authority=tmp_path / "ca.crt", port=8203)
+    )
     text = " ".join(made["supernode"])
     assert f"--root-certificates {tmp_path / 'ca.crt'}" in text
     assert f"--auth-supernode-private-key {tmp_path / 'north'}" in text
@@ -282,21 +346,40 @@ def test_code_that_a_server_ships_is_replaced_by_ours_and_an_unknown_flower_is_r
     message_process.replace_loading(module)
     assert module.install_from_fab(b"anything", skip_prompt=True) is None
     assert (
-        module.get_load_client_app_fn(default_app_ref="evil:app", app_path=None, multi_app=True)("id", "1", "x") is client_app.app
+        module.get_load_client_app_fn(default_app_ref="evil:app", app_path=None, multi_app=True)(
+            "id", "1", "x"
+        )
+        is client_app.app
     )
     with pytest.raises(UserError, match="installs nothing"):
         module.install_app_dependencies("x")
     with pytest.raises(UserError, match=r"has no get_load_client_app_fn: pip install"):
         message_process.replace_loading(
-            SimpleNamespace(**dict.fromkeys(message_process._REPLACED[:-2]), install_app_dependencies=0)
+            SimpleNamespace(
+                **dict.fromkeys(message_process._REPLACED[:-2]), install_app_dependencies=0
+            )
         )
 
 
 def test_arguments_of_flower_s_superexec_are_known():
     asked = message_process.arguments(
-        ["--runtime-api-address", "127.0.0.1:1", "--token", "t", "--root-certificates", "ca", "--parent-pid", "7"]
+        [
+            "--runtime-api-address",
+            "127.0.0.1:1",
+            "--token",
+            "t",
+            "--root-certificates",
+            "ca",
+            "--parent-pid",
+            "7",
+        ]
     )
-    assert (asked.runtime_api_address, asked.token, asked.root_certificates, asked.parent_pid) == ("127.0.0.1:1", "t", "ca", 7)
+    assert (asked.runtime_api_address, asked.token, asked.root_certificates, asked.parent_pid) == (
+        "127.0.0.1:1",
+        "t",
+        "ca",
+        7,
+    )
     assert not asked.insecure
 
 

@@ -30,7 +30,9 @@ def test_this_machine_may_control(client):
 
 
 @pytest.mark.parametrize("client", ["10.0.0.2", "::ffff:10.0.0.2", "2001:db8::1", "localhost", ""])
-@pytest.mark.parametrize("path", ["/v1/control/start-run", "/v1/control/register-node", "/prefix/v1/control/stop-run"])
+@pytest.mark.parametrize(
+    "path", ["/v1/control/start-run", "/v1/control/register-node", "/prefix/v1/control/stop-run"]
+)
 def test_others_may_not(client, path):
     assert ask(client, path) == 403
     assert ask(client, "/v1/fleet/pull-messages") == 200

@@ -18,12 +18,27 @@ from tests.federated.sites.fake_grid import FakeGrid
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"algorithm": "scaffold"}, {"algorithm": "fednova"}, {"algorithm": "qfedavg"}, {"algorithm": "fedprox"},
-    {"algorithm": "fedadam"}, {"algorithm": "median"}, {"per_round": 2}, {"local_layers": ["3"]},
-    {"compress": {"name": "topk", "keep": 0.2, "feedback": True}}, {"compress": "int8"},
-    {"algorithm": {"name": "fedavg", "weighted": False}, "privacy": {"clip": 0.5, "noise_multiplier": 0.0}},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"algorithm": "scaffold"},
+        {"algorithm": "fednova"},
+        {"algorithm": "qfedavg"},
+        {"algorithm": "fedprox"},
+        {"algorithm": "fedadam"},
+        {"algorithm": "median"},
+        {"per_round": 2},
+        {"local_layers": ["3"]},
+        {"compress": {"name": "topk", "keep": 0.2, "feedback": True}},
+        {"compress": "int8"},
+        {
+            "algorithm": {"name": "fedavg", "weighted": False},
+            "privacy": {"clip": 0.5, "noise_multiplier": 0.0},
+        },
+    ],
+    ids=str,
+)
 def test_weights_are_those_of_the_simulation(tmp_path, options):
     norm = not options or "per_round" in options  # what BatchNorm counts travels too
     there, history = serve(grid(tmp_path, norm, **options), norm, **options)
@@ -35,10 +50,17 @@ def test_weights_are_those_of_the_simulation(tmp_path, options):
         assert not any(history[kind])
 
 
-@pytest.mark.parametrize("schedule", [
-    lambda optimizer: (torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "epoch"),
-    lambda optimizer: (torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=4), "epoch"),
-], ids=["rates", "momentum too"])  # fmt: skip
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: (torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "epoch"),
+        lambda optimizer: (
+            torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=4),
+            "epoch",
+        ),
+    ],
+    ids=["rates", "momentum too"],
+)
 def test_a_schedule_reaches_the_sites(tmp_path, schedule):
     there, history = serve(grid(tmp_path, scheduler=schedule), scheduler=schedule)
     here, expected = simulate(scheduler=schedule)
@@ -69,24 +91,30 @@ def test_a_server_with_data_measures_the_global_model_itself(tmp_path):
     assert kinds == {"hello", "train"}
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"algorithm": "local_only"}, "shares nothing"),
-    ({"algorithm": "centralised"}, "stay at their sites"),
-    ({"algorithm": "fedbuff", "systems": {"speed": 1.0}}, "virtual time"),
-    ({"systems": {"speed": 1.0}}, "systems= are devices in virtual time"),
-    ({"executor": "stacked"}, "executor='stacked'"),
-    ({"devices_per_client": 2}, "devices_per_client=2"),
-    ({"clients": 4, "sites": {"names": ["a", "b"]}}, "2 sites and the run has 4 clients"),
-    ({"sites": {"names": None}}, "who are the sites"),
-    ({"sites": {"min": 5}}, "min=5 of 4 sites"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"algorithm": "local_only"}, "shares nothing"),
+        ({"algorithm": "centralised"}, "stay at their sites"),
+        ({"algorithm": "fedbuff", "systems": {"speed": 1.0}}, "virtual time"),
+        ({"systems": {"speed": 1.0}}, "systems= are devices in virtual time"),
+        ({"executor": "stacked"}, "executor='stacked'"),
+        ({"devices_per_client": 2}, "devices_per_client=2"),
+        ({"clients": 4, "sites": {"names": ["a", "b"]}}, "2 sites and the run has 4 clients"),
+        ({"sites": {"names": None}}, "who are the sites"),
+        ({"sites": {"min": 5}}, "min=5 of 4 sites"),
+    ],
+    ids=str,
+)
 def test_what_cannot_be_had_across_sites_is_refused_by_name(options, message):
     with pytest.raises(UserError, match=message):
         serve(FakeGrid(), **options)
 
 
 def test_a_site_without_a_key_is_refused_before_anything_starts():
-    with pytest.raises(UserError, match="sites.names has 'south', 'west', of which the list of sites"):
+    with pytest.raises(
+        UserError, match="sites.names has 'south', 'west', of which the list of sites"
+    ):
         serve(Across(FakeGrid(), {"north": b"1", "east": b"2"}))
 
 
@@ -99,7 +127,12 @@ def test_a_simulation_checks_how_many_sites_there_are():
 def test_noise_and_cohorts_do_not_follow_from_the_seed_that_sites_know(tmp_path, sampling):
     pytest.importorskip("dp_accounting")
     privacy = {"clip": 0.5, "noise_multiplier": 0.3, "sampling": sampling}
-    options = {"algorithm": {"name": "fedavg", "weighted": False}, "privacy": privacy, "rounds": 6, "per_round": 2}
+    options = {
+        "algorithm": {"name": "fedavg", "weighted": False},
+        "privacy": privacy,
+        "rounds": 6,
+        "per_round": 2,
+    }
     cohorts, models = [], []
     for number in range(2):
         given = grid(tmp_path / str(number), **options)

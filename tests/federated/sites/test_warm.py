@@ -31,8 +31,8 @@ from tests.federated.simulating import CPU
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
-    """One thread here and in the simulation's worker: statistics of BatchNorm on a processor have other last bits with two, and
-    how many an earlier test has left here is not known."""
+    """One thread here and in the simulation's worker: statistics of BatchNorm on a processor have
+    other last bits with two, and how many an earlier test has left here is not known."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -62,10 +62,20 @@ def net(norm=False):
 def define(rows=None, norm=False, model=None, optimizer=None, **options):
     model = model or net(norm)
     given = data() if rows is None else tuple(part[rows] for part in data())
-    made = optimizer(model) if optimizer else torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    made = (
+        optimizer(model) if optimizer else torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
     strategy = Federated(**{"local_epochs": 2, "rounds": 3, **options})
     datasets = {"batch_size": 4, "train": TensorDataset(*given)}
-    return Definition(model, nn.CrossEntropyLoss(), made, datasets, strategy, SupervisedRunner(device="cpu"), seed=SEED)
+    return Definition(
+        model,
+        nn.CrossEntropyLoss(),
+        made,
+        datasets,
+        strategy,
+        SupervisedRunner(device="cpu"),
+        seed=SEED,
+    )
 
 
 def rows_of(client):
@@ -74,25 +84,44 @@ def rows_of(client):
 
 
 def simulate(tmp_path, norm=False, **options):
-    definition = define(norm=norm, partition=[list(rows_of(client)) for client in range(len(SIZES))], **options)
+    definition = define(
+        norm=norm, partition=[list(rows_of(client)) for client in range(len(SIZES))], **options
+    )
     SupervisedRunner(device="cpu").train(
-        model=definition.model, criterion=definition.criterion, optimizer=definition.optimizer, datasets=definition.datasets,
-        distributed=definition.strategy, seed=SEED, verbose=False, workers=1,
-    )  # fmt: skip
+        model=definition.model,
+        criterion=definition.criterion,
+        optimizer=definition.optimizer,
+        datasets=definition.datasets,
+        distributed=definition.strategy,
+        seed=SEED,
+        verbose=False,
+        workers=1,
+    )
     return definition.model
 
 
 class Serving:
-    """The server's arithmetic, with nothing of a simulation's clients: a request to each site, and the replies in any order."""
+    """The server's arithmetic, with nothing of a simulation's clients: a request to each site, and
+    the replies in any order."""
 
     def __init__(self, tmp_path, norm=False, token=None, **options):
         self.definition = define(norm=norm, **options)
         strategy, model = self.definition.strategy, self.definition.model
-        self.sites = [SiteWorker(define(rows_of(client), norm=norm, **options), name, tmp_path / name, token)
-                      for client, name in enumerate(NAMES)]  # fmt: skip
+        self.sites = [
+            SiteWorker(define(rows_of(client), norm=norm, **options), name, tmp_path / name, token)
+            for client, name in enumerate(NAMES)
+        ]
         self.algorithm, local = strategy.algorithm, self.sites[0].local
         layout = Layout(model, local.optimizer.groups)
-        self.server = Server(layout, layout.read(model), layout.read_integers(model), CPU, len(SIZES), SEED, local=local)
+        self.server = Server(
+            layout,
+            layout.read(model),
+            layout.read_integers(model),
+            CPU,
+            len(SIZES),
+            SEED,
+            local=local,
+        )
         self.server.num_samples = sum(SIZES)
         self.server.own = self.sites[0].placed.rounds.server.own
         self.algorithm.begin(self.server)
@@ -101,8 +130,18 @@ class Serving:
 
     def request(self, who, kind="train", **changed):
         server = self.server
-        config = {"kind": kind, "run": "trial", "round": server.round, "client": who, "clients": len(SIZES), "seed": SEED,
-                  "lr": 0.1, "cohort": len(SIZES), "since": self.since[who], **changed}  # fmt: skip
+        config = {
+            "kind": kind,
+            "run": "trial",
+            "round": server.round,
+            "client": who,
+            "clients": len(SIZES),
+            "seed": SEED,
+            "lr": 0.1,
+            "cohort": len(SIZES),
+            "since": self.since[who],
+            **changed,
+        }
         model = {"row": server.weights, **self.algorithm.beside(server)}
         if server.layout.integers:
             model["integers"] = server.integers
@@ -111,7 +150,11 @@ class Serving:
 
     def expected(self):
         server = self.server
-        integers = {"integers": (torch.int64, tuple(server.integers.shape))} if server.layout.integers else {}
+        integers = (
+            {"integers": (torch.int64, tuple(server.integers.shape))}
+            if server.layout.integers
+            else {}
+        )
         return {"update": (server.layout.dtype, (server.layout.length,)), **integers}
 
     def round(self, absent=(), dropped=()):
@@ -123,7 +166,10 @@ class Serving:
         if server.layout.integers:
             lengths["integers"] = len(server.integers)
         sums = Sums(lengths, len(cohort), (*FIGURES, *algorithm.figures()), scale, CPU)
-        replies = [(slot, client, self.sites[client].handle(self.request(client))) for slot, client in enumerate(cohort)]
+        replies = [
+            (slot, client, self.sites[client].handle(self.request(client)))
+            for slot, client in enumerate(cohort)
+        ]
         self.order.shuffle(replies)
         for slot, client, reply in replies:
             assert reply["allhands"]["status"] == "ok", reply["allhands"]
@@ -131,13 +177,27 @@ class Serving:
                 continue
             update, figures = unpack(reply["update"], self.expected()), reply["figures"]
             row = update["update"][None]
-            trained = Trained([client], [slot], row, server.weights, *(torch.tensor([figures[name]], dtype=torch.float64) for name
-                              in ("samples", "steps", "loss")), received=row)  # fmt: skip
-            trained.own = {name: torch.zeros(1, length) for name, length in algorithm.client_state(server).items()}
+            trained = Trained(
+                [client],
+                [slot],
+                row,
+                server.weights,
+                *(
+                    torch.tensor([figures[name]], dtype=torch.float64)
+                    for name in ("samples", "steps", "loss")
+                ),
+                received=row,
+            )
+            trained.own = {
+                name: torch.zeros(1, length)
+                for name, length in algorithm.client_state(server).items()
+            }
             if server.layout.integers:
                 sums.add("integers", update["integers"][None] - server.integers, trained.samples)
             algorithm.contribute(trained, server, sums)
-            sums.note([slot], ok=1.0, samples=trained.samples, steps=trained.steps, loss=trained.loss)
+            sums.note(
+                [slot], ok=1.0, samples=trained.samples, steps=trained.steps, loss=trained.loss
+            )
         for client in taken:
             self.since[client] = server.round
         algorithm.aggregate(server, sums)
@@ -182,14 +242,19 @@ def test_rounds_across_sites_are_the_simulation_s_to_the_bit(case, tmp_path):
     for _ in range(3):
         serving.round()
     assert_same(serving.model(), simulate(tmp_path, **case))
-    assert any(not torch.equal(a, b) for a, b in zip(start.parameters(), serving.model().parameters(), strict=True))
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(start.parameters(), serving.model().parameters(), strict=True)
+    )
 
 
 def test_what_is_narrowed_is_sent_in_fewer_bytes(tmp_path):
     def sent(**options):
         serving = Serving(tmp_path / str(len(options)), **options)
         update = serving.sites[0].handle(serving.request(0))["update"]
-        return set(update), sum(len(array.data) - 128 for array in update.values())  # without NumPy's headers
+        return set(update), sum(
+            len(array.data) - 128 for array in update.values()
+        )  # without NumPy's headers
 
     names, whole = sent()
     assert names == {"update"}
@@ -201,17 +266,25 @@ def test_what_is_narrowed_is_sent_in_fewer_bytes(tmp_path):
     assert part < whole / 2
 
 
-@pytest.mark.parametrize("case", [{"algorithm": "scaffold"}, {"algorithm": "fedbn", "norm": True, "compress": "1bit"}])
+@pytest.mark.parametrize(
+    "case", [{"algorithm": "scaffold"}, {"algorithm": "fedbn", "norm": True, "compress": "1bit"}]
+)
 def test_what_a_site_keeps_survives_its_restart(case, tmp_path):
     serving = Serving(tmp_path, **case)
     for _ in range(3):
         serving.round()
-        serving.sites = [SiteWorker(define(rows_of(client), **case), name, tmp_path / name) for client, name in enumerate(NAMES)]
+        serving.sites = [
+            SiteWorker(define(rows_of(client), **case), name, tmp_path / name)
+            for client, name in enumerate(NAMES)
+        ]
     assert_same(serving.model(), simulate(tmp_path, **case))
 
 
 def test_an_update_that_the_server_did_not_take_leaves_no_trace_at_the_site(tmp_path):
-    plain, dropping = Serving(tmp_path / "a", algorithm="scaffold"), Serving(tmp_path / "b", algorithm="scaffold")
+    plain, dropping = (
+        Serving(tmp_path / "a", algorithm="scaffold"),
+        Serving(tmp_path / "b", algorithm="scaffold"),
+    )
     for serving in (plain, dropping):
         serving.round()
     for client in (0, 2):  # trained, and the answers came too late
@@ -227,7 +300,11 @@ def test_a_server_that_goes_back_one_round_finds_what_the_site_had(tmp_path):
     serving = Serving(tmp_path, algorithm="scaffold")
     serving.round()
     serving.round()
-    kept = serving.server.weights.clone(), copy.deepcopy(serving.algorithm.state_dict()), dict(serving.since)
+    kept = (
+        serving.server.weights.clone(),
+        copy.deepcopy(serving.algorithm.state_dict()),
+        dict(serving.since),
+    )
     serving.round()
     first = row_of(serving)
     serving.server.weights.copy_(kept[0])
@@ -248,7 +325,15 @@ def test_a_state_that_is_gone_is_refused_by_name(tmp_path):
 
 
 def greet(site, description, **more):
-    return site.handle(RecordDict({"allhands": ConfigRecord({"kind": "hello", "description": json.dumps(description), **more})}))
+    return site.handle(
+        RecordDict(
+            {
+                "allhands": ConfigRecord(
+                    {"kind": "hello", "description": json.dumps(description), **more}
+                )
+            }
+        )
+    )
 
 
 def description_of(serving, **changed):
@@ -269,7 +354,11 @@ def test_a_site_greets_with_how_many_samples_it_has_and_that_it_knows_its_token(
     [
         ({"model": nn.Linear(6, 3)}, "the model has no '0.weight' here"),
         (
-            {"model": nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Dropout(), nn.Linear(9, 4), nn.Linear(4, 3))},
+            {
+                "model": nn.Sequential(
+                    nn.Linear(6, 9), nn.ReLU(), nn.Dropout(), nn.Linear(9, 4), nn.Linear(4, 3)
+                )
+            },
             "the model has a '4.weight' here",
         ),
         (
@@ -278,8 +367,14 @@ def test_a_site_greets_with_how_many_samples_it_has_and_that_it_knows_its_token(
         ),
         ({"algorithm": "fedprox"}, "algorithm is 'fedprox' here and 'fedavg' at the server"),
         ({"local_epochs": 1}, "local_epochs is 1 here and 2 at the server"),
-        ({"optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.9)}, "optimizer.lr is 0.2 here and 0.1"),
-        ({"optimizer": lambda m: torch.optim.Adam(m.parameters())}, "optimizer is 'Adam' here and 'SGD' at the server"),
+        (
+            {"optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.9)},
+            "optimizer.lr is 0.2 here and 0.1",
+        ),
+        (
+            {"optimizer": lambda m: torch.optim.Adam(m.parameters())},
+            "optimizer is 'Adam' here and 'SGD' at the server",
+        ),
         ({"compress": "int8"}, "compress is 'int8' here and None at the server"),
         ({"local_layers": ["3"]}, "local_layers is"),
     ],
@@ -298,11 +393,23 @@ def test_labels_and_versions_are_compared(tmp_path):
     definition.labels = ["cat", "dog", "owl"]
     site = SiteWorker(definition, "north", tmp_path / "other")
     theirs = {**description_of(serving), "labels": ["dog", "cat", "owl"]}
-    assert greet(site, theirs)["allhands"]["reason"] == "the classes are cat, dog, owl here and dog, cat, owl at the server"
+    assert (
+        greet(site, theirs)["allhands"]["reason"]
+        == "the classes are cat, dog, owl here and dog, cat, owl at the server"
+    )
     assert greet(site, {**theirs, "labels": None})["allhands"]["status"] == "ok"
-    unnamed = greet(SiteWorker(define(rows_of(0)), "north", tmp_path / "more"), {**theirs, "labels": ["dog", "cat"]})
-    assert unnamed["allhands"]["reason"] == "a sample here is of class 2, and the server names 2 classes, from 0"
-    assert "install the server's version" in greet(site, {**theirs, "allhands": "9.9"})["allhands"]["reason"]
+    unnamed = greet(
+        SiteWorker(define(rows_of(0)), "north", tmp_path / "more"),
+        {**theirs, "labels": ["dog", "cat"]},
+    )
+    assert (
+        unnamed["allhands"]["reason"]
+        == "a sample here is of class 2, and the server names 2 classes, from 0"
+    )
+    assert (
+        "install the server's version"
+        in greet(site, {**theirs, "allhands": "9.9"})["allhands"]["reason"]
+    )
     for wrong in ([], {}, {"allhands": theirs["allhands"], "weights": 3}, None):
         assert greet(site, wrong)["allhands"]["reason"] == "the server's description cannot be read"
 
@@ -336,10 +443,19 @@ def test_weights_of_another_shape_or_with_nan_are_refused(tmp_path):
     request["model"] = ArrayRecord({"row": Array(torch.zeros(7).numpy())})
     assert "'row' is [7], and must be" in serving.sites[0].handle(request)["allhands"]["reason"]
     del request["model"]
-    assert serving.sites[0].handle(request)["allhands"]["reason"] == "the message has no arrays 'model'"
-    assert serving.sites[0].handle(RecordDict())["allhands"]["reason"] == "the message is none of allhands'"
+    assert (
+        serving.sites[0].handle(request)["allhands"]["reason"]
+        == "the message has no arrays 'model'"
+    )
+    assert (
+        serving.sites[0].handle(RecordDict())["allhands"]["reason"]
+        == "the message is none of allhands'"
+    )
     serving.server.weights[5] = float("nan")
-    assert serving.sites[0].handle(serving.request(0))["allhands"]["reason"] == "the server's 'row' holds NaN or Inf"
+    assert (
+        serving.sites[0].handle(serving.request(0))["allhands"]["reason"]
+        == "the server's 'row' holds NaN or Inf"
+    )
 
 
 def test_a_training_that_fails_or_diverges_is_told_and_the_next_one_works(tmp_path, capsys):
@@ -355,7 +471,10 @@ def test_a_training_that_fails_or_diverges_is_told_and_the_next_one_works(tmp_pa
     definition.runner = Broken(device="cpu")
     serving = Serving(tmp_path)
     site = SiteWorker(definition, "north", tmp_path / "other")
-    assert site.handle(serving.request(0))["allhands"]["reason"] == "ZeroDivisionError: the sensor is off"
+    assert (
+        site.handle(serving.request(0))["allhands"]["reason"]
+        == "ZeroDivisionError: the sensor is off"
+    )
     definition.runner.fails = False
     assert site.handle(serving.request(0))["allhands"]["status"] == "ok"
     reply = site.handle(serving.request(0, lr=1e30))
@@ -368,7 +487,9 @@ def test_rates_and_options_of_a_schedule_are_the_server_s(tmp_path):
     serving = Serving(tmp_path)
     site = serving.sites[0]
     plain = unpack(site.handle(serving.request(0))["update"], serving.expected())["update"]
-    slower = unpack(site.handle(serving.request(0, lr=[0.05]))["update"], serving.expected())["update"]
+    slower = unpack(site.handle(serving.request(0, lr=[0.05]))["update"], serving.expected())[
+        "update"
+    ]
     changed = serving.request(0, options=json.dumps([{"momentum": 0.0}]))
     still = unpack(site.handle(changed)["update"], serving.expected())["update"]
     assert site.local.optimizer.options[0]["momentum"] == 0.0

@@ -30,7 +30,11 @@ def train(state):
             state.optimizer.step()
             state.sampler.record_batch(index, 4)
             state.steps += 1
-            if state.steps == args.lose and hvd.rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if (
+                state.steps == args.lose
+                and hvd.rank() == 1
+                and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+            ):
                 os.kill(os.getpid(), signal.SIGKILL)
             if state.steps % 2 == 0:
                 state.commit()
@@ -39,8 +43,15 @@ def train(state):
 
 
 state = hvd.elastic.TorchState(
-    model=model, optimizer=optimizer, sampler=hvd.elastic.ElasticSampler(data, seed=3), epoch=0, steps=0
+    model=model,
+    optimizer=optimizer,
+    sampler=hvd.elastic.ElasticSampler(data, seed=3),
+    epoch=0,
+    steps=0,
 )
 state.register_reset_callbacks([lambda: print(f"reset: {hvd.size()} workers, step {state.steps}")])
 train(state)
-print(f"rank {hvd.rank()}: {state.steps} steps, weights {[round(x, 9) for x in model.weight.flatten().tolist()]}")
+print(
+    f"rank {hvd.rank()}: {state.steps} steps, weights "
+    f"{[round(x, 9) for x in model.weight.flatten().tolist()]}"
+)

@@ -1,4 +1,5 @@
-"""Handwritten digits with Horovod and Keras, as its users' scripts do it: a rate that warms up, metrics of all workers."""
+"""Handwritten digits with Horovod and Keras, as its users' scripts do it: a rate that warms up,
+metrics of all workers."""
 
 import argparse
 import os
@@ -23,7 +24,9 @@ if gpus:
 
 with np.load(os.path.join(args.data, "mnist_train.npz")) as file:
     images, labels = file["x"][: args.samples], file["y"][: args.samples]
-dataset = tf.data.Dataset.from_tensor_slices((tf.cast(images[..., tf.newaxis] / 255.0, tf.float32), tf.cast(labels, tf.int64)))
+dataset = tf.data.Dataset.from_tensor_slices(
+    (tf.cast(images[..., tf.newaxis] / 255.0, tf.float32), tf.cast(labels, tf.int64))
+)
 dataset = dataset.shard(hvd.size(), hvd.rank()).repeat().shuffle(1000, seed=hvd.rank()).batch(32)
 
 layers = tf.keras.layers
@@ -41,7 +44,9 @@ model = tf.keras.Sequential(
 )
 
 scaled_lr = 0.002 * hvd.size()
-opt = hvd.DistributedOptimizer(tf.optimizers.Adam(scaled_lr), backward_passes_per_step=1, average_aggregated_gradients=True)
+opt = hvd.DistributedOptimizer(
+    tf.optimizers.Adam(scaled_lr), backward_passes_per_step=1, average_aggregated_gradients=True
+)
 model.compile(loss=tf.losses.SparseCategoricalCrossentropy(), optimizer=opt, metrics=["accuracy"])
 
 callbacks = [
@@ -53,7 +58,14 @@ if hvd.rank() == 0:
     callbacks.append(tf.keras.callbacks.ModelCheckpoint("./checkpoint-{epoch}.h5"))
 
 history = model.fit(
-    dataset, steps_per_epoch=args.samples // 32 // hvd.size(), callbacks=callbacks, epochs=args.epochs, verbose=0
+    dataset,
+    steps_per_epoch=args.samples // 32 // hvd.size(),
+    callbacks=callbacks,
+    epochs=args.epochs,
+    verbose=0,
 ).history
 weights = sum(float(np.abs(weight).sum()) for weight in model.get_weights())
-print(f"rank {hvd.rank()} of {hvd.size()}: accuracy {history['accuracy'][-1]:.4f}, weights {weights:.6f}")
+print(
+    f"rank {hvd.rank()} of {hvd.size()}: accuracy {history['accuracy'][-1]:.4f}, weights "
+    f"{weights:.6f}"
+)

@@ -1,4 +1,5 @@
-"""Handwritten digits with Horovod and PyTorch, as its users' scripts do it: every worker has a part of the data."""
+"""Handwritten digits with Horovod and PyTorch, as its users' scripts do it: every worker has a part
+of the data."""
 
 import argparse
 import os
@@ -90,7 +91,10 @@ def main():
             loss.backward()
             optimizer.step()
             if batch % args.log_interval == 0:
-                print(f"Train Epoch: {epoch} [{batch * len(images)}/{len(train_sampler)}]\tLoss: {loss.item():.6f}")
+                print(
+                    f"Train Epoch: {epoch} [{batch * len(images)}/{len(train_sampler)}]\tLoss: "
+                    f"{loss.item():.6f}"
+                )
         model.eval()
         total, right = 0.0, 0.0
         with torch.no_grad():

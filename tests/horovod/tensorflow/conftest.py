@@ -1,4 +1,5 @@
-"""These tests run in an environment with TensorFlow: make test-tensorflow. Elsewhere they are not collected."""
+"""These tests run in an environment with TensorFlow: make test-tensorflow. Elsewhere they are not
+collected."""
 
 from __future__ import annotations
 

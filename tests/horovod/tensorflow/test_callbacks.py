@@ -31,7 +31,9 @@ def model_of(optimizer: Any, seed: int = 1) -> Any:
 
 def fit(model: Any, *used: Any, epochs: int = 1, steps: int = 2) -> Any:
     inputs = np.ones((2 * steps, 2), np.float32) * (hvd.rank() + 1)
-    return model.fit(inputs, inputs[:, :1], batch_size=2, epochs=epochs, callbacks=list(used), verbose=0).history
+    return model.fit(
+        inputs, inputs[:, :1], batch_size=2, epochs=epochs, callbacks=list(used), verbose=0
+    ).history
 
 
 class Watch(tf.keras.callbacks.Callback):
@@ -46,19 +48,31 @@ class Watch(tf.keras.callbacks.Callback):
 
 
 def _broadcast(built: bool) -> Any:
-    model = model_of(hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.1, momentum=0.9)), seed=1 + hvd.rank())
+    model = model_of(
+        hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.1, momentum=0.9)), seed=1 + hvd.rank()
+    )
     if not built:
         model = tf.keras.Sequential(
-            [tf.keras.layers.Dense(1, kernel_initializer=tf.keras.initializers.GlorotUniform(hvd.rank()))]
+            [
+                tf.keras.layers.Dense(
+                    1, kernel_initializer=tf.keras.initializers.GlorotUniform(hvd.rank())
+                )
+            ]
         )
-        model.compile(hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.1)), "mse", run_eagerly=True)
-    weights = Watch(lambda model: [weight.tolist() for weight in model.get_weights()] if model.built else None)
+        model.compile(
+            hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.1)), "mse", run_eagerly=True
+        )
+    weights = Watch(
+        lambda model: [weight.tolist() for weight in model.get_weights()] if model.built else None
+    )
     fit(model, callbacks.BroadcastGlobalVariablesCallback(0), weights)
     seeds = [v.numpy().tolist() for v in model.variables if v.name == "seed_generator_state"]
     return weights.seen[0], [weight.tolist() for weight in model.get_weights()], seeds
 
 
-def test_all_ranks_begin_with_the_weights_of_the_root_and_keep_their_own_dropout(workers: Workers) -> None:
+def test_all_ranks_begin_with_the_weights_of_the_root_and_keep_their_own_dropout(
+    workers: Workers,
+) -> None:
     (first, last, seeds), (first_too, last_too, other_seeds) = workers(_broadcast, True)
     assert first == first_too  # before the first batch
     assert last == last_too
@@ -86,8 +100,12 @@ def test_local_variables_are_left_alone(workers: Workers) -> None:
 
 def _metrics() -> Any:
     seen: list[float] = []
-    last = tf.keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(logs["loss"]))
-    model = tf.keras.Sequential([tf.keras.layers.Input((2,)), tf.keras.layers.Dense(1, kernel_initializer="zeros")])
+    last = tf.keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: seen.append(logs["loss"])
+    )
+    model = tf.keras.Sequential(
+        [tf.keras.layers.Input((2,)), tf.keras.layers.Dense(1, kernel_initializer="zeros")]
+    )
     model.compile(tf.keras.optimizers.SGD(0.0), "mse")
     history = fit(model, callbacks.MetricAverageCallback(), last)
     return history["loss"], seen
@@ -111,8 +129,16 @@ def _rates(name: str, options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("name", "options", "rates"),
     [
-        ("LearningRateWarmupCallback", {"initial_lr": 0.8, "warmup_epochs": 2}, [0.5, 0.6, 0.7, 0.8, 0.8, 0.8]),
-        ("LearningRateScheduleCallback", {"initial_lr": 0.8, "multiplier": 0.5}, [0.8, 0.8, 0.4, 0.4, 0.2, 0.2]),
+        (
+            "LearningRateWarmupCallback",
+            {"initial_lr": 0.8, "warmup_epochs": 2},
+            [0.5, 0.6, 0.7, 0.8, 0.8, 0.8],
+        ),
+        (
+            "LearningRateScheduleCallback",
+            {"initial_lr": 0.8, "multiplier": 0.5},
+            [0.8, 0.8, 0.4, 0.4, 0.2, 0.2],
+        ),
         (
             "LearningRateScheduleCallback",
             {"initial_lr": 0.4, "multiplier": 0.5, "start_epoch": 1, "end_epoch": 2},
@@ -125,7 +151,9 @@ def _rates(name: str, options: dict[str, Any]) -> Any:
         ),
     ],
 )
-def test_learning_rates(workers: Workers, name: str, options: dict[str, Any], rates: list[float]) -> None:
+def test_learning_rates(
+    workers: Workers, name: str, options: dict[str, Any], rates: list[float]
+) -> None:
     for seen, logged in workers(_rates, name, options):
         np.testing.assert_allclose(seen, rates, rtol=1e-6)
         np.testing.assert_allclose(logged, rates[1::2], rtol=1e-6)
@@ -134,11 +162,20 @@ def test_learning_rates(workers: Workers, name: str, options: dict[str, Any], ra
 def _momentum(correction: bool) -> list[float]:
     """The velocity after two batches with a gradient of 1, the second at a tenth of the rate."""
     model = tf.keras.Sequential(
-        [tf.keras.layers.Input((1,)), tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+        [
+            tf.keras.layers.Input((1,)),
+            tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
+        ]
     )
     model.compile(tf.keras.optimizers.SGD(1.0, momentum=0.5), lambda target, given: given)
     schedule = callbacks.LearningRateScheduleCallback(1.0, 0.1, momentum_correction=correction)
-    model.fit(np.ones((1, 1), np.float32), np.ones((1, 1), np.float32), epochs=2, callbacks=[schedule], verbose=0)
+    model.fit(
+        np.ones((1, 1), np.float32),
+        np.ones((1, 1), np.float32),
+        epochs=2,
+        callbacks=[schedule],
+        verbose=0,
+    )
     return model.optimizer.momentums[0].numpy().ravel().tolist()
 
 
@@ -153,7 +190,12 @@ def test_what_cannot_be_scheduled_is_refused() -> None:
         callbacks.LearningRateWarmupCallback(None)
     model = model_of(tf.keras.optimizers.SGD(tf.keras.optimizers.schedules.CosineDecay(0.1, 10)))
     with pytest.raises(ValueError, match="give the optimizer a number"):
-        model.fit(np.ones((2, 2)), np.ones((2, 1)), callbacks=[callbacks.LearningRateScheduleCallback(0.1, 0.5)], verbose=0)
+        model.fit(
+            np.ones((2, 2)),
+            np.ones((2, 1)),
+            callbacks=[callbacks.LearningRateScheduleCallback(0.1, 0.5)],
+            verbose=0,
+        )
     endless = tf.data.Dataset.from_tensors((np.ones((2, 2)), np.ones((2, 1)))).repeat()
     model = model_of(tf.keras.optimizers.SGD(0.1))
     with pytest.raises(ValueError, match="set steps_per_epoch"):

@@ -66,14 +66,37 @@ def _all_kinds() -> list[list[Any]]:
 
 
 def test_every_collective_gives_the_same_eagerly_and_in_a_function(workers: Workers) -> None:
-    shared = [[1.5, 3.0], [3.0, 6.0], [1.0, -4.0], [2.0, -2.0], [2.0, 18.0], [1.5, 4.5], 0.75, [1.0, 2.0, 4.0], [2.0, 4.0]]
+    shared = [
+        [1.5, 3.0],
+        [3.0, 6.0],
+        [1.0, -4.0],
+        [2.0, -2.0],
+        [2.0, 18.0],
+        [1.5, 4.5],
+        0.75,
+        [1.0, 2.0, 4.0],
+        [2.0, 4.0],
+    ]
     own = [
         [[0.0, 1.0, 10.0, 11.0], [0.0, 10.0], [1.0, 1.0], [[1.0, 3.0], [5.0, 7.0]]],
         [[2.0, 3.0, 12.0, 13.0], [1.0, 2.0, 3.0, 11.0, 12.0, 13.0], [3.0, 3.0], [[9.0, 11.0]]],
     ]
     halves = [[[0.5, 1.5], [2.5, 3.5]], [[4.5, 5.5]]]
     for rank, (eager, graph) in enumerate(workers(_all_kinds)):
-        expected = [*shared, *own[rank], [3.0], [12.0], [1.0, 2.0], [2.0, 4.0], halves[rank], 2.0, rank, rank, 2.0, 1.0]
+        expected = [
+            *shared,
+            *own[rank],
+            [3.0],
+            [12.0],
+            [1.0, 2.0],
+            [2.0, 4.0],
+            halves[rank],
+            2.0,
+            rank,
+            rank,
+            2.0,
+            1.0,
+        ]
         for given, wanted in zip(eager, expected, strict=True):
             np.testing.assert_allclose(given, wanted, rtol=1e-6)
         for given, wanted in zip(graph, expected, strict=True):
@@ -108,7 +131,9 @@ def test_unsigned_integers_travel_but_are_not_added_up(workers: Workers) -> None
 def _narrowed() -> list[float]:
     value = tf.constant([1 + 2**-12])
     compressions = (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16)
-    return [hvd.allreduce(value, compression=compression).numpy().item() for compression in compressions]
+    return [
+        hvd.allreduce(value, compression=compression).numpy().item() for compression in compressions
+    ]
 
 
 def test_compression_narrows_what_travels(workers: Workers) -> None:
@@ -242,7 +267,9 @@ def _mismatches() -> list[str]:
 def test_what_differs_over_ranks_is_named_on_all_of_them(workers: Workers) -> None:
     values = [("[3]", "[4]"), ("float32", "float64"), ("Sum", "Max"), ("0", "1")]
     for texts in workers(_mismatches):
-        for text, (first, second) in zip(texts, [pair for pair in values for _ in range(2)], strict=True):
+        for text, (first, second) in zip(
+            texts, [pair for pair in values for _ in range(2)], strict=True
+        ):
             assert "HorovodInternalError" in text or text.startswith(("allreduce", "broadcast"))
             for word in ("'weights'", "rank 0", "rank 1", first, second):
                 assert word in text, text
@@ -264,7 +291,10 @@ def _missing() -> str:
         time.sleep(4)  # longer than the other waits
         return ""
     finally:
-        del os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"], os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"]
+        del (
+            os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"],
+            os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"],
+        )
         _restarted()
 
 
@@ -335,7 +365,9 @@ def test_a_rank_without_data_joins_and_gives_zeros(workers: Workers) -> None:
 def _subset() -> Any:
     alone = hvd.add_process_set([1])
     try:
-        value = hvd.allreduce(mine(1), process_set=alone).numpy().item() if alone.included() else None
+        value = (
+            hvd.allreduce(mine(1), process_set=alone).numpy().item() if alone.included() else None
+        )
         return value, hvd.process_set_included_op(alone.process_set_id).numpy().item()
     finally:
         hvd.remove_process_set(alone)

@@ -1,4 +1,5 @@
-"""States of TensorFlow trainings: committed, restored, the same on all ranks, and taken up by workers that were started again."""
+"""States of TensorFlow trainings: committed, restored, the same on all ranks, and taken up by
+workers that were started again."""
 
 from __future__ import annotations
 
@@ -49,8 +50,12 @@ def _kept() -> Any:
             elastic.UpdateBatchStateCallback(state),
             elastic.CommitStateCallback(state, 2),
         ]
-        watch = tf.keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append((state.epoch, state.batch)))
-        model.fit(inputs, inputs[:, :1], batch_size=2, epochs=2, callbacks=[*callbacks, watch], verbose=0)
+        watch = tf.keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: seen.append((state.epoch, state.batch))
+        )
+        model.fit(
+            inputs, inputs[:, :1], batch_size=2, epochs=2, callbacks=[*callbacks, watch], verbose=0
+        )
         return first
 
     first = train(state)
@@ -82,11 +87,15 @@ def _started_again(folder: str) -> Any:
         hvd.barrier()
         patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
         other = tf.Variable(tf.zeros([2], tf.bfloat16))
-        found = hvd.elastic.run(lambda state: state.step)(hvd.elastic.TensorFlowState([other], step=0))
+        found = hvd.elastic.run(lambda state: state.step)(
+            hvd.elastic.TensorFlowState([other], step=0)
+        )
         return found, other.numpy().astype(float).tolist()
 
 
-def test_workers_that_are_started_again_take_up_the_commit(workers: Workers, tmp_path: Path) -> None:
+def test_workers_that_are_started_again_take_up_the_commit(
+    workers: Workers, tmp_path: Path
+) -> None:
     assert workers(_started_again, str(tmp_path)) == [(3, [1.5, 0.0])] * 2
     assert not any(tmp_path.iterdir())
 

@@ -22,7 +22,9 @@ def network() -> Any:
     return tf.keras.Sequential(
         [
             layers.Input((8, 8, 3)),
-            layers.Conv2D(4, 3, activation="relu", kernel_initializer=tf.keras.initializers.GlorotUniform(1)),
+            layers.Conv2D(
+                4, 3, activation="relu", kernel_initializer=tf.keras.initializers.GlorotUniform(1)
+            ),
             layers.Flatten(),
             layers.Dense(5, kernel_initializer=tf.keras.initializers.GlorotUniform(2)),
         ]
@@ -46,7 +48,13 @@ def trained(distributed: bool, in_function: bool, **options: Any) -> list[Any]:
             value = loss(labels, model(images, training=True))
         if distributed:
             tape = hvd.DistributedGradientTape(tape, **options)
-        optimizer.apply_gradients(zip(tape.gradient(value, model.trainable_variables), model.trainable_variables, strict=True))
+        optimizer.apply_gradients(
+            zip(
+                tape.gradient(value, model.trainable_variables),
+                model.trainable_variables,
+                strict=True,
+            )
+        )
 
     run = tf.function(step) if in_function else step
     for number in range(4):
@@ -57,7 +65,9 @@ def trained(distributed: bool, in_function: bool, **options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("in_function", [True, False])
-def test_two_workers_train_as_one_process_with_all_samples(workers: Workers, in_function: bool) -> None:
+def test_two_workers_train_as_one_process_with_all_samples(
+    workers: Workers, in_function: bool
+) -> None:
     alone = trained(False, in_function)
     for weights in workers(trained, True, in_function):
         for ours, wanted in zip(weights, alone, strict=True):
@@ -67,12 +77,21 @@ def test_two_workers_train_as_one_process_with_all_samples(workers: Workers, in_
 def _trained_with_options() -> list[list[Any]]:
     plain = trained(True, True)
     return [
-        [np.abs(ours - wanted).max() for ours, wanted in zip(trained(True, True, **options), plain, strict=True)]
-        for options in ({"groups": 2}, {"gradient_predivide_factor": 2.0}, {"compression": hvd.Compression.fp16})
+        [
+            np.abs(ours - wanted).max()
+            for ours, wanted in zip(trained(True, True, **options), plain, strict=True)
+        ]
+        for options in (
+            {"groups": 2},
+            {"gradient_predivide_factor": 2.0},
+            {"compression": hvd.Compression.fp16},
+        )
     ]
 
 
-def test_groups_and_predivision_change_rounding_only_and_compression_little(workers: Workers) -> None:
+def test_groups_and_predivision_change_rounding_only_and_compression_little(
+    workers: Workers,
+) -> None:
     for grouped, predivided, narrowed in workers(_trained_with_options):
         assert max(grouped) < 1e-6
         assert max(predivided) < 1e-6
@@ -81,7 +100,12 @@ def test_groups_and_predivision_change_rounding_only_and_compression_little(work
 
 def _special() -> list[Any]:
     rank = hvd.rank()
-    table, weight, unused, own = tf.Variable(tf.ones([4, 2])), tf.Variable([1.0, 2.0]), tf.Variable(1.0), tf.Variable(3.0)
+    table, weight, unused, own = (
+        tf.Variable(tf.ones([4, 2])),
+        tf.Variable([1.0, 2.0]),
+        tf.Variable(1.0),
+        tf.Variable(3.0),
+    )
 
     def gradients(**options: Any) -> list[Any]:
         with tf.GradientTape() as tape:
@@ -92,7 +116,12 @@ def _special() -> list[Any]:
         slices, dense, missing, local = tape.gradient(loss, [table, weight, unused, own])
         assert missing is None
         sparse = isinstance(slices, tf.IndexedSlices)
-        return [sparse, tf.convert_to_tensor(slices).numpy().tolist(), dense.numpy().tolist(), local.numpy().item()]
+        return [
+            sparse,
+            tf.convert_to_tensor(slices).numpy().tolist(),
+            dense.numpy().tolist(),
+            local.numpy().item(),
+        ]
 
     return [
         gradients(),
@@ -110,14 +139,21 @@ def test_slices_missing_gradients_and_local_sources(workers: Workers) -> None:
 
 
 def _layers_left_alone() -> list[Any]:
-    first, second = tf.keras.layers.Dense(1, kernel_initializer="ones"), tf.keras.layers.Dense(1, kernel_initializer="ones")
+    first, second = (
+        tf.keras.layers.Dense(1, kernel_initializer="ones"),
+        tf.keras.layers.Dense(1, kernel_initializer="ones"),
+    )
     value = tf.ones([1, 1]) * (hvd.rank() + 1)
     with tf.GradientTape(persistent=True) as tape:
         loss = second(first(value))
     partial = hvd.PartialDistributedGradientTape(tape, local_layers=first)
     local, shared = partial.get_local_and_global_gradients(loss, [first.kernel, second.kernel])
     nested = hvd.DistributedGradientTape(tape).gradient(loss, {"kernel": second.kernel})
-    return [local[0][1].numpy().item(), shared[0][1].numpy().item(), nested["kernel"].numpy().item()]
+    return [
+        local[0][1].numpy().item(),
+        shared[0][1].numpy().item(),
+        nested["kernel"].numpy().item(),
+    ]
 
 
 def test_partial_tape_leaves_layers_to_each_rank(workers: Workers) -> None:
@@ -177,14 +213,20 @@ def test_groups_are_those_that_were_asked_for(three: Any) -> None:
     together = GradientReduction("tape", groups=[[variables[0], variables[2]]])
     assert together._buckets(gradients, variables) == [[2, 0], [1]]
     with pytest.warns(DeprecationWarning, match="write groups"):
-        assert GradientReduction("tape", num_groups=2)._buckets(gradients, variables) == [[2, 1], [0]]
+        assert GradientReduction("tape", num_groups=2)._buckets(gradients, variables) == [
+            [2, 1],
+            [0],
+        ]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"groups": 0}, "groups=0: write a number of groups from 1"),
-        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor=2.0 needs op=Average; it is op=Sum"),
+        (
+            {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
+            "gradient_predivide_factor=2.0 needs op=Average; it is op=Sum",
+        ),
         ({"op": "average"}, "op='average' is no reduction"),
         ({"device_dense": "/gpu:0"}, "leave device_dense out"),
     ],

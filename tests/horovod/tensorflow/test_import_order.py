@@ -1,4 +1,5 @@
-"""Importing: TensorFlow before torch, and each module alone. In the workers of the other tests torch comes first."""
+"""Importing: TensorFlow before torch, and each module alone. In the workers of the other tests
+torch comes first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The distributed optimizer of Keras 3, in fit and by hand, against one process that sees all samples."""
+"""The distributed optimizer of Keras 3, in fit and by hand, against one process that sees all
+samples."""
 
 from __future__ import annotations
 
@@ -17,9 +18,15 @@ pytestmark = pytest.mark.serial
 
 BATCH = 4  # of each of two workers
 OPTIMIZERS = {
-    "clipped": lambda: tf.keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, global_clipnorm=0.5),
-    "decayed": lambda: tf.keras.optimizers.AdamW(tf.keras.optimizers.schedules.CosineDecay(0.05, 10), weight_decay=0.1),
-    "scaled": lambda: tf.keras.optimizers.LossScaleOptimizer(tf.keras.optimizers.SGD(0.1), initial_scale=4.0),
+    "clipped": lambda: tf.keras.optimizers.SGD(
+        0.1, momentum=0.9, nesterov=True, global_clipnorm=0.5
+    ),
+    "decayed": lambda: tf.keras.optimizers.AdamW(
+        tf.keras.optimizers.schedules.CosineDecay(0.05, 10), weight_decay=0.1
+    ),
+    "scaled": lambda: tf.keras.optimizers.LossScaleOptimizer(
+        tf.keras.optimizers.SGD(0.1), initial_scale=4.0
+    ),
 }
 
 
@@ -28,7 +35,9 @@ def model_of(optimizer: Any, **options: Any) -> Any:
     model = tf.keras.Sequential(
         [
             layers.Input((6,)),
-            layers.Dense(8, activation="tanh", kernel_initializer=tf.keras.initializers.GlorotUniform(1)),
+            layers.Dense(
+                8, activation="tanh", kernel_initializer=tf.keras.initializers.GlorotUniform(1)
+            ),
             layers.Dense(1, kernel_initializer=tf.keras.initializers.GlorotUniform(2)),
         ]
     )
@@ -38,7 +47,9 @@ def model_of(optimizer: Any, **options: Any) -> Any:
 
 def samples() -> tuple[Any, Any]:
     random = np.random.default_rng(0)
-    return random.standard_normal((10 * BATCH, 6)).astype(np.float32), random.standard_normal((10 * BATCH, 1)).astype(np.float32)
+    return random.standard_normal((10 * BATCH, 6)).astype(np.float32), random.standard_normal(
+        (10 * BATCH, 1)
+    ).astype(np.float32)
 
 
 def of_this_rank(rows: Any) -> Any:
@@ -50,9 +61,20 @@ def fitted(which: str, distributed: bool) -> list[Any]:
     inputs, targets = samples()
     optimizer = OPTIMIZERS[which]()
     if distributed:
-        optimizer, inputs, targets = hvd.DistributedOptimizer(optimizer), of_this_rank(inputs), of_this_rank(targets)
+        optimizer, inputs, targets = (
+            hvd.DistributedOptimizer(optimizer),
+            of_this_rank(inputs),
+            of_this_rank(targets),
+        )
     model = model_of(optimizer)
-    model.fit(inputs, targets, batch_size=BATCH if distributed else 2 * BATCH, epochs=2, shuffle=False, verbose=0)
+    model.fit(
+        inputs,
+        targets,
+        batch_size=BATCH if distributed else 2 * BATCH,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+    )
     return [variable.numpy() for variable in model.trainable_variables]
 
 
@@ -67,7 +89,9 @@ def test_fit_on_two_workers_is_fit_of_one_process(workers: Workers, which: str) 
 def _several_passes(average: bool, in_function: bool) -> Any:
     variable, own = tf.Variable([1.0, 2.0]), tf.Variable(1.0)
     optimizer = hvd.DistributedOptimizer(
-        tf.keras.optimizers.SGD(1.0), backward_passes_per_step=2, average_aggregated_gradients=average
+        tf.keras.optimizers.SGD(1.0),
+        backward_passes_per_step=2,
+        average_aggregated_gradients=average,
     )
     optimizer.register_local_var(own)
 
@@ -84,12 +108,15 @@ def _several_passes(average: bool, in_function: bool) -> Any:
 
 @pytest.mark.parametrize("in_function", [True, False])
 @pytest.mark.parametrize("average", [True, False])
-def test_passes_are_added_up_before_they_travel(workers: Workers, average: bool, in_function: bool) -> None:
+def test_passes_are_added_up_before_they_travel(
+    workers: Workers, average: bool, in_function: bool
+) -> None:
     # Passes 1 + 2 and 3 + 4, times 1 and 2 on the ranks, whose average is 1.5.
     size = 0.5 if average else 1.0
     first, second = 3 * 1.5 * size, (3 + 7) * 1.5 * size
     start, once, twice = (
-        [1.0 - moved, 2.0 - 10 * moved, 1.0 - local * size] for moved, local in ((0, 0), (first, 1.0), (second, 2.0))
+        [1.0 - moved, 2.0 - 10 * moved, 1.0 - local * size]
+        for moved, local in ((0, 0), (first, 1.0), (second, 2.0))
     )
     for seen, iterations in workers(_several_passes, average, in_function):
         np.testing.assert_allclose(seen, [start, once, once, twice])
@@ -98,7 +125,9 @@ def test_passes_are_added_up_before_they_travel(workers: Workers, average: bool,
 
 def _sparse(as_dense: bool) -> Any:
     table = tf.Variable(tf.zeros([3, 1]))
-    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(1.0), sparse_as_dense=as_dense, backward_passes_per_step=2)
+    optimizer = hvd.DistributedOptimizer(
+        tf.keras.optimizers.SGD(1.0), sparse_as_dense=as_dense, backward_passes_per_step=2
+    )
     slices = tf.IndexedSlices(tf.ones([1, 1]), tf.constant([hvd.rank()]), tf.constant([3, 1]))
     if not as_dense:
         with pytest.raises(ValueError, match="set sparse_as_dense=True"):
@@ -122,17 +151,30 @@ def _saved_and_loaded(folder: str) -> Any:
     model.save(path)
     plain = tf.keras.models.load_model(path)
     ours = hvd_keras.load_model(path)
-    states = [[v.numpy().tolist() for v in each.optimizer.variables] for each in (model, plain, ours)]
+    states = [
+        [v.numpy().tolist() for v in each.optimizer.variables] for each in (model, plain, ours)
+    ]
     assert states[0] == states[1] == states[2]
     assert type(plain.optimizer) is tf.keras.optimizers.Adam
     before = model.get_weights()
     for each in (model, ours):
-        each.fit(of_this_rank(inputs), of_this_rank(targets), batch_size=BATCH, epochs=1, verbose=0, shuffle=False)
+        each.fit(
+            of_this_rank(inputs),
+            of_this_rank(targets),
+            batch_size=BATCH,
+            epochs=1,
+            verbose=0,
+            shuffle=False,
+        )
     assert not all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
-    return [weight.tolist() for weight in model.get_weights()], [weight.tolist() for weight in ours.get_weights()]
+    return [weight.tolist() for weight in model.get_weights()], [
+        weight.tolist() for weight in ours.get_weights()
+    ]
 
 
-def test_a_saved_model_loads_without_us_and_goes_on_with_us(workers: Workers, tmp_path: Path) -> None:
+def test_a_saved_model_loads_without_us_and_goes_on_with_us(
+    workers: Workers, tmp_path: Path
+) -> None:
     zero, one = workers(_saved_and_loaded, str(tmp_path))
     assert zero == one
     assert zero[0] == zero[1]
@@ -146,16 +188,27 @@ def test_the_optimizers_name_settings_and_state_are_kept() -> None:
     assert type(ours).__name__ == "Adam"
     assert isinstance(ours, tf.keras.optimizers.Adam)
     assert ours.get_config() == plain.get_config()
-    assert [v.numpy().tolist() for v in ours.variables] == [v.numpy().tolist() for v in plain.variables]
+    assert [v.numpy().tolist() for v in ours.variables] == [
+        v.numpy().tolist() for v in plain.variables
+    ]
     assert len(ours.variables()) == len(plain.variables)  # as scripts for Keras 2 write it
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: hvd.DistributedOptimizer("adam"), "takes a tf.keras.optimizers.Optimizer of Keras 3; this is a str"),
-        (lambda: hvd.DistributedOptimizer(hvd.DistributedOptimizer(tf.keras.optimizers.SGD())), "is distributed already"),
-        (lambda: hvd.DistributedOptimizer(tf.keras.optimizers.SGD(), backward_passes_per_step=0), "write 1 or more"),
+        (
+            lambda: hvd.DistributedOptimizer("adam"),
+            "takes a tf.keras.optimizers.Optimizer of Keras 3; this is a str",
+        ),
+        (
+            lambda: hvd.DistributedOptimizer(hvd.DistributedOptimizer(tf.keras.optimizers.SGD())),
+            "is distributed already",
+        ),
+        (
+            lambda: hvd.DistributedOptimizer(tf.keras.optimizers.SGD(), backward_passes_per_step=0),
+            "write 1 or more",
+        ),
     ],
 )
 def test_what_cannot_be_made_distributed_is_refused(make: Any, message: str) -> None:
@@ -166,7 +219,9 @@ def test_what_cannot_be_made_distributed_is_refused(make: Any, message: str) -> 
 def _compiled() -> str:
     inputs, targets = samples()
     model = model_of(hvd.DistributedOptimizer(tf.keras.optimizers.SGD()), jit_compile=True)
-    with pytest.raises(ValueError, match=r"set jit_compile=False \(in tf.function, or in model.compile\)") as refused:
+    with pytest.raises(
+        ValueError, match=r"set jit_compile=False \(in tf.function, or in model.compile\)"
+    ) as refused:
         model.fit(inputs, targets, verbose=0)
     return type(refused.value).__name__
 

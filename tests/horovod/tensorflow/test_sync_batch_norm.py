@@ -1,4 +1,5 @@
-"""Batch normalisation over two workers with batches of different sizes, against one process with both."""
+"""Batch normalisation over two workers with batches of different sizes, against one process with
+both."""
 
 from __future__ import annotations
 
@@ -35,7 +36,12 @@ def normalised(layer: Any, inputs: Any, weights: Any) -> list[Any]:
         return outputs, tape.gradient(loss, inputs)
 
     outputs, gradient = run()
-    return [outputs.numpy(), gradient.numpy(), layer.moving_mean.numpy(), layer.moving_variance.numpy()]
+    return [
+        outputs.numpy(),
+        gradient.numpy(),
+        layer.moving_mean.numpy(),
+        layer.moving_variance.numpy(),
+    ]
 
 
 def _on_two() -> Any:
@@ -45,7 +51,9 @@ def _on_two() -> Any:
 
 
 def test_two_workers_normalise_as_one(workers: Workers) -> None:
-    outputs, gradient, mean, variance = normalised(tf.keras.layers.BatchNormalization(momentum=0.9), *samples())
+    outputs, gradient, mean, variance = normalised(
+        tf.keras.layers.BatchNormalization(momentum=0.9), *samples()
+    )
     parts = workers(_on_two)
     np.testing.assert_allclose(np.concatenate([part[0] for part in parts]), outputs, atol=2e-4)
     np.testing.assert_allclose(np.concatenate([part[1] for part in parts]), gradient, atol=2e-4)

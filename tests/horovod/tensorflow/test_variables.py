@@ -19,18 +19,26 @@ def _variables(in_function: bool) -> Any:
     dropout = tf.keras.layers.Dropout(0.5, seed=rank)
     dense = tf.keras.layers.Dense(2, kernel_initializer=tf.keras.initializers.GlorotUniform(rank))
     dense.build((None, 3))
-    scalar, integers, half = tf.Variable(rank, dtype=tf.int64), tf.Variable([rank, 7]), tf.Variable(rank, dtype=tf.bfloat16)
+    scalar, integers, half = (
+        tf.Variable(rank, dtype=tf.int64),
+        tf.Variable([rank, 7]),
+        tf.Variable(rank, dtype=tf.bfloat16),
+    )
     variables = [*dense.variables, scalar, integers, half, *dropout.variables]
 
     def run() -> None:
         hvd.broadcast_variables(variables, root_rank=1)
 
     (tf.function(run) if in_function else run)()
-    return [np.asarray(v, np.float64).tolist() for v in variables[:-1]], variables[-1].numpy().tolist()
+    return [np.asarray(v, np.float64).tolist() for v in variables[:-1]], variables[
+        -1
+    ].numpy().tolist()
 
 
 @pytest.mark.parametrize("in_function", [True, False])
-def test_variables_are_the_roots_but_for_random_generators(workers: Workers, in_function: bool) -> None:
+def test_variables_are_the_roots_but_for_random_generators(
+    workers: Workers, in_function: bool
+) -> None:
     (values, seed), (roots, other_seed) = workers(_variables, in_function)
     assert values == roots
     assert roots[2:] == [1, [1, 7], 1]
@@ -49,15 +57,24 @@ def test_in_place_returns_the_new_values(workers: Workers) -> None:
 
 def _objects() -> Any:
     mine = {"epoch": hvd.rank(), "rates": [0.1, 0.2], "name": f"rank {hvd.rank()}"}
-    return hvd.broadcast_object(mine, root_rank=1), hvd.broadcast_object_fn(0)(mine)["epoch"], hvd.allgather_object(hvd.rank())
+    return (
+        hvd.broadcast_object(mine, root_rank=1),
+        hvd.broadcast_object_fn(0)(mine)["epoch"],
+        hvd.allgather_object(hvd.rank()),
+    )
 
 
 def test_objects_travel(workers: Workers) -> None:
-    assert workers(_objects) == [({"epoch": 1, "rates": [0.1, 0.2], "name": "rank 1"}, 0, [0, 1])] * 2
+    assert (
+        workers(_objects) == [({"epoch": 1, "rates": [0.1, 0.2], "name": "rank 1"}, 0, [0, 1])] * 2
+    )
 
 
 def _lists_differ() -> str:
-    variables = [tf.Variable(tf.zeros([2, 2]), name="kernel"), tf.Variable(tf.zeros([2 + hvd.rank()]), name="bias")]
+    variables = [
+        tf.Variable(tf.zeros([2, 2]), name="kernel"),
+        tf.Variable(tf.zeros([2 + hvd.rank()]), name="bias"),
+    ]
     with pytest.raises(hvd.HorovodInternalError) as error:
         hvd.broadcast_variables(variables, 0)
     return str(error.value)
@@ -75,7 +92,9 @@ def test_what_is_no_variable_is_refused() -> None:
 
 
 def test_calls_of_tensorflow_1_say_what_to_write() -> None:
-    with pytest.raises(ValueError, match=r"write hvd\.broadcast_variables\(model\.variables, root_rank=0\)"):
+    with pytest.raises(
+        ValueError, match=r"write hvd\.broadcast_variables\(model\.variables, root_rank=0\)"
+    ):
         hvd.broadcast_global_variables(0)
     with pytest.raises(ValueError, match="leave it out"):
         hvd.broadcast_object(1, session=object())

@@ -1,4 +1,5 @@
-"""Two processes with TensorFlow that call what tests ask them to, so that each of them imports it once and not once a test."""
+"""Two processes with TensorFlow that call what tests ask them to, so that each of them imports it
+once and not once a test."""
 
 from __future__ import annotations
 
@@ -24,12 +25,15 @@ class Workers:
         self._connections = connections
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What ``function(*args)`` returns on each rank; fails with the traceback of the first rank where it raises."""
+        """What ``function(*args)`` returns on each rank; fails with the traceback of the first rank
+        where it raises."""
         for connection in self._connections:
             connection.send((function, args))
         answers = []
         for rank, connection in enumerate(self._connections):
-            assert connection.poll(ANSWERED_S), f"{function.__name__}: no answer of rank {rank} within {ANSWERED_S} s"
+            assert connection.poll(ANSWERED_S), (
+                f"{function.__name__}: no answer of rank {rank} within {ANSWERED_S} s"
+            )
             answers.append(connection.recv())
         for rank, (failed, answer) in enumerate(answers):
             assert not failed, f"{function.__name__} on rank {rank}: {answer}"
@@ -44,7 +48,9 @@ def started(folder: Path, number: int = 2) -> Iterator[Workers]:
 
     def run() -> None:
         try:
-            spawn(_serve, (address,), workers=number, env={**ONE_THREAD, "TF_CPP_MIN_LOG_LEVEL": "2"})
+            spawn(
+                _serve, (address,), workers=number, env={**ONE_THREAD, "TF_CPP_MIN_LOG_LEVEL": "2"}
+            )
         except BaseException as error:
             failures.append(error)
             with Client(address) as connection:  # whoever waits in accept() need not wait longer

@@ -1,4 +1,5 @@
-"""The same on GPUs, over nccl: operations, and a training whose gradients travel on a stream of their own."""
+"""The same on GPUs, over nccl: operations, and a training whose gradients travel on a stream of
+their own."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ def operations() -> dict[str, Any]:
         torch.full((2**18,), -1.0, device="cuda")
         assert hvd.synchronize(handle).eq(2 * number).all(), number
     hvd.shutdown()
-    moved = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+    moved = {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in found.items()
+    }
     return {**moved, "fused": [value.cpu() for value in found["fused"]]}
 
 
@@ -58,7 +62,9 @@ def test_operations() -> None:
         assert found["device"]
         assert found["average"].tolist() == [0.5, 1.5, 2.5, 3.5]
         assert found["bf16"].tolist() == [1.0, 3.0, 5.0, 7.0]
-        assert [value.tolist() for value in found["fused"]] == [[n * x for x in (1.0, 3.0, 5.0, 7.0)] for n in range(5)]
+        assert [value.tolist() for value in found["fused"]] == [
+            [n * x for x in (1.0, 3.0, 5.0, 7.0)] for n in range(5)
+        ]
         assert found["rows"].tolist() == [[0, 0], [1, 1], [1, 1]]
         assert found["root"].tolist() == [1.0, 2.0, 3.0, 4.0]
         assert found["dealt"].tolist() == [[0, 10], [1, 2, 11, 12]][rank]
@@ -70,12 +76,15 @@ def test_operations() -> None:
 
 
 def train(data: Any, **options: Any) -> tuple[list[torch.Tensor], int]:
-    """The weights after this rank's batches, ``data(rank)``, and how many parts of rounds it has begun."""
+    """The weights after this rank's batches, ``data(rank)``, and how many parts of rounds it has
+    begun."""
     counted = Counted()
     hvd.init()
     net = model().cuda()
     hvd.broadcast_parameters(net.state_dict(), root_rank=0)
-    optimizer = hvd.DistributedOptimizer(optimizers("sgd", net), named_parameters=net.named_parameters(), **options)
+    optimizer = hvd.DistributedOptimizer(
+        optimizers("sgd", net), named_parameters=net.named_parameters(), **options
+    )
     for images, labels in data(hvd.rank()):
         optimizer.zero_grad()
         loss_of(net, (images.cuda(), labels.cuda())).backward()
@@ -96,7 +105,10 @@ def test_uneven_data_with_join_trains_as_one_process_does(op: str) -> None:
 def many_batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     made = torch.Generator().manual_seed(rank)
     sizes = [4 + (rank + number) % 3 for number in range(STEPS + 5 * rank)]
-    return [(torch.randn(size, 6, generator=made), torch.randint(3, (size,), generator=made)) for size in sizes]
+    return [
+        (torch.randn(size, 6, generator=made), torch.randint(3, (size,), generator=made))
+        for size in sizes
+    ]
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -111,7 +123,10 @@ def test_rounds_train_as_one_process_does(compressed: bool) -> None:
                 (loss_of(net, own[step]) / 2).backward()
         optimizer.step()
     tolerance = 5e-2 if compressed else 1e-4
-    options = {"compression": hvd.Compression.bf16 if compressed else hvd.Compression.none, "groups": 3}
+    options = {
+        "compression": hvd.Compression.bf16 if compressed else hvd.Compression.none,
+        "groups": 3,
+    }
     for found, begun in spawn(train, (many_batches,), options, workers=2):
         assert begun > 3 * (STEPS - 10)
         for own, other in zip(found, weights(net), strict=True):
@@ -119,7 +134,8 @@ def test_rounds_train_as_one_process_does(compressed: bool) -> None:
 
 
 def broken_promise() -> tuple[str, float]:
-    """Rank 1 begins a backward pass after many steps and does not end it; rank 0's GPU waits for it."""
+    """Rank 1 begins a backward pass after many steps and does not end it; rank 0's GPU waits for
+    it."""
     os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "1"
     os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "7"
     hvd.init()

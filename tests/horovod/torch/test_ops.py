@@ -1,4 +1,5 @@
-"""Every collective operation over three ranks, and what a rank is told when the others do something else."""
+"""Every collective operation over three ranks, and what a rank is told when the others do something
+else."""
 
 from __future__ import annotations
 
@@ -34,12 +35,22 @@ def refused(call: Callable[[], Any], kind: type[Exception] = hvd.HorovodInternal
 def reductions() -> dict[str, Any]:
     rank = hvd.rank()
     x = torch.arange(4.0) + rank
-    found: dict[str, Any] = {str(op): hvd.allreduce(x, op=op) for op in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)}
+    found: dict[str, Any] = {
+        str(op): hvd.allreduce(x, op=op)
+        for op in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)
+    }
     found["scaled"] = hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
     found["old average"] = hvd.allreduce(x, average=False)
     found["whole"] = hvd.allreduce(torch.tensor([rank, 2 * rank - 5]))
     found["bool"] = hvd.allreduce(torch.tensor([rank == 1, False]), op=hvd.Sum)
-    for dtype in (torch.bfloat16, torch.float16, torch.int16, torch.uint8, torch.int64, torch.float64):
+    for dtype in (
+        torch.bfloat16,
+        torch.float16,
+        torch.int16,
+        torch.uint8,
+        torch.int64,
+        torch.float64,
+    ):
         found[str(dtype)] = hvd.allreduce(torch.tensor([[rank + 1]], dtype=dtype), op=hvd.Sum)
     found["fp16 on the way"] = hvd.allreduce(x, op=hvd.Sum, compression=hvd.Compression.fp16)
     found["bf16 on the way"] = hvd.allreduce(x / 3, op=hvd.Sum, compression=hvd.Compression.bf16)
@@ -56,15 +67,22 @@ def other_order() -> list[Any]:
     """Each rank calls in another order, and waits in a third."""
     calls = ["a", "b", "c", "d"]
     mine = calls[hvd.rank() :] + calls[: hvd.rank()]
-    handles = {name: hvd.allreduce_async(torch.full((2,), float(ord(name))), name=name, op=hvd.Sum) for name in mine}
+    handles = {
+        name: hvd.allreduce_async(torch.full((2,), float(ord(name))), name=name, op=hvd.Sum)
+        for name in mine
+    }
     results = {name: hvd.synchronize(handles[name]) for name in reversed(mine)}
-    return [results[name] for name in calls] + [all(hvd.poll(handle) for handle in handles.values())]
+    return [results[name] for name in calls] + [
+        all(hvd.poll(handle) for handle in handles.values())
+    ]
 
 
 def rows() -> dict[str, Any]:
     rank = hvd.rank()
     found: dict[str, Any] = {"gathered": hvd.allgather(torch.full((rank, 2), rank))}
-    found["group"] = hvd.grouped_allgather([torch.ones(1, dtype=torch.bool), torch.tensor([1j * rank])])
+    found["group"] = hvd.grouped_allgather(
+        [torch.ones(1, dtype=torch.bool), torch.tensor([1j * rank])]
+    )
     found["broadcast"] = hvd.broadcast(torch.tensor([rank, 7 * rank]), root_rank=2)
     own = torch.tensor(float(rank))
     hvd.broadcast_(own, 1)
@@ -72,11 +90,19 @@ def rows() -> dict[str, Any]:
     found["dealt"] = hvd.alltoall(torch.arange(6).view(6, 1) + 10 * rank)
     found["split"] = hvd.alltoall(torch.arange(4) + 10 * rank, splits=torch.tensor([1, 3, 0]))
     found["scattered"] = hvd.reducescatter(torch.arange(4.0) + rank, op=hvd.Sum)
-    sparse = torch.sparse_coo_tensor(torch.tensor([[rank, 3]]), torch.tensor([1.0, 3.0]), (4,), check_invariants=True)
-    found["sparse"] = hvd.synchronize(hvd.sparse_allreduce_async(sparse, name="s", op=hvd.Average)).to_dense()
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[rank, 3]]), torch.tensor([1.0, 3.0]), (4,), check_invariants=True
+    )
+    found["sparse"] = hvd.synchronize(
+        hvd.sparse_allreduce_async(sparse, name="s", op=hvd.Average)
+    ).to_dense()
     objects = hvd.allgather_object({"rank": rank, "numbers": np.arange(rank), "raw": bytes(rank)})
-    found["objects"] = [(entry["rank"], entry["numbers"].tolist(), len(entry["raw"])) for entry in objects]
-    found["object"] = hvd.broadcast_object([1, ("a", None), {2.5: True}] if rank == 1 else None, root_rank=1)
+    found["objects"] = [
+        (entry["rank"], entry["numbers"].tolist(), len(entry["raw"])) for entry in objects
+    ]
+    found["object"] = hvd.broadcast_object(
+        [1, ("a", None), {2.5: True}] if rank == 1 else None, root_rank=1
+    )
     return found
 
 
@@ -88,7 +114,9 @@ def gradients() -> dict[str, Any]:
         "broadcast": lambda x: hvd.broadcast(x, 0),
         "alltoall": hvd.alltoall,
         "reducescatter": lambda x: hvd.reducescatter(x, op=hvd.Sum),
-        "group": lambda x: sum(part.sum() for part in hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)),
+        "group": lambda x: sum(
+            part.sum() for part in hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)
+        ),
     }.items():
         x = torch.ones(3, requires_grad=True)
         (call(x) * (rank + 1)).sum().backward()
@@ -106,12 +134,20 @@ def sets() -> dict[str, Any]:
         found["root"] = hvd.broadcast(torch.tensor(rank), 2, process_set=outer)
         found["place"] = (outer.rank(), outer.size())
         hvd.barrier(outer)
-        found["outsider"] = refused(lambda: hvd.broadcast(torch.tensor(rank), 1, process_set=outer), UserError)
+        found["outsider"] = refused(
+            lambda: hvd.broadcast(torch.tensor(rank), 1, process_set=outer), UserError
+        )
     else:
-        found["not in it"] = refused(lambda: hvd.allreduce(torch.tensor(rank), process_set=outer), UserError)
+        found["not in it"] = refused(
+            lambda: hvd.allreduce(torch.tensor(rank), process_set=outer), UserError
+        )
     found["twice"] = refused(lambda: hvd.add_process_set([2, 0]), UserError)
     found["differs"] = refused(lambda: hvd.add_process_set([0, 1] if rank else [1, 2]))
-    found["removed"] = (hvd.remove_process_set(outer), hvd.remove_process_set(outer), outer.process_set_id)
+    found["removed"] = (
+        hvd.remove_process_set(outer),
+        hvd.remove_process_set(outer),
+        outer.process_set_id,
+    )
     return found
 
 
@@ -120,15 +156,23 @@ def disagreements() -> dict[str, str]:
     odd = rank == 1
     calls: dict[str, Callable[[], Any]] = {
         "shape": lambda: hvd.allreduce(torch.ones(4 if odd else 3), name="shape"),
-        "dtype": lambda: hvd.allreduce(torch.ones(3, dtype=torch.float64 if odd else torch.float32), name="dtype"),
+        "dtype": lambda: hvd.allreduce(
+            torch.ones(3, dtype=torch.float64 if odd else torch.float32), name="dtype"
+        ),
         "op": lambda: hvd.allreduce(torch.ones(3), name="op", op=hvd.Max if odd else hvd.Sum),
         "root": lambda: hvd.broadcast(torch.ones(3), 1 if odd else 0, name="root"),
         "rows": lambda: hvd.allgather(torch.ones(2, 4 if odd else 3), name="rows"),
     }
     found = {name: refused(call) for name, call in calls.items()}
-    found["parameters"] = refused(lambda: hvd.broadcast_parameters({"w": torch.ones(2 + odd), "v": torch.ones(1)}))
-    found["twice"] = refused(lambda: [hvd.allreduce_async(torch.ones(2), name="twice") for _ in range(2)], UserError)
-    found["object"] = refused(lambda: hvd.broadcast_object(_Unknown() if rank == 0 else None), UserError)
+    found["parameters"] = refused(
+        lambda: hvd.broadcast_parameters({"w": torch.ones(2 + odd), "v": torch.ones(1)})
+    )
+    found["twice"] = refused(
+        lambda: [hvd.allreduce_async(torch.ones(2), name="twice") for _ in range(2)], UserError
+    )
+    found["object"] = refused(
+        lambda: hvd.broadcast_object(_Unknown() if rank == 0 else None), UserError
+    )
     # All that went wrong went wrong on all ranks, so that they can go on.
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="after").item() == SIZE
     return found
@@ -178,7 +222,9 @@ def world() -> list[dict[str, Any]]:
 
 
 def test_queries(world: list[dict[str, Any]]) -> None:
-    assert [found["queries"] for found in world] == [(rank, SIZE, rank, SIZE, 0, 1, True) for rank in range(SIZE)]
+    assert [found["queries"] for found in world] == [
+        (rank, SIZE, rank, SIZE, 0, 1, True) for rank in range(SIZE)
+    ]
     assert [found["again"] for found in world] == [3.0] * SIZE
 
 
@@ -194,11 +240,22 @@ def test_reductions(world: list[dict[str, Any]]) -> None:
         assert torch.equal(found["scaled"], 1.5 * all_x.sum(0))
         assert found["whole"].tolist() == [1, -3]  # 3 / 3; -9 / 3
         assert found["bool"].tolist() == [True, False]
-        for dtype in (torch.bfloat16, torch.float16, torch.int16, torch.uint8, torch.int64, torch.float64):
+        for dtype in (
+            torch.bfloat16,
+            torch.float16,
+            torch.int16,
+            torch.uint8,
+            torch.int64,
+            torch.float64,
+        ):
             assert torch.equal(found[str(dtype)], torch.tensor([[6]], dtype=dtype))
         assert torch.equal(found["fp16 on the way"], all_x.sum(0))
         assert torch.equal(found["bf16 on the way"], (all_x / 3).bfloat16().sum(0).float())
-        assert [value.tolist() for value in found["group"]] == [all_x.sum(0).tolist(), 3, all_x.sum(0).tolist()]
+        assert [value.tolist() for value in found["group"]] == [
+            all_x.sum(0).tolist(),
+            3,
+            all_x.sum(0).tolist(),
+        ]
         assert torch.equal(found["in place"][0], all_x.sum(0))
         assert torch.equal(found["in place"][2].flatten(), found["in place"][1])
 
@@ -217,7 +274,9 @@ def test_rows(world: list[dict[str, Any]]) -> None:
         assert found["group"][1].tolist() == [0, 1j, 2j]
         assert found["broadcast"].tolist() == [2, 14]
         assert found["in place"].item() == 1
-        assert found["dealt"].flatten().tolist() == [10 * source + 2 * rank + place for source in range(3) for place in range(2)]
+        assert found["dealt"].flatten().tolist() == [
+            10 * source + 2 * rank + place for source in range(3) for place in range(2)
+        ]
         wanted = {0: [0, 10, 20], 1: [1, 2, 3, 11, 12, 13, 21, 22, 23], 2: []}[rank]
         assert found["split"][0].tolist() == wanted
         assert found["split"][1].tolist() == [len(wanted) // 3] * 3
@@ -241,23 +300,35 @@ def test_process_sets(world: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(found["sets"] for found in world):
         assert found["ids"] == {0: [0, 1, 2], 1: [0, 2]}
         assert "a process set of the ranks [0, 2] is in use already, number 1" in found["twice"]
-        assert "add_process_set: rank 0 gave the ranks (1, 2), ranks 1, 2 gave the ranks (0, 1)" in found["differs"]
+        assert (
+            "add_process_set: rank 0 gave the ranks (1, 2), ranks 1, 2 gave the ranks (0, 1)"
+            in found["differs"]
+        )
         assert found["removed"] == (True, False, None)
         if rank == 1:
             assert "rank 1 is not in the process set [0, 2]" in found["not in it"]
             continue
-        assert (found["sum"].item(), found["gathered"].tolist(), found["root"].item()) == (2, [0, 2], 2)
+        assert (found["sum"].item(), found["gathered"].tolist(), found["root"].item()) == (
+            2,
+            [0, 2],
+            2,
+        )
         assert found["place"] == (rank // 2, 2)
         assert "root_rank=1 is none of the ranks [0, 2]" in found["outsider"]
 
 
 def test_what_ranks_do_not_agree_on_is_an_error_on_all_of_them(world: list[dict[str, Any]]) -> None:
     wanted = {
-        "shape": "allreduce 'shape': ranks 0, 2 gave shape [3], rank 1 gave shape [4]; all ranks must give the same",
-        "dtype": "allreduce 'dtype': ranks 0, 2 gave dtype float32, rank 1 gave dtype float64; all ranks must give the same",
-        "op": "allreduce 'op': ranks 0, 2 gave op Sum, rank 1 gave op Max; all ranks must give the same",
-        "root": "broadcast 'root': ranks 0, 2 gave root_rank 0, rank 1 gave root_rank 1; all ranks must give the same",
-        "rows": "ranks 0, 2 gave shape without its first dimension [3], rank 1 gave shape without its first dimension [4]",
+        "shape": "allreduce 'shape': ranks 0, 2 gave shape [3], rank 1 gave shape [4]; all ranks "
+        "must give the same",
+        "dtype": "allreduce 'dtype': ranks 0, 2 gave dtype float32, rank 1 gave dtype float64; all "
+        "ranks must give the same",
+        "op": "allreduce 'op': ranks 0, 2 gave op Sum, rank 1 gave op Max; all ranks must give the "
+        "same",
+        "root": "broadcast 'root': ranks 0, 2 gave root_rank 0, rank 1 gave root_rank 1; all ranks "
+        "must give the same",
+        "rows": "ranks 0, 2 gave shape without its first dimension [3], rank 1 gave shape without "
+        "its first dimension [4]",
         "parameters": "broadcast 'w' in the group",
         "twice": "has begun an operation of this name that is not over",
         "object": "it holds the class",
@@ -268,7 +339,9 @@ def test_what_ranks_do_not_agree_on_is_an_error_on_all_of_them(world: list[dict[
 
 
 def test_a_rank_that_joins_early_gives_zeros(world: list[dict[str, Any]]) -> None:
-    for rank, (averages, of_those_left, last, after) in enumerate(found["uneven_calls"] for found in world):
+    for rank, (averages, of_those_left, last, after) in enumerate(
+        found["uneven_calls"] for found in world
+    ):
         assert averages == pytest.approx([1.0, 2 / 3, 1 / 3][: rank + 1])
         assert of_those_left == [1.0] * (rank + 1)
         assert (last, after) == (2, 3.0)
@@ -293,7 +366,9 @@ def lonely_call() -> tuple[str, float]:
     return text, took
 
 
-def test_a_missing_call_is_an_error_with_its_name_and_rank_and_no_hang(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_call_is_an_error_with_its_name_and_rank_and_no_hang(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     for text, took in in_world(SIZE, lonely_call):
         assert "allreduce 'loss': ranks 0, 2 called it" in text
         assert "rank 1 did not" in text
@@ -312,14 +387,18 @@ def gone() -> str:
 
 def test_a_rank_that_has_left_is_named() -> None:
     _, *texts = in_world(2, gone)
-    assert all("rank 0 has called shutdown(), or its program is over" in text for text in texts), texts
+    assert all("rank 0 has called shutdown(), or its program is over" in text for text in texts), (
+        texts
+    )
 
 
 def adasum() -> list[torch.Tensor]:
     hvd.init()
     rank = hvd.rank()
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
-    result = hvd.grouped_allreduce([x[rank], torch.eye(4)[rank], torch.full((2,), 3.0)], op=hvd.Adasum)
+    result = hvd.grouped_allreduce(
+        [x[rank], torch.eye(4)[rank], torch.full((2,), 3.0)], op=hvd.Adasum
+    )
     hvd.shutdown()
     return result
 

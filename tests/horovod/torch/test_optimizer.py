@@ -1,4 +1,5 @@
-"""`DistributedOptimizer` computes what one process computes: on uneven data, with every option, step by step."""
+"""`DistributedOptimizer` computes what one process computes: on uneven data, with every option,
+step by step."""
 
 from __future__ import annotations
 
@@ -19,14 +20,19 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 def model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)
+    )
 
 
 def batches(rank: int) -> list[Batch]:
     """Rank r has 3 + 2 r batches, of different sizes."""
     made = torch.Generator().manual_seed(100 + rank)
     sizes = [4 + (rank + number) % 3 for number in range(3 + 2 * rank)]
-    return [(torch.randn(size, 6, generator=made), torch.randint(3, (size,), generator=made)) for size in sizes]
+    return [
+        (torch.randn(size, 6, generator=made), torch.randint(3, (size,), generator=made))
+        for size in sizes
+    ]
 
 
 def loss_of(net: nn.Module, batch: Batch) -> torch.Tensor:
@@ -72,13 +78,17 @@ def train(kind: str, op: str, **options: Any) -> list[torch.Tensor]:
     optimizer = optimizers(kind, net)
     hvd.broadcast_parameters(net.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters(), op=op, **options)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=net.named_parameters(), op=op, **options
+    )
     for batch in batches(rank):
         optimizer.zero_grad()
         loss_of(net, batch).backward()
         optimizer.step()
     last = hvd.join()
-    hvd.broadcast_parameters(net.state_dict(), root_rank=last)  # those who joined early have stopped stepping
+    hvd.broadcast_parameters(
+        net.state_dict(), root_rank=last
+    )  # those who joined early have stopped stepping
     return weights(net)
 
 
@@ -99,7 +109,9 @@ def test_uneven_data_with_join_trains_as_one_process_does(size: int) -> None:
         wanted = by_hand(size, kind, op)
         for found in ranks:
             for own, other in zip(found[number], wanted, strict=True):
-                torch.testing.assert_close(own, other, atol=1e-6, rtol=0, msg=lambda text, op=op: f"{op}: {text}")
+                torch.testing.assert_close(
+                    own, other, atol=1e-6, rtol=0, msg=lambda text, op=op: f"{op}: {text}"
+                )
 
 
 def passes(net: nn.Module, optimizer: Any) -> None:
@@ -173,7 +185,9 @@ def variants() -> dict[str, Any]:
         found[name] = weights(net)
     net = model()
     groups = [[net[0].weight, net[4].bias], [net[2].weight]]
-    plain(net, hvd.DistributedOptimizer(optimizers("sgd", net), net.named_parameters(), groups=groups))
+    plain(
+        net, hvd.DistributedOptimizer(optimizers("sgd", net), net.named_parameters(), groups=groups)
+    )
     found["own groups"] = weights(net)
     found["state"] = kept_state()
     found["unused"] = unused()
@@ -204,7 +218,8 @@ def reference(name: str) -> list[torch.Tensor]:
 
 
 def kept_state() -> tuple[list[torch.Tensor], bool]:
-    """Momentum from before it was wrapped stays, and a broadcast of an empty state makes no step."""
+    """Momentum from before it was wrapped stays, and a broadcast of an empty state makes no
+    step."""
     net = model()
     optimizer = optimizers("adamw", net)
     before = weights(net)
@@ -247,7 +262,9 @@ def unused() -> tuple[Any, Any, float]:
 def sparse(as_dense: bool) -> tuple[bool, torch.Tensor]:
     table = nn.Embedding(5, 2, sparse=True)
     nn.init.ones_(table.weight)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), sparse_as_dense=as_dense)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(table.parameters(), lr=1.0), sparse_as_dense=as_dense
+    )
     table(torch.tensor([hvd.rank(), 4])).sum().backward()
     optimizer.step()
     assert table.weight.grad is not None
@@ -285,7 +302,9 @@ def refusals() -> dict[str, str]:
     def make(**options: Any) -> Any:
         return hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), **options)
 
-    found["twice"] = refused(lambda: make(named_parameters=[("w", param) for param in net.parameters()]))
+    found["twice"] = refused(
+        lambda: make(named_parameters=[("w", param) for param in net.parameters()])
+    )
     found["missing"] = refused(lambda: make(named_parameters=list(net.named_parameters())[1:]))
     found["no pairs"] = refused(lambda: make(named_parameters=list(net.parameters())))
     found["predivide"] = refused(lambda: make(op=hvd.Sum, gradient_predivide_factor=2.0))
@@ -315,8 +334,16 @@ def sync_batch_norm() -> dict[str, torch.Tensor]:
     own = (x[:cut] if rank == 0 else x[11 - cut :]).clone().requires_grad_()
     (layer(own) ** 3).sum().backward()
     assert own.grad is not None
-    parts = {"input": hvd.allgather(own.grad), "mean": layer.running_mean, "variance": layer.running_var}
-    return {**parts, "weight": hvd.allreduce(layer.weight.grad, op=hvd.Sum), "bias": hvd.allreduce(layer.bias.grad, op=hvd.Sum)}
+    parts = {
+        "input": hvd.allgather(own.grad),
+        "mean": layer.running_mean,
+        "variance": layer.running_var,
+    }
+    return {
+        **parts,
+        "weight": hvd.allreduce(layer.weight.grad, op=hvd.Sum),
+        "bias": hvd.allreduce(layer.bias.grad, op=hvd.Sum),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -334,7 +361,9 @@ def test_every_option_trains_as_one_process_does(name: str, two: list[dict[str, 
     assert all(map(torch.equal, two[0][name], two[1][name]))
 
 
-def test_the_optimizers_state_stays_and_a_broadcast_makes_no_step(two: list[dict[str, Any]]) -> None:
+def test_the_optimizers_state_stays_and_a_broadcast_makes_no_step(
+    two: list[dict[str, Any]],
+) -> None:
     for found, untouched in (rank["state"] for rank in two):
         assert untouched
         for own, other in zip(found, kept_state_by_hand(), strict=True):
@@ -369,9 +398,12 @@ def test_batch_norm_over_all_ranks_is_that_of_one_process(two: list[dict[str, An
     x = torch.randn(11, 4, 2, generator=torch.Generator().manual_seed(1)).requires_grad_()
     (layer(x) ** 3).sum().backward()
     wanted = {
-        "input": x.grad, "mean": layer.running_mean, "variance": layer.running_var, "weight": layer.weight.grad,
+        "input": x.grad,
+        "mean": layer.running_mean,
+        "variance": layer.running_var,
+        "weight": layer.weight.grad,
         "bias": layer.bias.grad,
-    }  # fmt: skip
+    }
     for found in (rank["norm"] for rank in two):
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, atol=1e-4, rtol=1e-5)

@@ -1,4 +1,5 @@
-"""Training whose gradients travel as rounds computes what one process does; what changes after many equal steps is seen."""
+"""Training whose gradients travel as rounds computes what one process does; what changes after many
+equal steps is seen."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ class Three(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = (nn.Parameter(torch.full((2,), float(number))) for number in range(1, 4))
+        self.a, self.b, self.c = (
+            nn.Parameter(torch.full((2,), float(number))) for number in range(1, 4)
+        )
 
 
 def inputs(rank: int, step: int) -> torch.Tensor:
@@ -63,7 +66,9 @@ def step_of(net: Three, optimizer: Any, x: torch.Tensor, names: str) -> None:
     optimizer.step()
 
 
-def by_hand(used: Callable[[int, int], str], ranks: tuple[int, ...], steps: int) -> list[list[float]]:
+def by_hand(
+    used: Callable[[int, int], str], ranks: tuple[int, ...], steps: int
+) -> list[list[float]]:
     """One process: `used` says which parameters a rank uses in a step."""
     net = Three()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.5)
@@ -76,10 +81,19 @@ def by_hand(used: Callable[[int, int], str], ranks: tuple[int, ...], steps: int)
     return [param.tolist() for param in net.parameters()]
 
 
-def train(used: Callable[[int, int], str], steps: int = STEPS + 10, process_set: Any = None, **options: Any) -> list[list[float]]:
+def train(
+    used: Callable[[int, int], str],
+    steps: int = STEPS + 10,
+    process_set: Any = None,
+    **options: Any,
+) -> list[list[float]]:
     net = Three()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.5)
-    options = {"groups": [[net.a], [net.b], [net.c]], "process_set": process_set or hvd.global_process_set, **options}
+    options = {
+        "groups": [[net.a], [net.b], [net.c]],
+        "process_set": process_set or hvd.global_process_set,
+        **options,
+    }
     optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters(), **options)
     for step in range(steps):
         step_of(net, optimizer, inputs(hvd.rank(), step), used(hvd.rank(), step))
@@ -115,7 +129,9 @@ CASES = (always, other_order, left_out_once, left_out_by_all, nothing_once)
 
 def changed_shape() -> tuple[str, float]:
     net = Three()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters(), groups=3)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters(), groups=3
+    )
     for step in range(STEPS):
         step_of(net, optimizer, inputs(0, step), "cba")
     if hvd.rank() == 1:
@@ -128,13 +144,18 @@ def changed_shape() -> tuple[str, float]:
 
 def more_parameters() -> list[float]:
     net, more = Three(), nn.Parameter(torch.zeros(1))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters()
+    )
     for step in range(10):
         step_of(net, optimizer, inputs(0, step), "cba")
     optimizer.add_param_group({"params": [more]})
     for step in range(10):
         optimizer.zero_grad()
-        (sum((getattr(net, name) - inputs(0, step)).square().sum() for name in "abc") + (more * hvd.rank()).sum()).backward()
+        (
+            sum((getattr(net, name) - inputs(0, step)).square().sum() for name in "abc")
+            + (more * hvd.rank()).sum()
+        ).backward()
         optimizer.step()
     return more.tolist()
 
@@ -143,7 +164,9 @@ def with_join() -> tuple[list[list[float]], int]:
     steps = STEPS + 3 * hvd.rank()
     net = Three()
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.5), net.named_parameters(), groups=2
+        torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.5),
+        net.named_parameters(),
+        groups=2,
     )
     for step in range(steps):
         step_of(net, optimizer, inputs(hvd.rank(), step), "cba")
@@ -153,20 +176,26 @@ def with_join() -> tuple[list[list[float]], int]:
 
 
 def two_optimizers() -> list[list[float]]:
-    """Both backward passes come before both steps, and the ranks do them in another order; at last, one rank does so alone."""
+    """Both backward passes come before both steps, and the ranks do them in another order; at last,
+    one rank does so alone."""
     one, other = Three(), Three()
     nets = {"one": one, "other": other}
     optimizers = {}
     for name, net in nets.items():
         named = [(f"{name}.{own}", param) for own, param in net.named_parameters()]
-        optimizers[name] = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), named)
+        optimizers[name] = hvd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1), named
+        )
     for step in range(30):
         order = ["one", "other"] if hvd.rank() or step < 10 else ["other", "one"]
         for name in order:
             if step >= 20 and hvd.rank() and name == "other":
                 optimizers["one"].step()
             optimizers[name].zero_grad()
-            sum((param - inputs(hvd.rank(), step)).square().sum() for param in nets[name].parameters()).backward()  # type: ignore[union-attr]
+            sum(
+                (param - inputs(hvd.rank(), step)).square().sum()
+                for param in nets[name].parameters()
+            ).backward()  # type: ignore[union-attr]
         for name in order if step < 20 or not hvd.rank() else ["other"]:
             optimizers[name].step()
     return [param.tolist() for net in nets.values() for param in net.parameters()]
@@ -180,7 +209,9 @@ def turns_sparse() -> tuple[list[bool], list[list[float]]]:
     for step in range(STEPS + 10):
         optimizer.zero_grad()
         rows = torch.tensor([hvd.rank(), 4])
-        nn.functional.embedding(rows, table, sparse=step in (STEPS, STEPS + 1, STEPS + 2)).sum().backward()
+        nn.functional.embedding(
+            rows, table, sparse=step in (STEPS, STEPS + 1, STEPS + 2)
+        ).sum().backward()
         optimizer.step()
         assert table.grad is not None
         found.append(table.grad.is_sparse)
@@ -192,7 +223,10 @@ def calls_by_name() -> dict[str, Any]:
     rank = hvd.rank()
 
     def step(names: str, shape: int = 2) -> list[float]:
-        handles = {name: hvd.allreduce_async(torch.full((shape,), float(ord(name))), name=name, op=hvd.Sum) for name in names}
+        handles = {
+            name: hvd.allreduce_async(torch.full((shape,), float(ord(name))), name=name, op=hvd.Sum)
+            for name in names
+        }
         return [hvd.synchronize(handles[name])[0].item() for name in sorted(names)]
 
     for _ in range(STEPS):
@@ -205,7 +239,9 @@ def calls_by_name() -> dict[str, Any]:
 
 def busy() -> str:
     net = Three()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters()
+    )
     for step in range(10):
         step_of(net, optimizer, inputs(0, step), "cba")
     (net.a * 2).sum().backward()
@@ -260,7 +296,9 @@ def same(found: list[list[float]], wanted: list[list[float]], tolerance: float =
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_what_changes_after_many_equal_steps_is_computed_as_in_one_process(case: Any, world: list[dict[str, Any]]) -> None:
+def test_what_changes_after_many_equal_steps_is_computed_as_in_one_process(
+    case: Any, world: list[dict[str, Any]]
+) -> None:
     wanted = by_hand(case, (0, 1, 2), STEPS + 10)
     for found, left in (rank[case.__name__] for rank in world):
         same(found, wanted)
@@ -300,13 +338,17 @@ def test_a_process_set_has_rounds_of_its_own(world: list[dict[str, Any]]) -> Non
 def test_a_shape_that_changes_on_one_rank_is_an_error_on_all(world: list[dict[str, Any]]) -> None:
     for text, after in (rank["shape"] for rank in world):
         assert "'b'" in text
-        assert "ranks 0, 2 gave shape [2], rank 1 gave shape [5]; all ranks must give the same" in text
+        assert (
+            "ranks 0, 2 gave shape [2], rank 1 gave shape [5]; all ranks must give the same" in text
+        )
         assert after == 3.0
 
 
 def test_parameters_that_come_later_travel_too(world: list[dict[str, Any]]) -> None:
     for found in (rank["more"] for rank in world):
-        torch.testing.assert_close(torch.tensor(found), torch.tensor([-1.0]))  # ten steps of 0.1 times the mean of 0, 1, 2
+        torch.testing.assert_close(
+            torch.tensor(found), torch.tensor([-1.0])
+        )  # ten steps of 0.1 times the mean of 0, 1, 2
 
 
 def test_two_optimizers_whose_steps_overlap(world: list[dict[str, Any]]) -> None:
@@ -315,7 +357,9 @@ def test_two_optimizers_whose_steps_overlap(world: list[dict[str, Any]]) -> None
     for step in range(30):
         optimizer.zero_grad()
         for rank in range(3):
-            (sum((param - inputs(rank, step)).square().sum() for param in net.parameters()) / 3).backward()  # type: ignore[union-attr]
+            (
+                sum((param - inputs(rank, step)).square().sum() for param in net.parameters()) / 3
+            ).backward()  # type: ignore[union-attr]
         optimizer.step()
     for found in (rank["two"] for rank in world):
         same(found, [param.tolist() for param in net.parameters()] * 2)
@@ -329,7 +373,9 @@ def test_a_gradient_that_becomes_sparse_stays_so(world: list[dict[str, Any]]) ->
         torch.testing.assert_close(torch.tensor(table), torch.tensor(wanted), atol=1e-5, rtol=0)
 
 
-def test_names_in_another_order_after_many_steps_and_another_shape(world: list[dict[str, Any]]) -> None:
+def test_names_in_another_order_after_many_steps_and_another_shape(
+    world: list[dict[str, Any]],
+) -> None:
     for found in (rank["names"] for rank in world):
         assert found["order"] == found["after"] == [3.0 * ord(name) for name in "xyz"]
         assert "allreduce 'x': ranks 0, 1 gave shape [2], rank 2 gave shape [3]" in found["shape"]
@@ -352,7 +398,9 @@ def broken_promise(dies: bool) -> tuple[str, float]:
     hvd.init()
     net = Three()
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), groups=[[net.a], [net.b], [net.c]]
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        net.named_parameters(),
+        groups=[[net.a], [net.b], [net.c]],
     )
     for step in range(STEPS):
         step_of(net, optimizer, inputs(0, step), "cba")
@@ -364,14 +412,20 @@ def broken_promise(dies: bool) -> tuple[str, float]:
             return "", 0.0
         while not engine.current()._broken and time.monotonic() < began + 60:
             time.sleep(0.05)
-    text = failed(lambda: step_of(net, optimizer, inputs(0, 0), "cba") if hvd.rank() != 1 else optimizer.step())
+    text = failed(
+        lambda: (
+            step_of(net, optimizer, inputs(0, 0), "cba") if hvd.rank() != 1 else optimizer.step()
+        )
+    )
     took = time.monotonic() - began
     hvd.shutdown()
     return text, took
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_step_that_one_rank_does_not_end_is_an_error_and_no_hang(dies: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_one_rank_does_not_end_is_an_error_and_no_hang(
+    dies: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
     # A rank that leaves may have done so before the others promised.
     why = "has called shutdown()" if dies else "and 2 more of its round: all ranks began it"
     for rank, (text, took) in enumerate(in_world(SIZE, broken_promise, dies)):

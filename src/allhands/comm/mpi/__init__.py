@@ -1,6 +1,8 @@
-"""The `mpi` backend of torch.distributed over mpi4py, for torch as its wheels are: built without MPI.
+"""The `mpi` backend of torch.distributed over mpi4py, for torch as its wheels are: built without
+MPI.
 
-`allhands.torch_hook` calls `new_group` and `create` when a group with this backend is made; nothing else needs to.
+`allhands.torch_hook` calls `new_group` and `create` when a group with this backend is made; nothing
+else needs to.
 """
 
 from __future__ import annotations

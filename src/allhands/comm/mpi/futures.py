@@ -1,9 +1,10 @@
 """Futures whose callbacks run in the order in which they were attached, on threads of their own.
 
-torch runs a callback where its future is completed, or at once in the caller when it is complete already, so that callbacks
-which call collectives themselves (PowerSGD's do) call them in another order on each rank. Here they run one after another, in
-the order of `then`, which is that of the program and so the same on all ranks; and what they call goes to a communicator of
-its own, so that it cannot fall between the calls of the program (`depth`).
+torch runs a callback where its future is completed, or at once in the caller when it is complete
+already, so that callbacks which call collectives themselves (PowerSGD's do) call them in another
+order on each rank. Here they run one after another, in the order of `then`, which is that of the
+program and so the same on all ranks; and what they call goes to a communicator of its own, so that
+it cannot fall between the calls of the program (`depth`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def depth() -> int:
 
 
 class Callbacks:
-    """Runs what the futures of one group have to do: a thread for each depth, since a callback may wait for another future."""
+    """Runs what the futures of one group have to do: a thread for each depth, since a callback may
+    wait for another future."""
 
     def __init__(self) -> None:
         self._tasks: dict[int, queue.SimpleQueue[Callable[[], None] | None]] = {}
@@ -51,7 +53,12 @@ class Callbacks:
             if level not in self._tasks:
                 self._tasks[level] = queue.SimpleQueue()
                 arguments = (self._tasks[level], level)
-                threading.Thread(target=self._loop, args=arguments, name=f"allhands-mpi-then-{level}", daemon=True).start()
+                threading.Thread(
+                    target=self._loop,
+                    args=arguments,
+                    name=f"allhands-mpi-then-{level}",
+                    daemon=True,
+                ).start()
             self._tasks[level].put(task)
 
     @staticmethod
@@ -63,7 +70,8 @@ class Callbacks:
 
 
 class OrderedFuture(torch.futures.Future[Any]):
-    """A future of one group. A failed one raises its error in `wait` and in the futures that follow from it."""
+    """A future of one group. A failed one raises its error in `wait` and in the futures that follow
+    from it."""
 
     def __init__(self, callbacks: Callbacks, devices: list[torch.device]) -> None:
         super().__init__(devices=list(devices))

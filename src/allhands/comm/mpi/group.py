@@ -10,7 +10,15 @@ import torch
 import torch.distributed as dist
 
 from allhands.comm.mpi.buffers import Wire, message, reduction
-from allhands.comm.mpi.checks import at_root, check_parts, check_root, check_splits, complex_as_pairs, dense, shape_of
+from allhands.comm.mpi.checks import (
+    at_root,
+    check_parts,
+    check_root,
+    check_splits,
+    complex_as_pairs,
+    dense,
+    shape_of,
+)
 from allhands.comm.mpi.futures import Callbacks, depth
 from allhands.comm.mpi.moves import Moves, check_length
 from allhands.comm.mpi.work import Channel, Work, poller
@@ -24,13 +32,17 @@ _Base: Any = dist.ProcessGroup
 
 
 class MPIGroup(_Base):
-    """A `torch.distributed` process group over an MPI communicator; made by ``init_process_group("mpi")`` and ``new_group``.
+    """A `torch.distributed` process group over an MPI communicator; made by
+    ``init_process_group("mpi")`` and ``new_group``.
 
-    `channels` run its collectives: the first what the program calls, the second what callbacks of futures call; the first one's
-    communicator also carries sends and receives. `timeout` bounds each operation, in seconds; `cuda_aware` says that the MPI
-    library takes GPU memory, which is otherwise staged through pinned memory. The names of the methods are torch's.
+    `channels` run its collectives: the first what the program calls, the second what callbacks of
+    futures call; the first one's
+    communicator also carries sends and receives. `timeout` bounds each operation, in seconds;
+    `cuda_aware` says that the MPI library takes GPU memory, which is otherwise staged through
+    pinned memory. The names of the methods are torch's.
 
-    Every operation returns its `Work` at once, or raises `UserError` for what can be seen to be wrong here and now.
+    Every operation returns its `Work` at once, or raises `UserError` for what can be seen to be
+    wrong here and now.
     """
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
@@ -124,7 +136,10 @@ class MPIGroup(_Base):
     def _sparse_all_reduce(self, name: str, tensors: Tensors, opts: Any) -> Work:
         (tensor,) = tensors
         if opts.reduceOp != dist.ReduceOp.SUM or tensor.is_cuda:
-            raise UserError(f"{name} of a sparse tensor over MPI: only ReduceOp.SUM on the CPU; pass tensor.to_dense()")
+            raise UserError(
+                f"{name} of a sparse tensor over MPI: only ReduceOp.SUM on the CPU; pass "
+                "tensor.to_dense()"
+            )
         return self._submit(name, tensors, opts, lambda moves: moves.sparse_sum(tensor))
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
@@ -142,19 +157,27 @@ class MPIGroup(_Base):
         return self._submit("reduce", tensors, opts, run)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
-        return self._reduce_scatter("reduce_scatter", outputs, [list(rows) for rows in inputs], opts)
+        return self._reduce_scatter(
+            "reduce_scatter", outputs, [list(rows) for rows in inputs], opts
+        )
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Work:
         return self._reduce_scatter("reduce_scatter_tensor", outputs, inputs, opts)
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> Work:
         return self._reduce_scatter("reduce_scatter_tensor", [output], [input], opts)
 
     # torch's names before 2.13.
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _reduce_scatter(self, name: str, outputs: Tensors, inputs: Sequence[Any], opts: Any) -> Work:
+    def _reduce_scatter(
+        self, name: str, outputs: Tensors, inputs: Sequence[Any], opts: Any
+    ) -> Work:
         opts = opts or dist.ReduceScatterOptions()
         rows = []
         for output, given in zip(outputs, inputs, strict=True):
@@ -162,7 +185,10 @@ class MPIGroup(_Base):
             parts = given if isinstance(given, list) else [given]
             rows.append(self._wires(name, complex_as_pairs(name, parts, opts.reduceOp)))
         numbers = complex_as_pairs(name, outputs, opts.reduceOp)
-        sinks, kinds = self._wires(name, numbers, read=False), self._kinds(name, numbers, opts.reduceOp)
+        sinks, kinds = (
+            self._wires(name, numbers, read=False),
+            self._kinds(name, numbers, opts.reduceOp),
+        )
 
         def run(moves: Moves) -> None:
             for sink, wires, kind in zip(sinks, rows, kinds, strict=True):
@@ -191,10 +217,14 @@ class MPIGroup(_Base):
 
     allgather_coalesced = allgather
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Work:
         return self._all_gather("all_gather_into_tensor", outputs, inputs, opts)
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> Work:
         return self._all_gather("all_gather_into_tensor", [output], [input], opts)
 
     _allgather_base = all_gather_single
@@ -204,7 +234,9 @@ class MPIGroup(_Base):
         sources, sinks = self._wires(name, inputs), []
         for given, own in zip(outputs, inputs, strict=True):
             check_parts(self, name, "output", given, own, "input")
-            sinks.append(self._wires(name, given if isinstance(given, list) else [given], read=False))
+            sinks.append(
+                self._wires(name, given if isinstance(given, list) else [given], read=False)
+            )
 
         def run(moves: Moves) -> None:
             for source, wires in zip(sources, sinks, strict=True):
@@ -213,7 +245,9 @@ class MPIGroup(_Base):
                 for wire in wires:
                     wire.end()
 
-        return self._submit(name, outputs if name == "all_gather_into_tensor" else outputs[0], opts, run)
+        return self._submit(
+            name, outputs if name == "all_gather_into_tensor" else outputs[0], opts, run
+        )
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         opts = opts or dist.GatherOptions()
@@ -251,8 +285,14 @@ class MPIGroup(_Base):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         for what, given in (("output", outputs), ("input", inputs)):
             if len(given) != self.size():
-                raise UserError(f"all_to_all over {self.size()} ranks needs as many {what} tensors, but got {len(given)}")
-        sources, sinks = self._wires("all_to_all", inputs), self._wires("all_to_all", outputs, read=False)
+                raise UserError(
+                    f"all_to_all over {self.size()} ranks needs as many {what} tensors, but got "
+                    f"{len(given)}"
+                )
+        sources, sinks = (
+            self._wires("all_to_all", inputs),
+            self._wires("all_to_all", outputs, read=False),
+        )
 
         def run(moves: Moves) -> None:
             moves.exchange([sink.begin() for sink in sinks], [source.begin() for source in sources])
@@ -271,7 +311,10 @@ class MPIGroup(_Base):
     ) -> Work:
         name = "all_to_all_single"
         if output.dtype != input.dtype:
-            raise UserError(f"{name}: the output is {output.dtype} but the input {input.dtype}; give both one dtype")
+            raise UserError(
+                f"{name}: the output is {output.dtype} but the input {input.dtype}; give both one "
+                "dtype"
+            )
         into = check_splits(self, name, "output", output, output_splits)
         out_of = check_splits(self, name, "input", input, input_splits)
         sink, source = self._wires(name, [output], read=False)[0], self._wires(name, [input])[0]
@@ -305,7 +348,9 @@ class MPIGroup(_Base):
         work, wire = self._one_to_one("recv from", tensor, src, tag, read=False)
         work.receives = True
         buffer = wire.begin()
-        request = self.comm.Irecv(message(buffer, self.MPI), self.MPI.ANY_SOURCE if src < 0 else src, tag)
+        request = self.comm.Irecv(
+            message(buffer, self.MPI), self.MPI.ANY_SOURCE if src < 0 else src, tag
+        )
 
         def finish(status: Any) -> None:
             work.source = status.Get_source()
@@ -318,23 +363,35 @@ class MPIGroup(_Base):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         return self.recv(tensors, -1, tag)
 
-    def _one_to_one(self, name: str, tensor: torch.Tensor, peer: int, tag: int, read: bool) -> tuple[Work, Wire]:
+    def _one_to_one(
+        self, name: str, tensor: torch.Tensor, peer: int, tag: int, read: bool
+    ) -> tuple[Work, Wire]:
         if peer >= self.size():
-            raise UserError(f"{name} group rank {peer}, but the group has ranks 0 to {self.size() - 1}")
+            raise UserError(
+                f"{name} group rank {peer}, but the group has ranks 0 to {self.size() - 1}"
+            )
         if not 0 <= tag < self.tag:
-            raise UserError(f"{name} group rank {peer}: tag={tag}, but this MPI library has tags from 0 to {self.tag - 1}")
+            raise UserError(
+                f"{name} group rank {peer}: tag={tag}, but this MPI library has tags from 0 to "
+                f"{self.tag - 1}"
+            )
         if self.closed:
             raise WorldError(f"{name} group rank {peer}: {self.channels[0].broken}")
         (wire,) = self._wires(name, [tensor], read)
 
         def what() -> str:
-            return f"{name} {'any rank' if peer < 0 else f'group rank {peer}'}, tag {tag} ({shape_of(tensor)}), {self._where()}"
+            return (
+                f"{name} {'any rank' if peer < 0 else f'group rank {peer}'}, tag {tag} "
+                f"({shape_of(tensor)}), {self._where()}"
+            )
 
         return Work(what, [tensor], self.timeout, self._callbacks, peer), wire
 
     # What the operations share.
 
-    def _submit(self, name: str, outputs: Sequence[Any], opts: Any, run: Callable[[Moves], None]) -> Work:
+    def _submit(
+        self, name: str, outputs: Sequence[Any], opts: Any, run: Callable[[Moves], None]
+    ) -> Work:
         told = getattr(opts, "timeout", None)
         own = told.total_seconds() if told is not None else 0.0
         channel = self.channels[min(depth(), len(self.channels) - 1)]
@@ -342,16 +399,24 @@ class MPIGroup(_Base):
         first = next(iter(outputs), None)
 
         def what() -> str:
-            return f"{name} number {number}{f' ({shape_of(first)})' if first is not None else ''}, {self._where()}"
+            return (
+                f"{name} number {number}{f' ({shape_of(first)})' if first is not None else ''}, "
+                f"{self._where()}"
+            )
 
-        work = Work(what, list(outputs), own if own > 0 else self.timeout, self._callbacks, number=number)
+        work = Work(
+            what, list(outputs), own if own > 0 else self.timeout, self._callbacks, number=number
+        )
         channel.submit(work, run)
         return work
 
     def _where(self) -> str:
         ranks = self.channels[0].members
         members = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-        return f"on rank {ranks[self.rank()]} ({self.MPI.Get_processor_name()}), in the mpi group of ranks {members}"
+        return (
+            f"on rank {ranks[self.rank()]} ({self.MPI.Get_processor_name()}), in the mpi group "
+            f"of ranks {members}"
+        )
 
     def _wires(self, name: str, tensors: Tensors, read: bool = True) -> list[Wire]:
         return [Wire(dense(name, tensor), self._direct, read) for tensor in tensors]

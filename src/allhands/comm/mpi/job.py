@@ -1,4 +1,5 @@
-"""This process's part in the MPI job: MPI is started, groups are made, and the process leaves without hanging the others."""
+"""This process's part in the MPI job: MPI is started, groups are made, and the process leaves
+without hanging the others."""
 
 from __future__ import annotations
 
@@ -44,9 +45,17 @@ _left: dict[
 
 
 def new_group(
-    made: Callable[..., Any], size: int, rank: int, ranks: Sequence[int], backend: str, store: Any, *rest: Any, **options: Any
+    made: Callable[..., Any],
+    size: int,
+    rank: int,
+    ranks: Sequence[int],
+    backend: str,
+    store: Any,
+    *rest: Any,
+    **options: Any,
 ) -> Any:
-    """What torch's function `made` returns for a group with this backend, given what it takes; no `ranks` mean all.
+    """What torch's function `made` returns for a group with this backend, given what it takes; no
+    `ranks` mean all.
 
     Raises:
         UserError: mpi4py is missing, or the backend is mixed with another one.
@@ -55,8 +64,10 @@ def new_group(
     global _timeout
     if str(backend).lower() != "mpi":
         raise UserError(
-            f"backend={str(backend)!r}: mpi cannot be mixed with another backend, because its group takes tensors of the CPU "
-            "and of CUDA alike; write backend='mpi', and make another group with dist.new_group(backend='gloo') or 'nccl'"
+            f"backend={str(backend)!r}: mpi cannot be mixed with another backend, because its "
+            "group takes tensors of the CPU "
+            "and of CUDA alike; write backend='mpi', and make another group with "
+            "dist.new_group(backend='gloo') or 'nccl'"
         )
     if options.get("backend_options") is not None:
         raise UserError("pg_options: the mpi backend has no options; leave the argument out")
@@ -72,12 +83,15 @@ def new_group(
         _timeout = options.get("timeout") or _TIMEOUT
         if not ranks:
             seconds = _timeout.total_seconds()
-            store = open_store(Meeting(mpi_broadcast=True), Layout(world.Get_rank(), world.Get_size()), seconds).store
+            store = open_store(
+                Meeting(mpi_broadcast=True), Layout(world.Get_rank(), world.Get_size()), seconds
+            ).store
         return made(size, rank, ranks, backend, store, *rest, **options)
 
 
 def create(ranks: Sequence[int]) -> MPIGroup:
-    """A group of the MPI ranks `ranks` (none: all), called by each of them; `new_group` has started MPI."""
+    """A group of the MPI ranks `ranks` (none: all), called by each of them; `new_group` has started
+    MPI."""
     global _leaving
     MPI = mpilib.load_mpi()
     world = MPI.COMM_WORLD
@@ -94,7 +108,10 @@ def create(ranks: Sequence[int]) -> MPIGroup:
     _made[members] += 1
     key = f"{'-'.join(map(str, members))}/{_made[members]}"
     tag = comm.Get_attr(MPI.TAG_UB)
-    channels = [Channel(Moves(MPI, one, tag), members, name) for one, name in ((comm, key), (comm.Dup(), f"{key}/then"))]
+    channels = [
+        Channel(Moves(MPI, one, tag), members, name)
+        for one, name in ((comm, key), (comm.Dup(), f"{key}/then"))
+    ]
     cuda_aware = torch.cuda.is_available() and takes_gpu_memory(os.environ)
     group = MPIGroup(channels, _timeout.total_seconds(), cuda_aware)
     _channels.extend(channels)
@@ -108,12 +125,14 @@ def _layout(environ: Environ) -> Layout | None:
 
 
 def takes_gpu_memory(environ: Environ) -> bool:
-    """Whether the loaded MPI library takes pointers to GPU memory: what ALLHANDS_MPI_CUDA says (1 or 0), else the library."""
+    """Whether the loaded MPI library takes pointers to GPU memory: what ALLHANDS_MPI_CUDA says (1
+    or 0), else the library."""
     told = environ.get(CUDA_VARIABLE, "").strip()
     if told:
         if told not in {"0", "1"}:
             raise UserError(
-                f"{CUDA_VARIABLE}={told!r} must be 1 (the MPI library takes GPU memory) or 0 (stage it through the CPU)"
+                f"{CUDA_VARIABLE}={told!r} must be 1 (the MPI library takes GPU memory) or 0 "
+                "(stage it through the CPU)"
             )
         return told == "1"
     try:
@@ -129,9 +148,11 @@ def takes_gpu_memory(environ: Environ) -> bool:
 
 
 def _leave() -> None:
-    """At the end of the process: MPI_Finalize would wait, without a word, for ranks that wait for this one.
+    """At the end of the process: MPI_Finalize would wait, without a word, for ranks that wait for
+    this one.
 
-    What was called is completed first. Ranks that do not leave at about the same time are told how far this one came.
+    What was called is completed first. Ranks that do not leave at about the same time are told how
+    far this one came.
     """
     from mpi4py import MPI
 
@@ -146,7 +167,11 @@ def _leave() -> None:
     stuck = next((group.stuck for group in _groups if group.stuck), None)
     rank, size = _leaving.Get_rank(), _leaving.Get_size()
     if stuck is not None:
-        print(f"allhands: rank {rank} on {MPI.Get_processor_name()} ends the job: {stuck}", file=sys.stderr, flush=True)
+        print(
+            f"allhands: rank {rank} on {MPI.Get_processor_name()} ends the job: {stuck}",
+            file=sys.stderr,
+            flush=True,
+        )
         _leaving.Abort(1)
     together = _leaving.Ibarrier()
     deadline, told = time.monotonic() + _TOGETHER_S, False
@@ -155,7 +180,9 @@ def _leave() -> None:
         if not told and time.monotonic() > deadline:
             told = True
             notice = json.dumps({channel.name: channel.started for channel in _channels}).encode()
-            notices = [_leaving.Isend([notice, MPI.BYTE], other) for other in range(size) if other != rank]
+            notices = [
+                _leaving.Isend([notice, MPI.BYTE], other) for other in range(size) if other != rank
+            ]
         time.sleep(0.001 if not told else 0.02)
     del notices
 
@@ -179,9 +206,14 @@ def _fail_what_cannot_complete(pending: list[tuple[Work, Channel]]) -> None:
             if work.peer is None:
                 hopeless = work.number >= numbers.get(channel.name, 0)
             elif work.peer < 0:
-                hopeless = waited and all(member in _left for member in channel.members if member != _leaving.Get_rank())
+                hopeless = waited and all(
+                    member in _left for member in channel.members if member != _leaving.Get_rank()
+                )
             else:
                 hopeless = waited and channel.members[work.peer] == rank
             if hopeless:
-                reason = f"rank {rank} has left (its script ended, or it called sys.exit) without making the same call"
+                reason = (
+                    f"rank {rank} has left (its script ended, or it called sys.exit) without "
+                    "making the same call"
+                )
                 watchdog.fail(work, WorldError(f"{work.what()} can never be complete: {reason}"))

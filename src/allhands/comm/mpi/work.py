@@ -1,8 +1,10 @@
-"""What runs a group's operations: one thread a communicator, one that looks after sends and receives, one that keeps time.
+"""What runs a group's operations: one thread a communicator, one that looks after sends and
+receives, one that keeps time.
 
-Collectives are blocking MPI calls on a thread of their communicator: two groups may be used in opposite orders on different
-ranks, and the pieces of one message start in the same order everywhere. A future is completed on another thread than these,
-because what was chained to it may itself wait for an operation (`allhands.comm.mpi.futures`).
+Collectives are blocking MPI calls on a thread of their communicator: two groups may be used in
+opposite orders on different ranks, and the pieces of one message start in the same order
+everywhere. A future is completed on another thread than these, because what was chained to it may
+itself wait for an operation (`allhands.comm.mpi.futures`).
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ _JOIN_S = 1.0  # a thread with nothing left to do ends at once
 class Work(dist.Work):
     """One operation, as torch hands it out for ``async_op=True``.
 
-    `what` names it for messages, `outputs` are the tensors that it writes, `timeout` is in seconds, `peer` is the group rank
-    at the other end of a send or receive (-1: any; None: a collective) and `number` counts the collectives of a group from 0.
+    `what` names it for messages, `outputs` are the tensors that it writes, `timeout` is in seconds,
+    `peer` is the group rank at the other end of a send or receive (-1: any; None: a collective) and
+    `number` counts the collectives of a group from 0.
     """
 
     def __init__(
@@ -47,7 +50,9 @@ class Work(dist.Work):
         self.what, self.limit, self.peer, self.number = what, timeout, peer, number
         self.deadline = time.monotonic() + timeout
         self.source = -1 if peer is None else peer
-        self.receives = False  # a receive that nobody waits for does not keep the process from ending
+        self.receives = (
+            False  # a receive that nobody waits for does not keep the process from ending
+        )
         self._outputs = outputs
         self._done = threading.Event()
         self._error: WorldError | None = None
@@ -74,14 +79,18 @@ class Work(dist.Work):
             future.set_exception(self._error)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until it is complete. `timeout` above 0 bounds this wait alone, which may be repeated.
+        """Block until it is complete. `timeout` above 0 bounds this wait alone, which may be
+        repeated.
 
         Raises:
-            WorldError: it failed, did not complete within the group's timeout, or not within `timeout`.
+            WorldError: it failed, did not complete within the group's timeout, or not within
+                `timeout`.
         """
         seconds = timeout.total_seconds()
         if not self._done.wait(seconds if seconds > 0 else None):
-            raise WorldError(f"{self.what()} was not complete after the {seconds:g} s of wait(timeout)")
+            raise WorldError(
+                f"{self.what()} was not complete after the {seconds:g} s of wait(timeout)"
+            )
         if self._error is not None:
             raise self._error
         return True
@@ -116,13 +125,16 @@ class Work(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future with the list of written tensors; see `allhands.comm.mpi.futures` for its callbacks."""
+        """A future with the list of written tensors; see `allhands.comm.mpi.futures` for its
+        callbacks."""
         with self._lock:
             if self._future is None:
-                devices = {t.device for t in self._outputs if isinstance(t, torch.Tensor) and t.is_cuda}
+                devices = {
+                    t.device for t in self._outputs if isinstance(t, torch.Tensor) and t.is_cuda
+                }
                 self._future = OrderedFuture(self._callbacks, list(devices))
-                # An error that Python sets on a future is a value to C++, and DDP would read tensors from it; one that is
-                # raised in torch's own `then` is an error.
+                # An error that Python sets on a future is a value to C++, and DDP would read
+                # tensors from it; one that is raised in torch's own `then` is an error.
                 self._for_cpp = torch.futures.Future.then(self._future, lambda _: self.result())
                 if self._done.is_set():
                     self._complete(self._future)
@@ -132,7 +144,8 @@ class Work(dist.Work):
 
 
 def _called_from_python() -> bool:
-    """Whether the caller of the calling method wrote ``get_future``, rather than C++ on behalf of whatever Python is running."""
+    """Whether the caller of the calling method wrote ``get_future``, rather than C++ on behalf of
+    whatever Python is running."""
     try:
         return "get_future" in sys._getframe(2).f_code.co_names
     except ValueError:  # a thread of C++ has no frame below
@@ -142,28 +155,37 @@ def _called_from_python() -> bool:
 class Channel:
     """Runs the collectives of one communicator, in the order in which they were called.
 
-    `members` are the MPI ranks of the group; `name` is the same for it on all of them, and for no other communicator.
+    `members` are the MPI ranks of the group; `name` is the same for it on all of them, and for no
+    other communicator.
     """
 
     def __init__(self, moves: Moves, members: Sequence[int], name: str) -> None:
         self.moves, self.members, self.name = moves, tuple(members), name
         self.started = 0  # how many collectives this rank has called
         self.broken: WorldError | None = None
-        self._tasks: queue.SimpleQueue[tuple[Work, Callable[[Moves], None]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Work, Callable[[Moves], None]] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Work, run: Callable[[Moves], None]) -> None:
         if self.broken is not None:
-            raise WorldError(f"{work.what()} cannot run, because an earlier operation of this group failed: {self.broken}")
+            raise WorldError(
+                f"{work.what()} cannot run, because an earlier operation of this group failed: "
+                f"{self.broken}"
+            )
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=f"allhands-mpi-{self.name}", daemon=True)
+            self._thread = threading.Thread(
+                target=self._loop, name=f"allhands-mpi-{self.name}", daemon=True
+            )
             self._thread.start()
         self.started += 1
         watchdog.watch(work, self)
         self._tasks.put((work, run))
 
     def close(self) -> bool:
-        """Run what is queued and end the thread; False when it is stuck in an operation that failed at its deadline."""
+        """Run what is queued and end the thread; False when it is stuck in an operation that failed
+        at its deadline."""
         for work in watchdog.pending_of(self):
             work.settle()
         thread, self._thread = self._thread, None
@@ -204,7 +226,8 @@ def _failure(work: Work, error: BaseException) -> WorldError:
 
 
 class _Poller:
-    """Looks after sends and receives, which are never blocking calls: any number of them may be open at once."""
+    """Looks after sends and receives, which are never blocking calls: any number of them may be
+    open at once."""
 
     def __init__(self) -> None:
         self._new: queue.SimpleQueue[tuple[Work, Any, Callable[[Any], None]]] = queue.SimpleQueue()
@@ -219,13 +242,17 @@ class _Poller:
             self._new.put((Work(str, [], 0.0, Callbacks()), None, lambda _: None))
             self._thread.join()
 
-    def add(self, work: Work, request: Any, finish: Callable[[Any], None], channel: Channel) -> None:
+    def add(
+        self, work: Work, request: Any, finish: Callable[[Any], None], channel: Channel
+    ) -> None:
         """Complete `work` when the MPI request has; `finish` gets its status and may raise."""
         watchdog.watch(work, channel)
         self._new.put((work, request, finish))
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name="allhands-mpi-p2p", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._loop, name="allhands-mpi-p2p", daemon=True
+                )
                 self._thread.start()
 
     def _loop(self) -> None:
@@ -269,14 +296,18 @@ class _Watchdog:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self.also: Callable[[list[tuple[Work, Channel]]], None] = lambda pending: None  # looked at with the deadlines
+        self.also: Callable[[list[tuple[Work, Channel]]], None] = lambda pending: (
+            None
+        )  # looked at with the deadlines
 
     def watch(self, work: Work, channel: Channel) -> None:
         self._pending[work] = channel
         if self._thread is None:
             with self._lock:
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._loop, name="allhands-mpi-watchdog", daemon=True)
+                    self._thread = threading.Thread(
+                        target=self._loop, name="allhands-mpi-watchdog", daemon=True
+                    )
                     self._thread.start()
 
     def forget(self, work: Work) -> None:
@@ -310,8 +341,10 @@ class _Watchdog:
 
 def _late(work: Work) -> WorldError:
     return WorldError(
-        f"{work.what()} was not complete within the group's timeout of {work.limit:g} s: a rank of the group did not make the "
-        "same call, is slow, or is gone. Look at its output, or raise timeout= where the group is made"
+        f"{work.what()} was not complete within the group's timeout of {work.limit:g} s: a rank of "
+        "the group did not make the "
+        "same call, is slow, or is gone. Look at its output, or raise timeout= where the group is "
+        "made"
     )
 
 

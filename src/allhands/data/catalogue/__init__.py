@@ -1,7 +1,8 @@
-"""The catalogue of data sets: known ones by name, in the layouts in which their publishers offer them.
+"""The catalogue of data sets: known ones by name, in the layouts in which their publishers offer
+them.
 
-Nothing is downloaded. `digits` comes with scikit-learn; the others are looked for under the folder that the
-variable ALLHANDS_DATA (or `root=`) names.
+Nothing is downloaded. `digits` comes with scikit-learn; the others are looked for under the folder
+that the variable ALLHANDS_DATA (or `root=`) names.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ def names() -> tuple[str, ...]:
 
 
 def info(name: str) -> Entry:
-    """What is known of a data set: `num_classes`, `input_shape`, `sizes`, `classes`, `mean`, `std`, `source`.
+    """What is known of a data set: `num_classes`, `input_shape`, `sizes`, `classes`, `mean`, `std`,
+    `source`.
 
     Raises `UserError` with the nearest name for one that is not in the catalogue.
     """
     if name in _ENTRIES:
         return _ENTRIES[name]
     hint = did_you_mean(name, _ENTRIES)
-    raise UserError(f"no data set {name!r} in the catalogue, which holds {', '.join(_ENTRIES)}{hint}")
+    raise UserError(
+        f"no data set {name!r} in the catalogue, which holds {', '.join(_ENTRIES)}{hint}"
+    )
 
 
 def load(
@@ -53,16 +57,18 @@ def load(
 ) -> TensorDataset:
     """A data set of the catalogue, wholly in memory.
 
-    Images are N x C x H x W and their labels N (int64); `shakespeare` gives two int64 tensors N x `block`,
-    the second one character further on. In float32, CIFAR's training images take 614 MB (`dtype="uint8"`: 154
-    MB), MNIST's 188 MB (47 MB).
+    Images are N x C x H x W and their labels N (int64); `shakespeare` gives two int64 tensors N x
+    `block`, the second one character further on. In float32, CIFAR's training images take 614 MB
+    (`dtype="uint8"`: 154 MB), MNIST's 188 MB (47 MB).
 
     Args:
         name: one of `names()`.
-        split: "train", "valid" or "test"; the last two are the same samples, the publisher's test set
-            (digits: every fifth sample of each class, 360; shakespeare: the last tenth of the text).
+        split: "train", "valid" or "test"; the last two are the same samples, the publisher's test
+            set (digits: every fifth sample of each class, 360; shakespeare: the last tenth of the
+            text).
         root: where data sets are; None: the folder that ALLHANDS_DATA names.
-        dtype: "float32" (pixels scaled to 0..1) or "uint8" (as stored, 0..255; digits 0..16). None: float32.
+        dtype: "float32" (pixels scaled to 0..1) or "uint8" (as stored, 0..255; digits 0..16). None:
+            float32.
         normalize: subtract the training set's mean and divide by its deviation, a channel at a time
             (`info(name).mean`, `.std`; digits stay in 0..1). None: yes for float32, no for uint8.
         limit: at most this many samples, the first ones.
@@ -70,9 +76,9 @@ def load(
         block: shakespeare only: characters in a sample; None: 128.
 
     Raises:
-        UserError: the name, split or an option is wrong or does not belong to this data set; its files are
-            missing, cut off or damaged (with the file, its size and the expected size), or scikit-learn is
-            missing for digits.
+        UserError: the name, split or an option is wrong or does not belong to this data set; its
+            files are missing, cut off or damaged (with the file, its size and the expected size),
+            or scikit-learn is missing for digits.
     """
     entry = info(name)
     if split not in entry.splits:
@@ -82,15 +88,20 @@ def load(
     for key in asked:
         if key not in entry.options:
             raise UserError(
-                f"{key}= does not belong to the data set {name!r}, which takes {', '.join(entry.options)}; leave it out."
+                f"{key}= does not belong to the data set {name!r}, which takes "
+                f"{', '.join(entry.options)}; leave it out."
             )
     if dtype not in {None, "float32", "uint8"}:
         raise UserError(f"dtype={dtype!r} must be 'float32' or 'uint8'.")
     if dtype == "uint8" and normalize:
-        raise UserError("normalize=True needs dtype='float32': bytes cannot hold normalised pixels.")
+        raise UserError(
+            "normalize=True needs dtype='float32': bytes cannot hold normalised pixels."
+        )
     if labels not in {None, "fine", "coarse"}:
         raise UserError(f"labels={labels!r} must be 'fine' or 'coarse'.")
     for key, value in (("limit", limit), ("block", block)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
             raise UserError(f"{key}={value!r} must be a whole number of at least 1.")
     return entry.reader(Options(split=split, root=data_root(root), limit=limit, **asked), entry)

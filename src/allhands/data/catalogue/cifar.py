@@ -1,5 +1,5 @@
-"""CIFAR-10 and CIFAR-100, in the publisher's binary version or in the python version, which torchvision
-unpacks as well."""
+"""CIFAR-10 and CIFAR-100, in the publisher's binary version or in the python version, which
+torchvision unpacks as well."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ _PAGE = "A. Krizhevsky, University of Toronto, at www.cs.toronto.edu/~kriz/cifar
 
 
 class _Version:
-    """One of the two versions of one of the two sets: its folder, its files, and how to read `count` records
-    of one."""
+    """One of the two versions of one of the two sets: its folder, its files, and how to read
+    `count` records of one."""
 
-    def __init__(self, folder: str, train: tuple[str, ...], test: tuple[str, ...], labels: dict[str, int]) -> None:
+    def __init__(
+        self, folder: str, train: tuple[str, ...], test: tuple[str, ...], labels: dict[str, int]
+    ) -> None:
         self.folder, self.train, self.test = folder, train, test
-        # Binary: which byte of a record is the label, by the name of the labels. Python: the key is made of
-        # that name.
+        # Binary: which byte of a record is the label, by the name of the labels. Python: the key is
+        # made of that name.
         self.labels = labels
 
     @property
@@ -45,7 +47,12 @@ class _Version:
 _BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 _VERSIONS = {
     "cifar10": (
-        _Version("cifar-10-batches-bin", tuple(f"{b}.bin" for b in _BATCHES), ("test_batch.bin",), {"": 0}),
+        _Version(
+            "cifar-10-batches-bin",
+            tuple(f"{b}.bin" for b in _BATCHES),
+            ("test_batch.bin",),
+            {"": 0},
+        ),
         _Version("cifar-10-batches-py", _BATCHES, ("test_batch",), {"": 0}),
     ),
     "cifar100": (
@@ -82,16 +89,24 @@ def _read(options: Options, entry: Entry) -> TensorDataset:
 def _find(root: Path | None, entry: Entry) -> tuple[_Version, Path]:
     """The version that is there; the binary one when both are, because it needs no unpickling."""
     versions = _VERSIONS[entry.name]
-    layouts = [f"{base}{version.folder}" for version in versions for base in ("", f"{entry.name}/", f"{entry.name.upper()}/")]
+    layouts = [
+        f"{base}{version.folder}"
+        for version in versions
+        for base in ("", f"{entry.name}/", f"{entry.name.upper()}/")
+    ]
     marks = [name for version in versions for name in (version.test[0], version.train[0])]
     if root is not None and root.name in {version.folder for version in versions}:
         layouts.append("")  # the root is the data set's own folder
     folder = find_folder(root, layouts, marks, entry)
-    version = next(v for v in versions if any((folder / name).is_file() for name in (*v.test, *v.train)))
+    version = next(
+        v for v in versions if any((folder / name).is_file() for name in (*v.test, *v.train))
+    )
     return version, folder
 
 
-def _read_binary(path: Path, rows: int, version: _Version, kind: str) -> tuple[np.ndarray, np.ndarray]:
+def _read_binary(
+    path: Path, rows: int, version: _Version, kind: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Records of the label bytes and 3072 pixels, planes R, G, B of 32 rows of 32."""
     record = len(version.labels) + _PIXELS
     check_size(path, rows * record, f"this file, with {rows:,} records of {record} bytes,")
@@ -99,22 +114,32 @@ def _read_binary(path: Path, rows: int, version: _Version, kind: str) -> tuple[n
     return records[:, len(version.labels) :], records[:, version.labels[kind]]
 
 
-def _read_python(path: Path, rows: int, version: _Version, kind: str) -> tuple[np.ndarray, np.ndarray]:
+def _read_python(
+    path: Path, rows: int, version: _Version, kind: str
+) -> tuple[np.ndarray, np.ndarray]:
     size = path.stat().st_size
     if size < rows * _PIXELS:
         raise UserError(
-            f"{path} has {size:,} bytes, but its {rows:,} images alone take {rows * _PIXELS:,}: it is cut off. Get it again "
+            f"{path} has {size:,} bytes, but its {rows:,} images alone take {rows * _PIXELS:,}: it "
+            "is cut off. Get it again "
             "from its publisher."
         )
     batch = load_batch(path)
     key = f"{kind}_labels" if kind else "labels"
     if key not in batch or "data" not in batch:
-        raise UserError(f"{path} holds {', '.join(sorted(batch)) or 'nothing'}, but needs 'data' and {key!r}.")
+        raise UserError(
+            f"{path} holds {', '.join(sorted(batch)) or 'nothing'}, but needs 'data' and {key!r}."
+        )
     pixels, labels = batch["data"], np.asarray(batch[key])
-    if getattr(pixels, "dtype", None) != np.uint8 or pixels.shape != (rows, _PIXELS) or labels.shape != (rows,):
+    if (
+        getattr(pixels, "dtype", None) != np.uint8
+        or pixels.shape != (rows, _PIXELS)
+        or labels.shape != (rows,)
+    ):
         shape = getattr(pixels, "shape", type(pixels).__name__)
         raise UserError(
-            f"{path} holds data of shape {shape} and {labels.size} labels, but needs bytes of shape ({rows}, {_PIXELS}) and "
+            f"{path} holds data of shape {shape} and {labels.size} labels, but needs bytes of "
+            f"shape ({rows}, {_PIXELS}) and "
             f"{rows} labels."
         )
     return pixels, labels
@@ -129,7 +154,18 @@ CIFAR10 = Entry(
     reader=_read,
     mean=(0.49139968, 0.48215841, 0.44653091),
     std=(0.24703223, 0.24348513, 0.26158784),
-    classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    classes=(
+        "airplane",
+        "automobile",
+        "bird",
+        "cat",
+        "deer",
+        "dog",
+        "frog",
+        "horse",
+        "ship",
+        "truck",
+    ),
 )
 CIFAR100 = Entry(
     name="cifar100",

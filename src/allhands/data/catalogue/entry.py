@@ -35,10 +35,10 @@ class Options:
 class Entry:
     """A data set of the catalogue.
 
-    `input_shape` is one sample's, without the batch. `sizes` are the samples of each split. `mean` and `std`,
-    a number a channel, are what `normalize=True` subtracts and divides by, on pixels scaled to 0..1. `source`
-    says where the publisher offers it, `options` which keywords of `load` it takes besides split, root and
-    limit.
+    `input_shape` is one sample's, without the batch. `sizes` are the samples of each split. `mean`
+    and `std`, a number a channel, are what `normalize=True` subtracts and divides by, on pixels
+    scaled to 0..1. `source` says where the publisher offers it, `options` which keywords of `load`
+    it takes besides split, root and limit.
     """
 
     name: str
@@ -54,8 +54,8 @@ class Entry:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The names that `load(split=…)` takes. "valid" and "test" are the same samples: no publisher here
-        offers three parts."""
+        """The names that `load(split=…)` takes. "valid" and "test" are the same samples: no
+        publisher here offers three parts."""
         return ("train", "valid", "test")
 
 
@@ -70,14 +70,20 @@ def data_root(root: str | os.PathLike[str] | None) -> Path | None:
     folder = Path(told).expanduser()
     if not folder.is_dir():
         name = f"root={str(root)!r}" if root is not None else f"{ROOT_VARIABLE}={told}"
-        raise UserError(f"{name} is not a folder: create it, or name the folder that holds the data sets.")
+        raise UserError(
+            f"{name} is not a folder: create it, or name the folder that holds the data sets."
+        )
     return folder
 
 
-def find_folder(root: Path | None, layouts: Sequence[str], marks: Sequence[str], entry: Entry) -> Path:
-    """The first of `root / layout` that holds one of the files `marks` (names that tell the data set).
+def find_folder(
+    root: Path | None, layouts: Sequence[str], marks: Sequence[str], entry: Entry
+) -> Path:
+    """The first of `root / layout` that holds one of the files `marks` (names that tell the data
+    set).
 
-    Raises `UserError` that says where it was looked for, where the data set comes from, and what to do.
+    Raises `UserError` that says where it was looked for, where the data set comes from, and what to
+    do.
     """
     if root is None:
         looked = f"{ROOT_VARIABLE} is not set and root= was not given"
@@ -86,10 +92,15 @@ def find_folder(root: Path | None, layouts: Sequence[str], marks: Sequence[str],
             folder = root / layout
             if any((folder / mark).is_file() for mark in marks):
                 return folder
-        looked = f"looked in {', '.join(str(root / layout) for layout in layouts)} for {' or '.join(marks)}"
+        looked = (
+            f"looked in {', '.join(str(root / layout) for layout in layouts)} for "
+            f"{' or '.join(marks)}"
+        )
     raise UserError(
-        f"the data set {entry.name!r} was not found: {looked}. It is offered by {entry.source}. Unpack it, and set "
-        f"{ROOT_VARIABLE} (or root=) to the folder that holds it as {layouts[0]}{'/' if layouts[0] else ''}{marks[0]}. The data "
+        f"the data set {entry.name!r} was not found: {looked}. It is offered by {entry.source}. "
+        "Unpack it, and set "
+        f"{ROOT_VARIABLE} (or root=) to the folder that holds it as "
+        f"{layouts[0]}{'/' if layouts[0] else ''}{marks[0]}. The data "
         "set 'digits' needs no download."
     )
 
@@ -100,7 +111,8 @@ def need_file(folder: Path, names: Sequence[str], entry: Entry) -> Path:
         if (folder / name).is_file():
             return folder / name
     raise UserError(
-        f"{folder} holds a part of the data set {entry.name!r}, but {' or '.join(names)} is missing there. Get it from "
+        f"{folder} holds a part of the data set {entry.name!r}, but {' or '.join(names)} is "
+        "missing there. Get it from "
         f"{entry.source}."
     )
 
@@ -111,13 +123,16 @@ def check_size(path: Path, expected: int, what: str) -> None:
     if size != expected:
         state = "cut off" if size < expected else "too long, or not this file"
         raise UserError(
-            f"{path} has {size:,} bytes, but {what} has {expected:,}: it is {state}. Get it again from its publisher."
+            f"{path} has {size:,} bytes, but {what} has {expected:,}: it is {state}. Get it again "
+            "from its publisher."
         )
 
 
-def image_dataset(images: np.ndarray, labels: np.ndarray, options: Options, entry: Entry, scale: float = 255.0) -> TensorDataset:
-    """Images (uint8, N x C x H x W, 0..`scale`) and labels (N) as a data set of the dtype that was asked for,
-    labels int64."""
+def image_dataset(
+    images: np.ndarray, labels: np.ndarray, options: Options, entry: Entry, scale: float = 255.0
+) -> TensorDataset:
+    """Images (uint8, N x C x H x W, 0..`scale`) and labels (N) as a data set of the dtype that was
+    asked for, labels int64."""
     import numpy as np
     import torch
     from torch.utils.data import TensorDataset
@@ -125,11 +140,14 @@ def image_dataset(images: np.ndarray, labels: np.ndarray, options: Options, entr
     targets = torch.from_numpy(labels.astype(np.int64))
     pixels = torch.from_numpy(np.require(images, requirements=["C", "W"]))
     if options.dtype == "float32":
-        # In place after one conversion: the peak is the bytes plus the floats, not two sets of floats.
+        # In place after one conversion: the peak is the bytes plus the floats, not two sets of
+        # floats.
         pixels = pixels.to(torch.float32).div_(scale)
         if options.normalize:
             shape = (1, -1, 1, 1)
-            pixels.sub_(torch.tensor(entry.mean).view(shape)).div_(torch.tensor(entry.std).view(shape))
+            pixels.sub_(torch.tensor(entry.mean).view(shape)).div_(
+                torch.tensor(entry.std).view(shape)
+            )
     return TensorDataset(pixels, targets)
 
 
@@ -138,6 +156,7 @@ def check_labels(labels: np.ndarray, count: int, path: Path) -> None:
     bad = (labels >= count).nonzero()[0]
     if len(bad):
         raise UserError(
-            f"{path}: record {bad[0]} has label {labels[bad[0]]}, but labels go from 0 to {count - 1}: this is another file, or "
+            f"{path}: record {bad[0]} has label {labels[bad[0]]}, but labels go from 0 to "
+            f"{count - 1}: this is another file, or "
             "it is damaged. Get it again from its publisher."
         )

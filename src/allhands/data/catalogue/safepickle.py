@@ -1,9 +1,9 @@
 """Reading a pickle of plain values and numpy arrays without running anything that it says.
 
-The python batches of CIFAR are pickles, and a pickle is a program: loaded in the ordinary way, a file from
-anywhere can do anything. Here every name that it asks for is looked up in a table of four stand-ins of our
-own, which only note what they are given; any other name is refused. The arrays are then built from the notes,
-with their size checked.
+The python batches of CIFAR are pickles, and a pickle is a program: loaded in the ordinary way, a
+file from anywhere can do anything. Here every name that it asks for is looked up in a table of four
+stand-ins of our own, which only note what they are given; any other name is refused. The arrays are
+then built from the notes, with their size checked.
 """
 
 from __future__ import annotations
@@ -40,10 +40,16 @@ class _Array:
 
     def build(self) -> np.ndarray[Any, Any]:
         _, shape, dtype, fortran, data = self.state
-        if not isinstance(dtype, _Dtype) or dtype.kind not in _KINDS or dtype.order not in {"|", "<", ">", "="}:
+        if (
+            not isinstance(dtype, _Dtype)
+            or dtype.kind not in _KINDS
+            or dtype.order not in {"|", "<", ">", "="}
+        ):
             raise pickle.UnpicklingError("an array of something other than numbers")
         raw = data.encode("latin1") if isinstance(data, str) else data
-        values = np.frombuffer(raw, np.dtype(("" if dtype.order == "|" else dtype.order) + dtype.kind))
+        values = np.frombuffer(
+            raw, np.dtype(("" if dtype.order == "|" else dtype.order) + dtype.kind)
+        )
         return values.reshape(shape, order="F" if fortran else "C")
 
 
@@ -69,15 +75,17 @@ class _Unpickler(pickle.Unpickler):
         try:
             return _STAND_INS[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no data batch needs") from None
+            raise pickle.UnpicklingError(
+                f"it asks for {module}.{name}, which no data batch needs"
+            ) from None
 
 
 def load_batch(path: Path) -> dict[str, Any]:
-    """The dictionary in the pickle at `path`: its keys as text, its values plain (text as bytes) or numpy
-    arrays.
+    """The dictionary in the pickle at `path`: its keys as text, its values plain (text as bytes) or
+    numpy arrays.
 
-    Raises `UserError`, without having run anything, when the file is cut off, holds something else than a
-    dictionary, or asks for any name but those of a numpy array.
+    Raises `UserError`, without having run anything, when the file is cut off, holds something else
+    than a dictionary, or asks for any name but those of a numpy array.
     """
     try:
         # "bytes": Python 2's strings stay as they are, which is what array data was.
@@ -85,11 +93,23 @@ def load_batch(path: Path) -> dict[str, Any]:
         if not isinstance(read, dict):
             raise pickle.UnpicklingError(f"it holds a {type(read).__name__}, not a dictionary")
         return {
-            key.decode("latin1") if isinstance(key, bytes) else str(key): value.build() if isinstance(value, _Array) else value
+            key.decode("latin1") if isinstance(key, bytes) else str(key): value.build()
+            if isinstance(value, _Array)
+            else value
             for key, value in read.items()
         }
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError, MemoryError) as error:
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        KeyError,
+        MemoryError,
+    ) as error:
         raise UserError(
-            f"{path} ({path.stat().st_size:,} bytes) is not a whole data batch and was not loaded: {error}. Get it again from "
+            f"{path} ({path.stat().st_size:,} bytes) is not a whole data batch and was not loaded: "
+            f"{error}. Get it again from "
             "its publisher."
         ) from None

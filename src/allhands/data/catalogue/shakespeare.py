@@ -39,15 +39,23 @@ def _read(options: Options, entry: Entry) -> TensorDataset:
     tokens = table[np.fromfile(path, np.uint8)]
     if tokens.max() >= len(VOCABULARY):
         place = int(tokens.argmax())
-        raise UserError(f"{path}: byte {place} is no character of the text; get it again from {entry.source}.")
+        raise UserError(
+            f"{path}: byte {place} is no character of the text; get it again from {entry.source}."
+        )
     tokens = tokens[:_TRAIN_BYTES] if options.split == "train" else tokens[_TRAIN_BYTES:]
     blocks = (len(tokens) - 1) // options.block
     if blocks < 1:
-        raise UserError(f"block={options.block} must be at most {len(tokens) - 1}, the length of the {options.split} part.")
+        raise UserError(
+            f"block={options.block} must be at most {len(tokens) - 1}, the length of the "
+            f"{options.split} part."
+        )
     blocks = blocks if options.limit is None else min(blocks, options.limit)
     text = torch.from_numpy(tokens.astype(np.int64))
     size = blocks * options.block
-    return TensorDataset(text[:size].view(blocks, options.block).clone(), text[1 : size + 1].view(blocks, options.block).clone())
+    return TensorDataset(
+        text[:size].view(blocks, options.block).clone(),
+        text[1 : size + 1].view(blocks, options.block).clone(),
+    )
 
 
 def in_blocks(block: int = _BLOCK) -> Entry:
@@ -58,7 +66,8 @@ def in_blocks(block: int = _BLOCK) -> Entry:
         num_classes=len(VOCABULARY),
         input_shape=(block,),
         sizes={"train": (_TRAIN_BYTES - 1) // block, "valid": valid, "test": valid},
-        source="A. Karpathy, char-rnn, at github.com/karpathy/char-rnn (data/tinyshakespeare/input.txt)",
+        source="A. Karpathy, char-rnn, at github.com/karpathy/char-rnn "
+        "(data/tinyshakespeare/input.txt)",
         reader=_read,
         classes=tuple(VOCABULARY),
         options=("block",),

@@ -16,10 +16,47 @@ from allhands.federated.algorithms.scaffold import Scaffold
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     cls.name: cls
-    for cls in (FedAvg, FedProx, FedAvgM, FedAdagrad, FedYogi, FedAdam, FedOpt, Scaffold, FedNova, FedBN, QFedAvg, Median,
-                TrimmedMean, Krum, FedBuff, LocalOnly, Centralised)
-}  # fmt: skip
+    for cls in (
+        FedAvg,
+        FedProx,
+        FedAvgM,
+        FedAdagrad,
+        FedYogi,
+        FedAdam,
+        FedOpt,
+        Scaffold,
+        FedNova,
+        FedBN,
+        QFedAvg,
+        Median,
+        TrimmedMean,
+        Krum,
+        FedBuff,
+        LocalOnly,
+        Centralised,
+    )
+}
 
-__all__ = ["ALGORITHMS", "Algorithm", "Centralised", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedBN", "FedBuff", "FedNova",
-           "FedOpt", "FedProx", "FedYogi", "Krum", "LocalOnly", "Median", "QFedAvg", "Scaffold", "Server", "Trained",
-           "TrimmedMean"]  # fmt: skip
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "Centralised",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvg",
+    "FedAvgM",
+    "FedBN",
+    "FedBuff",
+    "FedNova",
+    "FedOpt",
+    "FedProx",
+    "FedYogi",
+    "Krum",
+    "LocalOnly",
+    "Median",
+    "QFedAvg",
+    "Scaffold",
+    "Server",
+    "Trained",
+    "TrimmedMean",
+]

@@ -1,4 +1,5 @@
-"""FedAvg: McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017."""
+"""FedAvg: McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized
+Data, AISTATS 2017."""
 
 from __future__ import annotations
 

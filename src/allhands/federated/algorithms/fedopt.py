@@ -1,5 +1,5 @@
-"""FedOpt: Reddi et al., Adaptive Federated Optimization, ICLR 2021; FedAvgM: Hsu et al., Measuring the Effects of Non-Identical
-Data Distribution for Federated Visual Classification, 2019."""
+"""FedOpt: Reddi et al., Adaptive Federated Optimization, ICLR 2021; FedAvgM: Hsu et al., Measuring
+the Effects of Non-Identical Data Distribution for Federated Visual Classification, 2019."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from allhands.federated.sums import Sums
 
 
 class _ServerOptimizer(Algorithm):
-    """The cohort's mean update is, with its sign turned, the gradient of an optimizer of the server. Buffers, if averaged, are
+    """The cohort's mean update is, with its sign turned, the gradient of an optimizer of the
+    server. Buffers, if averaged, are
     averaged by samples: an optimizer's step could make a variance negative."""
 
     def __init__(self, weighted: bool, average_buffers: bool) -> None:
@@ -31,30 +32,39 @@ class _ServerOptimizer(Algorithm):
 
     @abstractmethod
     def step(self, weights: torch.Tensor, update: torch.Tensor) -> None:
-        """Change the trained weights, shape ``[trained]``, in place, by the mean update in float64."""
+        """Change the trained weights, shape ``[trained]``, in place, by the mean update in
+        float64."""
 
 
 class FedAvgM(_ServerOptimizer):
-    """Momentum on the server: ``v = momentum * v + update; weights += server_lr * v`` (Hsu et al. 2019, section 4.3).
+    """Momentum on the server: ``v = momentum * v + update; weights += server_lr * v`` (Hsu et al.
+    2019, section 4.3).
 
     Args:
         momentum: at least 0 and below 1; 0 with `server_lr` 1 is FedAvg.
         server_lr: the server's step.
         weighted: see `FedAvg`.
-        average_buffers: average BatchNorm's statistics by samples; False refuses a model that has some.
+        average_buffers: average BatchNorm's statistics by samples; False refuses a model that has
+            some.
     """
 
     name = "fedavgm"
 
     def __init__(
-        self, momentum: float = 0.9, server_lr: float = 1.0, weighted: bool = True, average_buffers: bool = True
+        self,
+        momentum: float = 0.9,
+        server_lr: float = 1.0,
+        weighted: bool = True,
+        average_buffers: bool = True,
     ) -> None:
         super().__init__(weighted, average_buffers)
         self.momentum = _decay("momentum", momentum)
         self.server_lr = fraction("server_lr", server_lr, open_low=True)
 
     def begin(self, server: Server) -> None:
-        self.velocity = torch.zeros(server.layout.trained, dtype=torch.float64, device=server.device)
+        self.velocity = torch.zeros(
+            server.layout.trained, dtype=torch.float64, device=server.device
+        )
 
     def step(self, weights: torch.Tensor, update: torch.Tensor) -> None:
         self.velocity.mul_(self.momentum).add_(update)
@@ -70,7 +80,9 @@ class FedAvgM(_ServerOptimizer):
 class _Adaptive(_ServerOptimizer):
     """Algorithm 2 of Reddi et al. 2021; `grow` is what distinguishes its three."""
 
-    def __init__(self, server_lr: float, beta1: float, tau: float, weighted: bool, average_buffers: bool) -> None:
+    def __init__(
+        self, server_lr: float, beta1: float, tau: float, weighted: bool, average_buffers: bool
+    ) -> None:
         super().__init__(weighted, average_buffers)
         self.server_lr = fraction("server_lr", server_lr, open_low=True)
         self.beta1 = _decay("beta1", beta1)
@@ -113,13 +125,20 @@ class FedAdagrad(_Adaptive):
         beta1: decay of m.
         tau: how adaptive, above 0: the smaller, the more.
         weighted: see `FedAvg`.
-        average_buffers: average BatchNorm's statistics by samples; without, a model that has some is refused.
+        average_buffers: average BatchNorm's statistics by samples; without, a model that has some
+            is refused.
     """
 
     name = "fedadagrad"
 
-    def __init__(self, server_lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3, weighted: bool = True,
-                 average_buffers: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        server_lr: float = 0.1,
+        beta1: float = 0.0,
+        tau: float = 1e-3,
+        weighted: bool = True,
+        average_buffers: bool = False,
+    ) -> None:
         super().__init__(server_lr, beta1, tau, weighted, average_buffers)
 
     def grow(self, squares: torch.Tensor) -> None:
@@ -143,13 +162,21 @@ class FedYogi(_Adaptive):
         beta2: decay of v.
         tau: how adaptive, above 0: the smaller, the more.
         weighted: see `FedAvg`.
-        average_buffers: average BatchNorm's statistics by samples; without, a model that has some is refused.
+        average_buffers: average BatchNorm's statistics by samples; without, a model that has some
+            is refused.
     """
 
     name = "fedyogi"
 
-    def __init__(self, server_lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3, weighted: bool = True,
-                 average_buffers: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        server_lr: float = 0.01,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+        weighted: bool = True,
+        average_buffers: bool = False,
+    ) -> None:
         super().__init__(server_lr, beta1, tau, weighted, average_buffers)
         self.beta2 = _decay("beta2", beta2)
 
@@ -175,13 +202,21 @@ class FedAdam(_Adaptive):
         beta2: decay of v.
         tau: how adaptive, above 0: the smaller, the more.
         weighted: see `FedAvg`.
-        average_buffers: average BatchNorm's statistics by samples; without, a model that has some is refused.
+        average_buffers: average BatchNorm's statistics by samples; without, a model that has some
+            is refused.
     """
 
     name = "fedadam"
 
-    def __init__(self, server_lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3, weighted: bool = True,
-                 average_buffers: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        server_lr: float = 0.01,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+        weighted: bool = True,
+        average_buffers: bool = False,
+    ) -> None:
         super().__init__(server_lr, beta1, tau, weighted, average_buffers)
         self.beta2 = _decay("beta2", beta2)
 
@@ -190,31 +225,46 @@ class FedAdam(_Adaptive):
 
 
 class FedOpt(_ServerOptimizer):
-    """Any optimizer of torch.optim on the server (Reddi et al. 2021, algorithm 1), with torch's own arithmetic: Adam here
-    corrects the bias and begins with v = 0, and is not `FedAdam`. SGD with a learning rate of 1 is FedAvg.
+    """Any optimizer of torch.optim on the server (Reddi et al. 2021, algorithm 1), with torch's own
+    arithmetic: Adam here corrects the bias and begins with v = 0, and is not `FedAdam`. SGD with a
+    learning rate of 1 is FedAvg.
 
     Args:
         optimizer: the name of a class of torch.optim that treats every number alike.
-        options: of that class, ``{"lr": 1.0}`` for instance; what is left out is torch's default, and 1 the learning rate of SGD.
+        options: of that class, ``{"lr": 1.0}`` for instance; what is left out is torch's default,
+            and 1 the learning rate of SGD.
         weighted: see `FedAvg`.
-        average_buffers: average BatchNorm's statistics by samples; without, a model that has some is refused.
+        average_buffers: average BatchNorm's statistics by samples; without, a model that has some
+            is refused.
     """
 
     name = "fedopt"
 
-    def __init__(self, optimizer: str = "SGD", options: dict[str, Any] | None = None, weighted: bool = True,
-                 average_buffers: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        optimizer: str = "SGD",
+        options: dict[str, Any] | None = None,
+        weighted: bool = True,
+        average_buffers: bool = False,
+    ) -> None:
         super().__init__(weighted, average_buffers)
-        found = {name.lower(): name for name in LocalOptimizer.ELEMENTWISE}.get(str(optimizer).lower())
+        found = {name.lower(): name for name in LocalOptimizer.ELEMENTWISE}.get(
+            str(optimizer).lower()
+        )
         if found is None:
-            raise UserError(f"algorithm='fedopt': there is no optimizer {optimizer!r} for the server's one vector; "
-                            f"use one of {', '.join(LocalOptimizer.ELEMENTWISE)}")  # fmt: skip
+            raise UserError(
+                f"algorithm='fedopt': there is no optimizer {optimizer!r} for the server's one "
+                "vector; "
+                f"use one of {', '.join(LocalOptimizer.ELEMENTWISE)}"
+            )
         self.kind = getattr(torch.optim, found)
         self.options = {**({"lr": 1.0} if found == "SGD" else {}), **(options or {})}
         try:
             self.kind([torch.zeros(1, requires_grad=True)], **self.options)
         except (TypeError, ValueError) as error:
-            raise UserError(f"algorithm='fedopt': options={options!r} do not suit {found}: {error}") from error
+            raise UserError(
+                f"algorithm='fedopt': options={options!r} do not suit {found}: {error}"
+            ) from error
 
     def begin(self, server: Server) -> None:
         self._weights = server.weights[: server.layout.trained].detach().clone().requires_grad_()

@@ -9,8 +9,8 @@ from allhands.federated.algorithms.fedavg import FedAvg
 
 
 class FedProx(FedAvg):
-    """FedAvg whose clients add ``mu / 2 * ||w - start||^2`` to their loss (algorithm 2 of the paper, with every client doing all
-    of its work).
+    """FedAvg whose clients add ``mu / 2 * ||w - start||^2`` to their loss (algorithm 2 of the
+    paper, with every client doing all of its work).
 
     Args:
         mu: weight of the term, at least 0; 0 is FedAvg, bit for bit.
@@ -24,5 +24,11 @@ class FedProx(FedAvg):
         self.mu = fraction("mu", mu)
         self.corrects = self.mu > 0
 
-    def correct(self, gradients: torch.Tensor, weights: torch.Tensor, start: torch.Tensor, own: dict[str, torch.Tensor]) -> None:
+    def correct(
+        self,
+        gradients: torch.Tensor,
+        weights: torch.Tensor,
+        start: torch.Tensor,
+        own: dict[str, torch.Tensor],
+    ) -> None:
         gradients.add_(weights - start, alpha=self.mu)

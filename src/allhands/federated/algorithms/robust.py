@@ -1,4 +1,5 @@
-"""Aggregations that a few wrong clients cannot spoil. They need every update, not only their sum."""
+"""Aggregations that a few wrong clients cannot spoil. They need every update, not only their
+sum."""
 
 from __future__ import annotations
 
@@ -17,11 +18,13 @@ _BLOCK = 1 << 14  # numbers at a time, of all clients; a rank's part is a number
 
 
 class Robust(Algorithm):
-    """Every rank keeps its clients' updates; after the round each gets one part of the numbers of all of them, and the parts of
-    the result are put together. No rank holds all updates. Every client counts the same.
+    """Every rank keeps its clients' updates; after the round each gets one part of the numbers of
+    all of them, and the parts of the result are put together. No rank holds all updates. Every
+    client counts the same.
 
     Args:
-        average_buffers: combine BatchNorm's statistics by the same rule; without, a model that has some is refused.
+        average_buffers: combine BatchNorm's statistics by the same rule; without, a model that has
+            some is refused.
     """
 
     needs_updates = True
@@ -45,7 +48,9 @@ class Robust(Algorithm):
     def aggregate(self, server: Server, sums: Sums) -> None:
         assert server.world is not None
         figures, world = sums.figures(), server.world
-        ranks = {slot: int(figures["rank"][slot]) for slot in figures["ok"].nonzero().flatten().tolist()}
+        ranks = {
+            slot: int(figures["rank"][slot]) for slot in figures["ok"].nonzero().flatten().tolist()
+        }
         own = [self._kept[slot] for slot in sorted(self._kept)]
         self._kept = {}
         part = _exchange(own, ranks, server, world)
@@ -55,22 +60,25 @@ class Robust(Algorithm):
 
     @abstractmethod
     def combine(self, updates: torch.Tensor, combined: torch.Tensor, world: World) -> None:
-        """Combine the cohort's updates, number by number, in a way that does not depend on how numbers are dealt to ranks.
+        """Combine the cohort's updates, number by number, in a way that does not depend on how
+        numbers are dealt to ranks.
 
         Args:
-            updates: this rank's part of the numbers, shape ``[cohort, part]``, in the order of the cohort; numbers behind the
-                end of a row are 0.
+            updates: this rank's part of the numbers, shape ``[cohort, part]``, in the order of the
+                cohort; numbers behind the end of a row are 0.
             combined: to fill, float64, shape ``[part]``.
             world: the ranks.
         """
 
 
 class Median(Robust):
-    """The coordinate-wise median of the updates (Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical
-    Rates, ICML 2018, algorithm 1, option I); of an even number, the mean of the two in the middle.
+    """The coordinate-wise median of the updates (Yin et al., Byzantine-Robust Distributed Learning:
+    Towards Optimal Statistical Rates, ICML 2018, algorithm 1, option I); of an even number, the
+    mean of the two in the middle.
 
     Args:
-        average_buffers: take the median of BatchNorm's statistics too; without, a model that has some is refused.
+        average_buffers: take the median of BatchNorm's statistics too; without, a model that has
+            some is refused.
     """
 
     name = "median"
@@ -83,11 +91,12 @@ class Median(Robust):
 
 
 class TrimmedMean(Robust):
-    """The coordinate-wise mean without the largest and the smallest updates (Yin et al. 2018, algorithm 1, option II).
+    """The coordinate-wise mean without the largest and the smallest updates (Yin et al. 2018,
+    algorithm 1, option II).
 
     Args:
-        beta: the part that is left out at each end, at least 0 and below 0.5; of K clients, ``floor(beta * K)`` at each end. 0
-            is FedAvg with ``weighted=False``.
+        beta: the part that is left out at each end, at least 0 and below 0.5; of K clients,
+            ``floor(beta * K)`` at each end. 0 is FedAvg with ``weighted=False``.
         average_buffers: see `Median`.
     """
 
@@ -97,12 +106,17 @@ class TrimmedMean(Robust):
         super().__init__(average_buffers)
         self.beta = fraction("beta", beta, high=0.5)
         if self.beta == 0.5:
-            raise UserError(f"beta={beta!r} leaves out everyone; write less than 0.5, or algorithm='median'")
+            raise UserError(
+                f"beta={beta!r} leaves out everyone; write less than 0.5, or algorithm='median'"
+            )
 
     def check(self, server: Server, per_round: int) -> None:
         if self.beta and not self._trimmed(per_round):
-            raise UserError(f"beta={self.beta:g} of {per_round} clients a round leaves out none; write a larger beta, below 0.5, "
-                            "or 0 for the plain mean")  # fmt: skip
+            raise UserError(
+                f"beta={self.beta:g} of {per_round} clients a round leaves out none; write a "
+                "larger beta, below 0.5, "
+                "or 0 for the plain mean"
+            )
 
     def _trimmed(self, clients: int) -> int:
         return math.floor(self.beta * clients + 1e-9)  # 0.1 * 30 is to be 3
@@ -118,17 +132,19 @@ class TrimmedMean(Robust):
 
 
 class Krum(Robust):
-    """The update that is nearest to its neighbours, or the mean of some of those (Blanchard et al., Machine Learning with
+    """The update that is nearest to its neighbours, or the mean of some of those (Blanchard et al.,
+    Machine Learning with
     Adversaries: Byzantine Tolerant Gradient Descent, NeurIPS 2017).
 
-    A client's score is the sum of its squared distances to the ``K - byzantine - 2`` nearest others of K; the lowest scores
-    win, of equal ones the first in the cohort.
+    A client's score is the sum of its squared distances to the ``K - byzantine - 2`` nearest others
+    of K; the lowest scores win, of equal ones the first in the cohort.
 
     Args:
         byzantine: how many clients of a round may be wrong; it needs ``K >= 2 * byzantine + 3``.
-        select: how many updates are averaged: 1 for Krum, more for multi-Krum, at most ``K - byzantine``.
-        average_buffers: take BatchNorm's statistics of the same clients, which then count in the distances; without, a model that
-            has some is refused.
+        select: how many updates are averaged: 1 for Krum, more for multi-Krum, at most ``K -
+            byzantine``.
+        average_buffers: take BatchNorm's statistics of the same clients, which then count in the
+            distances; without, a model that has some is refused.
     """
 
     name = "krum"
@@ -140,17 +156,24 @@ class Krum(Robust):
                 raise UserError(f"{name}={value!r}; it must be a whole number of at least {least}")
         self.byzantine, self.chosen = byzantine, select
         self._length = 0
-        #: Places in the cohort of those whose updates were taken in the last round, best first, among those that have trained.
+        #: Places in the cohort of those whose updates were taken in the last round, best first,
+        #: among those that have trained.
         self.taken: list[int] = []
 
     def check(self, server: Server, per_round: int) -> None:
         if per_round < 2 * self.byzantine + 3:
             mend = f"byzantine={(per_round - 3) // 2}" if per_round >= 3 else "algorithm='median'"
-            raise UserError(f"algorithm='krum' with byzantine={self.byzantine} needs at least {2 * self.byzantine + 3} clients a "
-                            f"round, and there are {per_round}; write {mend}")  # fmt: skip
+            raise UserError(
+                f"algorithm='krum' with byzantine={self.byzantine} needs at least "
+                f"{2 * self.byzantine + 3} clients a "
+                f"round, and there are {per_round}; write {mend}"
+            )
         if self.chosen > per_round - self.byzantine:
-            raise UserError(f"select={self.chosen} of {per_round} clients, {self.byzantine} of them perhaps wrong; write at most "
-                            f"select={per_round - self.byzantine}")  # fmt: skip
+            raise UserError(
+                f"select={self.chosen} of {per_round} clients, {self.byzantine} of them perhaps "
+                "wrong; write at most "
+                f"select={per_round - self.byzantine}"
+            )
 
     def begin(self, server: Server) -> None:
         self._length = server.layout.length
@@ -164,14 +187,17 @@ class Krum(Robust):
 
     def _scores(self, distances: torch.Tensor) -> list[float]:
         others = len(distances) - 1
-        nearest = max(min(len(distances) - self.byzantine - 2, others), min(1, others))  # where clients have failed
+        nearest = max(
+            min(len(distances) - self.byzantine - 2, others), min(1, others)
+        )  # where clients have failed
         ordered = distances.clone().fill_diagonal_(float("inf")).sort(1).values[:, :nearest]
         return [math.fsum(row) for row in ordered.tolist()]
 
 
 def _distances(updates: torch.Tensor, length: int, world: World) -> torch.Tensor:
-    """Squared distances between whole updates of which this rank has some blocks: float64, shape ``[cohort, cohort]``, on the
-    processor. Each block is summed alone and blocks in their order, which is the same on any number of ranks.
+    """Squared distances between whole updates of which this rank has some blocks: float64, shape
+    ``[cohort, cohort]``, on the processor. Each block is summed alone and blocks in their order,
+    which is the same on any number of ranks.
 
     Args:
         updates: shape ``[cohort, blocks * _BLOCK]``.
@@ -180,11 +206,15 @@ def _distances(updates: torch.Tensor, length: int, world: World) -> torch.Tensor
     """
     cohort, blocks = len(updates), updates.split(_BLOCK, 1)
     # Places for the blocks of all ranks; what is added by the others is 0.
-    parts = torch.zeros(len(blocks) * world.world_size, cohort, cohort, dtype=torch.float64, device=updates.device)
+    parts = torch.zeros(
+        len(blocks) * world.world_size, cohort, cohort, dtype=torch.float64, device=updates.device
+    )
     for place, block in enumerate(blocks):
         numbers = block.to(torch.float64)
         for row in range(cohort - 1):
-            parts[world.rank * len(blocks) + place, row, row + 1 :] = (numbers[row + 1 :] - numbers[row]).square_().sum(1)
+            parts[world.rank * len(blocks) + place, row, row + 1 :] = (
+                (numbers[row + 1 :] - numbers[row]).square_().sum(1)
+            )
     if world.world_size > 1:
         dist.all_reduce(parts)
     distances = torch.zeros(cohort, cohort, dtype=torch.float64)
@@ -193,8 +223,11 @@ def _distances(updates: torch.Tensor, length: int, world: World) -> torch.Tensor
     return distances + distances.T
 
 
-def _exchange(own: list[torch.Tensor], ranks: dict[int, int], server: Server, world: World) -> torch.Tensor:
-    """This rank's part of the numbers of all updates: shape ``[cohort, part]``, in the order of the cohort.
+def _exchange(
+    own: list[torch.Tensor], ranks: dict[int, int], server: Server, world: World
+) -> torch.Tensor:
+    """This rank's part of the numbers of all updates: shape ``[cohort, part]``, in the order of the
+    cohort.
 
     Args:
         own: this rank's updates, by slot.
@@ -212,7 +245,12 @@ def _exchange(own: list[torch.Tensor], ranks: dict[int, int], server: Server, wo
     sent = rows.view(len(own), size, part).transpose(0, 1).contiguous()
     counts = [sum(rank == holder for holder in ranks.values()) for rank in range(size)]
     received = torch.empty(sum(counts), part, dtype=dtype, device=server.device)
-    dist.all_to_all_single(received.view(-1), sent.view(-1), [count * part for count in counts], [len(own) * part] * size)
+    dist.all_to_all_single(
+        received.view(-1),
+        sent.view(-1),
+        [count * part for count in counts],
+        [len(own) * part] * size,
+    )
     arrived = [slot for rank in range(size) for slot in sorted(ranks) if ranks[slot] == rank]
     return received[torch.tensor(arrived).argsort().to(server.device)]
 

@@ -35,7 +35,8 @@ class Result:
     """What `run` returns.
 
     Attributes:
-        history: by round: the cohort, seconds, the clients' training loss, and under ``test`` the tests.
+        history: by round: the cohort, seconds, the clients' training loss, and under ``test`` the
+            tests.
         model: the global model after the last round, on the processor; the same in every process.
     """
 
@@ -77,8 +78,9 @@ def register_dataset(train_data: Any, test_data: Any, val_data: Any = None) -> N
     """Train on other data than the configuration's; before `init`.
 
     Args:
-        train_data: a `FederatedTensorDataset` or `FederatedTorchDataset`; or any data set with indices and a length, such as a
-            `TensorDataset`, which is then divided as the configuration says.
+        train_data: a `FederatedTensorDataset` or `FederatedTorchDataset`; or any data set with
+            indices and a length, such as a `TensorDataset`, which is then divided as the
+            configuration says.
         test_data: likewise; divided only if it comes divided. None: nothing is tested.
         val_data: handed to the registered server as `val_data`.
 
@@ -86,7 +88,10 @@ def register_dataset(train_data: Any, test_data: Any, val_data: Any = None) -> N
         UserError: something else was passed.
     """
     if isinstance(train_data, Mapping) and {"s_train_data", "u_train_data"} & train_data.keys():
-        raise UserError("register_dataset: semi-supervised training (s_train_data, u_train_data) is not here; pass labelled data")
+        raise UserError(
+            "register_dataset: semi-supervised training (s_train_data, u_train_data) is not here; "
+            "pass labelled data"
+        )
     _before_init("register_dataset")
     _registered.train = as_federated(train_data, "train_data")
     _registered.test = None if test_data is None else as_federated(test_data, "test_data")
@@ -97,29 +102,34 @@ def register_model(model: type[nn.Module] | nn.Module) -> None:
     """Train another model than the configuration's; before `init`.
 
     Args:
-        model: a class that needs no arguments, whose weights are then a function of the seed; or a model, of which a copy is
-            trained, with the weights of the first process.
+        model: a class that needs no arguments, whose weights are then a function of the seed; or a
+            model, of which a copy is trained, with the weights of the first process.
 
     Raises:
         UserError: something else was passed.
     """
     _before_init("register_model")
-    if not isinstance(model, nn.Module) and not (isinstance(model, type) and issubclass(model, nn.Module)):
+    if not isinstance(model, nn.Module) and not (
+        isinstance(model, type) and issubclass(model, nn.Module)
+    ):
         shown = f"the class {model.__name__}" if isinstance(model, type) else kind_of(model)
-        raise UserError(f"register_model: {shown} is no model; pass a class derived from torch.nn.Module, or an object of one")
+        raise UserError(
+            f"register_model: {shown} is no model; pass a class derived from torch.nn.Module, or "
+            "an object of one"
+        )
     _registered.model = model
 
 
 def register_server(server: type[BaseServer]) -> None:
-    """Use a class derived from `BaseServer`; before `init`. Raises `UserError` for anything else, and for methods that nothing
-    would call."""
+    """Use a class derived from `BaseServer`; before `init`. Raises `UserError` for anything else,
+    and for methods that nothing would call."""
     _before_init("register_server")
     _registered.server = check_server(server)
 
 
 def register_client(client: type[BaseClient]) -> None:
-    """Use a class derived from `BaseClient`; before `init`. Raises `UserError` for anything else, and for methods that nothing
-    would call."""
+    """Use a class derived from `BaseClient`; before `init`. Raises `UserError` for anything else,
+    and for methods that nothing would call."""
     _before_init("register_client")
     _registered.client = check_client(client)
 
@@ -133,7 +143,8 @@ def unregister() -> None:
 def _before_init(function: str) -> None:
     if _federation is not None and not _federation.ran and _federation.built is not None:
         raise UserError(
-            f"{function} was called after init, which has built everything; call it before init, or init(…, init_all=False)"
+            f"{function} was called after init, which has built everything; call it before init, "
+            "or init(…, init_all=False)"
         )
 
 
@@ -141,7 +152,8 @@ def _before_init(function: str) -> None:
 
 
 def init(config: Mapping[str, Any] | Config | None = None, init_all: bool = True) -> None:
-    """Check the configuration, join the other processes, and make the data, the model, the server and the clients.
+    """Check the configuration, join the other processes, and make the data, the model, the server
+    and the clients.
 
     A second call begins afresh, with what is registered. Nothing is drawn from global generators.
 
@@ -192,9 +204,16 @@ def run() -> Result:
     rounds.say(_described(federation, rounds))
     server.start(rounds.model(), pool)
     result = Result(rounds.history, rounds.model().cpu())
-    # What was trained is let go now, with its share of the world's store, which must not outlive the world: a server and its
-    # rounds name each other, and the end of the program would be too late to find that out.
-    federation.ran, federation.built, federation.train, federation.test, federation.model = True, None, None, None, None
+    # What was trained is let go now, with its share of the world's store, which must not outlive
+    # the world: a server and its rounds name each other, and the end of the program would be too
+    # late to find that out.
+    federation.ran, federation.built, federation.train, federation.test, federation.model = (
+        True,
+        None,
+        None,
+        None,
+        None,
+    )
     del server, rounds, pool
     gc.collect()
     return result
@@ -211,7 +230,8 @@ def _described(federation: _Federation, rounds: ServerRounds) -> str:
     processes = "1 process" if world.world_size == 1 else f"{world.world_size} processes"
     with_name = f"{conf.task_id}: " if conf.task_id else ""
     return (
-        f"{with_name}{len(rounds.clients)} clients, {conf.server.clients_per_round} a round, {conf.server.rounds} rounds, "
+        f"{with_name}{len(rounds.clients)} clients, {conf.server.clients_per_round} a round, "
+        f"{conf.server.rounds} rounds, "
         f"{processes} on {world.device.type}"
     )
 
@@ -220,7 +240,8 @@ def _described(federation: _Federation, rounds: ServerRounds) -> str:
 
 
 def _join(conf: Config) -> World:
-    """The world that the configuration describes; one that an earlier `init` joined is kept if it is the same."""
+    """The world that the configuration describes; one that an earlier `init` joined is kept if it
+    is the same."""
     global _joined
     given, number = conf.distributed, max(1, conf.gpu)
     told: dict[str, Any] = {"device": "cpu"} if conf.gpu == 0 else {}
@@ -230,10 +251,18 @@ def _join(conf: Config) -> World:
             told["device"] = "cuda"
     if number > 1 and given.world_size:
         if not given.init_method:
-            raise UserError(f"gpu = {conf.gpu}, and distributed.init_method is not set; write 'tcp://127.0.0.1:PORT' with a "
-                            "port that is "
-                            "free, the same in every process")  # fmt: skip
-        told |= {"rank": given.rank, "local_rank": given.local_rank, "world_size": number, "init_method": given.init_method}
+            raise UserError(
+                f"gpu = {conf.gpu}, and distributed.init_method is not set; write "
+                "'tcp://127.0.0.1:PORT' with a "
+                "port that is "
+                "free, the same in every process"
+            )
+        told |= {
+            "rank": given.rank,
+            "local_rank": given.local_rank,
+            "world_size": number,
+            "init_method": given.init_method,
+        }
     key = tuple(sorted(told.items()))
     if _joined is not None and _joined != key:
         worlds.finalize()
@@ -243,10 +272,15 @@ def _join(conf: Config) -> World:
         size, by = world.world_size, world.environment
         worlds.finalize()
         if size == 1:
-            raise WorldError(f"gpu = {conf.gpu}, and nothing says which of the {number} processes this is: set distributed.rank, "
-                             "local_rank, world_size and init_method, or start the script with "
-                             f"`allhands launch -n {number}`, torchrun or srun")  # fmt: skip
-        raise WorldError(f"gpu = {conf.gpu}, and there are {size} processes ({by}); set gpu to {size}")
+            raise WorldError(
+                f"gpu = {conf.gpu}, and nothing says which of the {number} processes this is: set "
+                "distributed.rank, "
+                "local_rank, world_size and init_method, or start the script with "
+                f"`allhands launch -n {number}`, torchrun or srun"
+            )
+        raise WorldError(
+            f"gpu = {conf.gpu}, and there are {size} processes ({by}); set gpu to {size}"
+        )
     _joined = key
     return world
 
@@ -263,18 +297,30 @@ def _data(federation: _Federation) -> FederatedDataset:
             if test is not None:
                 test.divide(seed)
             targets = train.samples.targets()
-            whole = targets is not None and targets.dim() == 1 and not targets.is_floating_point() and len(targets)
+            whole = (
+                targets is not None
+                and targets.dim() == 1
+                and not targets.is_floating_point()
+                and len(targets)
+            )
             federation.classes = int(targets.max()) + 1 if whole else 0  # type: ignore[union-attr]
         else:
             train, test, federation.classes = load(conf.data, seed)
         assert train.clients is not None
-        empty = [name for name, size in zip(train.users, train.clients.sizes, strict=True) if not size]
+        empty = [
+            name for name, size in zip(train.users, train.clients.sizes, strict=True) if not size
+        ]
         if empty:
-            raise UserError(f"{len(empty)} of {len(train.users)} clients have no sample, such as {empty[0]!r}; leave them out")
+            raise UserError(
+                f"{len(empty)} of {len(train.users)} clients have no sample, such as {empty[0]!r}; "
+                "leave them out"
+            )
         if conf.server.clients_per_round > len(train.clients):
-            raise UserError(f"server.clients_per_round = {conf.server.clients_per_round}, and there are "
-                            f"{len(train.clients)} clients; "
-                            f"write at most {len(train.clients)}")  # fmt: skip
+            raise UserError(
+                f"server.clients_per_round = {conf.server.clients_per_round}, and there are "
+                f"{len(train.clients)} clients; "
+                f"write at most {len(train.clients)}"
+            )
         for part in (train, test):
             if part is not None:
                 part.to(federation.world.device)
@@ -290,9 +336,12 @@ def _model(federation: _Federation) -> nn.Module:
             if given is None:
                 sample = train.samples.take(torch.zeros(1, dtype=torch.int64))[0][0]
                 if not federation.classes:
-                    raise UserError("the registered data set does not show whole numbers as targets, from which a model's "
-                                    "number of "
-                                    "classes would follow; call register_model(YourModel)")  # fmt: skip
+                    raise UserError(
+                        "the registered data set does not show whole numbers as targets, from "
+                        "which a model's "
+                        "number of "
+                        "classes would follow; call register_model(YourModel)"
+                    )
                 made = models.build(federation.conf.model, sample, federation.classes)
             else:
                 made = given() if isinstance(given, type) else copy.deepcopy(given)
@@ -305,40 +354,76 @@ def _model(federation: _Federation) -> nn.Module:
 def _build(federation: _Federation) -> tuple[BaseServer, ServerRounds, Pool]:
     if federation.built is not None:
         return federation.built
-    conf, world, train, model = federation.conf, federation.world, _data(federation), _model(federation)
+    conf, world, train, model = (
+        federation.conf,
+        federation.world,
+        _data(federation),
+        _model(federation),
+    )
     assert train.clients is not None
     with preserved_generators():
         seed_everything(derive_seed(conf.seed, "server"))
         pool = Pool(_registered.client, conf.client, train, federation.test, world.device)
         in_server = federation.test if conf.test_mode == "test_in_server" else None
         coala = _registered.server(
-            conf, test_data=in_server, val_data=_registered.val, is_remote=False, local_port=conf.local_port
+            conf,
+            test_data=in_server,
+            val_data=_registered.val,
+            is_remote=False,
+            local_port=conf.local_port,
         )
-    if federation.test is None and not (overridden(coala, "test") or overridden(coala, conf.test_mode)):
-        raise UserError("there is no test set, and every round would be tested; pass one: register_dataset(train, test)")
-    optimizer = LocalOptimizer.of(conf.client.optimizer.type, model, **conf.client.optimizer.options())
+    if federation.test is None and not (
+        overridden(coala, "test") or overridden(coala, conf.test_mode)
+    ):
+        raise UserError(
+            "there is no test set, and every round would be tested; pass one: "
+            "register_dataset(train, test)"
+        )
+    optimizer = LocalOptimizer.of(
+        conf.client.optimizer.type, model, **conf.client.optimizer.options()
+    )
     layout = Layout(model, optimizer.groups)
     if conf.server.aggregation_content == "parameters" and (layout.buffers or layout.integers):
-        raise UserError("server.aggregation_content = 'parameters': the model has buffers, such as "
-                        f"'{(*(place.name for place in layout.buffers), *layout.integers)[0]}', and COALA keeps those of "
-                        "whichever client "
-                        "came first; write 'all', or use GroupNorm")  # fmt: skip
-    algorithm = Uploads() if overridden(coala, "aggregate") else FedAvg(weighted=conf.server.aggregation_strategy == "FedAvg")
+        raise UserError(
+            "server.aggregation_content = 'parameters': the model has buffers, such as "
+            f"'{(*(place.name for place in layout.buffers), *layout.integers)[0]}', and COALA "
+            "keeps those of "
+            "whichever client "
+            "came first; write 'all', or use GroupNorm"
+        )
+    algorithm = (
+        Uploads()
+        if overridden(coala, "aggregate")
+        else FedAvg(weighted=conf.server.aggregation_strategy == "FedAvg")
+    )
     algorithm.average_buffers = True
     # The order of samples follows client.seed too; the split, the cohorts and the weights do not.
     seed = derive_seed(conf.seed, "clients", conf.client.seed)
-    server = Server(layout, layout.read(model), layout.read_integers(model), world.device, len(train.clients), seed)
+    server = Server(
+        layout,
+        layout.read(model),
+        layout.read_integers(model),
+        world.device,
+        len(train.clients),
+        seed,
+    )
     objects = trains_itself(_registered.client)
     local = LocalTraining(
-        pool[0].load_loss_fn(conf.client), optimizer, batch_size=conf.client.batch_size, epochs=conf.client.local_epoch
+        pool[0].load_loss_fn(conf.client),
+        optimizer,
+        batch_size=conf.client.batch_size,
+        epochs=conf.client.local_epoch,
     )
     work = Work(copy.deepcopy(model), local, algorithm, train.samples, train.clients, seed)
     executor: Executor
     if objects:
         if conf.executor != "auto":
-            raise UserError(f"executor = {conf.executor!r} trains all clients alike, and {_registered.client.__name__} has "
-                            "a training of "
-                            "its own; leave executor out")  # fmt: skip
+            raise UserError(
+                f"executor = {conf.executor!r} trains all clients alike, and "
+                f"{_registered.client.__name__} has "
+                "a training of "
+                "its own; leave executor out"
+            )
         executor = Objects(work, server, pool)
     else:
         executor = make_executor(conf.executor, work, server)

@@ -15,36 +15,61 @@ from allhands.federated.local import LocalOptimizer
 
 #: Names under which COALA's remote clients do their work, and its clients that sleep.
 _NOT_CALLED = {
-    "upload": "post_train", "upload_remotely": "post_train", "construct_upload_request": "post_train", "operate": "run_train",
-    "start_service": None, "connect_to_server": None, "init_etcd": None, "simulate_straggler": None,
-}  # fmt: skip
+    "upload": "post_train",
+    "upload_remotely": "post_train",
+    "construct_upload_request": "post_train",
+    "operate": "run_train",
+    "start_service": None,
+    "connect_to_server": None,
+    "init_etcd": None,
+    "simulate_straggler": None,
+}
 
 
 class BaseClient:
-    """One client. Override what shall be different and call `register_client`; nothing need be called in a fixed order by you.
+    """One client. Override what shall be different and call `register_client`; nothing need be
+    called in a fixed order by you.
 
-    A round calls `run_train`: `set_model`, `decompression`, `pre_train`, `train`, `post_train`, `test_local` (if asked for),
-    `compression`, `encryption`, `post_upload`. Then `self.model` is what the client has learnt. `self.model` is one model that
-    all clients of a process share, loaded anew for each: keep what shall last in attributes of other names. A client stays in one
-    process, so that its attributes last over the rounds, whatever the number of processes. torch's, numpy's and random's
-    generators are seeded by (seed, round, client) before it trains.
+    A round calls `run_train`: `set_model`, `decompression`, `pre_train`, `train`, `post_train`,
+    `test_local` (if asked for),
+    `compression`, `encryption`, `post_upload`. Then `self.model` is what the client has learnt.
+    `self.model` is one model that
+    all clients of a process share, loaded anew for each: keep what shall last in attributes of
+    other names. A client stays in one
+    process, so that its attributes last over the rounds, whatever the number of processes. torch's,
+    numpy's and random's generators are seeded by (seed, round, client) before it trains.
 
     Args:
         cid: its name.
         conf: the section ``client`` of the configuration.
-        train_data, test_data: of all clients; its own are ``train_data.loader(batch_size, self.cid)``.
+        train_data, test_data: of all clients; its own are ``train_data.loader(batch_size,
+            self.cid)``.
         device: where it trains.
-        options: what COALA passes besides: `sleep_time`, `is_remote`, `local_port`, `server_addr`, `tracker_addr`.
+        options: what COALA passes besides: `sleep_time`, `is_remote`, `local_port`, `server_addr`,
+            `tracker_addr`.
 
     Attributes:
-        train_loss: mean loss of each pass over the samples in this round; one that `train` leaves empty gives no loss in the
-            history.
+        train_loss: mean loss of each pass over the samples in this round; one that `train` leaves
+            empty gives no loss in the history.
         number, round: its number among all clients, and that of the round.
     """
 
-    def __init__(self, cid: str, conf: ClientConfig, train_data: FederatedDataset, test_data: FederatedDataset | None,
-                 device: torch.device, **options: Any) -> None:  # fmt: skip
-        self.cid, self.conf, self.train_data, self.test_data, self.device = cid, conf, train_data, test_data, device
+    def __init__(
+        self,
+        cid: str,
+        conf: ClientConfig,
+        train_data: FederatedDataset,
+        test_data: FederatedDataset | None,
+        device: torch.device,
+        **options: Any,
+    ) -> None:
+        self.cid, self.conf, self.train_data, self.test_data, self.device = (
+            cid,
+            conf,
+            train_data,
+            test_data,
+            device,
+        )
         self.options = options
         self.model: nn.Module | None = None
         self.compressed_model: nn.Module | None = None
@@ -99,7 +124,9 @@ class BaseClient:
     def post_train(self) -> None:
         """After `train`."""
 
-    def pretrain_setup(self, conf: ClientConfig, device: torch.device) -> tuple[Any, torch.optim.Optimizer]:
+    def pretrain_setup(
+        self, conf: ClientConfig, device: torch.device
+    ) -> tuple[Any, torch.optim.Optimizer]:
         """The loss and the optimizer; makes the model ready and sets `train_loader`."""
         assert self.model is not None
         self.model.train()
@@ -121,25 +148,37 @@ class BaseClient:
     def load_loader(self, conf: ClientConfig) -> Any:
         """Batches of this client's samples; gone through once for each local epoch."""
         own = self.train_data.indices(self.cid)
-        return Loader(self.train_data.samples, own, conf.batch_size, True, (self.seed, "client", self.round, self.number))
+        return Loader(
+            self.train_data.samples,
+            own,
+            conf.batch_size,
+            True,
+            (self.seed, "client", self.round, self.number),
+        )
 
     # ------------------------------------------------------------------ testing
 
     def run_test(self, model: nn.Module, conf: ClientConfig) -> dict[str, float]:
-        """Test the global model; returns the values that `test` returned, or `test_accuracy` and `test_loss`."""
+        """Test the global model; returns the values that `test` returned, or `test_accuracy` and
+        `test_loss`."""
         self.conf = conf
         self.set_model(model)
         self.decompression()
         self.pre_test()
         measured = self.test(conf, self.device)
         self.post_test()
-        return dict(measured) if measured else {"loss": float(self.test_loss), "accuracy": float(self.test_accuracy)}
+        return (
+            dict(measured)
+            if measured
+            else {"loss": float(self.test_loss), "accuracy": float(self.test_accuracy)}
+        )
 
     def pre_test(self) -> None:
         """Before `test`."""
 
     def test(self, conf: ClientConfig, device: torch.device) -> dict[str, float] | None:
-        """Test `self.model` on this client's test samples: on all of them where the test set is not divided."""
+        """Test `self.model` on this client's test samples: on all of them where the test set is not
+        divided."""
         if self.test_data is None:
             raise UserError("there is no test set; register_dataset(train, test) takes one")
         assert self.model is not None
@@ -165,7 +204,8 @@ class BaseClient:
     # ------------------------------------------------------------------ what travels
 
     def compression(self) -> None:
-        """May set `self.compressed_model` to a model of the same structure, which is then what is uploaded."""
+        """May set `self.compressed_model` to a model of the same structure, which is then what is
+        uploaded."""
 
     def decompression(self) -> None:
         """Before anything else is done with the global model."""
@@ -178,10 +218,32 @@ class BaseClient:
 
 
 _TRAINS = (
-    "__init__", "run_train", "set_model", "pre_train", "train", "post_train", "pretrain_setup", "load_loss_fn", "load_optimizer",
-    "load_loader", "test_local", "compression", "decompression", "encryption", "post_upload",
-)  # fmt: skip
-_TESTS = ("__init__", "run_test", "set_model", "pre_test", "test", "post_test", "load_loss_fn", "decompression")
+    "__init__",
+    "run_train",
+    "set_model",
+    "pre_train",
+    "train",
+    "post_train",
+    "pretrain_setup",
+    "load_loss_fn",
+    "load_optimizer",
+    "load_loader",
+    "test_local",
+    "compression",
+    "decompression",
+    "encryption",
+    "post_upload",
+)
+_TESTS = (
+    "__init__",
+    "run_test",
+    "set_model",
+    "pre_test",
+    "test",
+    "post_test",
+    "load_loss_fn",
+    "decompression",
+)
 
 
 def overrides(kind: type, base: type, names: Sequence[str]) -> list[str]:
@@ -200,7 +262,8 @@ def tests_itself(kind: type[BaseClient]) -> bool:
 
 
 def check_client(kind: Any) -> type[BaseClient]:
-    """A class for `register_client`. Raises `UserError` for anything else, or a method that nothing would call."""
+    """A class for `register_client`. Raises `UserError` for anything else, or a method that nothing
+    would call."""
     check_class(kind, BaseClient, "register_client")
     check_called(kind, _NOT_CALLED)
     return kind
@@ -209,18 +272,27 @@ def check_client(kind: Any) -> type[BaseClient]:
 def check_class(kind: Any, base: type, function: str) -> None:
     """Raise `UserError` unless `kind` is a class derived from `base`."""
     if not isinstance(kind, type):
-        given = f"an object of the class {type(kind).__name__}" if not callable(kind) or isinstance(kind, base) else f"{kind!r}"
+        given = (
+            f"an object of the class {type(kind).__name__}"
+            if not callable(kind) or isinstance(kind, base)
+            else f"{kind!r}"
+        )
         raise UserError(
-            f"{function}: it takes a class derived from {base.__name__}, and {given} was passed; pass the class itself"
+            f"{function}: it takes a class derived from {base.__name__}, and {given} was passed; "
+            "pass the class itself"
         )
     if not issubclass(kind, base):
-        raise UserError(f"{function}: {kind.__name__} is not derived from {base.__name__}; write "
-                        f"class {kind.__name__}(allhands.federated.{base.__name__})")  # fmt: skip
+        raise UserError(
+            f"{function}: {kind.__name__} is not derived from {base.__name__}; write "
+            f"class {kind.__name__}(allhands.federated.{base.__name__})"
+        )
 
 
 def check_called(kind: type, names: dict[str, str | None]) -> None:
     """Raise `UserError` for methods of a class that COALA would call and nothing here does."""
     for name, instead in names.items():
         if hasattr(kind, name):
-            raise UserError(f"{kind.__name__}.{name} would never be called, since clients are simulated; "
-                            f"{f'override {instead}' if instead else 'remove it'}")  # fmt: skip
+            raise UserError(
+                f"{kind.__name__}.{name} would never be called, since clients are simulated; "
+                f"{f'override {instead}' if instead else 'remove it'}"
+            )

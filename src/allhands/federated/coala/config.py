@@ -32,11 +32,16 @@ _ELSEWHERE = {
 
 def _only(default: Any, reason: str) -> Any:
     """A key that may be written with its default value, and is refused with any other."""
-    return Field(default=default, description=f"only {default!r}: {reason}", json_schema_extra={"only": reason})
+    return Field(
+        default=default,
+        description=f"only {default!r}: {reason}",
+        json_schema_extra={"only": reason},
+    )
 
 
 class Section(BaseModel):
-    """A part of the configuration; unknown keys, and values that nothing here can honour, are refused."""
+    """A part of the configuration; unknown keys, and values that nothing here can honour, are
+    refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -46,7 +51,10 @@ class Section(BaseModel):
         for name, field in type(self).model_fields.items():
             extra = field.json_schema_extra
             if isinstance(extra, dict) and "only" in extra and getattr(self, name) != field.default:
-                refused.append(f"{name} = {getattr(self, name)!r} cannot be honoured, only {field.default!r}: {extra['only']}")
+                refused.append(
+                    f"{name} = {getattr(self, name)!r} cannot be honoured, only {field.default!r}: "
+                    f"{extra['only']}"
+                )
         if refused:
             raise ValueError("; ".join(refused))
         return self
@@ -55,66 +63,112 @@ class Section(BaseModel):
 class Data(Section):
     """Which data set, and which client gets what."""
 
-    root: str | None = Field(default=None, description="folder of the data sets; not set: the folder that ALLHANDS_DATA names")
-    dataset: str = Field(default="mnist", description="digits, mnist, cifar10, cifar100, shakespeare; others through "
-                                                      "register_dataset "
-                         "(COALA's default, femnist, is not here)")  # fmt: skip
-    split_type: Literal["iid", "niid", "dir", "class"] = Field(default="iid", description="iid; niid: one client a writer "
-                                                                                          "(mnist) "
-                                                                                  "or speaker "
-                                                               "(shakespeare); dir: Dirichlet; class: some classes a "
-                                                               "client")  # fmt: skip
-    fl_type: Any = _only("supervised", "write a client with a train of its own, and register_client")
+    root: str | None = Field(
+        default=None,
+        description="folder of the data sets; not set: the folder that ALLHANDS_DATA names",
+    )
+    dataset: str = Field(
+        default="mnist",
+        description="digits, mnist, cifar10, cifar100, shakespeare; others through "
+        "register_dataset "
+        "(COALA's default, femnist, is not here)",
+    )
+    split_type: Literal["iid", "niid", "dir", "class"] = Field(
+        default="iid",
+        description="iid; niid: one client a writer "
+        "(mnist) "
+        "or speaker "
+        "(shakespeare); dir: Dirichlet; class: some classes a "
+        "client",
+    )
+    fl_type: Any = _only(
+        "supervised", "write a client with a train of its own, and register_client"
+    )
     semi_scenario: Any = _only("label_in_server", "training is supervised")
     num_labels_per_class: Any = _only(100, "training is supervised")
-    min_size: Count = Field(default=10, description="samples that a client has at least; dir: drawn until all have them; "
-                                                    "niid: clients "
-                            "with fewer are left out")  # fmt: skip
+    min_size: Count = Field(
+        default=10,
+        description="samples that a client has at least; dir: drawn until all have them; "
+        "niid: clients "
+        "with fewer are left out",
+    )
     data_amount: Share = Field(
-        default=0.05, description="niid: the part of all samples that is used, whole clients drawn by the seed"
+        default=0.05,
+        description="niid: the part of all samples that is used, whole clients drawn by the seed",
     )
     iid_fraction: Any = _only(0.1, "set num_of_clients to the number of clients")
     user: Flag = Field(
-        default=False, description="shakespeare: the test set is of other speakers; False: of the last lines of each"
+        default=False,
+        description="shakespeare: the test set is of other speakers; False: of the last lines of "
+        "each",
     )
-    train_test_split: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.9, description="shakespeare: the part to train on")
+    train_test_split: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.9, description="shakespeare: the part to train on"
+    )
     class_per_client: Count = Field(default=1, description="class: how many classes a client has")
-    num_of_clients: Count = Field(default=100, description="clients; niid has those of the data set")
-    alpha: Positive = Field(default=0.5, description="dir: concentration of the Dirichlet distribution")
-    weights: list[Positive] | None = Field(default=None, description="iid: proportions of the clients' numbers of samples; fewer "
-                                                             "than clients "
-                                           "are repeated")  # fmt: skip
+    num_of_clients: Count = Field(
+        default=100, description="clients; niid has those of the data set"
+    )
+    alpha: Positive = Field(
+        default=0.5, description="dir: concentration of the Dirichlet distribution"
+    )
+    weights: list[Positive] | None = Field(
+        default=None,
+        description="iid: proportions of the clients' numbers of samples; fewer "
+        "than clients "
+        "are repeated",
+    )
 
     @model_validator(mode="after")
     def _agrees(self) -> Data:
         given, split = self.model_fields_set, self.split_type
         default = {name: field.default for name, field in type(self).model_fields.items()}
-        for name, wanted in (("data_amount", "niid"), ("class_per_client", "class"), ("alpha", "dir"), ("weights", "iid")):
+        for name, wanted in (
+            ("data_amount", "niid"),
+            ("class_per_client", "class"),
+            ("alpha", "dir"),
+            ("weights", "iid"),
+        ):
             if getattr(self, name) != default[name] and split != wanted:
-                raise ValueError(f"{name} = {getattr(self, name)!r} has no effect on split_type '{split}'; leave it out, or set "
-                                 f"split_type to '{wanted}'")  # fmt: skip
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r} has no effect on split_type '{split}'; "
+                    "leave it out, or set "
+                    f"split_type to '{wanted}'"
+                )
         for name in ("user", "train_test_split"):
             if getattr(self, name) != default[name] and self.dataset != "shakespeare":
-                raise ValueError(f"{name} = {getattr(self, name)!r} is for shakespeare; '{self.dataset}' has a test set of "
-                                 "its own: "
-                                 "leave it out")  # fmt: skip
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r} is for shakespeare; '{self.dataset}' has a "
+                    "test set of "
+                    "its own: "
+                    "leave it out"
+                )
         if split == "niid" and "num_of_clients" in given:
-            raise ValueError("num_of_clients is decided by the data set with split_type 'niid'; leave it out (min_size and "
-                             "data_amount say which clients are used)")  # fmt: skip
+            raise ValueError(
+                "num_of_clients is decided by the data set with split_type 'niid'; leave it out "
+                "(min_size and "
+                "data_amount say which clients are used)"
+            )
         return self
 
 
 class Optimizer(Section):
     """A client's optimizer, made anew in every round."""
 
-    type: str = Field(default="Adam", description="a class of torch.optim that treats every number alike, capitals or not")
+    type: str = Field(
+        default="Adam",
+        description="a class of torch.optim that treats every number alike, capitals or not",
+    )
     lr: Positive = Field(default=0.001, description="learning rate")
     momentum: Annotated[float, Field(ge=0)] = Field(
         default=0.9, description="for an optimizer that has one; refused elsewhere, save 0.9"
     )
-    weight_decay: Annotated[float, Field(ge=0)] | None = Field(default=None, description="not set: 0.0005 for SGD, 0 for others; "
-                                                                                 "COALA drops it "
-                                                               "with Adam, here it acts when it is written")  # fmt: skip
+    weight_decay: Annotated[float, Field(ge=0)] | None = Field(
+        default=None,
+        description="not set: 0.0005 for SGD, 0 for others; "
+        "COALA drops it "
+        "with Adam, here it acts when it is written",
+    )
 
     def options(self) -> dict[str, float]:
         """What the class takes. Raises `UserError` for a momentum that it does not."""
@@ -123,7 +177,8 @@ class Optimizer(Section):
             options["momentum"] = self.momentum
         elif self.momentum not in (0.9, 0):
             raise UserError(
-                f"client.optimizer.momentum = {self.momentum:g}: {self.type} has none; write type: SGD, or leave it out"
+                f"client.optimizer.momentum = {self.momentum:g}: {self.type} has none; write type: "
+                "SGD, or leave it out"
             )
         if kind == "sgd" or self.weight_decay is not None:
             if kind == "rprop":
@@ -146,22 +201,40 @@ class ServerConfig(Section):
 
     track: Any = _only(False, "the history is in what run() returns")
     visualize: Flag = Field(
-        default=False, description="call init_visualization and tracking_visualization of the registered server"
+        default=False,
+        description="call init_visualization and tracking_visualization of the registered server",
     )
     rounds: Count = Field(default=10, description="how many; COALA's 0, for ever, is refused")
-    clients_per_round: Count = Field(default=5, description="clients of a round; more than there are is refused")
-    test_every: Count = Field(default=1, description="rounds between two tests; the last round is always tested")
-    save_model_every: Count = Field(default=10, description="rounds between two saved models, and the last")
-    save_model_path: str = Field(default="", description="folder of the saved models; not set: saved_models")
+    clients_per_round: Count = Field(
+        default=5, description="clients of a round; more than there are is refused"
+    )
+    test_every: Count = Field(
+        default=1, description="rounds between two tests; the last round is always tested"
+    )
+    save_model_every: Count = Field(
+        default=10, description="rounds between two saved models, and the last"
+    )
+    save_model_path: str = Field(
+        default="", description="folder of the saved models; not set: saved_models"
+    )
     batch_size: Count = Field(default=32, description="samples of a batch when the server tests")
     test_all: Flag = Field(
-        default=False, description="test before the first round too (round -1), and all clients instead of the cohort"
+        default=False,
+        description="test before the first round too (round -1), and all clients instead of the "
+        "cohort",
     )
-    random_selection: Flag = Field(default=True, description="False: always the first clients_per_round clients")
-    aggregation_strategy: Literal["FedAvg", "equal"] = Field(default="FedAvg", description="by samples, or all clients alike")
-    aggregation_content: Literal["all", "parameters"] = Field(default="all", description="parameters: refused for a model with "
-                                                                                 "buffers, since "
-                                                              "COALA keeps those of whichever client came first")  # fmt: skip
+    random_selection: Flag = Field(
+        default=True, description="False: always the first clients_per_round clients"
+    )
+    aggregation_strategy: Literal["FedAvg", "equal"] = Field(
+        default="FedAvg", description="by samples, or all clients alike"
+    )
+    aggregation_content: Literal["all", "parameters"] = Field(
+        default="all",
+        description="parameters: refused for a model with "
+        "buffers, since "
+        "COALA keeps those of whichever client came first",
+    )
     epoch: Any = _only(5, "COALA never reads it; write client.local_epoch")
     optimizer: ServerOptimizer = ServerOptimizer()
 
@@ -172,21 +245,36 @@ class ClientConfig(Section):
     track: Any = _only(False, "the clients' loss is in the history that run() returns")
     batch_size: Count = Field(default=32, description="samples of an optimizer step")
     test_batch_size: Count = Field(default=5, description="samples of a batch when clients test")
-    local_epoch: Count = Field(default=10, description="times that a client goes through its samples in a round")
+    local_epoch: Count = Field(
+        default=10, description="times that a client goes through its samples in a round"
+    )
     optimizer: Optimizer = Optimizer()
-    seed: Whole = Field(default=0, description="changes the order of the clients' samples, and nothing else")
-    local_test: Flag = Field(default=False, description="call test_local of the registered client after its training")
-    rounds: Count | None = Field(default=None, description="as in COALA's tutorial: may repeat server.rounds, and has no effect")
+    seed: Whole = Field(
+        default=0, description="changes the order of the clients' samples, and nothing else"
+    )
+    local_test: Flag = Field(
+        default=False, description="call test_local of the registered client after its training"
+    )
+    rounds: Count | None = Field(
+        default=None,
+        description="as in COALA's tutorial: may repeat server.rounds, and has no effect",
+    )
 
 
 class Distributed(Section):
     """The processes. Nothing needs to be set under torchrun, srun, mpirun or `allhands launch`."""
 
-    backend: Literal["auto", "nccl", "gloo", "mpi"] = Field(default="auto", description="auto: nccl with GPUs, gloo without")
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = Field(
+        default="auto", description="auto: nccl with GPUs, gloo without"
+    )
     init_method: str = Field(default="", description="tcp://HOST:PORT of the first process")
-    world_size: Whole = Field(default=0, description="number of processes, as gpu; 0: as the launcher says")
+    world_size: Whole = Field(
+        default=0, description="number of processes, as gpu; 0: as the launcher says"
+    )
     rank: Whole = Field(default=0, description="number of this process")
-    local_rank: Whole = Field(default=0, description="its number on its host, which decides its GPU")
+    local_rank: Whole = Field(
+        default=0, description="its number on its host, which decides its GPU"
+    )
 
 
 class Tracking(Section):
@@ -204,17 +292,27 @@ class Tracking(Section):
 class Heterogeneity(Section):
     """Which process trains which client, and slow clients: in virtual time, where COALA sleeps."""
 
-    simulate: Flag = Field(default=False, description="slow clients, in virtual time: `virtual_seconds` in the history; nobody "
-                                                      "sleeps")  # fmt: skip
-    hetero_type: Literal["iso", "dir", "real"] = Field(default="real", description="how slowness is spread; real, the speeds of "
-                                                       "COALA's list of telephones, is refused with simulate")  # fmt: skip
-    level: Annotated[int, Field(strict=True, ge=0, le=5)] = Field(default=3, description="of slowness, 0 (all alike) to 5")
+    simulate: Flag = Field(
+        default=False,
+        description="slow clients, in virtual time: `virtual_seconds` in the history; nobody "
+        "sleeps",
+    )
+    hetero_type: Literal["iso", "dir", "real"] = Field(
+        default="real",
+        description="how slowness is spread; real, the speeds of "
+        "COALA's list of telephones, is refused with simulate",
+    )
+    level: Annotated[int, Field(strict=True, ge=0, le=5)] = Field(
+        default=3, description="of slowness, 0 (all alike) to 5"
+    )
     sleep_group_num: Count = Field(default=1000, description="different degrees of slowness")
-    total_time: Positive = Field(default=1000, description="seconds by which all clients together are slow in a round")
+    total_time: Positive = Field(
+        default=1000, description="seconds by which all clients together are slow in a round"
+    )
     fraction: Share = Field(default=1, description="part of the clients that is slow at all")
-    grouping_strategy: Literal["greedy", "random", "slowest"] = Field(default="greedy", description="how clients are dealt to "
-                                                                                            "processes; the "
-                                                                      "result is the same")  # fmt: skip
+    grouping_strategy: Literal["greedy", "random", "slowest"] = Field(
+        default="greedy", description="how clients are dealt to processes; the result is the same"
+    )
     initial_default_time: Any = _only(5, "costs are counted in optimizer steps")
     default_time_momentum: Any = _only(0.2, "costs are counted in optimizer steps")
 
@@ -222,19 +320,34 @@ class Heterogeneity(Section):
     def _measured(self) -> Heterogeneity:
         for name in ("hetero_type", "level", "sleep_group_num", "total_time", "fraction"):
             if not self.simulate and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} = {getattr(self, name)!r} has no effect without slow clients; set simulate to True")
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r} has no effect without slow clients; set "
+                    "simulate to True"
+                )
         if self.simulate and self.hetero_type == "real" and self.level:
-            raise ValueError("hetero_type = 'real' draws from COALA's list of telephones, which is not here; set hetero_type to "
-                             "'dir' or 'iso', or train by Federated(systems={'delay': coala_delays('real', …, "
-                             "speeds=[…])})")  # fmt: skip
+            raise ValueError(
+                "hetero_type = 'real' draws from COALA's list of telephones, which is not here; "
+                "set hetero_type to "
+                "'dir' or 'iso', or train by Federated(systems={'delay': coala_delays('real', …, "
+                "speeds=[…])})"
+            )
         return self
 
     def systems(self, clients: int, seed: int) -> Systems | None:
         """Slow clients in virtual time; None without `simulate`."""
         if not self.simulate:
             return None
-        return Systems(delay=coala_delays(self.hetero_type, clients, seed, level=self.level, total_time=self.total_time,
-                                          groups=self.sleep_group_num, fraction=self.fraction))  # fmt: skip
+        return Systems(
+            delay=coala_delays(
+                self.hetero_type,
+                clients,
+                seed,
+                level=self.level,
+                total_time=self.total_time,
+                groups=self.sleep_group_num,
+                fraction=self.fraction,
+            )
+        )
 
 
 class Config(Section):
@@ -242,17 +355,22 @@ class Config(Section):
 
     task_id: str = Field(default="", description="name in what is printed and of saved models")
     data: Data = Data()
-    model: str = Field(default="lenet", description="lenet, simple_cnn, vgg9, resnet18, rnn, mlp; others through register_model")
-    test_mode: Literal["test_in_client", "test_in_server"] = Field(default="test_in_client", description="on each client's test "
-                                                                                                 "samples, or on "
-                                                                   "all of them")  # fmt: skip
-    test_method: Literal["average", "weighted"] = Field(default="average", description="test_in_client: all clients alike, or by "
-                                                                               "their test "
-                                                        "samples")  # fmt: skip
+    model: str = Field(
+        default="lenet",
+        description="lenet, simple_cnn, vgg9, resnet18, rnn, mlp; others through register_model",
+    )
+    test_mode: Literal["test_in_client", "test_in_server"] = Field(
+        default="test_in_client", description="on each client's test samples, or on all of them"
+    )
+    test_method: Literal["average", "weighted"] = Field(
+        default="average", description="test_in_client: all clients alike, or by their test samples"
+    )
     server: ServerConfig = ServerConfig()
     client: ClientConfig = ClientConfig()
     gpu: Whole = Field(
-        default=0, description="number of processes in all; 0 and 1: this one, without and with a GPU if there is one"
+        default=0,
+        description="number of processes in all; 0 and 1: this one, without and with a GPU if "
+        "there is one",
     )
     distributed: Distributed = Distributed()
     is_remote: Any = _only(False, "clients are simulated; there is no service over a network")
@@ -260,27 +378,40 @@ class Config(Section):
     tracking: Tracking = Tracking()
     resource_heterogeneous: Heterogeneity = Heterogeneity()
     seed: Whole = Field(
-        default=0, description="decides initial weights, the split, the cohorts, the order of samples and dropout"
+        default=0,
+        description="decides initial weights, the split, the cohorts, the order of samples and "
+        "dropout",
     )
     checkpoint_path: Any = _only("", "it belongs to COALA's application splitFL")
-    executor: str = Field(default="auto", description="not in COALA: auto, serial, graph or stacked")
+    executor: str = Field(
+        default="auto", description="not in COALA: auto, serial, graph or stacked"
+    )
     on_client_failure: Literal["stop", "retry", "skip"] = Field(
-        default="stop", description="not in COALA: what happens when a client's training raises; all name it with its traceback"
+        default="stop",
+        description="not in COALA: what happens when a client's training raises; all name it with "
+        "its traceback",
     )
 
     @model_validator(mode="after")
     def _together(self) -> Config:
         if self.client.rounds not in (None, self.server.rounds):
-            raise ValueError(f"client.rounds = {self.client.rounds}, and server.rounds = {self.server.rounds}, which "
-                             "decides; remove "
-                             "client.rounds")  # fmt: skip
+            raise ValueError(
+                f"client.rounds = {self.client.rounds}, and server.rounds = {self.server.rounds}, "
+                "which "
+                "decides; remove "
+                "client.rounds"
+            )
         size = self.distributed.world_size
         if size not in (0, max(1, self.gpu)):
             raise ValueError(
-                f"gpu = {self.gpu} and distributed.world_size = {size}; gpu is the number of processes: set gpu to {size}"
+                f"gpu = {self.gpu} and distributed.world_size = {size}; gpu is the number of "
+                f"processes: set gpu to {size}"
             )
         if self.distributed.rank >= max(1, size, self.gpu):
-            raise ValueError(f"distributed.rank = {self.distributed.rank} of {max(1, size, self.gpu)} processes; the first is 0")
+            raise ValueError(
+                f"distributed.rank = {self.distributed.rank} of {max(1, size, self.gpu)} "
+                "processes; the first is 0"
+            )
         return self
 
 
@@ -291,14 +422,15 @@ def check(given: Mapping[str, Any] | Config | None) -> Config:
         given: keys and values, nested; what is left out has its default.
 
     Raises:
-        UserError: an unknown key (with the nearest one), a value of the wrong type, or one that cannot be honoured; all are
-            named.
+        UserError: an unknown key (with the nearest one), a value of the wrong type, or one that
+            cannot be honoured; all are named.
     """
     if isinstance(given, Config):
         return given
     if given is not None and not isinstance(given, Mapping):
         raise UserError(
-            f"the configuration is a {type(given).__name__}; pass a dict such as {{'data': {{'dataset': 'cifar10'}}}}"
+            f"the configuration is a {type(given).__name__}; pass a dict such as {{'data': "
+            f"{{'dataset': 'cifar10'}}}}"
         )
     try:
         return Config.model_validate(_plain(given or {}))
@@ -319,11 +451,15 @@ def load_config(file: str | Path, conf: Mapping[str, Any] | None = None) -> dict
     try:
         read = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"the configuration {str(path)!r} cannot be read: {error.strerror}") from None
+        raise UserError(
+            f"the configuration {str(path)!r} cannot be read: {error.strerror}"
+        ) from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if read is not None and not isinstance(read, dict):
-        raise UserError(f"{path} holds a {type(read).__name__}; it must hold keys and values, such as 'gpu: 2'")
+        raise UserError(
+            f"{path} holds a {type(read).__name__}; it must hold keys and values, such as 'gpu: 2'"
+        )
     merged = _merge(read or {}, _plain(conf or {}))
     try:
         check(merged)
@@ -352,14 +488,18 @@ def _fields(section: type[BaseModel], above: str = "") -> Iterator[tuple[str, Fi
 
 def _plain(value: Any) -> Any:
     """Nested mappings (OmegaConf's too) as dicts."""
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+    return (
+        {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+    )
 
 
 def _merge(base: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in new.items():
         old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+        merged[key] = (
+            _merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+        )
     return merged
 
 
@@ -371,8 +511,15 @@ def _describe(error: Mapping[str, Any]) -> str:
         section: Any = Config
         for part in error["loc"][:-1]:
             section = section.model_fields[part].annotation
-        return f"{path}: there is no such key; {nearest(str(error['loc'][-1]), section.model_fields)}"
+        return (
+            f"{path}: there is no such key; {nearest(str(error['loc'][-1]), section.model_fields)}"
+        )
     if error["type"] == "value_error":
         return f"{path}{': ' if path else ''}{error['ctx']['error']}"
-    what = str(error["msg"]).replace("Input should be", "it must be").replace("a valid ", "a ").replace("integer", "whole number")
+    what = (
+        str(error["msg"])
+        .replace("Input should be", "it must be")
+        .replace("a valid ", "a ")
+        .replace("integer", "whole number")
+    )
     return f"{path} = {error['input']!r}: {what}"

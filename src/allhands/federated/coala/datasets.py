@@ -25,7 +25,8 @@ _BLOCK = 80  # characters before the one to be foretold, as in LEAF
 _SPLIT = ("split_type", "num_of_clients", "weights", "alpha", "min_size", "class_per_client")
 _NAMES = ("digits", "mnist", "cifar10", "cifar100", "shakespeare")
 _ELSEWHERE = {
-    "femnist": "; for a natural partition of handwriting write dataset: mnist with split_type: niid (one client a writer)"
+    "femnist": "; for a natural partition of handwriting write dataset: mnist with split_type: "
+    "niid (one client a writer)"
 }
 
 
@@ -33,7 +34,8 @@ class FederatedDataset:
     """Samples, and which client has which.
 
     Args:
-        dataset: anything with indices and a length; a `TensorDataset` or a tuple of tensors is fastest.
+        dataset: anything with indices and a length; a `TensorDataset` or a tuple of tensors is
+            fastest.
         clients: who has which samples; None: not divided.
 
     Attributes:
@@ -47,27 +49,46 @@ class FederatedDataset:
 
     @property
     def users(self) -> list[str]:
-        return [] if self.clients is None else [self.clients.name(client) for client in range(len(self.clients))]
+        return (
+            []
+            if self.clients is None
+            else [self.clients.name(client) for client in range(len(self.clients))]
+        )
 
     def size(self, cid: str | None = None) -> int:
         """Samples of a client, or of all."""
         return len(self.samples) if cid is None else len(self.indices(cid))
 
     def indices(self, cid: str | None = None) -> torch.Tensor:
-        """The indices of a client's samples, or of all: int64. Raises `UserError` for a client that is not in the data set."""
+        """The indices of a client's samples, or of all: int64. Raises `UserError` for a client that
+        is not in the data set."""
         if cid is None or self.clients is None:
             return torch.arange(len(self.samples))
         if not hasattr(self, "_number"):
             self._number = {name: number for number, name in enumerate(self.users)}
         if cid not in self._number:
             raise UserError(
-                f"the data set has no client {cid!r}; there are {len(self._number)}, such as {next(iter(self._number))!r}"
+                f"the data set has no client {cid!r}; there are {len(self._number)}, such as "
+                f"{next(iter(self._number))!r}"
             )
         return self.clients.samples(self._number[cid])
 
-    def loader(self, batch_size: int | None, client_id: str | None = None, shuffle: bool = True, seed: int = 0) -> Loader:
-        """Batches of a client's samples, or of all, in another order each time that it is gone through."""
-        return Loader(self.samples, self.indices(client_id), batch_size, shuffle, (seed, "loader", str(client_id)))
+    def loader(
+        self,
+        batch_size: int | None,
+        client_id: str | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> Loader:
+        """Batches of a client's samples, or of all, in another order each time that it is gone
+        through."""
+        return Loader(
+            self.samples,
+            self.indices(client_id),
+            batch_size,
+            shuffle,
+            (seed, "loader", str(client_id)),
+        )
 
     def to(self, device: torch.device) -> None:
         """Give batches on a device."""
@@ -81,10 +102,16 @@ class FederatedDataset:
 
 
 class Loader:
-    """Batches by index; each time that it is gone through, in the order of a `seed` and the number of that time."""
+    """Batches by index; each time that it is gone through, in the order of a `seed` and the number
+    of that time."""
 
     def __init__(
-        self, samples: Samples, indices: torch.Tensor, batch_size: int | None, shuffle: bool, seed: tuple[Any, ...]
+        self,
+        samples: Samples,
+        indices: torch.Tensor,
+        batch_size: int | None,
+        shuffle: bool,
+        seed: tuple[Any, ...],
     ) -> None:
         self.samples, self.indices, self.shuffle, self.seed = samples, indices, shuffle, seed
         self.batch_size = min(batch_size or len(indices), len(indices))
@@ -112,44 +139,75 @@ class FederatedTensorDataset(FederatedDataset):
     """Arrays in memory.
 
     Args:
-        data: ``{"x": …, "y": …}``; or with ``simulated=True`` such a dict for each client by its name.
-        transform, target_transform: called on each sample's input and target when it is read, with torch's, numpy's and random's
-            generators seeded by the sample's place in the training.
+        data: ``{"x": …, "y": …}``; or with ``simulated=True`` such a dict for each client by its
+            name.
+        transform, target_transform: called on each sample's input and target when it is read, with
+            torch's, numpy's and random's generators seeded by the sample's place in the training.
         process_x, process_y: called on the whole arrays of a client once.
         simulated: the data are by client.
-        do_simulate: deal the samples out, as the following say; False: they stay together, as for a test set.
-        num_of_clients, simulation_method, weights, alpha, min_size, class_per_client: as in the configuration.
+        do_simulate: deal the samples out, as the following say; False: they stay together, as for a
+            test set.
+        num_of_clients, simulation_method, weights, alpha, min_size, class_per_client: as in the
+        configuration.
 
     Raises:
         UserError: the data have another form.
     """
 
-    def __init__(self, data: Mapping[str, Any], transform: Callable[[Any], Any] | None = None,
-                 target_transform: Callable[[Any], Any] | None = None, process_x: Callable[[Any], Any] | None = None,
-                 process_y: Callable[[Any], Any] | None = None, simulated: bool = False, do_simulate: bool = True,
-                 num_of_clients: int = 10, simulation_method: str = "iid", weights: Sequence[float] | None = None,
-                 alpha: float = 0.5, min_size: int = 10, class_per_client: int = 1) -> None:  # fmt: skip
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        transform: Callable[[Any], Any] | None = None,
+        target_transform: Callable[[Any], Any] | None = None,
+        process_x: Callable[[Any], Any] | None = None,
+        process_y: Callable[[Any], Any] | None = None,
+        simulated: bool = False,
+        do_simulate: bool = True,
+        num_of_clients: int = 10,
+        simulation_method: str = "iid",
+        weights: Sequence[float] | None = None,
+        alpha: float = 0.5,
+        min_size: int = 10,
+        class_per_client: int = 1,
+    ) -> None:
         parts = dict(data) if simulated else {"": data}
         made = []
         for name, part in parts.items():
             if not isinstance(part, Mapping) or not {"x", "y"} <= part.keys():
-                shape = "{client: {'x': …, 'y': …}}" if simulated else "{'x': …, 'y': …}, or with simulated=True {client: …}"
-                raise UserError(f"FederatedTensorDataset: data must be {shape}; {name or 'data'} is {kind_of(part)}")
+                shape = (
+                    "{client: {'x': …, 'y': …}}"
+                    if simulated
+                    else "{'x': …, 'y': …}, or with simulated=True {client: …}"
+                )
+                raise UserError(
+                    f"FederatedTensorDataset: data must be {shape}; {name or 'data'} is "
+                    f"{kind_of(part)}"
+                )
             x, y = _tensor(part["x"], process_x), _tensor(part["y"], process_y)
             if len(x) != len(y):
-                raise UserError(f"FederatedTensorDataset: {len(x)} inputs and {len(y)} targets{f' of {name}' if name else ''}")
+                raise UserError(
+                    f"FederatedTensorDataset: {len(x)} inputs and {len(y)} "
+                    f"targets{f' of {name}' if name else ''}"
+                )
             made.append((x, y))
         x, y = (torch.cat(column) for column in zip(*made, strict=True))
         dataset: Any = TensorDataset(x, y)
         if transform is not None or target_transform is not None:
             dataset = _Transformed(x, y, transform, target_transform)
         offsets = np.concatenate([[0], np.cumsum([len(part[0]) for part in made])])
-        super().__init__(dataset, Clients.from_arrays(np.arange(len(x)), offsets, list(parts)) if simulated else None)
+        super().__init__(
+            dataset,
+            Clients.from_arrays(np.arange(len(x)), offsets, list(parts)) if simulated else None,
+        )
         if do_simulate and not simulated:
             self._split = {
-                "split_type": simulation_method, "num_of_clients": num_of_clients, "weights": weights, "alpha": alpha,
-                "min_size": min_size, "class_per_client": class_per_client,
-            }  # fmt: skip
+                "split_type": simulation_method,
+                "num_of_clients": num_of_clients,
+                "weights": weights,
+                "alpha": alpha,
+                "min_size": min_size,
+                "class_per_client": class_per_client,
+            }
 
 
 class FederatedTorchDataset(FederatedDataset):
@@ -163,49 +221,72 @@ class FederatedTorchDataset(FederatedDataset):
         UserError: `users` names one that has no data set.
     """
 
-    def __init__(self, data: Mapping[str, Dataset[Any]] | Dataset[Any], users: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, data: Mapping[str, Dataset[Any]] | Dataset[Any], users: Sequence[str] | None = None
+    ) -> None:
         if not isinstance(data, Mapping):
             if users:
-                raise UserError("FederatedTorchDataset: users needs data as {client: data set}; leave users out")
+                raise UserError(
+                    "FederatedTorchDataset: users needs data as {client: data set}; leave users out"
+                )
             super().__init__(data)
             return
         names = list(users) if users else list(data)
         missing = [name for name in names if name not in data]
         if missing:
             raise UserError(
-                f"FederatedTorchDataset: data has no client {missing[0]!r}; it has {', '.join(map(str, list(data)[:5]))}"
+                f"FederatedTorchDataset: data has no client {missing[0]!r}; it has "
+                f"{', '.join(map(str, list(data)[:5]))}"
             )
         parts: list[Any] = [data[name] for name in names]
         offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
         joined: Any = ConcatDataset(parts)
         if all(isinstance(part, TensorDataset) for part in parts):
-            joined = TensorDataset(*(torch.cat(column) for column in zip(*(part.tensors for part in parts), strict=True)))
+            joined = TensorDataset(
+                *(
+                    torch.cat(column)
+                    for column in zip(*(part.tensors for part in parts), strict=True)
+                )
+            )
         super().__init__(joined, Clients.from_arrays(np.arange(offsets[-1]), offsets, names))
 
 
 class _Transformed(Dataset[Any]):
-    def __init__(self, x: torch.Tensor, y: torch.Tensor, transform: Any, target_transform: Any) -> None:
-        self.x, self.targets, self.transform, self.target_transform = x, y, transform, target_transform
+    def __init__(
+        self, x: torch.Tensor, y: torch.Tensor, transform: Any, target_transform: Any
+    ) -> None:
+        self.x, self.targets, self.transform, self.target_transform = (
+            x,
+            y,
+            transform,
+            target_transform,
+        )
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         x, y = self.x[index], self.targets[index]
-        return x if self.transform is None else self.transform(x), y if self.target_transform is None else self.target_transform(
-            y
-        )
+        return x if self.transform is None else self.transform(
+            x
+        ), y if self.target_transform is None else self.target_transform(y)
 
 
 def as_federated(given: Any, what: str) -> FederatedDataset:
-    """What was registered, as a `FederatedDataset`. Raises `UserError` with its kind for something that is none."""
+    """What was registered, as a `FederatedDataset`. Raises `UserError` with its kind for something
+    that is none."""
     if isinstance(given, FederatedDataset):
         return given
-    if isinstance(given, (type, Mapping, str)) or not (hasattr(given, "__getitem__") and hasattr(given, "__len__")):
+    if isinstance(given, (type, Mapping, str)) or not (
+        hasattr(given, "__getitem__") and hasattr(given, "__len__")
+    ):
         shown = f"the class {given.__name__}" if isinstance(given, type) else kind_of(given)
-        raise UserError(f"register_dataset: {what} is {shown}; pass a FederatedTensorDataset, a FederatedTorchDataset, or a "
-                        "data set with "
-                        "indices and a length")  # fmt: skip
+        raise UserError(
+            f"register_dataset: {what} is {shown}; pass a FederatedTensorDataset, a "
+            "FederatedTorchDataset, or a "
+            "data set with "
+            "indices and a length"
+        )
     return FederatedDataset(given)
 
 
@@ -229,11 +310,16 @@ def divide(
     elif split_type == "class":
         partition = {"name": "classes", "per_client": class_per_client}
     else:
-        raise UserError(f"split_type: {split_type} needs data with a natural owner of each sample (mnist, shakespeare); "
-                        "write dir for "
-                        "clients that differ, or register_dataset with data by client")  # fmt: skip
+        raise UserError(
+            f"split_type: {split_type} needs data with a natural owner of each sample (mnist, "
+            "shakespeare); "
+            "write dir for "
+            "clients that differ, or register_dataset with data by client"
+        )
     made = partition_of(partition, samples, num_of_clients, seed)
-    return Clients.from_arrays(made.indices.numpy(), made.offsets, [f"f{client:07d}" for client in range(len(made))])
+    return Clients.from_arrays(
+        made.indices.numpy(), made.offsets, [f"f{client:07d}" for client in range(len(made))]
+    )
 
 
 def split(train: FederatedDataset, data: Data, seed: int) -> None:
@@ -251,21 +337,29 @@ def load(data: Data, seed: int) -> tuple[FederatedDataset, FederatedDataset, int
         UserError: it is not here, its files are missing, or its split cannot be made.
     """
     if data.dataset not in _NAMES:
-        raise UserError(f"data.dataset: {data.dataset!r} is not here, which are "
-                        f"{', '.join(_NAMES)}{_ELSEWHERE.get(data.dataset, '')}; "
-                        "or call register_dataset(train, test)")  # fmt: skip
+        raise UserError(
+            f"data.dataset: {data.dataset!r} is not here, which are "
+            f"{', '.join(_NAMES)}{_ELSEWHERE.get(data.dataset, '')}; "
+            "or call register_dataset(train, test)"
+        )
     if data.dataset == "shakespeare":
         train, test = _speakers(data, seed)
         classes = 65
     elif data.split_type == "niid":
         if data.dataset != "mnist":
-            raise UserError(f"data.split_type: niid needs the owner of each sample, which {data.dataset} does not tell; "
-                            "write dir or class, "
-                            "or dataset: mnist or shakespeare")  # fmt: skip
+            raise UserError(
+                f"data.split_type: niid needs the owner of each sample, which {data.dataset} does "
+                "not tell; "
+                "write dir or class, "
+                "or dataset: mnist or shakespeare"
+            )
         train, test = _writers(data, seed)
         classes = 10
     else:
-        train, test = (FederatedDataset(catalogue.load(data.dataset, part, data.root)) for part in ("train", "test"))
+        train, test = (
+            FederatedDataset(catalogue.load(data.dataset, part, data.root))
+            for part in ("train", "test")
+        )
         classes = catalogue.info(data.dataset).num_classes
     split(train, data, seed)
     return train, test, classes
@@ -276,7 +370,9 @@ def _writers(data: Data, seed: int) -> tuple[FederatedDataset, FederatedDataset]
     entry, made = catalogue.info("mnist"), []
     for part in ("train", "test"):
         with _arrays(data, f"mnist_{part}.npz", "x, y and writer") as arrays:
-            pixels = (torch.from_numpy(arrays["x"])[:, None].float() / 255 - entry.mean[0]) / entry.std[0]
+            pixels = (
+                torch.from_numpy(arrays["x"])[:, None].float() / 255 - entry.mean[0]
+            ) / entry.std[0]
             made.append((pixels, torch.from_numpy(arrays["y"].astype(np.int64)), arrays["writer"]))
     (x, y, writers), (test_x, test_y, _) = made
     kept, names = _chosen(writers, data, seed)
@@ -287,7 +383,11 @@ def _writers(data: Data, seed: int) -> tuple[FederatedDataset, FederatedDataset]
 def _speakers(data: Data, seed: int) -> tuple[FederatedDataset, FederatedDataset]:
     """Shakespeare by speaker: 80 characters, and the one that comes next."""
     with _arrays(data, "shakespeare_speakers.npz", "tokens, start and names") as arrays:
-        tokens, start, speakers = torch.from_numpy(arrays["tokens"].astype(np.int64)), arrays["start"], arrays["names"]
+        tokens, start, speakers = (
+            torch.from_numpy(arrays["tokens"].astype(np.int64)),
+            arrays["start"],
+            arrays["names"],
+        )
     begins, owner, late = [], [], []
     for number, (first, last) in enumerate(itertools.pairwise(start)):
         own = np.arange(first, last - _BLOCK, _BLOCK)
@@ -313,28 +413,41 @@ def _speakers(data: Data, seed: int) -> tuple[FederatedDataset, FederatedDataset
 
 
 def _chosen(owners: np.ndarray, data: Data, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Whole clients with at least `min_size` samples, drawn until `data_amount` of all samples is reached: the samples' places,
-    and their owners."""
+    """Whole clients with at least `min_size` samples, drawn until `data_amount` of all samples is
+    reached: the samples' places, and their owners."""
     _, place, sizes = np.unique(owners, return_inverse=True, return_counts=True)
-    order = np.random.default_rng(derive_seed(seed, "clients")).permutation(np.flatnonzero(sizes >= data.min_size))
+    order = np.random.default_rng(derive_seed(seed, "clients")).permutation(
+        np.flatnonzero(sizes >= data.min_size)
+    )
     if not len(order):
-        raise UserError(f"data.min_size = {data.min_size}: no client has so many samples; the largest has {sizes.max()}")
+        raise UserError(
+            f"data.min_size = {data.min_size}: no client has so many samples; the largest has "
+            f"{sizes.max()}"
+        )
     reached = int(np.searchsorted(np.cumsum(sizes[order]), data.data_amount * len(owners))) + 1
     kept = np.flatnonzero(np.isin(place, order[:reached]))
     return kept, owners[kept]
 
 
 def _by_name(dataset: TensorDataset, owners: np.ndarray) -> FederatedDataset:
-    return FederatedDataset(dataset, partition_of({"name": "natural", "column": owners}, Samples(dataset, _CPU), None, 0))
+    return FederatedDataset(
+        dataset,
+        partition_of({"name": "natural", "column": owners}, Samples(dataset, _CPU), None, 0),
+    )
 
 
 def _arrays(data: Data, name: str, needed: str) -> Any:
     root = data_root(data.root)
     file = None if root is None else Path(root) / name
     if file is None or not file.is_file():
-        where = "data.root is not set, nor is ALLHANDS_DATA" if root is None else f"{root} has no file {name}"
+        where = (
+            "data.root is not set, nor is ALLHANDS_DATA"
+            if root is None
+            else f"{root} has no file {name}"
+        )
         raise UserError(
-            f"data.dataset: {data.dataset} with split_type: {data.split_type} needs {name}, with {needed}, and {where}"
+            f"data.dataset: {data.dataset} with split_type: {data.split_type} needs {name}, with "
+            f"{needed}, and {where}"
         )
     return np.load(file, allow_pickle=False)
 

@@ -1,4 +1,5 @@
-"""The clients as objects of a registered class: made when they are first asked for, each trained in one process only."""
+"""The clients as objects of a registered class: made when they are first asked for, each trained in
+one process only."""
 
 from __future__ import annotations
 
@@ -23,8 +24,14 @@ from allhands.federated.executors.base import Sink, States
 class Pool(Sequence[BaseClient]):
     """All clients in order; an object is made when it is first asked for, and kept."""
 
-    def __init__(self, kind: type[BaseClient], conf: ClientConfig, train: FederatedDataset, test: FederatedDataset | None,
-                 device: torch.device) -> None:  # fmt: skip
+    def __init__(
+        self,
+        kind: type[BaseClient],
+        conf: ClientConfig,
+        train: FederatedDataset,
+        test: FederatedDataset | None,
+        device: torch.device,
+    ) -> None:
         assert train.clients is not None
         self.kind, self.conf, self.train, self.test, self.device = kind, conf, train, test, device
         self.clients = train.clients
@@ -42,14 +49,22 @@ class Pool(Sequence[BaseClient]):
             return [self[number] for number in range(*index.indices(len(self)))]
         number = range(len(self))[index]
         if number not in self._made:
-            made = self.kind(self.clients.name(number), self.conf, self.train, self.test, self.device, sleep_time=0)
+            made = self.kind(
+                self.clients.name(number),
+                self.conf,
+                self.train,
+                self.test,
+                self.device,
+                sleep_time=0,
+            )
             made.number = number
             self._made[number] = made
         return self._made[number]
 
 
 class Objects(Executor):
-    """Trains each client by its own object's `run_train`: any code. The model that they share is written anew for each."""
+    """Trains each client by its own object's `run_train`: any code. The model that they share is
+    written anew for each."""
 
     name = "objects"
 
@@ -66,13 +81,17 @@ class Objects(Executor):
             self.load(start)
             try:
                 with preserved_generators():
-                    seed_everything(derive_seed(self.work.seed, "noise", self.server.round, job.client))
+                    seed_everything(
+                        derive_seed(self.work.seed, "noise", self.server.round, job.client)
+                    )
                     learnt = client.run_train(self.model, self.pool.conf)
                 trained = self._trained(job, client, learnt, start)
             except AllhandsError:
                 raise
             except Exception as error:
-                raise ClientError(job, f"client {client.cid}: {type(error).__name__}: {error}") from error
+                raise ClientError(
+                    job, f"client {client.cid}: {type(error).__name__}: {error}"
+                ) from error
             sink(trained, time.perf_counter() - began)
 
     def load(self, row: torch.Tensor) -> nn.Module:
@@ -84,15 +103,22 @@ class Objects(Executor):
     def _trained(self, job: Job, client: BaseClient, learnt: Any, start: torch.Tensor) -> Trained:
         layout, size = self.server.layout, self.work.clients.size(job.client)
         if not isinstance(learnt, nn.Module):
-            raise TypeError(f"run_train returned a {type(learnt).__name__}; it must return the model")
+            raise TypeError(
+                f"run_train returned a {type(learnt).__name__}; it must return the model"
+            )
         losses = client.train_loss
         return Trained(
-            clients=[job.client], slots=[job.slot], rows=layout.read(learnt)[None].to(self.server.device), start=start,
+            clients=[job.client],
+            slots=[job.slot],
+            rows=layout.read(learnt)[None].to(self.server.device),
+            start=start,
             samples=torch.tensor([float(size)], dtype=torch.float64),
             steps=torch.tensor([float(self.work.local.num_steps(size))], dtype=torch.float64),
-            loss=torch.tensor([sum(losses) / len(losses) if losses else float("nan")], dtype=torch.float64),
+            loss=torch.tensor(
+                [sum(losses) / len(losses) if losses else float("nan")], dtype=torch.float64
+            ),
             integers=layout.read_integers(learnt)[None] if layout.integers else None,
-        )  # fmt: skip
+        )
 
 
 def fresh(model: nn.Module, server: Server) -> nn.Module:

@@ -27,7 +27,8 @@ from allhands.world import World
 
 
 class Uploads(FedAvg):
-    """Every process gets the models of the whole cohort, for a server with an `aggregate` of its own."""
+    """Every process gets the models of the whole cohort, for a server with an `aggregate` of its
+    own."""
 
     name = "uploads"
 
@@ -39,15 +40,21 @@ class Uploads(FedAvg):
         return {f"client {slot}": server.layout.length for slot in range(self.cohort)}
 
     def contribute(self, trained: Trained, server: Server, sums: Sums) -> None:
-        # Weighted, although each sum has one term, since sums are exact for weights that come to about 1 over the cohort.
-        for slot, row, weight in zip(trained.slots, trained.updates, self.weights(trained), strict=True):
+        # Weighted, although each sum has one term, since sums are exact for weights that come to
+        # about 1 over the cohort.
+        for slot, row, weight in zip(
+            trained.slots, trained.updates, self.weights(trained), strict=True
+        ):
             sums.add(f"client {slot}", row[None], weight[None])
 
     def rows(self, server: Server, sums: Sums) -> tuple[list[torch.Tensor], list[float]]:
-        """The models of those that have trained, in the order of the cohort, and their numbers of samples."""
+        """The models of those that have trained, in the order of the cohort, and their numbers of
+        samples."""
         figures = sums.figures()
         slots = figures["ok"].nonzero().flatten().tolist()
-        rows = [(server.weights + sums.mean(f"client {slot}")).to(server.layout.dtype) for slot in slots]
+        rows = [
+            (server.weights + sums.mean(f"client {slot}")).to(server.layout.dtype) for slot in slots
+        ]
         return rows, [float(figures["samples"][slot]) for slot in slots]
 
     def aggregate(self, server: Server, sums: Sums) -> None:
@@ -65,12 +72,29 @@ class ServerRounds(Rounds):
         template: a model whose copies get the global weights.
     """
 
-    def __init__(self, work: Work, server: Server, executor: Executor, world: World, conf: Config, coala: BaseServer,
-                 pool: Pool, template: nn.Module) -> None:  # fmt: skip
+    def __init__(
+        self,
+        work: Work,
+        server: Server,
+        executor: Executor,
+        world: World,
+        conf: Config,
+        coala: BaseServer,
+        pool: Pool,
+        template: nn.Module,
+    ) -> None:
         per_round = conf.server.clients_per_round
-        super().__init__(work, server, executor, world, per_round=per_round, rounds=conf.server.rounds,
-                         evaluate_every=conf.server.test_every, on_client_failure=conf.on_client_failure,
-                         systems=conf.resource_heterogeneous.systems(len(work.clients), work.seed))  # fmt: skip
+        super().__init__(
+            work,
+            server,
+            executor,
+            world,
+            per_round=per_round,
+            rounds=conf.server.rounds,
+            evaluate_every=conf.server.test_every,
+            on_client_failure=conf.on_client_failure,
+            systems=conf.resource_heterogeneous.systems(len(work.clients), work.seed),
+        )
         self.conf, self.coala, self.pool = conf, coala, pool
         self.template = template
         self.objects = trains_itself(pool.kind)
@@ -81,11 +105,17 @@ class ServerRounds(Rounds):
         if conf.server.visualize and not (
             overridden(coala, "init_visualization") and overridden(coala, "tracking_visualization")
         ):
-            raise UserError("server.visualize = True calls init_visualization and tracking_visualization of a registered "
-                            "server, and "
-                            f"{type(coala).__name__} lacks one of them; leave it out")  # fmt: skip
+            raise UserError(
+                "server.visualize = True calls init_visualization and tracking_visualization of a "
+                "registered "
+                "server, and "
+                f"{type(coala).__name__} lacks one of them; leave it out"
+            )
         if conf.client.local_test and pool.kind.test_local is BaseClient.test_local:
-            raise UserError("client.local_test = True calls test_local of a registered client, and there is none; leave it out")
+            raise UserError(
+                "client.local_test = True calls test_local of a registered client, and there is "
+                "none; leave it out"
+            )
 
     # ------------------------------------------------------------------ stages
 
@@ -94,14 +124,21 @@ class ServerRounds(Rounds):
         coala.pre_train()
         coala.train()
         if self.server.round != before + 1:
-            raise UserError(f"{type(coala).__name__}.train trained no round; call super().train() in it")
+            raise UserError(
+                f"{type(coala).__name__}.train trained no round; call super().train() in it"
+            )
         coala.post_train()
         values = self.test(before) if super().due(before) else {}
-        if self.world.is_main and ((before + 1) % self.conf.server.save_model_every == 0 or before + 1 == self.rounds):
+        if self.world.is_main and (
+            (before + 1) % self.conf.server.save_model_every == 0 or before + 1 == self.rounds
+        ):
             coala.save_model()
         measured = "".join(f", test {name} {value:.4f}" for name, value in values.items())
         loss, seconds = self.history["train"]["loss"][-1], self.history["seconds"][-1]
-        self.say(f"{self._title()}round {before + 1}/{self.rounds}: train loss {loss:.4f}, {seconds:.2f} s{measured}")
+        self.say(
+            f"{self._title()}round {before + 1}/{self.rounds}: train loss {loss:.4f}, "
+            f"{seconds:.2f} s{measured}"
+        )
         return {"test": values} if values else {}
 
     def stages(self) -> None:
@@ -115,7 +152,11 @@ class ServerRounds(Rounds):
         """What the first process's `should_terminate` says."""
         if not overridden(self.coala, "should_terminate"):
             return False
-        return bool(broadcast_ints([int(self.coala.should_terminate())] if self.world.is_main else None, self.world)[0])
+        return bool(
+            broadcast_ints(
+                [int(self.coala.should_terminate())] if self.world.is_main else None, self.world
+            )[0]
+        )
 
     def draw(self, number: int) -> list[int]:
         """The cohort without an override."""
@@ -133,10 +174,17 @@ class ServerRounds(Rounds):
         numbers = [getattr(client, "number", None) for client in chosen]
         name = type(self.coala).__name__
         if not numbers or not all(isinstance(number, int) for number in numbers):
-            raise UserError(f"{name}.selection gave {chosen!r:.200}; it must give at least one of the clients that it gets")
+            raise UserError(
+                f"{name}.selection gave {chosen!r:.200}; it must give at least one of the clients "
+                "that it gets"
+            )
         if len(set(numbers)) != len(numbers):
-            raise UserError(f"{name}.selection gave a client twice: {sorted(client.cid for client in chosen)}")
-        cohort = broadcast_ints([int(number) for number in numbers if number is not None], self.world)
+            raise UserError(
+                f"{name}.selection gave a client twice: {sorted(client.cid for client in chosen)}"
+            )
+        cohort = broadcast_ints(
+            [int(number) for number in numbers if number is not None], self.world
+        )
         if isinstance(self.algorithm, Uploads):
             self.algorithm.cohort = len(cohort)
         self.coala.grouping_for_distributed()
@@ -148,8 +196,13 @@ class ServerRounds(Rounds):
         self._handed = False
         self.queue.begin(self.server.round, [])
         if self.objects:  # an object that is trained here now must be trained here again
-            return [Job(client, slot) for slot, client in enumerate(cohort) if client % ranks == rank]
-        strategy, slots = self.conf.resource_heterogeneous.grouping_strategy, list(range(len(cohort)))
+            return [
+                Job(client, slot) for slot, client in enumerate(cohort) if client % ranks == rank
+            ]
+        strategy, slots = (
+            self.conf.resource_heterogeneous.grouping_strategy,
+            list(range(len(cohort))),
+        )
         if strategy == "greedy":
             return super().distribute(cohort)
         if strategy == "random":
@@ -180,7 +233,10 @@ class ServerRounds(Rounds):
 
     def _called(self, done: bool, name: str) -> None:
         if not done:
-            raise UserError(f"{type(self.coala).__name__}.{name} left its work undone; call super().{name}() in it")
+            raise UserError(
+                f"{type(self.coala).__name__}.{name} left its work undone; call super().{name}() "
+                "in it"
+            )
 
     def apply(self) -> None:
         """Change the global model by what the cohort has learnt."""
@@ -209,7 +265,10 @@ class ServerRounds(Rounds):
             made.load_state_dict(given)
             given = made
         if not isinstance(given, nn.Module):
-            raise UserError(f"{type(self.coala).__name__}: {kind_of(given)} is no global model; give a model or its state dict")
+            raise UserError(
+                f"{type(self.coala).__name__}: {kind_of(given)} is no global model; give a model "
+                "or its state dict"
+            )
         row = self.server.layout.read(given).to(self.server.device)
         broadcast_tensors([row], self.world)
         self.server.weights.copy_(row)
@@ -229,7 +288,9 @@ class ServerRounds(Rounds):
     def test(self, round_: int) -> dict[str, float]:
         """Test the global model and note it in the history."""
         self.coala.pre_test()
-        values = json.loads(all_gather_text(json.dumps(self._numbers(self.coala.test())), self.world)[0])
+        values = json.loads(
+            all_gather_text(json.dumps(self._numbers(self.coala.test())), self.world)[0]
+        )
         known = self.history.setdefault("test", {"round": []})
         known["round"].append(round_)
         for name, value in values.items():
@@ -238,14 +299,20 @@ class ServerRounds(Rounds):
         if self.conf.server.visualize:
             self.coala.tracking_visualization(values)
         if round_ < 0:
-            self.say(f"{self._title()}before round 1" + "".join(f", test {name} {value:.4f}" for name, value in values.items()))
+            self.say(
+                f"{self._title()}before round 1"
+                + "".join(f", test {name} {value:.4f}" for name, value in values.items())
+            )
         return dict(values)
 
     def _numbers(self, values: Any) -> dict[str, float]:
         try:
             return {str(name): float(value) for name, value in dict(values).items()}
         except (TypeError, ValueError):
-            raise UserError(f"{type(self.coala).__name__}'s test gave {values!r:.200}; it must give a dict of numbers") from None
+            raise UserError(
+                f"{type(self.coala).__name__}'s test gave {values!r:.200}; it must give a dict of "
+                "numbers"
+            ) from None
 
     def test_in_server(self) -> dict[str, float]:
         """On the whole test set."""
@@ -274,9 +341,15 @@ class ServerRounds(Rounds):
                     own[client] = self._numbers(self.pool[client].run_test(model, self.conf.client))
         found = gather(own, self.world)
         names = sorted({name for values in found.values() for name in values})
-        weights = {client: self._test_size(client) if self.conf.test_method == "weighted" else 1.0 for client in found}
+        weights = {
+            client: self._test_size(client) if self.conf.test_method == "weighted" else 1.0
+            for client in found
+        }
         total = sum(weights.values())
-        return {name: sum(weights[client] * found[client][name] for client in sorted(found)) / total for name in names}
+        return {
+            name: sum(weights[client] * found[client][name] for client in sorted(found)) / total
+            for name in names
+        }
 
     def _test_size(self, client: int) -> float:
         return float(self._test_data().size(self.clients.name(client)))
@@ -286,11 +359,16 @@ class ServerRounds(Rounds):
         if parts is None:
             parts = [test.indices()]
         elif not parts:
-            raise UserError("test_mode: test_in_client, and no client that tests has test samples; write test_mode: "
-                            "test_in_server, or "
-                            "server.test_all: true")  # fmt: skip
+            raise UserError(
+                "test_mode: test_in_client, and no client that tests has test samples; write "
+                "test_mode: "
+                "test_in_server, or "
+                "server.test_all: true"
+            )
         loss_fn = self.pool[0].load_loss_fn(self.conf.client)
-        values, sizes = measure(self.model(), test.samples, parts, batch_size, loss_fn, self.world, self.conf.seed)
+        values, sizes = measure(
+            self.model(), test.samples, parts, batch_size, loss_fn, self.world, self.conf.seed
+        )
         return together(values, sizes, self.conf.test_method == "weighted")
 
     def _test_data(self) -> Any:

@@ -18,22 +18,32 @@ if TYPE_CHECKING:
 
 #: Names under which COALA's servers work over a network, measure speeds and keep uploads.
 _NOT_CALLED = {
-    "start_service": None, "start_remote_training": None, "connect_remote_clients": None, "init_etcd": None,
+    "start_service": None,
+    "start_remote_training": None,
+    "connect_remote_clients": None,
+    "init_etcd": None,
     "stop": "should_terminate",
-    "aggregation_test": "test_in_client", "profile_training_speed": None, "update_default_time": None,
-    "decompression": "aggregate(models, weights)", "set_client_uploads": "aggregate(models, weights)",
-    "set_client_uploads_train": "aggregate(models, weights)", "set_client_uploads_test": "test_in_client",
-    "get_client_uploads": "aggregate(models, weights)", "gather_client_train_metrics": None,
-}  # fmt: skip
+    "aggregation_test": "test_in_client",
+    "profile_training_speed": None,
+    "update_default_time": None,
+    "decompression": "aggregate(models, weights)",
+    "set_client_uploads": "aggregate(models, weights)",
+    "set_client_uploads_train": "aggregate(models, weights)",
+    "set_client_uploads_test": "test_in_client",
+    "get_client_uploads": "aggregate(models, weights)",
+    "gather_client_train_metrics": None,
+}
 
 
 class BaseServer:
-    """The aggregating side. Every process has one, and runs the same steps on the same model, so that what you override must
-    give the same on each: torch's, numpy's and random's generators are seeded by (seed, round) before `selection`.
+    """The aggregating side. Every process has one, and runs the same steps on the same model, so
+    that what you override must
+    give the same on each: torch's, numpy's and random's generators are seeded by (seed, round)
+    before `selection`.
 
-    A round calls `pre_train`, `train` (`selection`, `grouping_for_distributed`, `compression`, `distribution_to_train`,
-    `aggregation`), `post_train`; every ``test_every`` rounds `pre_test`, `test` (`test_in_server` or `test_in_client`),
-    `post_test`; and `save_model`.
+    A round calls `pre_train`, `train` (`selection`, `grouping_for_distributed`, `compression`,
+    `distribution_to_train`, `aggregation`), `post_train`; every ``test_every`` rounds `pre_test`,
+    `test` (`test_in_server` or `test_in_client`), `post_test`; and `save_model`.
 
     Args:
         conf: the whole configuration.
@@ -46,7 +56,11 @@ class BaseServer:
     """
 
     def __init__(
-        self, conf: Config, test_data: FederatedDataset | None = None, val_data: FederatedDataset | None = None, **options: Any
+        self,
+        conf: Config,
+        test_data: FederatedDataset | None = None,
+        val_data: FederatedDataset | None = None,
+        **options: Any,
     ) -> None:
         self.conf, self.test_data, self.val_data, self.options = conf, test_data, val_data, options
         self.selected_clients: Sequence[BaseClient] = []
@@ -89,13 +103,16 @@ class BaseServer:
     def post_train(self) -> None:
         """After `train`."""
 
-    def selection(self, clients: Sequence[BaseClient], clients_per_round: int) -> Sequence[BaseClient] | None:
+    def selection(
+        self, clients: Sequence[BaseClient], clients_per_round: int
+    ) -> Sequence[BaseClient] | None:
         """The cohort: some of `clients`, returned or left in `selected_clients`."""
         self.selected_clients = [clients[number] for number in self._rounds.draw(clients_per_round)]
         return self.selected_clients
 
     def grouping_for_distributed(self) -> None:
-        """After `selection`. Who trains which client is ``resource_heterogeneous.grouping_strategy``'s to say."""
+        """After `selection`. Who trains which client is
+        ``resource_heterogeneous.grouping_strategy``'s to say."""
 
     def compression(self) -> None:
         """Before the model is handed to the clients."""
@@ -108,18 +125,22 @@ class BaseServer:
         """Change the global model; an override calls ``super().aggregation()``."""
         self._rounds.apply()
 
-    def aggregate(self, models: Sequence[nn.Module], weights: Sequence[float]) -> nn.Module | dict[str, torch.Tensor]:
+    def aggregate(
+        self, models: Sequence[nn.Module], weights: Sequence[float]
+    ) -> nn.Module | dict[str, torch.Tensor]:
         """The new global model, of the models of the whole cohort and their numbers of samples.
 
-        Without an override the cohort is summed on the devices and its models never meet; with one, every process holds all of
-        them at once.
+        Without an override the cohort is summed on the devices and its models never meet; with one,
+        every process holds all of them at once.
 
         Returns:
             A model, or its state dict.
         """
-        raise UserError("aggregate(models, weights) exists to be overridden; the mean needs no override: "
-                        "server.aggregation_strategy "
-                        "is 'FedAvg' or 'equal'")  # fmt: skip
+        raise UserError(
+            "aggregate(models, weights) exists to be overridden; the mean needs no override: "
+            "server.aggregation_strategy "
+            "is 'FedAvg' or 'equal'"
+        )
 
     def set_model(self, model: nn.Module | dict[str, torch.Tensor], load_dict: bool = True) -> None:
         """Replace the global model's weights by those of a model or a state dict."""
@@ -141,13 +162,17 @@ class BaseServer:
         return self._rounds.test_in_server()
 
     def test_in_client(self) -> dict[str, float]:
-        """The mean over `get_test_clients` of the values on their test samples; where the test set is not divided, all would
-        give what the whole of it gives."""
+        """The mean over `get_test_clients` of the values on their test samples; where the test set
+        is not divided, all would give what the whole of it gives."""
         return self._rounds.test_in_client()
 
     def get_test_clients(self) -> Sequence[BaseClient]:
         """The clients that test: the cohort, or all with ``server.test_all``."""
-        return self._clients if self.conf.server.test_all or not self.selected_clients else self.selected_clients
+        return (
+            self._clients
+            if self.conf.server.test_all or not self.selected_clients
+            else self.selected_clients
+        )
 
     def post_test(self) -> None:
         """After `test`."""
@@ -174,7 +199,8 @@ class BaseServer:
 
 
 def check_server(kind: Any) -> type[BaseServer]:
-    """A class for `register_server`. Raises `UserError` for anything else, or a method that nothing would call."""
+    """A class for `register_server`. Raises `UserError` for anything else, or a method that nothing
+    would call."""
     check_class(kind, BaseServer, "register_server")
     check_called(kind, _NOT_CALLED)
     return kind

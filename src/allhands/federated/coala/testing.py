@@ -1,4 +1,5 @@
-"""Testing the global model: every sample exactly once, dealt to the processes in batches that do not depend on their number."""
+"""Testing the global model: every sample exactly once, dealt to the processes in batches that do
+not depend on their number."""
 
 from __future__ import annotations
 
@@ -15,8 +16,15 @@ from allhands.federated.samples import Samples
 from allhands.world import World
 
 
-def measure(model: nn.Module, samples: Samples, parts: Sequence[torch.Tensor], batch_size: int, loss_fn: Any, world: World,
-            seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:  # fmt: skip
+def measure(
+    model: nn.Module,
+    samples: Samples,
+    parts: Sequence[torch.Tensor],
+    batch_size: int,
+    loss_fn: Any,
+    world: World,
+    seed: int,
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Mean loss, and accuracy where outputs are scores of classes, on each part of a data set.
 
     Args:
@@ -25,7 +33,8 @@ def measure(model: nn.Module, samples: Samples, parts: Sequence[torch.Tensor], b
         batch_size: samples of a batch.
 
     Returns:
-        The values by name and the numbers of samples: float64, shape ``[parts]``; the same on every rank.
+        The values by name and the numbers of samples: float64, shape ``[parts]``; the same on every
+            rank.
     """
     table = torch.zeros(len(parts), 4, dtype=torch.float64, device=samples.device)
     was_training, number = model.training, 0
@@ -39,7 +48,11 @@ def measure(model: nn.Module, samples: Samples, parts: Sequence[torch.Tensor], b
                 x, y = samples.take(batch, seed, "test", number)
                 output = model(x)
                 scores = output.dim() == 2 and y.dim() == 1 and not y.is_floating_point()
-                right = (output.argmax(1) == y).sum() if scores else torch.zeros((), device=samples.device)
+                right = (
+                    (output.argmax(1) == y).sum()
+                    if scores
+                    else torch.zeros((), device=samples.device)
+                )
                 counts = torch.stack([loss_fn(output, y).double() * len(y), right.double()])
                 table[part, :2] += counts
                 table[part, 2] += len(y)
@@ -55,10 +68,16 @@ def measure(model: nn.Module, samples: Samples, parts: Sequence[torch.Tensor], b
     return values, sizes
 
 
-def together(values: dict[str, torch.Tensor], sizes: torch.Tensor, weighted: bool) -> dict[str, float]:
-    """The means over clients, all alike or by their samples; clients without samples are left out."""
+def together(
+    values: dict[str, torch.Tensor], sizes: torch.Tensor, weighted: bool
+) -> dict[str, float]:
+    """The means over clients, all alike or by their samples; clients without samples are left
+    out."""
     weights = sizes if weighted else (sizes > 0).double()
-    return {name: float((value.nan_to_num() * weights).sum() / weights.sum()) for name, value in values.items()}
+    return {
+        name: float((value.nan_to_num() * weights).sum() / weights.sum())
+        for name, value in values.items()
+    }
 
 
 def gather(own: dict[int, dict[str, float]], world: World) -> dict[int, dict[str, float]]:

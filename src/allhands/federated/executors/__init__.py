@@ -1,4 +1,5 @@
-"""How the clients of one device are trained: one after another, in a CUDA graph, or many at once."""
+"""How the clients of one device are trained: one after another, in a CUDA graph, or many at
+once."""
 
 from __future__ import annotations
 
@@ -8,4 +9,14 @@ from allhands.federated.executors.graph import Graph
 from allhands.federated.executors.serial import Serial
 from allhands.federated.executors.stacked import Stacked
 
-__all__ = ["EXECUTORS", "Auto", "ClientError", "Executor", "Graph", "Job", "Serial", "Stacked", "Work"]
+__all__ = [
+    "EXECUTORS",
+    "Auto",
+    "ClientError",
+    "Executor",
+    "Graph",
+    "Job",
+    "Serial",
+    "Stacked",
+    "Work",
+]

@@ -1,4 +1,5 @@
-"""What an executor does: train given clients on one device and hand their models over, row by row."""
+"""What an executor does: train given clients on one device and hand their models over, row by
+row."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Job:
 
 #: Gives the algorithm's state of clients, shape ``[clients, …]`` by name; on the executor's device.
 States = Callable[[Sequence[int]], dict[str, torch.Tensor]]
-#: Takes clients that have trained, with the seconds that each took; the rows are overwritten afterwards.
+#: Takes clients that have trained, with the seconds that each took; the rows are overwritten
+#: afterwards.
 Sink = Callable[[Trained, float], None]
 
 
@@ -49,7 +51,8 @@ class Executor(ABC):
 
     #: The name by which it is chosen.
     name: str
-    #: Whether many clients at once are faster than one after another, so that a few large parts of a cohort are better than many.
+    #: Whether many clients at once are faster than one after another, so that a few large parts of
+    #: a cohort are better than many.
     together: bool = False
 
     def __init__(self, work: Work, server: Server) -> None:

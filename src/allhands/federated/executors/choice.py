@@ -20,22 +20,28 @@ from allhands.federated.executors.serial import Serial
 from allhands.federated.executors.stacked import Stacked
 from allhands.world import current_world
 
-_ALONE, _TOGETHER = 8, 64  # clients of the first cohort on which executors are tried that train them one by one, or at once
+_ALONE, _TOGETHER = (
+    8,
+    64,
+)  # clients of the first cohort on which executors are tried that train them one by one, or at once
 
 
 class Auto(Executor):
-    """On a processor `Serial`. On CUDA the fastest of those that do not refuse, by a trial on clients of the first cohort, whose
-    results are thrown away; every rank takes part and all choose the same, the one for which the slowest rank is fastest.
+    """On a processor `Serial`. On CUDA the fastest of those that do not refuse, by a trial on
+    clients of the first cohort, whose results are thrown away; every rank takes part and all choose
+    the same, the one for which the slowest rank is fastest.
 
-    What is chosen and why is printed in one line. The choice changes results by rounding only; a run that shall repeat another
-    to the bit names the executor that was printed.
+    What is chosen and why is printed in one line. The choice changes results by rounding only; a
+    run that shall repeat another to the bit names the executor that was printed.
     """
 
     name = "auto"
 
     def __init__(self, work: Work, server: Server) -> None:
         super().__init__(work, server)
-        self.chosen: Executor | None = Serial(work, server) if server.device.type != "cuda" else None
+        self.chosen: Executor | None = (
+            Serial(work, server) if server.device.type != "cuda" else None
+        )
 
     def train(self, jobs: Sequence[Job], states: States, sink: Sink) -> None:
         if self.chosen is None:
@@ -50,7 +56,9 @@ class Auto(Executor):
             most = _TOGETHER if kind.together else _ALONE
             taken, refusal = self._time(kind, list(jobs[:: -(-len(jobs) // most) or 1]), states)
             seconds.append(taken)
-            said.append(f"{kind.name} {refusal}" if refusal else f"{kind.name} {1000 * taken:.3f} ms")
+            said.append(
+                f"{kind.name} {refusal}" if refusal else f"{kind.name} {1000 * taken:.3f} ms"
+            )
             torch.cuda.empty_cache()
         world = current_world()
         slowest = torch.tensor(seconds, dtype=torch.float64, device=self.server.device)
@@ -66,12 +74,15 @@ class Auto(Executor):
         return kind(replace(self.work, model=copy.deepcopy(self.work.model)), self.server)
 
     def _time(self, kind: type[Executor], jobs: list[Job], states: States) -> tuple[float, str]:
-        """Seconds a step of a client, when they are trained for the second time; infinite with the reason where it cannot."""
+        """Seconds a step of a client, when they are trained for the second time; infinite with the
+        reason where it cannot."""
 
         def forget(trained: Trained, seconds: float) -> None:
             pass
 
-        refusal = kind.refuses(replace(self.work, model=copy.deepcopy(self.work.model)), self.server)
+        refusal = kind.refuses(
+            replace(self.work, model=copy.deepcopy(self.work.model)), self.server
+        )
         if refusal is not None:
             return float("inf"), f"refuses: {refusal}"
         try:
@@ -81,7 +92,9 @@ class Auto(Executor):
             began = time.perf_counter()
             made.train(jobs, states, forget)
             wait_for(self.server.device)
-            steps = sum(self.work.local.num_steps(self.work.clients.size(job.client)) for job in jobs)
+            steps = sum(
+                self.work.local.num_steps(self.work.clients.size(job.client)) for job in jobs
+            )
             return (time.perf_counter() - began) / max(steps, 1), ""
         except Exception as error:
             return float("inf"), f"failed: {error}"
@@ -100,10 +113,15 @@ def parse(given: Any) -> tuple[type[Executor], dict[str, Any]]:
     options = dict(given) if isinstance(given, dict) else {"name": given}
     name = options.pop("name", None)
     if name not in EXECUTORS:
-        raise UserError(f"there is no executor {name!r}{did_you_mean(name, EXECUTORS)} Known are: {', '.join(EXECUTORS)}")
+        raise UserError(
+            f"there is no executor {name!r}{did_you_mean(name, EXECUTORS)} Known are: "
+            f"{', '.join(EXECUTORS)}"
+        )
     takes = list(inspect.signature(EXECUTORS[name]).parameters)[2:]
     for option in options:
         if option not in takes:
-            raise UserError(f"the executor {name!r} has no option {option!r}{did_you_mean(option, takes)} "
-                            f"It takes: {', '.join(takes) or 'none'}")  # fmt: skip
+            raise UserError(
+                f"the executor {name!r} has no option {option!r}{did_you_mean(option, takes)} "
+                f"It takes: {', '.join(takes) or 'none'}"
+            )
     return EXECUTORS[name], options

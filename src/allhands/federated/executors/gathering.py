@@ -9,14 +9,16 @@ import torch
 from allhands.federated.algorithms.base import Trained
 from allhands.federated.executors.base import Sink, wait_for
 
-#: Clients that are handed over at once, by kind of device. What is done with clients that have trained waits for the device, and
-#: a GPU that is waited for after every small client is idle for a part of the time.
+#: Clients that are handed over at once, by kind of device. What is done with clients that have
+#: trained waits for the device, and a GPU that is waited for after every small client is idle for a
+#: part of the time.
 AT_ONCE = {"cuda": 16}
 _BYTES = 2**28  # at most, of their rows
 
 
 class Gathered:
-    """A `Sink` that keeps clients until there are so many that their rows are worth an exchange with `sink`.
+    """A `Sink` that keeps clients until there are so many that their rows are worth an exchange
+    with `sink`.
 
     Args:
         row: a client's row, shape ``[1, length]``.
@@ -48,12 +50,17 @@ class Gathered:
         assert self.rows is not None
         own = {name: torch.cat([one.own[name] for one in kept]) for name in kept[0].own}
         whole = Trained(
-            [one.clients[0] for one in kept], [one.slots[0] for one in kept], self.rows[: len(kept)],
+            [one.clients[0] for one in kept],
+            [one.slots[0] for one in kept],
+            self.rows[: len(kept)],
             kept[0].start if kept[0].start.dim() == 1 else torch.cat([one.start for one in kept]),
-            torch.cat([one.samples for one in kept]), torch.cat([one.steps for one in kept]),
-            torch.cat([one.loss for one in kept]), _joined([one.start_loss for one in kept]), own,
+            torch.cat([one.samples for one in kept]),
+            torch.cat([one.steps for one in kept]),
+            torch.cat([one.loss for one in kept]),
+            _joined([one.start_loss for one in kept]),
+            own,
             _joined([one.integers for one in kept]),
-        )  # fmt: skip
+        )
         wait_for(self.rows.device)
         sink(whole, (time.perf_counter() - self._began) / len(kept))
         self._began = time.perf_counter()

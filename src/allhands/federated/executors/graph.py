@@ -16,13 +16,14 @@ from allhands.step import LossRule
 
 
 class Graph(Serial):
-    """`Serial`, for which the device does not wait for Python: a small model's step is dozens of operations that each take the
-    device less time than it takes to ask for them.
+    """`Serial`, for which the device does not wait for Python: a small model's step is dozens of
+    operations that each take the device less time than it takes to ask for them.
 
-    A graph for each size of a step holds the reading of the batch, the forward and the backward pass. The algorithm's
-    correction, clipping and the optimizer are few operations on flat vectors and run as in `Serial`, so that any of them, and
-    any schedule of learning rates, will do. CUDA only; the model, the criterion and `forward` must not ask the device for a
-    number (``.item()``), and data must lie in memory.
+    A graph for each size of a step holds the reading of the batch, the forward and the backward
+    pass. The algorithm's correction, clipping and the optimizer are few operations on flat vectors
+    and run as in `Serial`, so that any of them, and any schedule of learning rates, will do. CUDA
+    only; the model, the criterion and `forward` must not ask the device for a number (``.item()``),
+    and data must lie in memory.
     """
 
     name = "graph"
@@ -31,7 +32,10 @@ class Graph(Serial):
         super().__init__(work, server)
         named = dict(work.model.named_parameters())
         self._weights = [named[place.name] for place in server.layout.parameters]
-        self._slots = [self.gradients[0, place.start : place.stop].view(place.shape) for place in server.layout.parameters]
+        self._slots = [
+            self.gradients[0, place.start : place.stop].view(place.shape)
+            for place in server.layout.parameters
+        ]
         self._keys = torch.zeros(len(self.noise.names), dtype=torch.int32, device=server.device)
         self._loss = torch.zeros((), dtype=torch.float64, device=server.device)
         self._recorder = Recorder(server.device)
@@ -40,14 +44,19 @@ class Graph(Serial):
     @classmethod
     def refuses(cls, work: Work, server: Server) -> str | None:
         if server.device.type != "cuda":
-            return f"it records CUDA graphs, and the device is '{server.device.type}'; write executor='serial'"
+            return (
+                f"it records CUDA graphs, and the device is '{server.device.type}'; write "
+                "executor='serial'"
+            )
         return why_not_fixed(work, server)
 
     def _prepare(self, batches: list[torch.Tensor]) -> None:
         for size in sorted({len(batch) for batch in batches} - set(self._recorded), reverse=True):
             self._recorded[size] = self._record(size)
 
-    def _gradient(self, job: Job, step: int, batch: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def _gradient(
+        self, job: Job, step: int, batch: torch.Tensor, keys: torch.Tensor
+    ) -> torch.Tensor:
         indices, replay = self._recorded[len(batch)]
         indices.copy_(batch)
         if len(keys):
@@ -70,7 +79,11 @@ class Graph(Serial):
             self.noise.end()
             made = torch.autograd.grad(loss, self._weights, allow_unused=True)
             torch._foreach_copy_(
-                self._slots, [torch.zeros_like(slot) if one is None else one for slot, one in zip(self._slots, made, strict=True)]
+                self._slots,
+                [
+                    torch.zeros_like(slot) if one is None else one
+                    for slot, one in zip(self._slots, made, strict=True)
+                ],
             )
             self._loss.copy_(loss.detach())
 
@@ -78,5 +91,6 @@ class Graph(Serial):
             return indices, self._recorder.record(gradient)
         except RuntimeError as error:
             raise UserError(
-                f"executor='graph' cannot record a step of {size} samples: {error}; write executor='serial'"
+                f"executor='graph' cannot record a step of {size} samples: {error}; write "
+                "executor='serial'"
             ) from error

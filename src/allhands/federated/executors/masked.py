@@ -1,4 +1,5 @@
-"""The mean loss over the first samples of a batch, as the criterion gives it for those samples alone."""
+"""The mean loss over the first samples of a batch, as the criterion gives it for those samples
+alone."""
 
 from __future__ import annotations
 
@@ -12,13 +13,29 @@ from torch import nn
 
 # Criteria whose value is a mean (or sum) over samples, and that can give their terms one by one.
 _CLASSES = (
-    nn.CrossEntropyLoss, nn.NLLLoss, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss,
-    nn.KLDivLoss, nn.PoissonNLLLoss,
-)  # fmt: skip
+    nn.CrossEntropyLoss,
+    nn.NLLLoss,
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    nn.KLDivLoss,
+    nn.PoissonNLLLoss,
+)
 _FUNCTIONS = (
-    F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss,
-)  # fmt: skip
+    F.cross_entropy,
+    F.nll_loss,
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.kl_div,
+    F.poisson_nll_loss,
+)
 
 
 class MaskedLoss:
@@ -35,13 +52,18 @@ class MaskedLoss:
         self.criterion = criterion
         partial = isinstance(criterion, functools.partial)
         function, options = (criterion.func, criterion.keywords) if partial else (criterion, {})
-        self.masks = type(function) in _CLASSES or (function in _FUNCTIONS and not (partial and criterion.args))
+        self.masks = type(function) in _CLASSES or (
+            function in _FUNCTIONS and not (partial and criterion.args)
+        )
         if not self.masks:
             return
         self._reduction = options.get("reduction", getattr(function, "reduction", "mean"))
         self._ignore_index = options.get("ignore_index", getattr(function, "ignore_index", -100))
         self._class_weights = options.get("weight", getattr(function, "weight", None))
-        self._classes = type(function) in (nn.CrossEntropyLoss, nn.NLLLoss) or function in (F.cross_entropy, F.nll_loss)
+        self._classes = type(function) in (nn.CrossEntropyLoss, nn.NLLLoss) or function in (
+            F.cross_entropy,
+            F.nll_loss,
+        )
         if isinstance(function, nn.Module):
             terms: Any = copy.copy(function)
             terms.reduction = "none"
@@ -54,7 +76,8 @@ class MaskedLoss:
 
         Args:
             output, target: as for the criterion, ``[batch, …]``.
-            mask: 1 for the samples that count and 0 for the others, shape ``[batch]``; None: all count.
+            mask: 1 for the samples that count and 0 for the others, shape ``[batch]``; None: all
+                count.
         """
         if mask is None:
             return self.criterion(output, target)
@@ -68,6 +91,8 @@ class MaskedLoss:
         elif self._reduction == "batchmean":
             total, count = (terms.reshape(len(mask), -1).sum(1) * mask).sum(), mask.sum()
         else:
-            total = (terms.reshape(len(mask), -1).sum(1) * mask).sum()  # not a product, which autocast would narrow
+            total = (
+                terms.reshape(len(mask), -1).sum(1) * mask
+            ).sum()  # not a product, which autocast would narrow
             count = mask.sum() * (terms.numel() // terms.shape[0])
         return total if self._reduction == "sum" else total / count

@@ -1,8 +1,9 @@
 """Autocast for operations that are batched over clients.
 
-Under `torch.func.vmap` an operation is taken apart before autocast sees it: of a convolution there is then nothing left that
-autocast would narrow, and a normalisation gets an input and weights of two formats. Products of matrices it still finds. So
-what it no longer finds is brought to the format that it would have had on its own, where the model calls it.
+Under `torch.func.vmap` an operation is taken apart before autocast sees it: of a convolution there
+is then nothing left that autocast would narrow, and a normalisation gets an input and weights of
+two formats. Products of matrices it still finds. So what it no longer finds is brought to the
+format that it would have had on its own, where the model calls it.
 """
 
 from __future__ import annotations
@@ -17,14 +18,35 @@ from torch.utils._pytree import tree_map
 
 from allhands.step import Precision
 
-_NARROW = {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
-_WIDE = {"batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm", "softmax", "log_softmax"}
+_NARROW = {
+    "linear",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+}
+_WIDE = {
+    "batch_norm",
+    "instance_norm",
+    "layer_norm",
+    "group_norm",
+    "rms_norm",
+    "softmax",
+    "log_softmax",
+}
 _BACK = {"batch_norm", "instance_norm"}  # give the format of their input
 
 
 def widened(values: Any) -> Any:
     """The bfloat16 tensors in any structure as float32."""
-    return tree_map(lambda one: one.float() if isinstance(one, torch.Tensor) and one.dtype == torch.bfloat16 else one, values)
+    return tree_map(
+        lambda one: (
+            one.float() if isinstance(one, torch.Tensor) and one.dtype == torch.bfloat16 else one
+        ),
+        values,
+    )
 
 
 @contextmanager
@@ -38,7 +60,13 @@ def autocast(precision: Precision) -> Iterator[None]:
 
 
 class _Casts(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs, name, first = kwargs or {}, getattr(func, "__name__", ""), args[0] if args else None
         # A model may switch autocast off for a part of itself.
         if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
@@ -52,4 +80,8 @@ class _Casts(TorchFunctionMode):
 
 
 def _narrow(value: Any) -> Any:
-    return value.bfloat16() if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
+    return (
+        value.bfloat16()
+        if isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        else value
+    )

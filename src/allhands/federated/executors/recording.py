@@ -8,8 +8,8 @@ import torch
 
 
 class Recorder:
-    """Records functions that read and write the same memory at every call. All its graphs share one pool of memory, for which
-    none may leave a result in memory that it has allocated itself.
+    """Records functions that read and write the same memory at every call. All its graphs share one
+    pool of memory, for which none may leave a result in memory that it has allocated itself.
 
     Args:
         device: a CUDA device.
@@ -20,14 +20,16 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        """A function that replays what `function`, called twice and then recorded, asks the device to do."""
+        """A function that replays what `function`, called twice and then recorded, asks the device
+        to do."""
         before = torch.cuda.current_stream(self.device)
         aside = torch.cuda.Stream(self.device)
         aside.wait_stream(before)
         mode = torch.cuda.get_sync_debug_mode()
         with torch.cuda.stream(aside):
             function()  # libraries set themselves up in the first call
-            # What waits for the device cannot be recorded; to fail here leaves CUDA as it was, to fail while recording does not.
+            # What waits for the device cannot be recorded; to fail here leaves CUDA as it was, to
+            # fail while recording does not.
             torch.cuda.set_sync_debug_mode("error")
             try:
                 function()

@@ -21,7 +21,8 @@ from allhands.step import LossRule, Precision
 class Serial(Executor):
     """Any model, any loss, any optimizer, on any device.
 
-    The model's weights are views into one row, and its gradients into another: a client costs one copy, no allocation.
+    The model's weights are views into one row, and its gradients into another: a client costs one
+    copy, no allocation.
     """
 
     name = "serial"
@@ -57,7 +58,9 @@ class Serial(Executor):
                     try:
                         trained = self._train(job, own)
                     except Exception as error:
-                        raise ClientError(job, f"client {self.work.clients.name(job.client)}: {error}") from error
+                        raise ClientError(
+                            job, f"client {self.work.clients.name(job.client)}: {error}"
+                        ) from error
                     gathered.take(trained, time.perf_counter() - began, sink)
             finally:
                 gathered.give(sink)
@@ -68,16 +71,24 @@ class Serial(Executor):
         start, indices = server.start(own), work.clients.samples(job.client)
         batches = list(local.batches(indices, work.seed, server.round, job.client))
         if work.samples.tensors is not None:  # one copy to the device a client, not one a step
-            batches = list(torch.cat(batches).to(server.device, non_blocking=True).split([len(batch) for batch in batches]))
+            batches = list(
+                torch.cat(batches)
+                .to(server.device, non_blocking=True)
+                .split([len(batch) for batch in batches])
+            )
         self._prepare(batches)
         self.rows.copy_(start)
         server.layout.write_integers(server.integers, work.model)
         restart(self.optimizer)
         seed = derive_seed(work.seed, "noise", server.round, job.client)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also ask all kinds of devices that are not there
+        torch.default_generator.manual_seed(
+            seed
+        )  # torch.manual_seed would also ask all kinds of devices that are not there
         if server.device.type == "cuda":
             torch.cuda.manual_seed(seed)
-        keys = self.noise.keys(work.seed, server.round, job.client, len(batches)).to(server.device, non_blocking=True)
+        keys = self.noise.keys(work.seed, server.round, job.client, len(batches)).to(
+            server.device, non_blocking=True
+        )
         total = torch.zeros((), dtype=torch.float64, device=server.device)
         start_loss = self._start_loss(indices, job) if work.algorithm.needs_start_loss else None
         if work.algorithm.needs_start_gradient:
@@ -85,23 +96,35 @@ class Serial(Executor):
         for step, batch in enumerate(batches):
             total.add_(self._gradient(job, step, batch, keys[step]), alpha=len(batch))
             if work.algorithm.corrects:
-                work.algorithm.correct(self.gradients, self.rows[:, :numbers], start[..., :numbers], own)
+                work.algorithm.correct(
+                    self.gradients, self.rows[:, :numbers], start[..., :numbers], own
+                )
             if local.clip_norm is not None:
                 clip_rows(self.gradients, local.clip_norm)
             self.optimizer.step()
         return Trained(
-            clients=[job.client], slots=[job.slot], rows=self.rows, start=start,
+            clients=[job.client],
+            slots=[job.slot],
+            rows=self.rows,
+            start=start,
             samples=torch.tensor([float(len(indices))], dtype=torch.float64),
             steps=torch.tensor([float(len(batches))], dtype=torch.float64),
-            loss=(total / max(sum(map(len, batches)), 1)).reshape(1), start_loss=start_loss, own=own,
-            integers=server.layout.read_integers(work.model)[None] if server.layout.integers else None,
-        )  # fmt: skip
+            loss=(total / max(sum(map(len, batches)), 1)).reshape(1),
+            start_loss=start_loss,
+            own=own,
+            integers=server.layout.read_integers(work.model)[None]
+            if server.layout.integers
+            else None,
+        )
 
     def _prepare(self, batches: list[torch.Tensor]) -> None:
         """Called with a client's batches before its weights are in the row."""
 
-    def _gradient(self, job: Job, step: int, batch: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Leave the gradient of the mean loss of a batch (indices of samples) in `gradients`; returns the loss."""
+    def _gradient(
+        self, job: Job, step: int, batch: torch.Tensor, keys: torch.Tensor
+    ) -> torch.Tensor:
+        """Leave the gradient of the mean loss of a batch (indices of samples) in `gradients`;
+        returns the loss."""
         work = self.work
         self.gradients.zero_()
         self.noise.set(keys)
@@ -119,7 +142,8 @@ class Serial(Executor):
         return loss.detach()
 
     def _start_loss(self, indices: torch.Tensor, job: Job) -> torch.Tensor:
-        """The mean loss of the model as it lies in the row over a client's data: float64, shape ``[1]``."""
+        """The mean loss of the model as it lies in the row over a client's data: float64, shape
+        ``[1]``."""
         model, local = self.work.model, self.work.local
         total = torch.zeros((), dtype=torch.float64, device=self.server.device)
         with torch.no_grad(), measuring(model):
@@ -128,7 +152,8 @@ class Serial(Executor):
         return (total / len(indices)).reshape(1)
 
     def _start_gradient(self, indices: torch.Tensor, job: Job) -> torch.Tensor:
-        """The gradient of the mean loss of the model as it lies in the row over a client's data: shape ``[1, trained]``."""
+        """The gradient of the mean loss of the model as it lies in the row over a client's data:
+        shape ``[1, trained]``."""
         model, local = self.work.model, self.work.local
         self.gradients.zero_()
         with measuring(model):

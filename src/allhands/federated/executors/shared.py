@@ -19,10 +19,12 @@ from allhands.step.counted import Counted
 
 
 class Shared(Serial):
-    """`Serial`, in which each rank of a team takes its part of every batch; losses and gradients are summed over the team,
-    weighted by samples, so that all of its ranks take the step that one device would take on the whole batch, to rounding.
+    """`Serial`, in which each rank of a team takes its part of every batch; losses and gradients
+    are summed over the team, weighted by samples, so that all of its ranks take the step that one
+    device would take on the whole batch, to rounding.
 
-    The model must treat samples apart and draw nothing, and the criterion must be a mean or sum over samples.
+    The model must treat samples apart and draw nothing, and the criterion must be a mean or sum
+    over samples.
 
     Args:
         team: the ranks.
@@ -39,32 +41,53 @@ class Shared(Serial):
         self.rule.use_samples_if_equal(work.samples.targets())
         refusal = self._why_not()
         if refusal is not None:
-            raise UserError(f"devices_per_client={team.size}: {refusal}; write devices_per_client=1")
+            raise UserError(
+                f"devices_per_client={team.size}: {refusal}; write devices_per_client=1"
+            )
 
     def _why_not(self) -> str | None:
         if isinstance(getattr(self.work.local.criterion, "__self__", None), Counted):
-            return "the criterion is no mean over the samples, and the parts of a batch would be weighted as if it were"
+            return (
+                "the criterion is no mean over the samples, and the parts of a batch would be "
+                "weighted as if it were"
+            )
         if self.rule.counts_targets:
-            return "the criterion is a mean over the targets that count, of which each part of a batch has others"
+            return (
+                "the criterion is a mean over the targets that count, of which each part of a "
+                "batch has others"
+            )
         found = look(self.work, self.server)
         if self.noise.names or found.draws:
             names = ", ".join([*self.noise.names, *found.draws])
-            return f"the model draws numbers ({names}), and the parts of a batch would not draw those of the whole"
+            return (
+                f"the model draws numbers ({names}), and the parts of a batch would not draw "
+                "those of the whole"
+            )
         if found.couples:
-            return "what the model makes of a sample depends on the others in the batch (BatchNorm?), which are apart then"
+            return (
+                "what the model makes of a sample depends on the others in the batch "
+                "(BatchNorm?), which are apart then"
+            )
         return None
 
-    def _gradient(self, job: Job, step: int, batch: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def _gradient(
+        self, job: Job, step: int, batch: torch.Tensor, keys: torch.Tensor
+    ) -> torch.Tensor:
         work, failed = self.work, None
         self.gradients.zero_()
         said = torch.zeros(2, dtype=torch.float64, device=self.server.device)
         try:
             # The whole batch is read, so that augmentation draws what it would draw on one device.
             whole = work.samples.take(batch, work.seed, self.server.round, job.client, step)
-            first, last = (len(batch) * place // self.team.size for place in (self.team.place, self.team.place + 1))
+            first, last = (
+                len(batch) * place // self.team.size
+                for place in (self.team.place, self.team.place + 1)
+            )
             if last > first:
                 with self.precision.autocast():
-                    output, target = work.local.forward(work.model, _part(whole, len(batch), first, last))
+                    output, target = work.local.forward(
+                        work.model, _part(whole, len(batch), first, last)
+                    )
                     if step == 0:
                         self.rule.check_shapes(output, target)
                     loss = work.local.criterion(output, target)

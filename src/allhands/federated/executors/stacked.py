@@ -16,7 +16,15 @@ import torch
 from allhands.comm.clipping import clip_rows
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import START_GRADIENT, Server, Trained
-from allhands.federated.executors.base import ClientError, Executor, Job, Sink, States, Work, wait_for
+from allhands.federated.executors.base import (
+    ClientError,
+    Executor,
+    Job,
+    Sink,
+    States,
+    Work,
+    wait_for,
+)
 from allhands.federated.executors.masked import MaskedLoss
 from allhands.federated.executors.recording import Recorder
 from allhands.federated.executors.stack import Losses, Stack
@@ -27,17 +35,20 @@ from allhands.federated.local import LocalOptimizer, restart
 from allhands.federated.samples import Samples
 
 _MOST = 64  # clients of a chunk: more of them rarely go faster, and their activations need memory
-_GRAPHS = 4  # sizes of chunks that are recorded before a smaller chunk takes the recording of a larger one
+# sizes of chunks that are recorded before a smaller chunk takes the recording of a larger one
+_GRAPHS = 4
 
 
 @dataclass
 class Plan:
-    """What the clients of a chunk do, step by step; made on the processor while the device is busy with the chunk before.
+    """What the clients of a chunk do, step by step; made on the processor while the device is busy
+    with the chunk before.
 
     Attributes:
         jobs, steps, samples: of the clients, those with the most steps first.
-        indices: for each step the samples of its batches, int64, shape ``[rows, width]``; rows beyond the clients repeat the
-            first client, and what is padded repeats a sample of its batch.
+        indices: for each step the samples of its batches, int64, shape ``[rows, width]``; rows
+            beyond the clients repeat the first client, and what is padded repeats a sample of its
+            batch.
         counts: samples that count, shape ``[steps, rows]``.
         keys: of dropout layers, int32, shape ``[steps, rows, layers]``.
     """
@@ -51,30 +62,51 @@ class Plan:
 
 
 class Stacked(Executor):
-    """One step of many clients is one batched step of `torch.func.vmap`, with one optimizer for all their rows.
+    """One step of many clients is one batched step of `torch.func.vmap`, with one optimizer for all
+    their rows.
 
-    Clients with the most steps begin a chunk together, and each is handed over after its last one. Short batches are padded and
-    masked sample by sample, which is exact, where the criterion is known to be a mean over samples and the model treats samples
-    apart; elsewhere (BatchNorm in training, a loss of the user's) only clients whose batches have the same sizes share a chunk.
+    Clients with the most steps begin a chunk together, and each is handed over after its last one.
+    Short batches are padded and masked sample by sample, which is exact, where the criterion is
+    known to be a mean over samples and the model treats samples apart; elsewhere (BatchNorm in
+    training, a loss of the user's) only clients whose batches have the same sizes share a chunk.
 
     Args:
-        chunk: clients at once; None: as many as fit the memory, at most 64. Halved when memory runs out.
-        compile: fuse the step by `torch.compile`; the first chunk of each size takes longer by 15 to 35 s or more.
+        chunk: clients at once; None: as many as fit the memory, at most 64. Halved when memory runs
+            out.
+        compile: fuse the step by `torch.compile`; the first chunk of each size takes longer by 15
+            to 35 s or more.
         record: record each step's gradient in a CUDA graph; None: on CUDA.
     """
 
     name = "stacked"
     together = True
 
-    def __init__(self, work: Work, server: Server, chunk: int | None = None, compile: bool = False,
-                 record: bool | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        work: Work,
+        server: Server,
+        chunk: int | None = None,
+        compile: bool = False,
+        record: bool | None = None,
+    ) -> None:
         super().__init__(work, server)
-        if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
-            raise UserError(f"executor: chunk={chunk!r}; it must be a whole number of at least 1, or None for what fits")
+        if chunk is not None and (
+            not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1
+        ):
+            raise UserError(
+                f"executor: chunk={chunk!r}; it must be a whole number of at least 1, or None for "
+                "what fits"
+            )
         if not isinstance(compile, bool) or not (record is None or isinstance(record, bool)):
-            raise UserError(f"executor: compile={compile!r}, record={record!r}; they must be True or False (record may be None)")
+            raise UserError(
+                f"executor: compile={compile!r}, record={record!r}; they must be True or False "
+                "(record may be None)"
+            )
         if record and server.device.type != "cuda":
-            raise UserError(f"executor: record=True needs CUDA, and the device is '{server.device.type}'; write record=None")
+            raise UserError(
+                f"executor: record=True needs CUDA, and the device is '{server.device.type}'; "
+                "write record=None"
+            )
         self.chunk, self.compile = chunk, compile
         self.flat = work.algorithm.corrects or work.local.clip_norm is not None
         self.record = server.device.type == "cuda" if record is None else record
@@ -89,8 +121,11 @@ class Stacked(Executor):
     @classmethod
     def refuses(cls, work: Work, server: Server) -> str | None:
         if not work.local.optimizer.flat:
-            return (f"{work.local.optimizer.kind.__name__} updates a number by others' gradients too, and the rows of clients "
-                    f"are updated number by number; use one of {', '.join(LocalOptimizer.ELEMENTWISE)}")  # fmt: skip
+            return (
+                f"{work.local.optimizer.kind.__name__} updates a number by others' gradients too, "
+                "and the rows of clients "
+                f"are updated number by number; use one of {', '.join(LocalOptimizer.ELEMENTWISE)}"
+            )
         refusal = why_not_fixed(work, server)
         return refusal if refusal is not None else _differs(work, server)
 
@@ -108,7 +143,9 @@ class Stacked(Executor):
             while training is not None and done < len(plan.jobs):
                 try:
                     trained = next(training)
-                    if done + len(trained.clients) == len(plan.jobs) and waiting:  # while the device is busy
+                    if (
+                        done + len(trained.clients) == len(plan.jobs) and waiting
+                    ):  # while the device is busy
                         following = self._plan(waiting.popleft())
                     wait_for(self.server.device)
                 except torch.cuda.OutOfMemoryError:
@@ -141,17 +178,22 @@ class Stacked(Executor):
             try:
                 (trained,) = self._train(self._plan([job]), states)
             except Exception as error:
-                raise ClientError(job, f"client {self.work.clients.name(job.client)}: {error}") from error
+                raise ClientError(
+                    job, f"client {self.work.clients.name(job.client)}: {error}"
+                ) from error
             sink(trained, time.perf_counter() - began)
 
-    # ------------------------------------------------------------------ which clients, and what they do
+    # -------------------------------------------------------------- which clients, and what they do
 
     def _chunks(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Jobs that are trained together, those with the most steps first, in chunks of about the same size."""
+        """Jobs that are trained together, those with the most steps first, in chunks of about the
+        same size."""
         assert self.chunk is not None
         local, groups = self.work.local, dict[Any, list[Job]]()
         size = {job: self.work.clients.size(job.client) for job in jobs}
-        for job in sorted(jobs, key=lambda job: (-local.num_steps(size[job]), -size[job], job.slot)):
+        for job in sorted(
+            jobs, key=lambda job: (-local.num_steps(size[job]), -size[job], job.slot)
+        ):
             groups.setdefault(None if self.pads else size[job], []).append(job)
         chunks = []
         for group in groups.values():
@@ -162,8 +204,15 @@ class Stacked(Executor):
 
     def _plan(self, jobs: list[Job]) -> Plan:
         work, server = self.work, self.server
-        orders, sizes = zip(*(work.local.order(work.clients.samples(job.client), work.seed, server.round, job.client)
-                              for job in jobs), strict=True)  # fmt: skip
+        orders, sizes = zip(
+            *(
+                work.local.order(
+                    work.clients.samples(job.client), work.seed, server.round, job.client
+                )
+                for job in jobs
+            ),
+            strict=True,
+        )
         steps, rows = len(sizes[0]), self._rows(len(jobs))
         of_row = [*range(len(jobs)), *[0] * (rows - len(jobs))]
         if self.pads and self.record:  # few recordings: one, or for full batches at most eight
@@ -181,24 +230,39 @@ class Stacked(Executor):
             ends = np.cumsum(own)
             for step, table in enumerate(indices):
                 last = min(
-                    step, len(own) - 1
-                )  # a client that has finished repeats its last batch; nobody looks at what becomes of it
+                    step,
+                    len(own) - 1,
+                    # a client that has finished repeats its last batch; nobody looks at what
+                    # becomes of it
+                )
                 count = min(own[last], table.shape[1])
                 batch = taken[:, ends[last] - own[last] :][:, :count]
                 table[members, :count], table[members, count:] = batch, batch[:, :1]
                 counts[step, members] = count
-        keys = self.losses.noise.keys_of(work.seed, server.round, [jobs[job].client for job in of_row], steps).transpose(0, 1)
-        flat = torch.from_numpy(np.concatenate([table.reshape(-1) for table in indices])).to(server.device, non_blocking=True)
+        keys = self.losses.noise.keys_of(
+            work.seed, server.round, [jobs[job].client for job in of_row], steps
+        ).transpose(0, 1)
+        flat = torch.from_numpy(np.concatenate([table.reshape(-1) for table in indices])).to(
+            server.device, non_blocking=True
+        )
         placed = [part.view(rows, -1) for part in flat.split([rows * width for width in widths])]
         return Plan(
-            jobs, [len(own) for own in sizes], [work.clients.size(job.client) for job in jobs], placed,
+            jobs,
+            [len(own) for own in sizes],
+            [work.clients.size(job.client) for job in jobs],
+            placed,
             torch.from_numpy(counts).to(server.device, server.layout.dtype, non_blocking=True),
             keys.contiguous().to(server.device, non_blocking=True),
-        )  # fmt: skip
+        )
 
     def _rows(self, jobs: int) -> int:
-        """Rows of the stack for so many clients: as many, unless a recording of a few more is there."""
-        if (self.record or self.compile) and jobs not in self._stacks and len(self._stacks) >= _GRAPHS:
+        """Rows of the stack for so many clients: as many, unless a recording of a few more is
+        there."""
+        if (
+            (self.record or self.compile)
+            and jobs not in self._stacks
+            and len(self._stacks) >= _GRAPHS
+        ):
             return min((rows for rows in self._stacks if rows > jobs), default=jobs)
         return jobs
 
@@ -208,7 +272,9 @@ class Stacked(Executor):
         if rows not in self._stacks:
             if (self.record or self.compile) and len(self._stacks) > _GRAPHS:
                 self._stacks.clear()
-            self._stacks[rows] = Stack(self.losses, rows, self.pads, self._recorder, self.compile, self.flat)
+            self._stacks[rows] = Stack(
+                self.losses, rows, self.pads, self._recorder, self.compile, self.flat
+            )
         return self._stacks[rows]
 
     def _train(self, plan: Plan, states: States) -> Iterator[Trained]:
@@ -234,7 +300,9 @@ class Stacked(Executor):
         for step, indices in enumerate(plan.indices):
             total += stack.gradient(indices, plan.counts[step], plan.keys[step]) * plan.counts[step]
             if algorithm.corrects:
-                algorithm.correct(stack.gradients, stack.rows[:, :numbers], start[..., :numbers], own)
+                algorithm.correct(
+                    stack.gradients, stack.rows[:, :numbers], start[..., :numbers], own
+                )
             if local.clip_norm is not None:
                 clip_rows(stack.gradients, local.clip_norm)
             stack.optimizer.step()
@@ -242,7 +310,9 @@ class Stacked(Executor):
             if first < left:
                 stack.finish(first, left)
                 yield Trained(
-                    clients=clients[first:left], slots=[job.slot for job in plan.jobs[first:left]], rows=stack.rows[first:left],
+                    clients=clients[first:left],
+                    slots=[job.slot for job in plan.jobs[first:left]],
+                    rows=stack.rows[first:left],
                     start=start if start.dim() == 1 else start[first:left],
                     samples=torch.tensor(plan.samples[first:left], dtype=torch.float64),
                     steps=torch.tensor(plan.steps[first:left], dtype=torch.float64),
@@ -250,25 +320,36 @@ class Stacked(Executor):
                     start_loss=None if start_loss is None else start_loss[first:left],
                     own={name: vectors[first:left] for name, vectors in own.items()},
                     integers=stack.integers()[first:left] if server.layout.integers else None,
-                )  # fmt: skip
+                )
                 left = first
 
     def _start_loss(self, stack: Stack, plan: Plan) -> torch.Tensor:
-        """Mean losses over each client's data of the models as they lie in the rows: float64, shape ``[rows]``."""
+        """Mean losses over each client's data of the models as they lie in the rows: float64, shape
+        ``[rows]``."""
         held, sizes = self._held(stack, plan)
         total = torch.zeros_like(sizes)
         with measuring(self.work.model):
-            for indices, counts in in_parts(held, max(self.work.local.batch_size or 0, 256), self.server.device):
+            for indices, counts in in_parts(
+                held, max(self.work.local.batch_size or 0, 256), self.server.device
+            ):
                 losses = stack.evaluate(indices, counts.clamp(min=1.0))
                 total += torch.where(counts > 0, losses * counts, 0.0)
         return total / sizes
 
     def _start_gradient(self, stack: Stack, plan: Plan) -> torch.Tensor:
-        """Gradients of the mean losses over each client's data, of the models as they lie in the rows: ``[rows, trained]``."""
+        """Gradients of the mean losses over each client's data, of the models as they lie in the
+        rows: ``[rows, trained]``."""
         held, sizes = self._held(stack, plan)
-        total = torch.zeros(len(held), self.server.layout.trained, dtype=self.server.layout.dtype, device=self.server.device)
+        total = torch.zeros(
+            len(held),
+            self.server.layout.trained,
+            dtype=self.server.layout.dtype,
+            device=self.server.device,
+        )
         with measuring(self.work.model):
-            for indices, counts in in_parts(held, self.largest, self.server.device):  # as many samples as a step has room for
+            for indices, counts in in_parts(
+                held, self.largest, self.server.device
+            ):  # as many samples as a step has room for
                 total += stack.differentiate(indices, counts.clamp(min=1.0), counts / sizes)
         return total
 
@@ -276,7 +357,11 @@ class Stacked(Executor):
         """The samples of each row's client, and how many they are: float64, shape ``[rows]``."""
         held = [self.work.clients.samples(job.client) for job in plan.jobs]
         held += held[:1] * (len(stack.rows) - len(held))
-        return held, torch.tensor([float(len(samples)) for samples in held], dtype=torch.float64, device=self.server.device)
+        return held, torch.tensor(
+            [float(len(samples)) for samples in held],
+            dtype=torch.float64,
+            device=self.server.device,
+        )
 
     # ------------------------------------------------------------------ memory
 
@@ -292,17 +377,26 @@ class Stacked(Executor):
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         indices = some_samples(self.work)[:1].expand(2, self.largest).to(device)
-        stack.gradient(indices, torch.full((2,), float(indices.shape[1]), dtype=layout.dtype, device=device),
-                       torch.zeros(2, len(self.losses.noise.names), dtype=torch.int32, device=device))  # fmt: skip
+        stack.gradient(
+            indices,
+            torch.full((2,), float(indices.shape[1]), dtype=layout.dtype, device=device),
+            torch.zeros(2, len(self.losses.noise.names), dtype=torch.int32, device=device),
+        )
         torch.cuda.synchronize(device)
         step = (torch.cuda.max_memory_allocated(device) - before) / 2
-        # Weights, gradients, two vectors of the optimizer, the update, and the update in float64 three times while it is summed.
+        # Weights, gradients, two vectors of the optimizer, the update, and the update in float64
+        # three times while it is summed.
         each = step + 5 * numbers + 3 * 8 * layout.length
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
         return int(min(_MOST, max(1, 0.7 * free // each)))
 
     def _shrink(self, chunk: int) -> None:
-        """Make room: let stacks of other sizes go, or where there is none, go on with so many clients at once."""
+        """Make room: let stacks of other sizes go, or where there is none, go on with so many
+        clients at once."""
         if len(self._stacks) <= 1:
             self.chunk = chunk
             print(f"executor stacked: out of memory, going on with chunk={chunk}", flush=True)
@@ -313,10 +407,11 @@ class Stacked(Executor):
 
 
 def _differs(work: Work, server: Server) -> str | None:
-    """Why a stacked step does not give the numbers of single ones, by a trial on a few samples; None when it does.
+    """Why a stacked step does not give the numbers of single ones, by a trial on a few samples;
+    None when it does.
 
-    In float64, in which neither TF32 nor the order of summing hides or feigns a difference; a model that knows float32 only is
-    tried as it is."""
+    In float64, in which neither TF32 nor the order of summing hides or feigns a difference; a model
+    that knows float32 only is tried as it is."""
     work = replace(work, model=copy.deepcopy(work.model).to(server.device).train())
     indices = some_samples(work)
     assert work.samples.tensors is not None
@@ -328,16 +423,28 @@ def _differs(work: Work, server: Server) -> str | None:
         except Exception as error:
             return f"its step in {work.local.precision} cannot be batched over clients ({error})"
         if found is not None:
-            return f"batched over clients by torch.func.vmap in {work.local.precision}, {found} comes out as another value"
+            return (
+                f"batched over clients by torch.func.vmap in {work.local.precision}, {found} "
+                "comes out as another value"
+            )
         work = replace(work, local=replace(work.local, precision="fp32"))
     try:
         found = _compared(*_in_float64(replace(work, samples=given), server), pads, 1e-6)
     except Exception:  # whatever it is, what counts is what the model does as it is
         try:
-            found = _compared(replace(work, samples=given), server, pads, 0.02 if server.layout.dtype.itemsize < 8 else 1e-6)
+            found = _compared(
+                replace(work, samples=given),
+                server,
+                pads,
+                0.02 if server.layout.dtype.itemsize < 8 else 1e-6,
+            )
         except Exception as error:
             return f"its step cannot be batched over clients ({error})"
-    return None if found is None else f"batched over clients by torch.func.vmap, {found} comes out as another value"
+    return (
+        None
+        if found is None
+        else f"batched over clients by torch.func.vmap, {found} comes out as another value"
+    )
 
 
 def _in_float64(work: Work, server: Server) -> tuple[Work, Server]:
@@ -348,24 +455,34 @@ def _in_float64(work: Work, server: Server) -> tuple[Work, Server]:
     assert work.samples.tensors is not None
     tensors = tuple(t.double() if t.is_floating_point() else t for t in work.samples.tensors)
     return (
-        replace(work, model=model, local=replace(work.local, criterion=criterion), samples=Samples(tensors, server.device)),
+        replace(
+            work,
+            model=model,
+            local=replace(work.local, criterion=criterion),
+            samples=Samples(tensors, server.device),
+        ),
         replace(server, layout=layout, weights=server.weights.double()),
     )
 
 
 def _compared(work: Work, server: Server, pads: bool, tolerance: float) -> str | None:
-    """What differs between two stacked clients and two single ones, whose data are all samples of `work`."""
+    """What differs between two stacked clients and two single ones, whose data are all samples of
+    `work`."""
     losses, layout = Losses(work, server), server.layout
     indices = torch.arange(len(work.samples), device=server.device)
     batches = torch.stack([indices, indices.flip(0)])
-    keys = torch.stack([losses.noise.keys(work.seed, 0, client, 1)[0] for client in (0, 1)]).to(server.device)
+    keys = torch.stack([losses.noise.keys(work.seed, 0, client, 1)[0] for client in (0, 1)]).to(
+        server.device
+    )
     counts = torch.full((2,), float(len(indices)), dtype=layout.dtype, device=server.device)
     stack = Stack(losses, 2, pads, None, False, True)
     stack.load(server.weights, server.integers)
     given = torch.cat([batches, batches[:, :1]], 1) if pads else batches
     found = stack.gradient(given, counts, keys).tolist()
     stack.finish(0, 2)
-    made = torch.cat([stack.gradients, (stack.rows - server.weights)[:, layout.trained :]], 1).double()
+    made = torch.cat(
+        [stack.gradients, (stack.rows - server.weights)[:, layout.trained :]], 1
+    ).double()
     for row in (0, 1):
         loss, alone = _alone(losses, batches[row], keys[row])
         if not abs(found[row] - loss) <= tolerance * (1 + abs(loss)):
@@ -373,14 +490,17 @@ def _compared(work: Work, server: Server, pads: bool, tolerance: float) -> str |
         whole = 0.01 * torch.linalg.vector_norm(alone[: layout.trained])
         for place in layout.places:
             one, other = alone[place.start : place.stop], made[row, place.start : place.stop]
-            allowed = tolerance * (torch.linalg.vector_norm(one) + (whole if place.start < layout.trained else 1e-9))
+            allowed = tolerance * (
+                torch.linalg.vector_norm(one) + (whole if place.start < layout.trained else 1e-9)
+            )
             if not bool(torch.linalg.vector_norm(one - other) <= allowed):
                 return f"'{place.name}'"
     return None
 
 
 def _alone(losses: Losses, batch: torch.Tensor, keys: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """The loss of one client, and its gradient and the changes of its buffers as a row in float64."""
+    """The loss of one client, and its gradient and the changes of its buffers as a row in
+    float64."""
     layout, start = losses.server.layout, losses.server.weights
     views = {name: view[0].clone() for name, view in layout.views(start[None]).items()}
     weights = [views[place.name].requires_grad_() for place in layout.parameters]
@@ -392,9 +512,13 @@ def _alone(losses: Losses, batch: torch.Tensor, keys: torch.Tensor) -> tuple[flo
         loss = losses.of({**views, **rest}, losses.work.samples.take(batch), None)
     losses.noise.end()
     row = torch.zeros(layout.length, dtype=torch.float64, device=start.device)
-    for place, gradient in zip(layout.parameters, torch.autograd.grad(loss, weights, allow_unused=True), strict=True):
+    for place, gradient in zip(
+        layout.parameters, torch.autograd.grad(loss, weights, allow_unused=True), strict=True
+    ):
         if gradient is not None:
             row[place.start : place.stop] = gradient.reshape(-1)
     for place in layout.buffers:
-        row[place.start : place.stop] = (views[place.name] - layout.views(start[None])[place.name][0]).reshape(-1)
+        row[place.start : place.stop] = (
+            views[place.name] - layout.views(start[None])[place.name][0]
+        ).reshape(-1)
     return float(loss.detach()), row

@@ -45,8 +45,11 @@ def look(work: Work, server: Server) -> Look:
         draws = sorted(set(watch.draws))
         if (repr(random.getstate()), repr(np.random.get_state())) != outside:
             draws.append("numbers of the modules random or numpy.random")
-        draws += [f"dropout={m.dropout} of {name}" for name, m in model.named_modules()
-                  if isinstance(m, nn.RNNBase) and m.dropout > 0]  # fmt: skip
+        draws += [
+            f"dropout={m.dropout} of {name}"
+            for name, m in model.named_modules()
+            if isinstance(m, nn.RNNBase) and m.dropout > 0
+        ]
         server.layout.write(server.weights, model)
         try:
             longer, _ = _forward(model, noise, work, torch.cat([indices, indices[:1], indices[:1]]))
@@ -62,9 +65,13 @@ def some_samples(work: Work) -> torch.Tensor:
     return indices if len(indices) > 1 else indices.expand(2)
 
 
-def _forward(model: nn.Module, noise: Noise, work: Work, indices: torch.Tensor) -> tuple[list[Any], bool]:
+def _forward(
+    model: nn.Module, noise: Noise, work: Work, indices: torch.Tensor
+) -> tuple[list[Any], bool]:
     """Output and target as a list of tensors, and whether floating-point buffers have changed."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    before = {
+        name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()
+    }
     noise.begin()
     made = tree_leaves(work.local.forward(model, work.samples.take(indices, work.seed, "trial")))
     noise.end()
@@ -74,10 +81,21 @@ def _forward(model: nn.Module, noise: Noise, work: Work, indices: torch.Tensor) 
 
 def _begins_with(longer: list[Any], alone: list[Any], samples: int) -> bool:
     for more, less in zip(longer, alone, strict=True):
-        if not isinstance(less, torch.Tensor) or less.dim() == 0 or len(less) != samples or len(more) != samples + 2:
+        if (
+            not isinstance(less, torch.Tensor)
+            or less.dim() == 0
+            or len(less) != samples
+            or len(more) != samples + 2
+        ):
             return False
         scale = less.abs().amax().double() if less.is_floating_point() else 0.0
-        if not torch.allclose(more[:samples].double(), less.double(), rtol=1e-4, atol=1e-4 * float(scale), equal_nan=True):
+        if not torch.allclose(
+            more[:samples].double(),
+            less.double(),
+            rtol=1e-4,
+            atol=1e-4 * float(scale),
+            equal_nan=True,
+        ):
             return False
     return True
 
@@ -89,7 +107,13 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.draws: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and not _no_dropout(func, args, kwargs):
             self.draws.append(func.overloadpacket.__name__)
@@ -100,23 +124,33 @@ def _no_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     """Whether an operation that can drop numbers (attention) was told to drop none."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
-            value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            value = (
+                args[place]
+                if place < len(args)
+                else kwargs.get(argument.name, argument.default_value)
+            )
             return value == 0
     return False
 
 
 def why_not_fixed(work: Work, server: Server) -> str | None:
-    """Why a step cannot be one fixed sequence of operations on data that lie in memory; None when it can."""
+    """Why a step cannot be one fixed sequence of operations on data that lie in memory; None when
+    it can."""
     if work.samples.tensors is None:
-        return "the data set is read sample by sample, and it needs one in memory: pass a TensorDataset, or a tuple of tensors"
+        return (
+            "the data set is read sample by sample, and it needs one in memory: pass a "
+            "TensorDataset, or a tuple of tensors"
+        )
     try:
         found = look(work, server)
     except Exception as error:
         return f"a forward pass on {len(some_samples(work))} samples failed ({error})"
     if found.draws:
         return (
-            f"the model draws numbers that belong to no client ({', '.join(found.draws)}); write the dropout as nn.Dropout, "
-            "nn.Dropout1d, nn.Dropout2d or nn.Dropout3d modules, and crops and flips as RandomCrop and RandomFlip of "
+            f"the model draws numbers that belong to no client ({', '.join(found.draws)}); write "
+            "the dropout as nn.Dropout, "
+            "nn.Dropout1d, nn.Dropout2d or nn.Dropout3d modules, and crops and flips as RandomCrop "
+            "and RandomFlip of "
             "allhands.models, whose draws it can tell apart"
         )
     return None

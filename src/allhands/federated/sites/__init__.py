@@ -1,1 +1,2 @@
-"""Federated training across real sites, on Flower: the same training as a simulation, with clients that are elsewhere."""
+"""Federated training across real sites, on Flower: the same training as a simulation, with clients
+that are elsewhere."""

@@ -12,7 +12,8 @@ RUN_FILE = "ALLHANDS_SITES_RUN"
 PACKAGE = "allhands_training"
 
 _PYPROJECT = """\
-# Written by `allhands federated app`. Sites and server need allhands[flower] installed; nothing is installed at run time.
+# Written by `allhands federated app`. Sites and server need allhands[flower] installed;
+# nothing is installed at run time.
 [build-system]
 requires = ["hatchling"]
 build-backend = "hatchling.build"
@@ -54,7 +55,9 @@ def files(text: str, name: str = "allhands-training") -> dict[str, bytes]:
         name: the app's; letters, digits and hyphens, beginning with a letter.
     """
     if not re.fullmatch(r"[a-z][a-z0-9-]{0,30}", name):
-        raise UserError(f"{name!r} cannot name a Flower app; write up to 31 small letters, digits and hyphens")
+        raise UserError(
+            f"{name!r} cannot name a Flower app; write up to 31 small letters, digits and hyphens"
+        )
     made = {
         "pyproject.toml": _PYPROJECT.format(name=name, package=PACKAGE),
         f"{PACKAGE}/__init__.py": "",

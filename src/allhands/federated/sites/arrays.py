@@ -1,4 +1,5 @@
-"""Rows of numbers as Flower's records, and back: lossless, without pickle, nothing taken over before it was checked."""
+"""Rows of numbers as Flower's records, and back: lossless, without pickle, nothing taken over
+before it was checked."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from flwr.app import Array, ArrayRecord
 
 from allhands.errors import AllhandsError, UserError
 
-# Names of the arrays in which a row travels that is mostly zeros, or has few different numbers in each part.
+# Names of the arrays in which a row travels that is mostly zeros, or has few different numbers in
+# each part.
 _PLACES, _VALUES = "places", "values"
 _CODES, _PALETTE, _COUNTS, _BOUNDS = "codes", "palette", "counts", "bounds"
 _MOST_COLOURS = 256  # different numbers of a part, so that one byte says which
@@ -27,13 +29,14 @@ class BadUpdate(AllhandsError, ValueError):
 
 
 def pack(rows: Mapping[str, torch.Tensor], bounds: Sequence[int] | None = None) -> ArrayRecord:
-    """Tensors by name as a record. A row of floating point that has more zeros than other numbers travels as the others and their
-    places, if that is shorter.
+    """Tensors by name as a record. A row of floating point that has more zeros than other numbers
+    travels as the others and their places, if that is shorter.
 
     Args:
         rows: the tensors.
-        bounds: where parts of the rows begin, from 0, and their length at the end; a row that has at most 256 different numbers
-            in each part travels as those and a byte (or a bit) for each number. None: rows are not looked at for it.
+        bounds: where parts of the rows begin, from 0, and their length at the end; a row that has
+            at most 256 different numbers in each part travels as those and a byte (or a bit) for
+            each number. None: rows are not looked at for it.
 
     Raises:
         UserError: a tensor of a type that cannot travel, such as bfloat16.
@@ -46,7 +49,10 @@ def pack(rows: Mapping[str, torch.Tensor], bounds: Sequence[int] | None = None) 
         places = _others(values) if is_row else None
         coded = _coded(values, bounds) if is_row and places is None and bounds is not None else None
         if places is not None:
-            record[f"{name}.{_PLACES}"], record[f"{name}.{_VALUES}"] = _packed(places), _packed(values[places])
+            record[f"{name}.{_PLACES}"], record[f"{name}.{_VALUES}"] = (
+                _packed(places),
+                _packed(values[places]),
+            )
         elif coded is not None:
             record.update({f"{name}.{part}": _packed(array) for part, array in coded.items()})
         else:
@@ -68,11 +74,22 @@ def unpack(record: Mapping[str, Array], expected: Expected) -> dict[str, torch.T
     for name, (dtype, shape) in expected.items():
         if name in left:
             kind = np.dtype(_DTYPES[dtype])
-            made[name] = torch.from_numpy(_read(name, left.pop(name), (kind,), shape, math.prod(shape)))
+            made[name] = torch.from_numpy(
+                _read(name, left.pop(name), (kind,), shape, math.prod(shape))
+            )
             continue
-        for parts, read in (((_PLACES, _VALUES), _scattered), ((_CODES, _PALETTE, _COUNTS, _BOUNDS), _decoded)):
-            if all(f"{name}.{part}" in left for part in parts) and len(shape) == 1 and dtype.is_floating_point:
-                made[name] = read(name, [left.pop(f"{name}.{part}") for part in parts], dtype, shape[0])
+        for parts, read in (
+            ((_PLACES, _VALUES), _scattered),
+            ((_CODES, _PALETTE, _COUNTS, _BOUNDS), _decoded),
+        ):
+            if (
+                all(f"{name}.{part}" in left for part in parts)
+                and len(shape) == 1
+                and dtype.is_floating_point
+            ):
+                made[name] = read(
+                    name, [left.pop(f"{name}.{part}") for part in parts], dtype, shape[0]
+                )
                 break
         else:
             raise BadUpdate(f"it has no array '{name}', it has {_names(record)}")
@@ -84,8 +101,11 @@ def unpack(record: Mapping[str, Array], expected: Expected) -> dict[str, torch.T
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise `UserError` unless numbers of this type can travel."""
     if dtype not in _DTYPES:
-        raise UserError(f"'{name}' is {dtype}, which cannot travel between sites: Flower's arrays are NumPy's, which have "
-                        f"{', '.join(str(known) for known in _DTYPES)}; write model.to(torch.float32)")  # fmt: skip
+        raise UserError(
+            f"'{name}' is {dtype}, which cannot travel between sites: Flower's arrays are NumPy's, "
+            "which have "
+            f"{', '.join(str(known) for known in _DTYPES)}; write model.to(torch.float32)"
+        )
 
 
 def _others(values: np.ndarray) -> np.ndarray | None:
@@ -99,11 +119,14 @@ def _others(values: np.ndarray) -> np.ndarray | None:
 
 
 def _coded(values: np.ndarray, bounds: Sequence[int]) -> dict[str, np.ndarray] | None:
-    """A row as a palette for each part and a code for each number; None where some part has too many different numbers."""
+    """A row as a palette for each part and a code for each number; None where some part has too
+    many different numbers."""
     bits = values.view(f"<u{values.dtype.itemsize}")
     codes, palettes = np.empty(len(values), dtype=np.uint8), []
     for begin, end in itertools.pairwise(bounds):
-        if len(np.unique(bits[begin : begin + 4 * _MOST_COLOURS])) > _MOST_COLOURS:  # spares sorting what will not do
+        if (
+            len(np.unique(bits[begin : begin + 4 * _MOST_COLOURS])) > _MOST_COLOURS
+        ):  # spares sorting what will not do
             return None
         palette, found = np.unique(bits[begin:end], return_inverse=True)
         if len(palette) > _MOST_COLOURS:
@@ -113,35 +136,56 @@ def _coded(values: np.ndarray, bounds: Sequence[int]) -> dict[str, np.ndarray] |
     counts = np.array([len(palette) for palette in palettes], dtype=np.int64)
     if counts.max(initial=0) <= 2:
         codes = np.packbits(codes)
-    return {_CODES: codes, _PALETTE: np.concatenate(palettes).view(values.dtype), _COUNTS: counts,
-            _BOUNDS: np.array(bounds, dtype=np.int64)}  # fmt: skip
+    return {
+        _CODES: codes,
+        _PALETTE: np.concatenate(palettes).view(values.dtype),
+        _COUNTS: counts,
+        _BOUNDS: np.array(bounds, dtype=np.int64),
+    }
 
 
 def _packed(values: np.ndarray) -> Array:
     return Array(values.astype(values.dtype.newbyteorder("<"), copy=False))
 
 
-def _read(name: str, array: Array, kinds: tuple[np.dtype, ...], shape: tuple[int, ...] | None, most: int) -> np.ndarray:
-    """An array whose header and length agree with what is expected (`shape`, or one row of at most `most` numbers); memory is
-    taken only then."""
+def _read(
+    name: str, array: Array, kinds: tuple[np.dtype, ...], shape: tuple[int, ...] | None, most: int
+) -> np.ndarray:
+    """An array whose header and length agree with what is expected (`shape`, or one row of at most
+    `most` numbers); memory is taken only then."""
     if not isinstance(array, Array) or array.stype != _STYPE:
         raise BadUpdate(f"the array '{name}' is not one of NumPy's")
     stream = io.BytesIO(array.data)
     try:
         version = np.lib.format.read_magic(stream)
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[version]
         there, fortran, kind = read(stream)
     except (ValueError, KeyError, OSError, EOFError, SyntaxError, RecursionError, MemoryError):
-        raise BadUpdate(f"the array '{name}' cannot be read: {len(array.data)} bytes that are none of NumPy's files") from None
+        raise BadUpdate(
+            f"the array '{name}' cannot be read: {len(array.data)} bytes that are none of NumPy's "
+            "files"
+        ) from None
     if kind not in kinds:
         raise BadUpdate(f"'{name}' is {kind}, and must be {kinds[0]}")
-    if (shape is not None and there != shape) or (shape is None and (len(there) != 1 or there[0] > most)):
+    if (shape is not None and there != shape) or (
+        shape is None and (len(there) != 1 or there[0] > most)
+    ):
         wanted = list(shape) if shape is not None else f"one row of at most {most} numbers"
         raise BadUpdate(f"'{name}' is {list(there)}, and must be {wanted}")
-    if len(array.data) - stream.tell() != math.prod(there) * kind.itemsize or (fortran and len(there) > 1):
-        raise BadUpdate(f"the array '{name}' is cut off, or too long: {len(array.data)} bytes for {list(there)} {kind}")
+    if len(array.data) - stream.tell() != math.prod(there) * kind.itemsize or (
+        fortran and len(there) > 1
+    ):
+        raise BadUpdate(
+            f"the array '{name}' is cut off, or too long: {len(array.data)} bytes for "
+            f"{list(there)} {kind}"
+        )
     values = np.frombuffer(array.data, dtype=kind, offset=stream.tell()).reshape(there)
-    return values.astype(kind.newbyteorder("="))  # a copy: what is read from bytes cannot be written to
+    return values.astype(
+        kind.newbyteorder("=")
+    )  # a copy: what is read from bytes cannot be written to
 
 
 def _scattered(name: str, arrays: Sequence[Array], dtype: torch.dtype, length: int) -> torch.Tensor:
@@ -162,12 +206,29 @@ def _decoded(name: str, arrays: Sequence[Array], dtype: torch.dtype, length: int
     whole = np.dtype("<i8")
     edges = _read(f"{name}.{_BOUNDS}", bounds, (whole,), None, length + 1)
     many = _read(f"{name}.{_COUNTS}", counts, (whole,), (max(len(edges) - 1, 0),), length)
-    good = len(edges) > 1 and edges[0] == 0 and edges[-1] == length and bool((np.diff(edges) > 0).all())
+    good = (
+        len(edges) > 1
+        and edges[0] == 0
+        and edges[-1] == length
+        and bool((np.diff(edges) > 0).all())
+    )
     if not good or many.min() < 1 or many.max() > _MOST_COLOURS:
         raise BadUpdate(f"the parts of '{name}' do not make up {length} numbers")
-    colours = _read(f"{name}.{_PALETTE}", palette, (np.dtype(_DTYPES[dtype]),), (int(many.sum()),), length * _MOST_COLOURS)
+    colours = _read(
+        f"{name}.{_PALETTE}",
+        palette,
+        (np.dtype(_DTYPES[dtype]),),
+        (int(many.sum()),),
+        length * _MOST_COLOURS,
+    )
     packed = many.max() <= 2
-    given = _read(f"{name}.{_CODES}", codes, (np.dtype(np.uint8),), (-(-length // 8) if packed else length,), length)
+    given = _read(
+        f"{name}.{_CODES}",
+        codes,
+        (np.dtype(np.uint8),),
+        (-(-length // 8) if packed else length,),
+        length,
+    )
     if packed:
         given = np.unpackbits(given, count=length)
     sizes = np.diff(edges)

@@ -1,9 +1,10 @@
-"""Our Flower `ClientApp`, as it runs in the process that Flower starts for each message: it hands the message to the site's warm
-process, and its answer back. Nothing here imports torch.
+"""Our Flower `ClientApp`, as it runs in the process that Flower starts for each message: it hands
+the message to the site's warm process, and its answer back. Nothing here imports torch.
 
-Where the site was started by `allhands federated site`, the node's configuration names the socket (``allhands-socket``). In an
-app that people who operate Flower start themselves, the first message starts the warm process, which ends when nobody has asked
-for some minutes; the node's configuration then says where the data are::
+Where the site was started by `allhands federated site`, the node's configuration names the socket
+(``allhands-socket``). In an app that people who operate Flower start themselves, the first message
+starts the warm process, which ends when nobody has asked for some minutes; the node's configuration
+then says where the data are::
 
     flower-supernode … --node-config 'data="/data" name="north"'
 """
@@ -44,14 +45,17 @@ app = ClientApp()
 @app.evaluate()
 def answer(message: Message, context: Context) -> Message:
     """What Flower calls for every message."""
-    return Message(ask(socket_of(context.node_config, context.node_id), message.content), reply_to=message)
+    return Message(
+        ask(socket_of(context.node_config, context.node_id), message.content), reply_to=message
+    )
 
 
 def socket_of(node_config: Mapping[str, Any], node_id: int) -> Path:
     """The socket of this site's warm process, which is started where no site's command has done so.
 
     Raises:
-        UserError: it is to be started, and the node's configuration does not say where the data are.
+        UserError: it is to be started, and the node's configuration does not say where the data
+            are.
         SocketError: it ended before it listened.
     """
     if SOCKET in node_config:
@@ -59,25 +63,53 @@ def socket_of(node_config: Mapping[str, Any], node_id: int) -> Path:
     run_file, data = os.environ.get(RUN_FILE), node_config.get("data")
     if run_file is None or data is None:
         missing = "data" if data is None else RUN_FILE
-        raise UserError(f"{missing} is not set: start this site by `allhands federated site`, or a generated app's SuperNode "
-                        "with --node-config 'data=\"FOLDER\" name=\"NAME\"'")  # fmt: skip
+        raise UserError(
+            f"{missing} is not set: start this site by `allhands federated site`, or a generated "
+            "app's SuperNode "
+            'with --node-config \'data="FOLDER" name="NAME"\''
+        )
     name = str(node_config.get("name", node_id))
     base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    state = Path(str(node_config.get("state", base / "allhands" / "sites" / name))).expanduser().absolute()
+    state = (
+        Path(str(node_config.get("state", base / "allhands" / "sites" / name)))
+        .expanduser()
+        .absolute()
+    )
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     token_file = node_config.get("token-file")
-    settings = settings_of(state, name, [run_file], data, None if token_file is None else Path(str(token_file)), _IDLE)
+    settings = settings_of(
+        state, name, [run_file], data, None if token_file is None else Path(str(token_file)), _IDLE
+    )
     _start(state, settings)
     return Path(settings["socket"])
 
 
-def settings_of(state: Path, name: str, config: list[str], data: Any, token_file: Path | None, idle: float | None,
-                define: str = DEFINE) -> dict[str, Any]:  # fmt: skip
-    """What the warm process reads, see `warm_process`; `data` takes the place of the run file's data.root, if it is not None."""
-    overrides = [] if data is None else [f"data.root={json.dumps(str(Path(str(data)).expanduser().absolute()))}"]
-    return {"define": define, "config": config, "overrides": overrides, "name": name, "state": str(state),
-            "token_file": None if token_file is None else str(token_file), "socket": str(state / "warm.sock"),
-            "idle": idle}  # fmt: skip
+def settings_of(
+    state: Path,
+    name: str,
+    config: list[str],
+    data: Any,
+    token_file: Path | None,
+    idle: float | None,
+    define: str = DEFINE,
+) -> dict[str, Any]:
+    """What the warm process reads, see `warm_process`; `data` takes the place of the run file's
+    data.root, if it is not None."""
+    overrides = (
+        []
+        if data is None
+        else [f"data.root={json.dumps(str(Path(str(data)).expanduser().absolute()))}"]
+    )
+    return {
+        "define": define,
+        "config": config,
+        "overrides": overrides,
+        "name": name,
+        "state": str(state),
+        "token_file": None if token_file is None else str(token_file),
+        "socket": str(state / "warm.sock"),
+        "idle": idle,
+    }
 
 
 def warm_command(state: Path) -> list[str]:
@@ -96,7 +128,8 @@ def _task(state: Path) -> Path:
 
 
 def _start(state: Path, settings: Mapping[str, Any]) -> None:
-    """Start the warm process unless it runs; when several messages come at once, one of them does."""
+    """Start the warm process unless it runs; when several messages come at once, one of them
+    does."""
     with open(state / "warm.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _runs(state):
@@ -104,13 +137,21 @@ def _start(state: Path, settings: Mapping[str, Any]) -> None:
         log = state / "warm.out"
         write_task(state, settings)
         with log.open("wb") as out:
-            made = subprocess.Popen(warm_command(state), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                                    start_new_session=True)  # fmt: skip
+            made = subprocess.Popen(
+                warm_command(state),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
         deadline = time.monotonic() + _START
         while not _runs(state):
             if made.poll() is not None or time.monotonic() > deadline:
                 lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-                raise SocketError(f"the site's warm process did not start: {lines[-1] if lines else 'it said nothing'}")
+                raise SocketError(
+                    "the site's warm process did not start: "
+                    f"{lines[-1] if lines else 'it said nothing'}"
+                )
             time.sleep(0.1)
 
 

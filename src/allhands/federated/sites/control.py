@@ -46,9 +46,14 @@ class Control:
         """Let exactly these keys connect; by the sites' names.
 
         Raises:
-            UserError: a key was on the list, then off it, and is on it again, which Flower's database does not allow.
+            UserError: a key was on the list, then off it, and is on it again, which Flower's
+                database does not allow.
         """
-        from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
+        from flwr.proto.control_pb2 import (
+            ListNodesRequest,
+            RegisterNodeRequest,
+            UnregisterNodeRequest,
+        )
 
         nodes = self._ask("ListNodes", ListNodesRequest()).nodes_info
         let_in = {node.public_key: node.node_id for node in nodes if node.status != "unregistered"}
@@ -58,8 +63,11 @@ class Control:
                 self._ask("UnregisterNode", UnregisterNodeRequest(node_id=node_id))
         for name, key in keys.items():
             if key in gone:
-                raise UserError(f"the key of {name} was taken off the list of sites before, and Flower lets no such key in "
-                                "again; make a new one, or delete superlink.db in the state folder")  # fmt: skip
+                raise UserError(
+                    f"the key of {name} was taken off the list of sites before, and Flower lets no "
+                    "such key in "
+                    "again; make a new one, or delete superlink.db in the state folder"
+                )
             if key not in let_in:
                 self._ask("RegisterNode", RegisterNodeRequest(public_key=key, name=name))
 
@@ -85,7 +93,8 @@ class Control:
         return int(started.run_id)
 
     def ended(self, run_id: int) -> tuple[str, str] | None:
-        """How the run ended ("completed", "failed" or "stopped") and why, or None while it goes on."""
+        """How the run ended ("completed", "failed" or "stopped") and why, or None while it goes
+        on."""
         run = self._runs().get(run_id)
         if run is None or run.status.status != "finished":
             return None

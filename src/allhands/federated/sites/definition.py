@@ -1,4 +1,5 @@
-"""The objects of a training, as both sides make them from a run file, and what cannot be trained across sites."""
+"""The objects of a training, as both sides make them from a run file, and what cannot be trained
+across sites."""
 
 from __future__ import annotations
 
@@ -56,10 +57,20 @@ class Definition:
     def validate(self) -> None:
         """Raise `UserError` for the first setting that cannot be honoured across sites."""
         self.strategy.check_settings(
-            SimpleNamespace(num_epochs=1, accumulate=self.accumulate, precision=self.precision, overfit=self.overfit,
-                            log_every=50, scheduler=self.scheduler, callbacks=[], step="eager", profile=None,
-                            activation_checkpointing=False, steps_per_epoch=None)
-        )  # fmt: skip
+            SimpleNamespace(
+                num_epochs=1,
+                accumulate=self.accumulate,
+                precision=self.precision,
+                overfit=self.overfit,
+                log_every=50,
+                scheduler=self.scheduler,
+                callbacks=[],
+                step="eager",
+                profile=None,
+                activation_checkpointing=False,
+                steps_per_epoch=None,
+            )
+        )
         check(self.strategy)
 
 
@@ -68,38 +79,69 @@ Define = Callable[[RunFile], Definition]
 
 
 def resolve(reference: str) -> Define:
-    """The function that ``package.module:name`` names. It comes as a text, for it lives in a layer above this one."""
+    """The function that ``package.module:name`` names. It comes as a text, for it lives in a layer
+    above this one."""
     module, _, name = reference.partition(":")
     found: Define = getattr(importlib.import_module(module), name)
     return found
 
 
 def check(strategy: Federated) -> None:
-    """Raise `UserError` for what a simulation can do and sites cannot; says what to write instead."""
+    """Raise `UserError` for what a simulation can do and sites cannot; says what to write
+    instead."""
     algorithm = strategy.algorithm
     if not algorithm.shares:
-        raise UserError(f"algorithm={algorithm.name!r} shares nothing, so that there is nothing for a server to do; run it at "
-                        "each site with `allhands run`")  # fmt: skip
+        raise UserError(
+            f"algorithm={algorithm.name!r} shares nothing, so that there is nothing for a server "
+            "to do; run it at "
+            "each site with `allhands run`"
+        )
     if isinstance(algorithm, Centralised):
-        raise UserError("algorithm='centralised' puts all samples together, which stay at their sites here; use 'fedavg'")
+        raise UserError(
+            "algorithm='centralised' puts all samples together, which stay at their sites here; "
+            "use 'fedavg'"
+        )
     if isinstance(algorithm, FedBuff):
-        raise UserError("algorithm='fedbuff' goes by virtual time, and sites by rounds; use 'fedavg', and sites.round_timeout "
-                        "for sites that are slow")  # fmt: skip
+        raise UserError(
+            "algorithm='fedbuff' goes by virtual time, and sites by rounds; use 'fedavg', and "
+            "sites.round_timeout "
+            "for sites that are slow"
+        )
     if algorithm.needs_start_gradient:
-        raise UserError(f"algorithm={algorithm.name!r} with option='I' needs a second vector of each client, and sites send one; "
-                        "write option='II'")  # fmt: skip
+        raise UserError(
+            f"algorithm={algorithm.name!r} with option='I' needs a second vector of each client, "
+            "and sites send one; "
+            "write option='II'"
+        )
     stateful = type(algorithm).client_state is not Algorithm.client_state
     if stateful and not isinstance(algorithm, Scaffold):
-        raise UserError(f"algorithm={algorithm.name!r} keeps vectors with the clients in a way that sites do not know; use one "
-                        "of allhands' own algorithms")  # fmt: skip
+        raise UserError(
+            f"algorithm={algorithm.name!r} keeps vectors with the clients in a way that sites do "
+            "not know; use one "
+            "of allhands' own algorithms"
+        )
     if strategy.stages is not Rounds:
-        raise UserError(f"stages={strategy.stages.__name__} changes the rounds of a simulation; leave it out across sites")
+        raise UserError(
+            f"stages={strategy.stages.__name__} changes the rounds of a simulation; leave it out "
+            "across sites"
+        )
     if strategy.systems is not None:
-        raise UserError("systems= are devices in virtual time, and sites are real; leave it out, and set sites.round_timeout")
+        raise UserError(
+            "systems= are devices in virtual time, and sites are real; leave it out, and set "
+            "sites.round_timeout"
+        )
     if strategy.devices_per_client != 1:
-        raise UserError(f"devices_per_client={strategy.devices_per_client} trains a client on several workers, and a site has "
-                        "one; leave it out")  # fmt: skip
-    executor = strategy.executor if isinstance(strategy.executor, str) else strategy.executor["name"]
+        raise UserError(
+            f"devices_per_client={strategy.devices_per_client} trains a client on several workers, "
+            "and a site has "
+            "one; leave it out"
+        )
+    executor = (
+        strategy.executor if isinstance(strategy.executor, str) else strategy.executor["name"]
+    )
     if executor not in ("auto", "serial"):
-        raise UserError(f"executor={executor!r} trains several clients of one device together, and each site is one client; "
-                        "write executor='auto'")  # fmt: skip
+        raise UserError(
+            f"executor={executor!r} trains several clients of one device together, and each site "
+            "is one client; "
+            "write executor='auto'"
+        )

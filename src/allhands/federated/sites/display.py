@@ -1,4 +1,5 @@
-"""What the operator of a server sees: a table of the sites and a line for each event, live in a terminal."""
+"""What the operator of a server sees: a table of the sites and a line for each event, live in a
+terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _KEPT = 8  # lines under the table
 
 @dataclass
 class Row:
-    """What is known of a site. `state` is what it does now, `rounds` how many of its updates are in the model."""
+    """What is known of a site. `state` is what it does now, `rounds` how many of its updates are in
+    the model."""
 
     state: str = "missing"
     samples: int | None = None
@@ -48,14 +50,17 @@ class Board:
         """Take an event in; the line that it is worth, or None."""
         kind, site = event["kind"], event.get("site", "")
         row = self.rows.get(site) or Row()
-        if site and not self.rounds:  # once the sites are known, whoever has another name gets a line and no row
+        if (
+            site and not self.rounds
+        ):  # once the sites are known, whoever has another name gets a line and no row
             row = self.rows.setdefault(site, row)
         where = f"round {event['round'] + 1}: " if isinstance(event.get("round"), int) else ""
         if kind == "begin":
             self.rows = {name: self.rows.get(name, Row()) for name in event["sites"]} | self.rows
             self.round, self.rounds = event["round"], event["rounds"]
             return (
-                f"{len(event['sites'])} sites, {event['rounds']} rounds of {event['algorithm']}; a round needs {event['needed']}"
+                f"{len(event['sites'])} sites, {event['rounds']} rounds of "
+                f"{event['algorithm']}; a round needs {event['needed']}"
             )
         if kind == "waiting":
             for name in event["missing"]:
@@ -94,8 +99,13 @@ class Board:
             loss = event.get("loss")
             said = [f"{where}{len(event['brought'])} sites in {event['seconds']:.1f} s"]
             said += [f"loss {loss:.4g}"] if loss is not None else []
-            said += [f"{name}: " + " ".join(f"{key} {value:.4g}" for key, value in found.items() if value is not None)
-                     for name, found in self.values.items()]  # fmt: skip
+            said += [
+                f"{name}: "
+                + " ".join(
+                    f"{key} {value:.4g}" for key, value in found.items() if value is not None
+                )
+                for name, found in self.values.items()
+            ]
             return ", ".join(said)
         if kind == "end":
             self.reason = event["reason"]
@@ -115,15 +125,40 @@ class Board:
 
     def table(self) -> Table:
         """The sites, one a line."""
-        title = f"round {min(self.round + 1, self.rounds)} of {self.rounds}" if self.rounds else "waiting for the first round"
+        title = (
+            f"round {min(self.round + 1, self.rounds)} of {self.rounds}"
+            if self.rounds
+            else "waiting for the first round"
+        )
         table = Table(title=title, title_justify="left")
-        for name in ("site", "state", "samples", "rounds", "loss", "accuracy", "seconds", "MB", "refused", "failed", "late"):
+        for name in (
+            "site",
+            "state",
+            "samples",
+            "rounds",
+            "loss",
+            "accuracy",
+            "seconds",
+            "MB",
+            "refused",
+            "failed",
+            "late",
+        ):
             table.add_column(name, justify="left" if name in ("site", "state") else "right")
         for name, row in self.rows.items():
             table.add_row(
-                Text(name), row.state, _short(row.samples), str(row.rounds), _short(row.loss), _short(row.accuracy),
-                _short(row.seconds), f"{row.bytes / 1e6:.1f}", str(row.refused), str(row.failed), str(row.late),
-            )  # fmt: skip
+                Text(name),
+                row.state,
+                _short(row.samples),
+                str(row.rounds),
+                _short(row.loss),
+                _short(row.accuracy),
+                _short(row.seconds),
+                f"{row.bytes / 1e6:.1f}",
+                str(row.refused),
+                str(row.failed),
+                str(row.late),
+            )
         return table
 
 
@@ -132,18 +167,27 @@ class Display:
 
     def __init__(self, console: Console | None = None) -> None:
         # A file has no width, and rich would take it for a narrow terminal.
-        self.console = console or Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+        self.console = console or Console(
+            highlight=False, width=None if sys.stdout.isatty() else 140
+        )
         self.board = Board()
         self._lines: deque[str] = deque(maxlen=_KEPT)
         self._live: Live | None = None
 
     def __enter__(self) -> Display:
         if self.console.is_terminal:
-            self._live = Live(self._picture(), console=self.console, refresh_per_second=4, transient=False)
+            self._live = Live(
+                self._picture(), console=self.console, refresh_per_second=4, transient=False
+            )
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._live is not None:
             self._live.stop()
         elif self.board.rows:

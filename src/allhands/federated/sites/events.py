@@ -2,20 +2,24 @@
 
 Every line has ``time`` (seconds since 1970) and ``kind``. The kinds, with what else a line has:
 
-- ``begin``: sites (names in the order of the clients), needed, per_round, rounds, round (of the first one), algorithm
+- ``begin``: sites (names in the order of the clients), needed, per_round, rounds, round (of the
+  first one), algorithm
 - ``waiting``: connected, missing (names), needed, seconds (waited so far)
 - ``stranger``: node, reason: a node that is no site of this run
-- ``greeted``: site, samples, tests: it has the same model and settings, and takes part from the next round
+- ``greeted``: site, samples, tests: it has the same model and settings, and takes part from the
+  next round
 - ``refused``: site, reason: it differs, and is not asked to train
 - ``left``: site, reason
 - ``round``: round, cohort (names that are asked), absent (names that were drawn and are not there)
-- ``update``: site, round, samples, steps, loss, norm, seconds (of its training), waited (until it was here), bytes
+- ``update``: site, round, samples, steps, loss, norm, seconds (of its training), waited (until it
+  was here), bytes
 - ``bad``: site, round, reason: its update was refused
 - ``failed``: site, round, reason: it has sent an error
 - ``late``: site, round, seconds: it has sent nothing in time
 - ``dropped``: site, round, reason: a reply that nobody waits for any more
 - ``evaluated``: site, round, count, loss, accuracy where targets are classes
-- ``round_end``: round, brought (names), seconds, loss, values (by loader), unchanged, dropped (of the whole run)
+- ``round_end``: round, brought (names), seconds, loss, values (by loader), unchanged, dropped (of
+  the whole run)
 - ``end``: rounds, reason ("finished", or why not)
 
 Rounds count from 0.
@@ -36,8 +40,8 @@ class Events:
     """Appends to the file; every line is whole and on its way to the disk when `say` returns.
 
     Args:
-        path: of the file, which is opened with the first event, once the files of an earlier run were moved aside; None keeps
-            nothing.
+        path: of the file, which is opened with the first event, once the files of an earlier run
+            were moved aside; None keeps nothing.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -45,13 +49,18 @@ class Events:
         self._file: TextIO | None = None
 
     def say(self, kind: str, **fields: Any) -> None:
-        """Write one event. A number that is no number (NaN, infinity) is written as null, for JSON has none."""
+        """Write one event. A number that is no number (NaN, infinity) is written as null, for JSON
+        has none."""
         if self._path is None:
             return
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8")
-        line = {"time": time.time(), "kind": kind, **{key: _plain(value) for key, value in fields.items()}}
+        line = {
+            "time": time.time(),
+            "kind": kind,
+            **{key: _plain(value) for key, value in fields.items()},
+        }
         self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -90,7 +99,9 @@ class Follower:
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size < self._at:  # an earlier run's file was moved aside, and this is another
+            if (
+                os.fstat(file.fileno()).st_size < self._at
+            ):  # an earlier run's file was moved aside, and this is another
                 self._at = 0
             file.seek(self._at)
             whole, newline, _ = file.read().rpartition(b"\n")

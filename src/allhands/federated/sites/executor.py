@@ -1,4 +1,5 @@
-"""`SiteExecutor`: clients that train elsewhere. One message to each site of the cohort, and every reply taken in as it comes."""
+"""`SiteExecutor`: clients that train elsewhere. One message to each site of the cohort, and every
+reply taken in as it comes."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ _NO_WORDS = "its reply says neither what it is nor why it is none"
 class SiteExecutor(Executor):
     """Has the clients of a cohort trained at their sites.
 
-    A site that fails, is late or sends what must not enter the average is named and left out of the round. What arrives is handed
-    over and forgotten, one reply at a time, so that memory does not grow with the number of sites.
+    A site that fails, is late or sends what must not enter the average is named and left out of the
+    round. What arrives is handed over and forgotten, one reply at a time, so that memory does not
+    grow with the number of sites.
 
     Args:
         work: what is trained; its clients are the sites.
@@ -41,8 +43,8 @@ class SiteExecutor(Executor):
 
     Attributes:
         guard: judges what arrives; to be made anew where sites keep layers of their own, or clip.
-        bad, failed: of the last call of `train`: places in the cohort of those whose update was refused, and of those that have
-            sent none, with the reason.
+        bad, failed: of the last call of `train`: places in the cohort of those whose update was
+            refused, and of those that have sent none, with the reason.
         sent, received: bytes of arrays of the last call, all sites together.
         taken: the last round of each site (by its number) whose update has entered the model.
     """
@@ -50,7 +52,9 @@ class SiteExecutor(Executor):
     name = "sites"
     together = True
 
-    def __init__(self, work: Work, server: Server, roll: Roll, post: Post, events: Events, settings: Sites) -> None:
+    def __init__(
+        self, work: Work, server: Server, roll: Roll, post: Post, events: Events, settings: Sites
+    ) -> None:
         super().__init__(work, server)
         self.roll, self.post, self.events, self.settings = roll, post, events, settings
         self.guard = Guard(server.layout, settings, len(server.integers))
@@ -65,28 +69,46 @@ class SiteExecutor(Executor):
         by_site = {self.roll.names[job.client]: job for job in jobs}
         self.guard.begin(self.server.weights)
         model = self._model(self.work.algorithm.beside(self.server))
-        contents = [(site, nodes[site], RecordDict({RECORD: self._config("train", job.client, len(jobs)), MODEL: model}))
-                    for site, job in by_site.items() if site in nodes]  # fmt: skip
+        contents = [
+            (
+                site,
+                nodes[site],
+                RecordDict({RECORD: self._config("train", job.client, len(jobs)), MODEL: model}),
+            )
+            for site, job in by_site.items()
+            if site in nodes
+        ]
         sent = self.post.send("train", round_, contents, self.settings.round_timeout)
         self.sent = len(sent) * model.count_bytes()
         del contents
         for site in by_site.keys() - {one.site for one in sent}:
             self._fail(by_site[site], round_, site, "it could not be asked")
-        for reply in self.post.replies(sent, self.settings.round_timeout, self.roll.greet, self.roll.gone):
+        for reply in self.post.replies(
+            sent, self.settings.round_timeout, self.roll.greet, self.roll.gone
+        ):
             self._take(reply, by_site[reply.sent.site], sink)
             del reply
 
     def _config(self, kind: str, client: int, cohort: int) -> ConfigRecord:
         groups = self.work.local.optimizer.options
         options = [{key: group[key] for key in _SCHEDULED if key in group} for group in groups]
-        return ConfigRecord({
-            "kind": kind, "run": self.roll.run, "round": self.server.round, "client": client, "clients": len(self.work.clients),
-            "seed": self.work.seed, "lr": [float(group.get("lr", 0.0)) for group in groups], "options": json.dumps(options),
-            "cohort": cohort, "since": self.taken.get(client, -1),
-            # Flower's name of a message is a hash of it, and a reply is taken by that name: nobody but the site that gets the
-            # message shall be able to find it out.
-            "nonce": secrets.token_hex(16),
-        })  # fmt: skip
+        return ConfigRecord(
+            {
+                "kind": kind,
+                "run": self.roll.run,
+                "round": self.server.round,
+                "client": client,
+                "clients": len(self.work.clients),
+                "seed": self.work.seed,
+                "lr": [float(group.get("lr", 0.0)) for group in groups],
+                "options": json.dumps(options),
+                "cohort": cohort,
+                "since": self.taken.get(client, -1),
+                # Flower's name of a message is a hash of it, and a reply is taken by that name:
+                # nobody but the site that gets the message shall be able to find it out.
+                "nonce": secrets.token_hex(16),
+            }
+        )
 
     def _model(self, beside: Mapping[str, torch.Tensor]) -> ArrayRecord:
         return pack({"row": self.server.weights, INTEGERS: self.server.integers, **beside})
@@ -103,7 +125,9 @@ class SiteExecutor(Executor):
         elif reply.content is None:
             self._fail(job, sent.round, sent.site, reply.error)
         elif config.get("status") != "ok":
-            self._fail(job, sent.round, sent.site, last_line(config.get("reason"), 1000) or _NO_WORDS)
+            self._fail(
+                job, sent.round, sent.site, last_line(config.get("reason"), 1000) or _NO_WORDS
+            )
         elif (config.get("run"), config.get("round")) != (self.roll.run, sent.round):
             self._fail(job, sent.round, sent.site, "its reply is one of another round or run")
         else:
@@ -119,8 +143,14 @@ class SiteExecutor(Executor):
                 raise BadUpdate("there is no update in its reply")
             size = record.count_bytes()
             arrays = unpack(record, self._expected())
-            reason = self.guard.check(site, arrays, figures, samples, self.work.local.num_steps(samples))
-            if reason is None and self.work.algorithm.needs_start_loss and "start_loss" not in figures:
+            reason = self.guard.check(
+                site, arrays, figures, samples, self.work.local.num_steps(samples)
+            )
+            if (
+                reason is None
+                and self.work.algorithm.needs_start_loss
+                and "start_loss" not in figures
+            ):
                 reason = "it sent no figure 'start_loss'"
         except BadUpdate as error:
             reason = str(error)
@@ -136,18 +166,30 @@ class SiteExecutor(Executor):
         sink(self._trained(job, arrays, figures), figures.get("seconds", reply.seconds))
         self.taken[job.client] = round_
         self.events.say(
-            "update", site=site, round=round_, samples=samples, steps=int(figures["steps"]), loss=figures["loss"],
-            norm=norm_of(arrays[UPDATE]), seconds=figures.get("seconds"),
-            waited=reply.seconds, bytes=size,
-        )  # fmt: skip
+            "update",
+            site=site,
+            round=round_,
+            samples=samples,
+            steps=int(figures["steps"]),
+            loss=figures["loss"],
+            norm=norm_of(arrays[UPDATE]),
+            seconds=figures.get("seconds"),
+            waited=reply.seconds,
+            bytes=size,
+        )
 
     def _expected(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         layout, numbers = self.server.layout, len(self.server.integers)
-        expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {UPDATE: (layout.dtype, (layout.length,))}
+        expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            UPDATE: (layout.dtype, (layout.length,))
+        }
         return {**expected, INTEGERS: (torch.int64, (numbers,))} if numbers else expected
 
-    def _trained(self, job: Job, arrays: Mapping[str, torch.Tensor], figures: Mapping[str, float]) -> Trained:
-        """What a client in a simulation would have handed over, as far as the server's arithmetic looks at it."""
+    def _trained(
+        self, job: Job, arrays: Mapping[str, torch.Tensor], figures: Mapping[str, float]
+    ) -> Trained:
+        """What a client in a simulation would have handed over, as far as the server's arithmetic
+        looks at it."""
         server, row = self.server, arrays[UPDATE].to(self.server.device)[None]
         lengths = self.work.algorithm.client_state(server)
 
@@ -155,13 +197,19 @@ class SiteExecutor(Executor):
             return torch.tensor([figures[name]], dtype=torch.float64, device=server.device)
 
         return Trained(
-            clients=[job.client], slots=[job.slot], rows=row, received=row, start=server.weights,
-            samples=number("samples").cpu(), steps=number("steps").cpu(), loss=number("loss"),
+            clients=[job.client],
+            slots=[job.slot],
+            rows=row,
+            received=row,
+            start=server.weights,
+            samples=number("samples").cpu(),
+            steps=number("steps").cpu(),
+            loss=number("loss"),
             start_loss=number("start_loss") if self.work.algorithm.needs_start_loss else None,
             # The client's own stay at the site; what the sums get of them follows from the update.
             own={name: row.new_zeros(1, length) for name, length in lengths.items()},
             integers=arrays[INTEGERS].to(server.device)[None] if INTEGERS in arrays else None,
-        )  # fmt: skip
+        )
 
     def _fail(self, job: Job, round_: int, site: str, reason: str) -> None:
         self.failed[job.slot] = reason
@@ -175,32 +223,55 @@ class SiteExecutor(Executor):
     # ------------------------------------------------------------------ measuring
 
     def evaluate(self) -> dict[str, float]:
-        """The mean loss over the test samples of all sites that are there, each measured by its own model, and where all targets
-        are classes accuracy (0 to 1); empty where no site has measured anything."""
+        """The mean loss over the test samples of all sites that are there, each measured by its own
+        model, and where all targets are classes accuracy (0 to 1); empty where no site has measured
+        anything."""
         round_ = self.server.round
-        present = [(self.roll.names.index(site), site, node) for site, node in self.roll.connected().items()
-                   if self.roll.present[site].tests]  # fmt: skip
+        present = [
+            (self.roll.names.index(site), site, node)
+            for site, node in self.roll.connected().items()
+            if self.roll.present[site].tests
+        ]
         model = self._model({})
-        contents = [(site, node, RecordDict({RECORD: self._config("evaluate", client, len(present)), MODEL: model}))
-                    for client, site, node in present]  # fmt: skip
+        contents = [
+            (
+                site,
+                node,
+                RecordDict({RECORD: self._config("evaluate", client, len(present)), MODEL: model}),
+            )
+            for client, site, node in present
+        ]
         totals = dict.fromkeys(("count", "loss", "classed", "right"), 0.0)
         measured: dict[str, dict[str, float]] = {}
         sent = self.post.send("evaluate", round_, contents, self.settings.round_timeout)
-        for reply in self.post.replies(sent, self.settings.round_timeout, self.roll.greet, self.roll.gone):
+        for reply in self.post.replies(
+            sent, self.settings.round_timeout, self.roll.greet, self.roll.gone
+        ):
             site, config = reply.sent.site, reply.config
             figures = {} if reply.content is None else _figures(reply.content)
             there = self.roll.present.get(site)
-            reason = reply.error or (f"nothing came within {self.settings.round_timeout:g} s" if reply.content is None else None)
+            reason = reply.error or (
+                f"nothing came within {self.settings.round_timeout:g} s"
+                if reply.content is None
+                else None
+            )
             if reason is None and config.get("status") != "ok":
                 reason = last_line(config.get("reason")) or _NO_WORDS
             if reason is None:
                 reason = check_measured(figures, there.tests if there is not None else -1)
             if reason is not None:
-                self.events.say("failed", site=site, round=round_, reason=f"it has not measured the model: {reason}")
+                self.events.say(
+                    "failed",
+                    site=site,
+                    round=round_,
+                    reason=f"it has not measured the model: {reason}",
+                )
                 self._print(site, round_, f"it has not measured the model: {reason}")
                 continue
             measured[site] = figures
-            self.events.say("evaluated", site=site, round=round_, count=figures["count"], **_means(figures))
+            self.events.say(
+                "evaluated", site=site, round=round_, count=figures["count"], **_means(figures)
+            )
         for site in self.roll.names:  # in one order, whichever came first
             for name in totals:
                 totals[name] += measured.get(site, {}).get(name, 0.0)
@@ -217,4 +288,8 @@ def _figures(content: RecordDict) -> dict[str, float]:
 def _means(figures: Mapping[str, float]) -> dict[str, float]:
     count = figures["count"]
     means = {"loss": figures["loss"] / count if count else math.nan}
-    return {**means, "accuracy": figures["right"] / figures["classed"]} if count and figures["classed"] == count else means
+    return (
+        {**means, "accuracy": figures["right"] / figures["classed"]}
+        if count and figures["classed"] == count
+        else means
+    )

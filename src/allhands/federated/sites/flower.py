@@ -1,4 +1,5 @@
-"""Flower's commands: where they are, which version they are, and an environment in which they keep to themselves.
+"""Flower's commands: where they are, which version they are, and an environment in which they keep
+to themselves.
 
 Flower is an extra: ``pip install 'allhands[flower]'``. Nothing here imports it.
 """
@@ -20,7 +21,14 @@ from allhands.errors import UserError
 RELEASE = "1.42"
 INSTALL = "pip install 'allhands[flower]', which brings flwr>=1.42,<1.43"
 #: What Flower starts by name, looked for on PATH, when it is handed a task.
-TASKS = ("flwr-serverapp", "flwr-clientapp", "flwr-simulation", "flwr-agentapp", "flwr-model", "flwr-connector")
+TASKS = (
+    "flwr-serverapp",
+    "flwr-clientapp",
+    "flwr-simulation",
+    "flwr-agentapp",
+    "flwr-model",
+    "flwr-connector",
+)
 
 
 def require() -> str:
@@ -32,14 +40,19 @@ def require() -> str:
     try:
         found = version("flwr")
     except PackageNotFoundError:
-        raise UserError(f"federated training across sites needs Flower, which is not installed here: {INSTALL}") from None
+        raise UserError(
+            f"federated training across sites needs Flower, which is not installed here: {INSTALL}"
+        ) from None
     if found.split(".")[:2] != RELEASE.split("."):
-        raise UserError(f"flwr {found} is installed, and its commands change from release to release: {INSTALL}")
+        raise UserError(
+            f"flwr {found} is installed, and its commands change from release to release: {INSTALL}"
+        )
     return found
 
 
 def require_names(module: Any, names: Iterable[str], what: str) -> None:
-    """Raise `UserError` unless the module of Flower's that is called `what` has the names that are to be replaced in it."""
+    """Raise `UserError` unless the module of Flower's that is called `what` has the names that are
+    to be replaced in it."""
     absent = [name for name in names if not hasattr(module, name)]
     if absent:
         raise UserError(f"this Flower's {what} has no {', '.join(absent)}: {INSTALL}")
@@ -63,8 +76,9 @@ def write_commands(folder: Path, ours: Mapping[str, str]) -> Path:
 
     Args:
         folder: the state folder; the commands go into its ``bin``.
-        ours: by the name that Flower starts, the module that runs instead. Every other task of Flower's ends at once with a
-            message, so that nothing that somebody else submits is ever run.
+        ours: by the name that Flower starts, the module that runs instead. Every other task of
+            Flower's ends at once with a message, so that nothing that somebody else submits is ever
+            run.
     """
     place = folder.absolute() / "bin"
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -82,12 +96,16 @@ def write_commands(folder: Path, ours: Mapping[str, str]) -> Path:
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """The environment of Flower's processes: no telemetry, no look for updates, no installing of packages, a home of their own in
-    the state folder, and its ``bin`` first on PATH."""
+    """The environment of Flower's processes: no telemetry, no look for updates, no installing of
+    packages, a home of their own in the state folder, and its ``bin`` first on PATH."""
     home = folder.absolute() / "flower"
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FLWR_")}
-    path = [str(folder.absolute() / "bin"), str(Path(sys.executable).parent), kept.get("PATH", os.defpath)]
+    path = [
+        str(folder.absolute() / "bin"),
+        str(Path(sys.executable).parent),
+        kept.get("PATH", os.defpath),
+    ]
     return {
         **kept,
         "FLWR_HOME": str(home),
@@ -95,12 +113,16 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
-        # A SuperLink has several copies of the pieces (5 MB) of arrays that are on their way. glibc would keep what they took, in
-        # a heap for each thread; what is larger than this is given back at once.
+        # A SuperLink has several copies of the pieces (5 MB) of arrays that are on their way. glibc
+        # would keep what they took, in a heap for each thread; what is larger than this is given
+        # back at once.
         "MALLOC_MMAP_THRESHOLD_": kept.get("MALLOC_MMAP_THRESHOLD_", str(1 << 18)),
         "MALLOC_ARENA_MAX": kept.get("MALLOC_ARENA_MAX", "2"),
         # Flower's processes of one machine talk over loopback, which a proxy could not reach.
-        **{name: ",".join(filter(None, (kept.get(name), "127.0.0.1,localhost"))) for name in ("NO_PROXY", "no_proxy")},
+        **{
+            name: ",".join(filter(None, (kept.get(name), "127.0.0.1,localhost")))
+            for name in ("NO_PROXY", "no_proxy")
+        },
         "PATH": os.pathsep.join(path),
         **more,
     }

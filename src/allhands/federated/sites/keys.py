@@ -1,7 +1,9 @@
 """Who a site is: its key pair, the server's list of the sites that may take part, and tokens.
 
-A site proves by its private key who it is, and the server knows the public ones from its allow list. A token is a further secret
-that can be taken away at any moment: the server's file of tokens is read anew for every check. Importing this module imports no
+A site proves by its private key who it is, and the server knows the public ones from its allow
+list. A token is a further secret
+that can be taken away at any moment: the server's file of tokens is read anew for every check.
+Importing this module imports no
 torch.
 """
 
@@ -32,10 +34,14 @@ _PEM = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyIn
 
 
 def check_name(name: str, what: str = "the site's name") -> str:
-    """A site's name, or `UserError` where it is none: it names files and stands in lists, separated by blanks."""
+    """A site's name, or `UserError` where it is none: it names files and stands in lists, separated
+    by blanks."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise UserError(f"{what} {name!r}: write letters, digits, '.', '_' and '-', the first one a letter or digit, and at most "
-                        "63 of them")  # fmt: skip
+        raise UserError(
+            f"{what} {name!r}: write letters, digits, '.', '_' and '-', the first one a letter or "
+            "digit, and at most "
+            "63 of them"
+        )
     return name
 
 
@@ -48,7 +54,8 @@ def read_file(path: Path | str, what: str, *, private: bool = False) -> bytes:
         private: only its owner may read it.
 
     Raises:
-        UserError: there is none, it is empty, it cannot be read, or others can read what is private.
+        UserError: there is none, it is empty, it cannot be read, or others can read what is
+            private.
     """
     path = Path(path).expanduser()
     try:
@@ -59,8 +66,11 @@ def read_file(path: Path | str, what: str, *, private: bool = False) -> bytes:
     except OSError as error:
         raise UserError(f"{what}: {str(path)!r} cannot be read: {error.strerror}") from None
     if private and mode & 0o077:
-        raise UserError(f"{what}: others than its owner may read or change {str(path)!r} (mode {mode & 0o777:04o}); write "
-                        f"chmod 600 {path}")  # fmt: skip
+        raise UserError(
+            f"{what}: others than its owner may read or change {str(path)!r} (mode "
+            f"{mode & 0o777:04o}); write "
+            f"chmod 600 {path}"
+        )
     if not data.strip():
         raise UserError(f"{what}: {str(path)!r} is empty; copy it again from where it was made")
     return data
@@ -71,7 +81,9 @@ def write_new(path: Path, data: bytes, *, private: bool = False) -> None:
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
     except FileExistsError:
-        raise UserError(f"{str(path)!r} exists already, and keys are never overwritten; move it away first") from None
+        raise UserError(
+            f"{str(path)!r} exists already, and keys are never overwritten; move it away first"
+        ) from None
     with open(handle, "wb") as file:
         file.write(data)
         file.flush()
@@ -92,11 +104,20 @@ def make_site_key(path: Path, name: str) -> str:
     """
     public_path = path.with_name(path.name + ".pub")
     if public_path.exists():
-        raise UserError(f"{str(public_path)!r} exists already, and keys are never overwritten; move it away first")
+        raise UserError(
+            f"{str(public_path)!r} exists already, and keys are never overwritten; move it away "
+            "first"
+        )
     key = ec.generate_private_key(ec.SECP384R1())
-    private = key.private_bytes(_PEM[0], serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
+    private = key.private_bytes(
+        _PEM[0], serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+    )
     write_new(path, private, private=True)
-    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
+    public = (
+        key.public_key()
+        .public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+        .decode()
+    )
     write_new(public_path, f"{public} {name}\n".encode())
     return f"{name} {public}"
 
@@ -105,31 +126,47 @@ def read_site_key(path: Path | str) -> bytes:
     """The public key that belongs to a site's private key, as in `read_allow_list`.
 
     Raises:
-        UserError: the file is missing, empty, cut, readable by others, protected by a passphrase, or no key that Flower takes.
+        UserError: the file is missing, empty, cut, readable by others, protected by a passphrase,
+            or no key that Flower takes.
     """
     what = "the site's private key (--key)"
     data = read_file(path, what)
     make = "make one by `allhands federated certificates --out DIR --site NAME`"
     if data.startswith((b"ecdsa-", b"ssh-", b"-----BEGIN PUBLIC", b"-----BEGIN CERT")):
-        raise UserError(f"{what}: {str(path)!r} holds a public key; give the private one, which is the file without .pub")
+        raise UserError(
+            f"{what}: {str(path)!r} holds a public key; give the private one, which is the file "
+            "without .pub"
+        )
     data = read_file(path, what, private=True)
     if not data.lstrip().startswith(b"-----BEGIN OPENSSH PRIVATE KEY-----"):
-        raise UserError(f"{what}: {str(path)!r} is no private key in OpenSSH's format, and Flower takes no other; {make}, or "
-                        f"bring yours into it: ssh-keygen -p -N '' -f {path}")  # fmt: skip
+        raise UserError(
+            f"{what}: {str(path)!r} is no private key in OpenSSH's format, and Flower takes no "
+            f"other; {make}, or "
+            f"bring yours into it: ssh-keygen -p -N '' -f {path}"
+        )
     try:
         key = serialization.load_ssh_private_key(data, None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         if "password" in str(error).lower() or "encrypted" in str(error).lower():
-            raise UserError(f"{what}: {str(path)!r} is protected by a passphrase, which nobody could enter; take it away: "
-                            f"ssh-keygen -p -N '' -f {path}") from None  # fmt: skip
-        raise UserError(f"{what}: {str(path)!r} is cut or damaged; copy it again from where it was made, or {make}") from None
+            raise UserError(
+                f"{what}: {str(path)!r} is protected by a passphrase, which nobody could enter; "
+                "take it away: "
+                f"ssh-keygen -p -N '' -f {path}"
+            ) from None
+        raise UserError(
+            f"{what}: {str(path)!r} is cut or damaged; copy it again from where it was made, or "
+            f"{make}"
+        ) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, _CURVES):
-        raise UserError(f"{what}: {str(path)!r} is no key on a NIST curve, and Flower takes no other; {make}")
+        raise UserError(
+            f"{what}: {str(path)!r} is no key on a NIST curve, and Flower takes no other; {make}"
+        )
     return key.public_key().public_bytes(*_PEM)
 
 
 def fingerprint(public: bytes) -> str:
-    """A public key in short, as ``ssh-keygen -l`` prints it: ``SHA256:…``; "no key" where the bytes are none."""
+    """A public key in short, as ``ssh-keygen -l`` prints it: ``SHA256:…``; "no key" where the bytes
+    are none."""
     try:
         key = serialization.load_pem_public_key(public)
         line = key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
@@ -146,33 +183,48 @@ def read_allow_list(path: Path | str) -> dict[str, bytes]:
     """The sites that may take part, from lines ``name ecdsa-sha2-nistp384 AAAA…``.
 
     Returns:
-        Name to public key, in the order of the file; keys in PEM, as Flower's server has them (`NodeInfo.public_key`).
+        Name to public key, in the order of the file; keys in PEM, as Flower's server has them
+        (`NodeInfo.public_key`).
 
     Raises:
-        UserError: the file is missing or empty, a line is none, or a name or a key stands there twice.
+        UserError: the file is missing or empty, a line is none, or a name or a key stands there
+            twice.
     """
     what = "the list of sites (--sites)"
     allowed: dict[str, bytes] = {}
     for where, words in _lines(path, read_file(path, what), what):
         if len(words) < 3:
-            raise UserError(f"{where}: write a site's name and its public key: name ecdsa-sha2-nistp384 AAAA…")
+            raise UserError(
+                f"{where}: write a site's name and its public key: name ecdsa-sha2-nistp384 AAAA…"
+            )
         name = check_name(words[0], f"{where}: the name")
         try:
             key = serialization.load_ssh_public_key(" ".join(words[1:3]).encode())
         except (ValueError, UnsupportedAlgorithm):
-            raise UserError(f"{where}: the key of {name!r} is cut or none; copy the line of its file NAME.pub again") from None
+            raise UserError(
+                f"{where}: the key of {name!r} is cut or none; copy the line of its file NAME.pub "
+                "again"
+            ) from None
         if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, _CURVES):
-            raise UserError(f"{where}: the key of {name!r} is of the kind {words[1]}, and Flower takes ecdsa-sha2-nistp384; make "
-                            "one by `allhands federated certificates --out DIR --site NAME`")  # fmt: skip
+            raise UserError(
+                f"{where}: the key of {name!r} is of the kind {words[1]}, and Flower takes "
+                "ecdsa-sha2-nistp384; make "
+                "one by `allhands federated certificates --out DIR --site NAME`"
+            )
         public = key.public_bytes(*_PEM)
         if name in allowed:
             raise UserError(f"{where}: there are two keys of {name!r}; leave one of them")
         if public in allowed.values():
             other = next(other for other, known in allowed.items() if known == public)
-            raise UserError(f"{where}: {name!r} has the key of {other!r}; each site needs a key of its own")
+            raise UserError(
+                f"{where}: {name!r} has the key of {other!r}; each site needs a key of its own"
+            )
         allowed[name] = public
     if not allowed:
-        raise UserError(f"{what}: {str(path)!r} names no site; write a line for each: name ecdsa-sha2-nistp384 AAAA…")
+        raise UserError(
+            f"{what}: {str(path)!r} names no site; write a line for each: name ecdsa-sha2-nistp384 "
+            "AAAA…"
+        )
     return allowed
 
 
@@ -181,7 +233,11 @@ def check_key(allowed: Mapping[str, bytes], public: bytes) -> tuple[str | None, 
     for name, known in allowed.items():
         if hmac.compare_digest(known, public):
             return name, ""
-    return None, f"its key {fingerprint(public)} is not on the list of sites; add its line to the file, if it may take part"
+    return (
+        None,
+        f"its key {fingerprint(public)} is not on the list of sites; add its line to the file, if "
+        "it may take part",
+    )
 
 
 # ---------------------------------------------------------------------- tokens
@@ -191,8 +247,8 @@ def read_tokens(path: Path | str) -> dict[str, str]:
     """The tokens of the sites, from lines ``name token``.
 
     Raises:
-        UserError: the file is missing, empty, or readable by others; a line is none; a name or a token stands there twice. No
-            message holds a token.
+        UserError: the file is missing, empty, or readable by others; a line is none; a name or a
+            token stands there twice. No message holds a token.
     """
     what = "the file of tokens (--tokens)"
     tokens: dict[str, str] = {}
@@ -210,14 +266,16 @@ def read_tokens(path: Path | str) -> dict[str, str]:
 
 
 def prove(token: str, challenge: str, site: str) -> str:
-    """What a site sends in place of its token: an HMAC of the server's challenge, of no use for another one. So the token itself
-    is in no message, nor in the database where messages wait."""
-    return hmac.new(token.encode(), f"allhands site {site} {challenge}".encode(), hashlib.sha256).hexdigest()
+    """What a site sends in place of its token: an HMAC of the server's challenge, of no use for
+    another one. So the token itself is in no message, nor in the database where messages wait."""
+    return hmac.new(
+        token.encode(), f"allhands site {site} {challenge}".encode(), hashlib.sha256
+    ).hexdigest()
 
 
 def check_token(path: Path | str, site: str, proof: str | None, challenge: str) -> str | None:
-    """Whether a site knows the token in the server's file, which is read anew, so that a token that was taken away is refused at
-    once.
+    """Whether a site knows the token in the server's file, which is read anew, so that a token that
+    was taken away is refused at once.
 
     Args:
         path: the file of tokens.
@@ -233,13 +291,23 @@ def check_token(path: Path | str, site: str, proof: str | None, challenge: str) 
     except UserError as error:
         return f"its token cannot be checked: {error}"
     given = proof if isinstance(proof, str) else ""
-    # Compared also where there is nothing to compare with, so that the time tells nobody which names have a token.
-    right = hmac.compare_digest(prove(tokens.get(site, ""), challenge, site).encode(), given.encode(errors="replace"))
+    # Compared also where there is nothing to compare with, so that the time tells nobody which
+    # names have a token.
+    right = hmac.compare_digest(
+        prove(tokens.get(site, ""), challenge, site).encode(), given.encode(errors="replace")
+    )
     if site not in tokens:
-        return f"there is no token of {site!r} in the server's file (--tokens); add a line to it, if the site may take part"
+        return (
+            f"there is no token of {site!r} in the server's file (--tokens); add a line to it, "
+            "if the site may take part"
+        )
     if not given:
         return f"it has no token; start the site with --token-file FILE, or with {TOKEN} set"
-    return None if right else "its token is not the one in the server's file (--tokens); give the site the right one"
+    return (
+        None
+        if right
+        else "its token is not the one in the server's file (--tokens); give the site the right one"
+    )
 
 
 def _read_while_edited(path: Path | str) -> dict[str, str]:
@@ -252,26 +320,40 @@ def _read_while_edited(path: Path | str) -> dict[str, str]:
 
 
 def site_token(file: Path | str | None, environ: Mapping[str, str]) -> str | None:
-    """A site's own token, from its file, or from `TOKEN` in the environment; None where there is neither.
+    """A site's own token, from its file, or from `TOKEN` in the environment; None where there is
+    neither.
 
     Raises:
-        UserError: both are given, or the file is missing, empty, readable by others, or holds anything but a token.
+        UserError: both are given, or the file is missing, empty, readable by others, or holds
+            anything but a token.
     """
     given = environ.get(TOKEN)
     if file is None:
         return None if given is None else _check_token(given.strip(), f"the token in {TOKEN}")
     if given is not None:
-        raise UserError(f"there is a token in --token-file {file} and in {TOKEN}; leave one of them out")
+        raise UserError(
+            f"there is a token in --token-file {file} and in {TOKEN}; leave one of them out"
+        )
     what = "the site's token (--token-file)"
     words = read_file(file, what, private=True).decode(errors="replace").split()
     if len(words) != 1:
-        raise UserError(f"{what}: {str(file)!r} holds {len(words)} words; write the token and nothing else, not even the name")
+        raise UserError(
+            f"{what}: {str(file)!r} holds {len(words)} words; write the token and nothing else, "
+            "not even the name"
+        )
     return _check_token(words[0], what)
 
 
 def _check_token(token: str, what: str) -> str:
-    if len(token) < _SHORTEST_TOKEN or not (token.isascii() and token.isprintable()) or " " in token:
-        raise UserError(f"{what} must be at least {_SHORTEST_TOKEN} letters and digits; make one by openssl rand -hex 24")
+    if (
+        len(token) < _SHORTEST_TOKEN
+        or not (token.isascii() and token.isprintable())
+        or " " in token
+    ):
+        raise UserError(
+            f"{what} must be at least {_SHORTEST_TOKEN} letters and digits; make one by openssl "
+            "rand -hex 24"
+        )
     return token
 
 

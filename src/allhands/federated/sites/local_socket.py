@@ -1,7 +1,9 @@
-"""The socket between a site's warm process and the processes that Flower starts for each message; nothing here imports torch.
+"""The socket between a site's warm process and the processes that Flower starts for each message;
+nothing here imports torch.
 
-A Unix socket that only its user can open, and a token in a file that only its user can read, which both sides prove: a frame is
-the length of a header, the header (JSON) and the arrays' bytes one after another, without pickle.
+A Unix socket that only its user can open, and a token in a file that only its user can read, which
+both sides prove: a frame is the length of a header, the header (JSON) and the arrays' bytes one
+after another, without pickle.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ def _short(address: Path) -> Iterator[str]:
         yield str(address)
         return
     if not Path("/proc/self/fd").is_dir():
-        raise UserError(f"{address} is too long for the path of a socket ({_LONGEST_PATH} bytes); name a shorter --state")
+        raise UserError(
+            f"{address} is too long for the path of a socket ({_LONGEST_PATH} bytes); name a "
+            "shorter --state"
+        )
     folder = os.open(address.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{address.name}"
@@ -77,11 +82,21 @@ class Listener:
         self._came: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         with _short(address) as path:
             listener = wire.listen_unix(path)
-        self._acceptor = wire.Acceptor("the site's warm process", [listener], self.token, lambda peer, said: self._came.put(peer))
+        self._acceptor = wire.Acceptor(
+            "the site's warm process",
+            [listener],
+            self.token,
+            lambda peer, said: self._came.put(peer),
+        )
         self._acceptor.start()
 
-    def serve(self, handle: Callable[[RecordDict], RecordDict], going: Callable[[float], bool] = lambda idle: True) -> None:
-        """Answer one request after another, as long as `going` says so of the seconds that have passed without any."""
+    def serve(
+        self,
+        handle: Callable[[RecordDict], RecordDict],
+        going: Callable[[float], bool] = lambda idle: True,
+    ) -> None:
+        """Answer one request after another, as long as `going` says so of the seconds that have
+        passed without any."""
         last = time.monotonic()
         while going(time.monotonic() - last):
             try:
@@ -96,7 +111,9 @@ class Listener:
         peer.settimeout(_PATIENCE)
         try:
             content = _received(peer)
-        except Exception:  # whatever a peer says that cannot be read costs its own request, and no other
+        except (
+            Exception
+        ):  # whatever a peer says that cannot be read costs its own request, and no other
             return
         reply = handle(content)
         with contextlib.suppress(OSError):  # it is gone, and nobody waits for the answer
@@ -116,7 +133,8 @@ def ask(address: Path, content: RecordDict, patience: float = 60.0) -> RecordDic
     Args:
         address: the socket's path.
         content: the request.
-        patience: seconds for which a process that does not listen is waited for: it may be starting.
+        patience: seconds for which a process that does not listen is waited for: it may be
+            starting.
 
     Raises:
         SocketError: nobody listens, it refused the token, or it ended before it had answered.
@@ -126,16 +144,23 @@ def ask(address: Path, content: RecordDict, patience: float = 60.0) -> RecordDic
         try:
             token = token_of(address).read_bytes()
         except OSError as error:
-            raise SocketError(f"the token of the site's warm process cannot be read: {error.strerror}") from None
+            raise SocketError(
+                f"the token of the site's warm process cannot be read: {error.strerror}"
+            ) from None
         try:
             wire.introduce(peer, token, {})
             _send(peer, *_parts(content))
             return _received(peer)
         except wire.RefusedError:
-            raise SocketError("the site's warm process refused the request: the token is not this site's") from None
+            raise SocketError(
+                "the site's warm process refused the request: the token is not this site's"
+            ) from None
         except (OSError, EOFError, ValueError, struct.error) as error:
-            raise SocketError("the site's warm process ended in the middle of the request; the site starts it again, and the "
-                              "next round will find it") from error  # fmt: skip
+            raise SocketError(
+                "the site's warm process ended in the middle of the request; the site starts it "
+                "again, and the "
+                "next round will find it"
+            ) from error
 
 
 def _connect(peer: socket.socket, address: Path, patience: float) -> None:
@@ -148,8 +173,11 @@ def _connect(peer: socket.socket, address: Path, patience: float) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 # Without the path: the server gets this text.
-                raise SocketError(f"the site's warm process does not listen ({error.strerror or error}); the site's output says "
-                                  "why it does not start") from None  # fmt: skip
+                raise SocketError(
+                    f"the site's warm process does not listen ({error.strerror or error}); the "
+                    "site's output says "
+                    "why it does not start"
+                ) from None
         time.sleep(0.1)
 
 
@@ -165,7 +193,10 @@ def _parts(content: RecordDict) -> tuple[dict[str, Any], list[bytes]]:
         values: dict[str, Any] = dict(record)
         if isinstance(record, ArrayRecord):
             chunks += [array.data for array in record.values()]
-            values = {key: [array.dtype, list(array.shape), array.stype, len(array.data)] for key, array in record.items()}
+            values = {
+                key: [array.dtype, list(array.shape), array.stype, len(array.data)]
+                for key, array in record.items()
+            }
         records[name] = [kind, values]
     return {"records": records}, chunks
 
@@ -189,8 +220,10 @@ def _received(peer: socket.socket) -> RecordDict:
 
 
 def _arrays(peer: socket.socket, values: dict[str, Any]) -> dict[str, Array]:
-    return {key: Array(dtype, tuple(shape), stype, bytes(_take(peer, size)))
-            for key, (dtype, shape, stype, size) in values.items()}  # fmt: skip
+    return {
+        key: Array(dtype, tuple(shape), stype, bytes(_take(peer, size)))
+        for key, (dtype, shape, stype, size) in values.items()
+    }
 
 
 def _take(peer: socket.socket, count: int) -> bytearray:

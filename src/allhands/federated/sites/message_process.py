@@ -1,4 +1,5 @@
-"""Stands for `flwr-clientapp`: the process of one message, which runs our ClientApp whatever app the server has submitted.
+"""Stands for `flwr-clientapp`: the process of one message, which runs our ClientApp whatever app
+the server has submitted.
 
 Code that comes from elsewhere is neither unpacked nor run.
 """
@@ -12,11 +13,18 @@ from typing import Any
 from allhands.errors import UserError
 from allhands.federated.sites import flower
 
-_REPLACED = ("run_clientapp", "install_from_fab", "get_project_dir", "get_load_client_app_fn", "install_app_dependencies")
+_REPLACED = (
+    "run_clientapp",
+    "install_from_fab",
+    "get_project_dir",
+    "get_load_client_app_fn",
+    "install_app_dependencies",
+)
 
 
 def replace_loading(module: Any) -> None:
-    """Let Flower's process take our app for the one that was submitted, and write nothing of that one to the disk.
+    """Let Flower's process take our app for the one that was submitted, and write nothing of that
+    one to the disk.
 
     Raises:
         UserError: this Flower has not the names that are replaced.
@@ -38,8 +46,8 @@ def replace_loading(module: Any) -> None:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Those of `flwr-clientapp`, as Flower's superexec writes them. Its own parser comes with the whole SuperNode, which takes
-    longer to import than all else that happens here."""
+    """Those of `flwr-clientapp`, as Flower's superexec writes them. Its own parser comes with the
+    whole SuperNode, which takes longer to import than all else that happens here."""
     parser = argparse.ArgumentParser(prog="flwr-clientapp", allow_abbrev=False)
     parser.add_argument("--runtime-api-address", required=True)
     parser.add_argument("--token", required=True)
@@ -58,10 +66,15 @@ def main() -> None:
     from flwr.supercore.tls import validate_and_resolve_root_certificates
 
     module.run_clientapp(
-        runtime_api_address=asked.runtime_api_address, token=asked.token, insecure=asked.insecure,
-        certificates=validate_and_resolve_root_certificates(asked.root_certificates, asked.insecure),
-        parent_pid=asked.parent_pid, runtime_dependency_install=False,
-    )  # fmt: skip
+        runtime_api_address=asked.runtime_api_address,
+        token=asked.token,
+        insecure=asked.insecure,
+        certificates=validate_and_resolve_root_certificates(
+            asked.root_certificates, asked.insecure
+        ),
+        parent_pid=asked.parent_pid,
+        runtime_dependency_install=False,
+    )
 
 
 if __name__ == "__main__":

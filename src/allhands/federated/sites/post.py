@@ -68,23 +68,40 @@ class Post:
     def __init__(self, grid: Any, events: Events) -> None:
         self.grid, self.events = grid, events
         self.dropped = 0
-        self._late: dict[str, tuple[Sent, float]] = {}  # and until when their replies may still come
+        self._late: dict[
+            str, tuple[Sent, float]
+        ] = {}  # and until when their replies may still come
 
-    def send(self, kind: str, round_: int, contents: Iterable[tuple[str, int, RecordDict]], seconds: float) -> list[Sent]:
+    def send(
+        self,
+        kind: str,
+        round_: int,
+        contents: Iterable[tuple[str, int, RecordDict]],
+        seconds: float,
+    ) -> list[Sent]:
         """Send to sites.
 
         Args:
             kind: "query", "train" or "evaluate".
             round_: the round.
-            contents: for each site its name, its node and what it gets; records that sites share travel once.
+            contents: for each site its name, its node and what it gets; records that sites share
+                travel once.
             seconds: for which a reply is waited.
 
         Returns:
             Those that are on their way.
         """
         given = list(contents)
-        messages = [Message(content=content, dst_node_id=node, message_type=kind, ttl=seconds + _MARGIN, group_id=str(round_))
-                    for _, node, content in given]  # fmt: skip
+        messages = [
+            Message(
+                content=content,
+                dst_node_id=node,
+                message_type=kind,
+                ttl=seconds + _MARGIN,
+                group_id=str(round_),
+            )
+            for _, node, content in given
+        ]
         ids = list(self.grid.push_messages(messages)) if messages else []
         now = time.monotonic()
         sent = []
@@ -92,7 +109,12 @@ class Post:
             if place < len(ids) and ids[place]:
                 sent.append(Sent(str(ids[place]), site, node, kind, round_, now))
             else:
-                self.events.say("failed", site=site, round=round_, reason="the SuperLink did not take the message")
+                self.events.say(
+                    "failed",
+                    site=site,
+                    round=round_,
+                    reason="the SuperLink did not take the message",
+                )
         return sent
 
     def pull(self, sent: Sent) -> Reply | None:
@@ -105,10 +127,15 @@ class Post:
                 self._drop(sent.site, sent.round, "it came twice, or nobody has asked for it")
         return found
 
-    def replies(self, sent: Iterable[Sent], seconds: float, meanwhile: Callable[[], object] = lambda: None,
-                gone: Callable[[Sent], str] = lambda sent: "") -> Iterator[Reply]:  # fmt: skip
-        """Replies as they come, each pulled when the one before is done with. Ends when all are here, or with the time; what is
-        missing then is late.
+    def replies(
+        self,
+        sent: Iterable[Sent],
+        seconds: float,
+        meanwhile: Callable[[], object] = lambda: None,
+        gone: Callable[[Sent], str] = lambda sent: "",
+    ) -> Iterator[Reply]:
+        """Replies as they come, each pulled when the one before is done with. Ends when all are
+        here, or with the time; what is missing then is late.
 
         Args:
             sent: what is waited for.
@@ -158,7 +185,11 @@ class Post:
             for message in self.grid.pull_messages([sent.id]):
                 self._late.pop(sent.id, None)
                 if message.has_content():
-                    self._drop(sent.site, sent.round, f"it came {time.monotonic() - sent.at:.0f} s after it was asked for")
+                    self._drop(
+                        sent.site,
+                        sent.round,
+                        f"it came {time.monotonic() - sent.at:.0f} s after it was asked for",
+                    )
             if time.monotonic() > until:
                 self._late.pop(sent.id, None)
 
@@ -170,14 +201,17 @@ class Post:
 def _reply(sent: Sent, message: Message) -> Reply:
     seconds = time.monotonic() - sent.at
     if message.has_error():
-        return Reply(sent, None, last_line(message.error.reason) or f"error {message.error.code}", seconds)
+        return Reply(
+            sent, None, last_line(message.error.reason) or f"error {message.error.code}", seconds
+        )
     if not message.has_content():
         return Reply(sent, None, "an empty reply", seconds)
     return Reply(sent, message.content, "", seconds)
 
 
 def last_line(text: object, most: int = 400) -> str:
-    """The last line of a text that somebody else wrote: of a traceback, the error. At most so long, and printable."""
+    """The last line of a text that somebody else wrote: of a traceback, the error. At most so long,
+    and printable."""
     lines = [line.strip() for line in str(text or "").splitlines() if line.strip()]
     kept = "".join(letter if letter.isprintable() else " " for letter in lines[-1]) if lines else ""
     return kept if len(kept) <= most else kept[: most - 1] + "…"

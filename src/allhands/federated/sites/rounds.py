@@ -47,15 +47,19 @@ class SiteClients(Clients):
 
 
 class SiteRounds(Rounds):
-    """Options as those of `Rounds`; `executor` must be a `SiteExecutor`. What a client does to its update before it sends it
-    (its own layers, clipping, compression) and what it keeps are at the site. The noise of `privacy`, and the cohorts with it,
-    come from a secret of the server, which is in its checkpoints, and not from the seed, which the sites know.
+    """Options as those of `Rounds`; `executor` must be a `SiteExecutor`. What a client does to its
+    update before it sends it (its own layers, clipping, compression) and what it keeps are at the
+    site. The noise of `privacy`, and the cohorts with it, come from a secret of the server, which
+    is in its checkpoints, and not from the seed, which the sites know.
 
     Args:
-        measures: the sites measure the model, on test samples of their own, whenever the global one is measured.
+        measures: the sites measure the model, on test samples of their own, whenever the global one
+            is measured.
 
-    The history has a list more, ``absent``: the clients that were drawn and were not connected. Those that were late are in
-    ``failed``; bytes are those of arrays as they were sent, and seconds are without waiting for sites.
+    The history has a list more, ``absent``: the clients that were drawn and were not connected.
+    Those that were late are in
+    ``failed``; bytes are those of arrays as they were sent, and seconds are without waiting for
+    sites.
     """
 
     executor: SiteExecutor
@@ -72,7 +76,8 @@ class SiteRounds(Rounds):
         self._waited = 0.0
         self._begun = False
 
-        # The sites know the run's seed, and whoever knows it could take noise away again, or tell who was in a cohort.
+        # The sites know the run's seed, and whoever knows it could take noise away again, or tell
+        # who was in a cohort.
         if self.privacy is not None and self.privacy.noise_multiplier > 0:
             self.privacy.secret = secrets.randbits(62)
 
@@ -90,8 +95,15 @@ class SiteRounds(Rounds):
         self.roll.round = round_
         if not self._begun:
             self._begun = True
-            self.events.say("begin", sites=self.roll.names, needed=self.roll.needed, per_round=self.per_round,
-                            rounds=self.rounds, round=round_, algorithm=self.algorithm.name)  # fmt: skip
+            self.events.say(
+                "begin",
+                sites=self.roll.names,
+                needed=self.roll.needed,
+                per_round=self.per_round,
+                rounds=self.rounds,
+                round=round_,
+                algorithm=self.algorithm.name,
+            )
         began = time.perf_counter()
         self.roll.wait_for()
         self._waited = time.perf_counter() - began
@@ -116,7 +128,14 @@ class SiteRounds(Rounds):
             if trained.integers is not None:
                 sums.add(_INTEGERS, trained.integers - self.server.integers, trained.samples)
             self.algorithm.contribute(trained, self.server, sums)
-            sums.note(trained.slots, ok=1.0, samples=trained.samples, steps=trained.steps, loss=trained.loss, seconds=seconds)
+            sums.note(
+                trained.slots,
+                ok=1.0,
+                samples=trained.samples,
+                steps=trained.steps,
+                loss=trained.loss,
+                seconds=seconds,
+            )
 
         self.executor.train(jobs, lambda clients: {}, sink)
         for figure, slots in (("bad", self.executor.bad), ("failed", self.executor.failed)):
@@ -132,7 +151,8 @@ class SiteRounds(Rounds):
         return values
 
     def _train_all(self, jobs: Sequence[Job], sums: Sums) -> None:
-        # No other rank waits for this one: what fails here, such as the SuperLink, ends the run as what it is.
+        # No other rank waits for this one: what fails here, such as the SuperLink, ends the run as
+        # what it is.
         self.train(jobs, sums)
 
     # ------------------------------------------------------------------ around
@@ -141,13 +161,25 @@ class SiteRounds(Rounds):
         values = super().one_round()
         history, executor = self.history, self.executor
         self.events.say(
-            "round_end", round=history["round"][-1], brought=self._named(self.last["client"]), seconds=history["seconds"][-1],
-            loss=history["train"]["loss"][-1], values=values, unchanged=history["unchanged"][-1], dropped=executor.post.dropped,
-        )  # fmt: skip
+            "round_end",
+            round=history["round"][-1],
+            brought=self._named(self.last["client"]),
+            seconds=history["seconds"][-1],
+            loss=history["train"]["loss"][-1],
+            values=values,
+            unchanged=history["unchanged"][-1],
+            dropped=executor.post.dropped,
+        )
         return values
 
-    def _note(self, round_: int, cohort: list[int], figures: dict[str, torch.Tensor], values: dict[str, dict[str, float]],
-              seconds: float) -> None:  # fmt: skip
+    def _note(
+        self,
+        round_: int,
+        cohort: list[int],
+        figures: dict[str, torch.Tensor],
+        values: dict[str, dict[str, float]],
+        seconds: float,
+    ) -> None:
         super()._note(round_, cohort, figures, values, seconds - self._waited)
         self.history["bytes_up"][-1] = float(self.executor.received)
         self.history["bytes_down"][-1] = float(self.executor.sent)
@@ -155,9 +187,15 @@ class SiteRounds(Rounds):
 
     def _say_bad(self, round_: int, clients: Sequence[int]) -> None:
         if self.on_bad_update == "stop":
-            reasons = "; ".join(f"site {site}: {reason}" for site, reason in zip(self._named(clients),
-                                self.executor.bad.values(), strict=False))  # fmt: skip
-            raise BadUpdateError(f"round {round_}: {reasons} (sites.on_bad='skip' goes on without such sites)")
+            reasons = "; ".join(
+                f"site {site}: {reason}"
+                for site, reason in zip(
+                    self._named(clients), self.executor.bad.values(), strict=False
+                )
+            )
+            raise BadUpdateError(
+                f"round {round_}: {reasons} (sites.on_bad='skip' goes on without such sites)"
+            )
 
     def _named(self, clients: Sequence[float]) -> list[str]:
         return [self.clients.name(int(client)) for client in clients]
@@ -166,25 +204,38 @@ class SiteRounds(Rounds):
 
     def state_dict(self) -> dict[str, Any]:
         taken = self.executor.taken
-        across = {"run": self.roll.run, "names": self.roll.names, "sizes": torch.from_numpy(self.clients.sizes.copy()),
-                  "taken": torch.tensor([taken.get(client, -1) for client in range(len(self.clients))], dtype=torch.int64),
-                  "guard": self.executor.guard.state_dict(),
-                  "secret": None if self.privacy is None else self.privacy.secret}  # fmt: skip
+        across = {
+            "run": self.roll.run,
+            "names": self.roll.names,
+            "sizes": torch.from_numpy(self.clients.sizes.copy()),
+            "taken": torch.tensor(
+                [taken.get(client, -1) for client in range(len(self.clients))], dtype=torch.int64
+            ),
+            "guard": self.executor.guard.state_dict(),
+            "secret": None if self.privacy is None else self.privacy.secret,
+        }
         return {**super().state_dict(), "sites": across}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave, or from a simulation's checkpoint, whose clients then are the sites."""
+        """Go on from what `state_dict` gave, or from a simulation's checkpoint, whose clients then
+        are the sites."""
         super().load_state_dict(state)
         self.history.setdefault("absent", [[] for _ in self.history["round"]])
         across = state.get("sites")
         if across is None:
             return
         if across["names"] != self.roll.names:
-            raise UserError(f"resume: the checkpoint is of the sites {', '.join(across['names'])}, and this run's are "
-                            f"{', '.join(self.roll.names)}; give the same names in the same order, or start anew with "
-                            "resume=null")  # fmt: skip
+            raise UserError(
+                f"resume: the checkpoint is of the sites {', '.join(across['names'])}, and this "
+                "run's are "
+                f"{', '.join(self.roll.names)}; give the same names in the same order, or start "
+                "anew with "
+                "resume=null"
+            )
         self.roll.run = across["run"]
-        for client, (size, taken) in enumerate(zip(across["sizes"].tolist(), across["taken"].tolist(), strict=True)):
+        for client, (size, taken) in enumerate(
+            zip(across["sizes"].tolist(), across["taken"].tolist(), strict=True)
+        ):
             self.clients.set_size(client, size)
             if taken >= 0:
                 self.executor.taken[client] = taken

@@ -28,7 +28,8 @@ from allhands.launch import processes
 
 #: The file of the state folder from which the ServerApp knows what to run.
 SETTINGS = "server.json"
-# Seconds: until the SuperLink listens; for the ServerApp to abandon its round; between two looks at the run; without an answer.
+# Seconds: until the SuperLink listens; for the ServerApp to abandon its round; between two looks at
+# the run; without an answer.
 _START, _GRACE, _EVERY, _SILENCE = 60.0, 20.0, 1.0, 120.0
 
 
@@ -41,8 +42,10 @@ class ServerOptions:
         overrides: changes to them, ``key=value``.
         host: the address that sites connect to is one of this machine's; "0.0.0.0" listens on all.
         port: Flower's one port.
-        state: the folder for what outlives a restart, except for what training writes into the logdir.
-        certificate, key, authority: the server's certificate, its key and the authority's certificate; None: insecure.
+        state: the folder for what outlives a restart, except for what training writes into the
+            logdir.
+        certificate, key, authority: the server's certificate, its key and the authority's
+            certificate; None: insecure.
         sites: the allow list; None: no key is checked.
         tokens: the file of the sites' tokens.
         data: where the server's own data are, for evaluation.
@@ -66,19 +69,27 @@ class ServerOptions:
 
 
 def own_host(options: ServerOptions) -> str:
-    """The name or address by which the server's own processes reach its port: one that its certificate is for."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}.get(options.host, options.host)
+    """The name or address by which the server's own processes reach its port: one that its
+    certificate is for."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}.get(
+        options.host, options.host
+    )
     if options.certificate is None:
         return host
-    names = names_of(read_certificates(options.certificate, "the server's certificate (--certificate)")[0])
+    names = names_of(
+        read_certificates(options.certificate, "the server's certificate (--certificate)")[0]
+    )
     if host in names:
         return host
     if "localhost" in names and ipaddress.ip_address(host).is_loopback:
         return "localhost"
     plain = [name for name in names if "*" not in name]
     if not plain:
-        raise UserError(f"the certificate {options.certificate} names no host that the server's own processes could use; make "
-                        f"one that names {host} or localhost too")  # fmt: skip
+        raise UserError(
+            f"the certificate {options.certificate} names no host that the server's own processes "
+            "could use; make "
+            f"one that names {host} or localhost too"
+        )
     return plain[0]
 
 
@@ -91,21 +102,45 @@ def commands(options: ServerOptions) -> dict[str, list[str]]:
     """The processes that run, by name: those that the server starts itself."""
     tls = ["--insecure"]
     if not options.insecure:
-        tls = ["--ssl-certfile", str(options.certificate), "--ssl-keyfile", str(options.key),
-               "--ssl-ca-certfile", str(options.authority), "--enable-supernode-auth"]  # fmt: skip
+        tls = [
+            "--ssl-certfile",
+            str(options.certificate),
+            "--ssl-keyfile",
+            str(options.key),
+            "--ssl-ca-certfile",
+            str(options.authority),
+            "--enable-supernode-auth",
+        ]
     secret = ["--superexec-auth-secret-file", str(options.state / SECRET)]
     trust = ["--insecure"] if options.insecure else ["--root-certificates", str(options.authority)]
     return {
         "superlink": [
-            sys.executable, "-P", "-m", "allhands.federated.sites.superlink", *tls, "--host", options.host,
-            "--port", str(options.port), "--isolation", "process", *secret, "--disable-runtime-dependency-installation",
-            "--database", str(options.state / "superlink.db"), "--log-file", str(options.state / "superlink.log"),
+            sys.executable,
+            "-P",
+            "-m",
+            "allhands.federated.sites.superlink",
+            *tls,
+            "--host",
+            options.host,
+            "--port",
+            str(options.port),
+            "--isolation",
+            "process",
+            *secret,
+            "--disable-runtime-dependency-installation",
+            "--database",
+            str(options.state / "superlink.db"),
+            "--log-file",
+            str(options.state / "superlink.log"),
         ],
         "superexec": [
-            flower.command("flower-superexec"), "--runtime-api-address", address(own_host(options), options.port),
-            *trust, *secret,
+            flower.command("flower-superexec"),
+            "--runtime-api-address",
+            address(own_host(options), options.port),
+            *trust,
+            *secret,
         ],
-    }  # fmt: skip
+    }
 
 
 class Server:
@@ -163,9 +198,13 @@ class Server:
         while not _listens(host, self.options.port):
             self.check()
             if time.monotonic() > deadline:
-                raise UserError(f"the SuperLink did not listen at {address(host, self.options.port)} within {_START:.0f} s (the "
-                                "certificate's name must lead to this machine, if only by a line in /etc/hosts); see "
-                                f"{self.options.state / 'superlink.out'}")  # fmt: skip
+                raise UserError(
+                    f"the SuperLink did not listen at {address(host, self.options.port)} within "
+                    f"{_START:.0f} s (the "
+                    "certificate's name must lead to this machine, if only by a line in "
+                    "/etc/hosts); see "
+                    f"{self.options.state / 'superlink.out'}"
+                )
             time.sleep(0.1)
         self.control = Control(address(host, self.options.port), self.options.authority)
         try:
@@ -175,7 +214,8 @@ class Server:
         except Unanswered as error:
             self.check()
             raise UserError(
-                f"the SuperLink does not take the run: {error}; see {self.options.state / 'superlink.out'}"
+                f"the SuperLink does not take the run: {error}; see "
+                f"{self.options.state / 'superlink.out'}"
             ) from error
         write_secretly(self.options.state / RUN_ID, str(self._run).encode())
         self._spawn("superexec", wanted["superexec"])
@@ -195,13 +235,18 @@ class Server:
                     ended, answered = self.control.ended(self._run), asked
                 except Unanswered as error:  # it is busy, or has ended, which the next look tells
                     if asked - answered > _SILENCE:
-                        raise UserError(f"the SuperLink does not answer: {error}; see "
-                                        f"{self.options.state / 'superlink.out'}") from error  # fmt: skip
+                        raise UserError(
+                            f"the SuperLink does not answer: {error}; see "
+                            f"{self.options.state / 'superlink.out'}"
+                        ) from error
                     ended = None
                 if ended is not None and ended[0] == "completed":
                     return
                 if ended is not None:
-                    raise UserError(f"the run {ended[0] or 'ended'}: {_plain(ended[1])}; see {self.options.state / LOG}")
+                    raise UserError(
+                        f"the run {ended[0] or 'ended'}: {_plain(ended[1])}; see "
+                        f"{self.options.state / LOG}"
+                    )
             yield
             time.sleep(0.2)
 
@@ -209,8 +254,15 @@ class Server:
         """Raises `UserError` when one of the processes has ended."""
         for name, child in self._children.items():
             if child.poll() is not None:
-                lines = (self.options.state / f"{name}.out").read_text(errors="replace").strip().splitlines()
-                raise UserError(f"the {name} ended with code {child.returncode}: {' | '.join(lines[-5:])}")
+                lines = (
+                    (self.options.state / f"{name}.out")
+                    .read_text(errors="replace")
+                    .strip()
+                    .splitlines()
+                )
+                raise UserError(
+                    f"the {name} ended with code {child.returncode}: {' | '.join(lines[-5:])}"
+                )
 
     def _spawn(self, name: str, command: list[str]) -> None:
         environment = flower.environment(self.options.state, **{STATE: str(self.options.state)})
@@ -222,7 +274,8 @@ class Server:
             pid = int((self.options.state / PID).read_text(encoding="utf-8"))
             os.kill(pid, signal.SIGTERM)
             deadline = time.monotonic() + _GRACE
-            # Nobody asks after it once it has ended, so that it stays listed ("Z") until Flower's superexec ends too.
+            # Nobody asks after it once it has ended, so that it stays listed ("Z") until Flower's
+            # superexec ends too.
             while processes.state(pid) not in ("", "Z"):
                 if time.monotonic() > deadline:
                     os.kill(pid, signal.SIGKILL)
@@ -234,8 +287,14 @@ def _settings(options: ServerOptions) -> dict[str, Any]:
     def text(path: Path | None) -> str | None:
         return None if path is None else str(path)
 
-    return {"config": [str(path) for path in options.config], "overrides": list(options.overrides), "data": text(options.data),
-            "allow": text(options.sites), "tokens": text(options.tokens), "insecure": options.insecure}  # fmt: skip
+    return {
+        "config": [str(path) for path in options.config],
+        "overrides": list(options.overrides),
+        "data": text(options.data),
+        "allow": text(options.sites),
+        "tokens": text(options.tokens),
+        "insecure": options.insecure,
+    }
 
 
 def _listens(host: str, port: int) -> bool:
@@ -248,9 +307,14 @@ def _refuse_taken(host: str, port: int) -> None:
     try:
         wire.listen(host, port).close()
     except OSError as error:
-        raise UserError(f"--host {host} --port {port} cannot be listened on: {error.strerror}; name another") from None
+        raise UserError(
+            f"--host {host} --port {port} cannot be listened on: {error.strerror}; name another"
+        ) from None
 
 
 def _plain(details: str) -> str:
     """A run's failure without Flower's words around it."""
-    return details.removeprefix("ServerApp failed with exception: ").rstrip(".") or "no reason was given"
+    return (
+        details.removeprefix("ServerApp failed with exception: ").rstrip(".")
+        or "no reason was given"
+    )

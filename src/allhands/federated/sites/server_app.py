@@ -1,4 +1,5 @@
-"""Our Flower `ServerApp`: the rounds of a run file, with whatever sites are connected to the SuperLink."""
+"""Our Flower `ServerApp`: the rounds of a run file, with whatever sites are connected to the
+SuperLink."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def settings_of(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What to run: what `allhands federated server` has written down, or a generated app's run file.
+    """What to run: what `allhands federated server` has written down, or a generated app's run
+    file.
 
     Raises:
         UserError: there is neither.
@@ -56,7 +58,8 @@ def settings_of(environ: Mapping[str, str]) -> dict[str, Any]:
     if run_file is not None:
         return {"config": [run_file], "overrides": []}
     raise UserError(
-        f"neither {STATE} nor {RUN_FILE} is set: this app is started by `allhands federated server`, or is part of one that "
+        f"neither {STATE} nor {RUN_FILE} is set: this app is started by `allhands federated "
+        "server`, or is part of one that "
         "`allhands federated app` has written"
     )
 
@@ -66,14 +69,17 @@ def serve(grid: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         grid: Flower's `Grid`.
-        settings: ``config`` (paths of run files), ``overrides``, and where there are any: ``data`` (the root of the server's own
-            data), ``allow`` (the list of the sites' keys), ``tokens`` (the file of the sites' tokens).
+        settings: ``config`` (paths of run files), ``overrides``, and where there are any: ``data``
+            (the root of the server's own data), ``allow`` (the list of the sites' keys), ``tokens``
+            (the file of the sites' tokens).
 
     Raises:
         UserError: something in the run file cannot be honoured, or too few sites came.
     """
     data, allow, tokens = (settings.get(name) for name in ("data", "allow", "tokens"))
-    overrides = list(settings["overrides"]) + ([f"data.root={json.dumps(data)}"] if data is not None else [])
+    overrides = list(settings["overrides"]) + (
+        [f"data.root={json.dumps(data)}"] if data is not None else []
+    )
     run_file = read_run([Path(path) for path in settings["config"]], overrides)
     allowed = None if allow is None else read_allow_list(allow)
     across = Across(grid, allowed, None if tokens is None else Path(tokens), data is not None)

@@ -1,4 +1,5 @@
-"""`allhands federated site`: the warm process and Flower's SuperNode, started, watched, and stopped together."""
+"""`allhands federated site`: the warm process and Flower's SuperNode, started, watched, and stopped
+together."""
 
 from __future__ import annotations
 
@@ -19,12 +20,24 @@ from allhands.errors import UserError
 from allhands.federated.sites import client_app, flower
 from allhands.federated.sites.certificates import check_authority, probe
 from allhands.federated.sites.keys import check_name, fingerprint, read_site_key, site_token
-from allhands.federated.sites.supervision import SECRET, Stopped, alone, signals, spawn, write_secretly
+from allhands.federated.sites.supervision import (
+    SECRET,
+    Stopped,
+    alone,
+    signals,
+    spawn,
+    write_secretly,
+)
 from allhands.launch import processes
 
-# Seconds: between two looks at the children; between two tries to reach the server; from asking a child to end to killing it.
+# Seconds: between two looks at the children; between two tries to reach the server; from asking a
+# child to end to killing it.
 _EVERY, _RETRY, _GRACE = 0.2, 2.0, 5.0
-_FIRST_PAUSE, _LONGEST_PAUSE, _STEADY = 1.0, 60.0, 60.0  # before a child is started again; it runs steadily after the last
+_FIRST_PAUSE, _LONGEST_PAUSE, _STEADY = (
+    1.0,
+    60.0,
+    60.0,
+)  # before a child is started again; it runs steadily after the last
 _SAY_AGAIN = 30.0  # seconds between two lines that say the same
 
 
@@ -36,7 +49,8 @@ class SiteOptions:
         server: where the server is, ``HOST:PORT``.
         data: the folder of the site's own data.
         name: the site's, as in the server's list.
-        key, authority: the site's private key, and the certificate of the authority that signed the server's; None: insecure.
+        key, authority: the site's private key, and the certificate of the authority that signed the
+            server's; None: insecure.
         token_file: a file with the site's token; None: the environment's, if there is one.
         state: the folder for what outlives a restart.
         port: of loopback, for Flower's processes of this site; None: one that is free.
@@ -73,15 +87,33 @@ def commands(options: SiteOptions) -> dict[str, list[str]]:
     return {
         "warm": client_app.warm_command(state),
         "supernode": [
-            sys.executable, "-P", "-m", "allhands.federated.sites.supernode", *trust, "--superlink", options.server, *key,
-            "--isolation", "process", *secret, "--host", "127.0.0.1", "--port", str(port),
-            "--node-config", f"{client_app.SOCKET}={json.dumps(str(state / 'warm.sock'))}",
+            sys.executable,
+            "-P",
+            "-m",
+            "allhands.federated.sites.supernode",
+            *trust,
+            "--superlink",
+            options.server,
+            *key,
+            "--isolation",
+            "process",
+            *secret,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--node-config",
+            f"{client_app.SOCKET}={json.dumps(str(state / 'warm.sock'))}",
         ],
         # Its own processes talk over loopback, where the secret says who is who.
         "superexec": [
-            flower.command("flower-superexec"), "--insecure", "--runtime-api-address", f"127.0.0.1:{port}", *secret,
+            flower.command("flower-superexec"),
+            "--insecure",
+            "--runtime-api-address",
+            f"127.0.0.1:{port}",
+            *secret,
         ],
-    }  # fmt: skip
+    }
 
 
 def check(options: SiteOptions) -> None:
@@ -143,8 +175,15 @@ class Site:
         run_file = state / "run.yml"
         write_secretly(run_file, self.text.encode())
         write_secretly(state / SECRET, secrets.token_bytes(32))
-        settings = client_app.settings_of(state, self.options.name, [str(run_file)], None, self.options.token_file, None,
-                                          self.define)  # fmt: skip
+        settings = client_app.settings_of(
+            state,
+            self.options.name,
+            [str(run_file)],
+            None,
+            self.options.token_file,
+            None,
+            self.define,
+        )
         client_app.write_task(state, settings)
         flower.write_commands(state, {"flwr-clientapp": "allhands.federated.sites.message_process"})
         self.commands = commands(self.options)
@@ -163,10 +202,14 @@ class Site:
         self._spawn("warm")
         while not self._is_ready():
             if (code := self._children["warm"].poll()) is not None:
-                raise UserError(f"the site's warm process {_end_of(code)}; what it printed says why")
+                raise UserError(
+                    f"the site's warm process {_end_of(code)}; what it printed says why"
+                )
             time.sleep(_EVERY)
         host, port = address_of(self.options.server)
-        while (reason := probe(host, port, self.options.authority, insecure=self.options.insecure)) is not None:
+        while (
+            reason := probe(host, port, self.options.authority, insecure=self.options.insecure)
+        ) is not None:
             self._say_again(f"waiting for the server: {reason}")
             self.watch()
             time.sleep(_RETRY)
@@ -190,20 +233,36 @@ class Site:
                 return
 
     def _again(self, name: str, reason: str) -> None:
-        """Say why something is started again, after a pause that grows while it does not run steadily."""
+        """Say why something is started again, after a pause that grows while it does not run
+        steadily."""
         steady = time.monotonic() - self._began[name] > _STEADY
-        pause = _FIRST_PAUSE if steady else min(_LONGEST_PAUSE, 2 * self._pauses.get(name, _FIRST_PAUSE / 2))
+        pause = (
+            _FIRST_PAUSE
+            if steady
+            else min(_LONGEST_PAUSE, 2 * self._pauses.get(name, _FIRST_PAUSE / 2))
+        )
         self._pauses[name] = pause
         _say(f"{reason}; it is started again in {pause:.0f} s")
         time.sleep(pause)
 
     def _reason(self, name: str, code: int) -> str:
-        lines = (self.options.state / f"{name}.out").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = (
+            (self.options.state / f"{name}.out")
+            .read_text(encoding="utf-8", errors="replace")
+            .splitlines()
+        )
         said = [line.strip() for line in lines if line.strip()]
         if "Exit Code: 305" in "\n".join(said):
-            who = "" if self.options.key is None else f" with the key {fingerprint(read_site_key(self.options.key))}"
-            return (f"the server does not let {self.options.name} in{who}: it must be in the server's list of sites (--sites), "
-                    "and no other site may use it")  # fmt: skip
+            who = (
+                ""
+                if self.options.key is None
+                else f" with the key {fingerprint(read_site_key(self.options.key))}"
+            )
+            return (
+                f"the server does not let {self.options.name} in{who}: it must be in the server's "
+                "list of sites (--sites), "
+                "and no other site may use it"
+            )
         return f"the {name} {_end_of(code)}: {' | '.join(said[-3:])}"
 
     def _start_flower(self) -> None:
@@ -217,10 +276,13 @@ class Site:
         state = self.options.state
         if name == "warm":
             (state / "warm.sock").unlink(missing_ok=True)
-            # What the warm process says is for whoever started the site; Flower's processes have files.
+            # What the warm process says is for whoever started the site; Flower's processes have
+            # files.
             self._children[name] = spawn(self.commands[name], os.environ, None)
         else:
-            self._children[name] = spawn(self.commands[name], flower.environment(state), state / f"{name}.out")
+            self._children[name] = spawn(
+                self.commands[name], flower.environment(state), state / f"{name}.out"
+            )
         self._began[name] = time.monotonic()
 
     def _end(self, name: str) -> None:

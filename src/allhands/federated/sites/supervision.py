@@ -1,4 +1,5 @@
-"""What the commands of the server and of a site need to look after the processes that they start."""
+"""What the commands of the server and of a site need to look after the processes that they
+start."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Stopped(Exception):
 
 @contextlib.contextmanager
 def signals() -> Iterator[None]:
-    """Turns SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 into `Stopped`, once. Ignored signals (nohup) stay ignored."""
+    """Turns SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 into `Stopped`, once. Ignored signals
+    (nohup) stay ignored."""
 
     def stop(number: int, _: FrameType | None) -> None:
         for each in before:
@@ -50,33 +52,46 @@ def signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(state: Path, what: str) -> Iterator[None]:
-    """Make a state folder, and hold it. Raises `UserError` when another server, or another site, does."""
+    """Make a state folder, and hold it. Raises `UserError` when another server, or another site,
+    does."""
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(state / f"{what}.lock", "w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another {what} uses the folder {state}; name another --state, or end that one") from None
+            raise UserError(
+                f"another {what} uses the folder {state}; name another --state, or end that one"
+            ) from None
         yield
 
 
-def spawn(command: Sequence[str], environment: Mapping[str, str], out: Path | None) -> subprocess.Popen[bytes]:
-    """Start a process that dies with this one. What it prints goes into the file `out`; None: to where this one's goes.
+def spawn(
+    command: Sequence[str], environment: Mapping[str, str], out: Path | None
+) -> subprocess.Popen[bytes]:
+    """Start a process that dies with this one. What it prints goes into the file `out`; None: to
+    where this one's goes.
 
     To be called before this process has threads.
     """
     parent = os.getpid()
     with contextlib.ExitStack() as stack:
         file = None if out is None else stack.enter_context(out.open("wb"))
-        # A session of its own: Ctrl-C in the terminal is for this process, which ends the others in order.
+        # A session of its own: Ctrl-C in the terminal is for this process, which ends the others in
+        # order.
         return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
             preexec_fn=lambda: processes.die_with_parent(parent),  # noqa: PLW1509
-        )  # fmt: skip
+        )
 
 
 def write_secretly(path: Path, content: bytes) -> None:
-    """Write a file that only its user can read; whoever looks meanwhile sees the one before, or none."""
+    """Write a file that only its user can read; whoever looks meanwhile sees the one before, or
+    none."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     aside.unlink(missing_ok=True)
     with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

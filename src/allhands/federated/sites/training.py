@@ -1,4 +1,5 @@
-"""What `SupervisedRunner.train` does on the server of a run across sites, in place of `allhands.federated.training.train`."""
+"""What `SupervisedRunner.train` does on the server of a run across sites, in place of
+`allhands.federated.training.train`."""
 
 from __future__ import annotations
 
@@ -66,17 +67,24 @@ class Across:
             UserError: nobody has said which there are, or one that is named has no key.
         """
         if settings.names is None and self.allowed is None:
-            raise UserError("who are the sites? Write strategy.sites.names: [a, b], or give --sites FILE, a list of their keys")
+            raise UserError(
+                "who are the sites? Write strategy.sites.names: [a, b], or give --sites FILE, a "
+                "list of their keys"
+            )
         names = list(settings.names if settings.names is not None else self.allowed or ())
         without = [name for name in names if self.allowed is not None and name not in self.allowed]
         if without:
-            raise UserError(f"sites.names has {', '.join(map(repr, without))}, of which the list of sites (--sites) has no key; "
-                            "add a line there, or take the name out")  # fmt: skip
+            raise UserError(
+                f"sites.names has {', '.join(map(repr, without))}, of which the list of sites "
+                "(--sites) has no key; "
+                "add a line there, or take the name out"
+            )
         return names
 
 
 def across_sites(strategy: Federated, across: Across) -> Federated:
-    """The same training, of which the clients are sites: what `SupervisedRunner.train` takes on the server.
+    """The same training, of which the clients are sites: what `SupervisedRunner.train` takes on the
+    server.
 
     Raises:
         UserError: something of it cannot be had across sites; says what to write instead.
@@ -84,7 +92,10 @@ def across_sites(strategy: Federated, across: Across) -> Federated:
     check(strategy)
     names = across.names(strategy.sites or Sites())
     if strategy.clients not in (None, len(names)):
-        raise UserError(f"clients={strategy.clients} and {len(names)} sites; leave clients out, or set it to null")
+        raise UserError(
+            f"clients={strategy.clients} and {len(names)} sites; leave clients out, or set it to "
+            "null"
+        )
     made = copy.copy(strategy)
     made.train_instead = lambda: partial(train, across)  # type: ignore[method-assign]
     return made
@@ -104,8 +115,10 @@ class SiteSession(Session):
         rounds = self.rounds
         assert isinstance(rounds, SiteRounds)
         self.reporter.line(
-            f"allhands: federated, {rounds.algorithm.name}, across {len(rounds.clients)} sites ({', '.join(rounds.roll.names)}); "
-            f"{rounds.per_round} a round, {rounds.roll.needed} must be there; {rounds.rounds} rounds; "
+            f"allhands: federated, {rounds.algorithm.name}, across {len(rounds.clients)} sites "
+            f"({', '.join(rounds.roll.names)}); "
+            f"{rounds.per_round} a round, {rounds.roll.needed} must be there; {rounds.rounds} "
+            "rounds; "
             f"seed {self.settings.seed}"
         )
         if schedule_note:
@@ -119,14 +132,24 @@ class _Elsewhere(Dataset[Any]):
         return 0
 
 
-def train(across: Across, runner: Any, settings: TrainSettings, world: World, reporter: Reporter,
-          shipped: bool) -> dict[str, Any]:  # fmt: skip
-    """All rounds, from wherever the last checkpoint is; the signature, after `across`, is that of every training."""
+def train(
+    across: Across,
+    runner: Any,
+    settings: TrainSettings,
+    world: World,
+    reporter: Reporter,
+    shipped: bool,
+) -> dict[str, Any]:
+    """All rounds, from wherever the last checkpoint is; the signature, after `across`, is that of
+    every training."""
     strategy, model = settings.strategy, settings.model
     assert isinstance(strategy, Federated)
     if world.world_size != 1:
-        raise UserError(f"the server is one process, and this is one of {world.world_size}; start it by `allhands federated "
-                        "server`")  # fmt: skip
+        raise UserError(
+            f"the server is one process, and this is one of {world.world_size}; start it by "
+            "`allhands federated "
+            "server`"
+        )
     settings.save_every = settings.save_every or (1 if settings.logdir is not None else None)
     sites = strategy.sites or Sites()
     events = Events(None if settings.logdir is None else settings.logdir / EVENTS)
@@ -138,9 +161,17 @@ def train(across: Across, runner: Any, settings: TrainSettings, world: World, re
             if isinstance(settings.criterion, nn.Module):
                 settings.criterion.to(world.device)
             evaluate = evaluation(runner, settings, sources, world, reporter)
-            rounds = _rounds(across, sites, runner, settings, world, events, trained_source(sources), evaluate)
+            rounds = _rounds(
+                across, sites, runner, settings, world, events, trained_source(sources), evaluate
+            )
             measured = [name for name, source in sources.items() if not source.trains]
-            history = SiteSession(settings, world, reporter, rounds, measured + (["clients"] if rounds.measures else [])).run()
+            history = SiteSession(
+                settings,
+                world,
+                reporter,
+                rounds,
+                measured + (["clients"] if rounds.measures else []),
+            ).run()
         events.say("end", rounds=len(history["round"]), reason="finished")
     except BaseException as error:
         events.say("end", rounds=0, reason=str(error) or type(error).__name__)
@@ -154,7 +185,8 @@ def train(across: Across, runner: Any, settings: TrainSettings, world: World, re
 
 
 def _sources(settings: TrainSettings, data: bool) -> dict[str, Source]:
-    """The server's loaders: those that are evaluated, where it has data; and what says how large the sites' batches are."""
+    """The server's loaders: those that are evaluated, where it has data; and what says how large
+    the sites' batches are."""
     if data:
         sources = settings.data.sources(settings.seed)
         kept = trained_source(sources)
@@ -162,29 +194,72 @@ def _sources(settings: TrainSettings, data: bool) -> dict[str, Source]:
         return sources
     options: dict[str, Any] = dict(settings.data.datasets or {})
     return sources_from_datasets(
-        {key: options[key] for key in ("batch_size", "drop_last") if key in options} | {"train": _Elsewhere()}, settings.seed
+        {key: options[key] for key in ("batch_size", "drop_last") if key in options}
+        | {"train": _Elsewhere()},
+        settings.seed,
     )
 
 
-def _rounds(across: Across, sites: Sites, runner: Any, settings: TrainSettings, world: World, events: Events, source: Source,
-            evaluate: Evaluate | None) -> SiteRounds:  # fmt: skip
+def _rounds(
+    across: Across,
+    sites: Sites,
+    runner: Any,
+    settings: TrainSettings,
+    world: World,
+    events: Events,
+    source: Source,
+    evaluate: Evaluate | None,
+) -> SiteRounds:
     strategy: Any = settings.strategy
     model, clients = settings.model, SiteClients(across.names(sites))
     local = local_training(settings, strategy, source, runner.handle_batch)
     layout = Layout(model, local.optimizer.groups)
     check_dtype(layout.parameters[0].name, layout.dtype)
-    server = Server(layout, layout.read(model), layout.read_integers(model), world.device, len(clients), settings.seed)
-    work = Work(copy.deepcopy(model), local, strategy.algorithm, Samples(source.dataset, world.device), clients, settings.seed)
+    server = Server(
+        layout,
+        layout.read(model),
+        layout.read_integers(model),
+        world.device,
+        len(clients),
+        settings.seed,
+    )
+    work = Work(
+        copy.deepcopy(model),
+        local,
+        strategy.algorithm,
+        Samples(source.dataset, world.device),
+        clients,
+        settings.seed,
+    )
     post = Post(across.grid, events)
     description = json.dumps(describe(work, server, strategy, sites.labels))
-    roll = Roll(across.grid, clients.names or [], across.allowed, across.tokens, sites, events, post, description)
+    roll = Roll(
+        across.grid,
+        clients.names or [],
+        across.allowed,
+        across.tokens,
+        sites,
+        events,
+        post,
+        description,
+    )
     executor = SiteExecutor(work, server, roll, post, events, sites)
     rounds = SiteRounds(
-        work, server, executor, world, per_round=strategy.per_round or len(clients), rounds=number_of_rounds(settings, strategy),
-        evaluate=evaluate, evaluate_every=strategy.evaluate_every, local_layers=strategy.local_layers,
-        on_bad_update=sites.on_bad, on_client_failure="skip", compression=strategy.compression, privacy=strategy.privacy,
+        work,
+        server,
+        executor,
+        world,
+        per_round=strategy.per_round or len(clients),
+        rounds=number_of_rounds(settings, strategy),
+        evaluate=evaluate,
+        evaluate_every=strategy.evaluate_every,
+        local_layers=strategy.local_layers,
+        on_bad_update=sites.on_bad,
+        on_client_failure="skip",
+        compression=strategy.compression,
+        privacy=strategy.privacy,
         measures=strategy.test_fraction is not None or evaluate is None,
-    )  # fmt: skip
+    )
     clip = None if strategy.privacy is None else strategy.privacy.clip
     executor.guard = Guard(layout, sites, len(server.integers), server.own, clip)
     return rounds

@@ -1,8 +1,10 @@
-"""The long-lived process of a site: model, data, optimizer and device, and a socket on which requests come in.
+"""The long-lived process of a site: model, data, optimizer and device, and a socket on which
+requests come in.
 
-It is started by `allhands federated site`, or by a generated Flower app, with a file that says what to do: ``define`` (the
-function that makes the objects), ``config`` and ``overrides`` (the run file), ``name``, ``state``, ``token_file``, ``socket``,
-and ``idle`` (seconds without a request after which it ends, or null).
+It is started by `allhands federated site`, or by a generated Flower app, with a file that says what
+to do: ``define`` (the function that makes the objects), ``config`` and ``overrides`` (the run
+file), ``name``, ``state``, ``token_file``, ``socket``, and ``idle`` (seconds without a request
+after which it ends, or null).
 """
 
 from __future__ import annotations
@@ -42,8 +44,11 @@ def run(settings: dict[str, Any]) -> None:
     try:
         with open(state / "warm.running", "w", encoding="utf-8") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
-            _say(f"{settings['name']} is ready: {worker.num_samples:,} samples to train on, {worker.num_tests:,} to test, on "
-                 f"{worker.world.device.type}")  # fmt: skip
+            _say(
+                f"{settings['name']} is ready: {worker.num_samples:,} samples to train on, "
+                f"{worker.num_tests:,} to test, on "
+                f"{worker.world.device.type}"
+            )
             listener.serve(worker.handle, lambda waited: idle is None or waited < idle)
     finally:
         listener.close()

@@ -1,4 +1,5 @@
-"""`import horovod.torch` gives `allhands.horovod.torch`, and so on, where this file's folder is on Python's path.
+"""`import horovod.torch` gives `allhands.horovod.torch`, and so on, where this file's folder is on
+Python's path.
 
 `allhands launch --horovod` puts it there for the processes that it starts.
 """
@@ -51,7 +52,8 @@ class _Finder:
             return None
         if fullname not in _NAMES:
             raise ModuleNotFoundError(
-                f"there is no {fullname!r} here: allhands has Horovod's names for torch, tensorflow and keras (docs/horovod.md "
+                f"there is no {fullname!r} here: allhands has Horovod's names for torch, "
+                "tensorflow and keras (docs/horovod.md "
                 "says what to use for the others)",
                 name=fullname,
             )
@@ -78,12 +80,16 @@ class _Loader:
 def __getattr__(name: str) -> Any:
     if name == "run":
         raise AttributeError(
-            "horovod.run is not here: write `allhands launch --horovod -np 4 script.py`, or allhands.launch.spawn(function, "
+            "horovod.run is not here: write `allhands launch --horovod -np 4 script.py`, or "
+            "allhands.launch.spawn(function, "
             "args, workers=4)"
         )
     raise AttributeError(f"module 'horovod' has no attribute {name!r}")
 
 
-if not any(type(finder).__name__ == "_Finder" and type(finder).__module__ == __name__ for finder in sys.meta_path):
+if not any(
+    type(finder).__name__ == "_Finder" and type(finder).__module__ == __name__
+    for finder in sys.meta_path
+):
     _finder: Any = _Finder()
     sys.meta_path.insert(0, _finder)

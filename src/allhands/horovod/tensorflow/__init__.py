@@ -1,4 +1,5 @@
-"""Horovod's names for TensorFlow 2.16 and newer with Keras 3: ``import allhands.horovod.tensorflow as hvd``.
+"""Horovod's names for TensorFlow 2.16 and newer with Keras 3: ``import allhands.horovod.tensorflow
+as hvd``.
 
 Tensors are exchanged by torch.distributed over gloo, through the memory of the host.
 """
@@ -9,7 +10,7 @@ from allhands.horovod.tensorflow.requirements import checked_tensorflow
 
 checked_tensorflow()
 
-from allhands.horovod.basics import (  # noqa: E402
+from allhands.horovod.basics import (
     ProcessSet,
     add_process_set,
     ccl_built,
@@ -38,10 +39,19 @@ from allhands.horovod.basics import (  # noqa: E402
     start_timeline,
     stop_timeline,
 )
-from allhands.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt  # noqa: E402
-from allhands.horovod.reduce_ops import ActiveAverage, Adasum, Average, Max, Min, Product, ReduceOp, Sum  # noqa: E402
-from allhands.horovod.tensorflow import elastic  # noqa: E402
-from allhands.horovod.tensorflow.collectives import (  # noqa: E402
+from allhands.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from allhands.horovod.reduce_ops import (
+    ActiveAverage,
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    ReduceOp,
+    Sum,
+)
+from allhands.horovod.tensorflow import elastic
+from allhands.horovod.tensorflow.collectives import (
     allgather,
     allreduce,
     alltoall,
@@ -53,18 +63,21 @@ from allhands.horovod.tensorflow.collectives import (  # noqa: E402
     join,
     reducescatter,
 )
-from allhands.horovod.tensorflow.compression import Compression  # noqa: E402
-from allhands.horovod.tensorflow.gradients import DistributedGradientTape, PartialDistributedGradientTape  # noqa: E402
-from allhands.horovod.tensorflow.keras.optimizer import DistributedOptimizer  # noqa: E402
-from allhands.horovod.tensorflow.queries import (  # noqa: E402
+from allhands.horovod.tensorflow.compression import Compression
+from allhands.horovod.tensorflow.gradients import (
+    DistributedGradientTape,
+    PartialDistributedGradientTape,
+)
+from allhands.horovod.tensorflow.keras.optimizer import DistributedOptimizer
+from allhands.horovod.tensorflow.queries import (
     local_rank_op,
     local_size_op,
     process_set_included_op,
     rank_op,
     size_op,
 )
-from allhands.horovod.tensorflow.sync_batch_norm import SyncBatchNormalization  # noqa: E402
-from allhands.horovod.tensorflow.variables import (  # noqa: E402
+from allhands.horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
+from allhands.horovod.tensorflow.variables import (
     allgather_object,
     broadcast_,
     broadcast_global_variables,

@@ -1,4 +1,5 @@
-"""Horovod's collectives on TensorFlow tensors, eager and inside ``tf.function``. All of them are differentiable."""
+"""Horovod's collectives on TensorFlow tensors, eager and inside ``tf.function``. All of them are
+differentiable."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from allhands.errors import UserError
 from allhands.horovod import basics, engine, reduce_ops
 from allhands.horovod.process_sets import ProcessSet, global_process_set
 from allhands.horovod.reduce_ops import ReduceOp
-from allhands.horovod.tensorflow.bridge import as_written, check_device, derived, differentiable, exchange
+from allhands.horovod.tensorflow.bridge import (
+    as_written,
+    check_device,
+    derived,
+    differentiable,
+    exchange,
+)
 from allhands.horovod.tensorflow.compression import Compression
 from allhands.horovod.tensorflow.queries import number_from
 
@@ -35,16 +42,20 @@ def allreduce(
 ) -> Any:
     """Reduce a tensor of one shape over the ranks: ``postscale * reduce(prescale * tensor)``.
 
-    ``tf.IndexedSlices`` are gathered (all ranks' rows, divided by the number of ranks for Average), not added up.
+    ``tf.IndexedSlices`` are gathered (all ranks' rows, divided by the number of ranks for Average),
+    not added up.
 
     Args:
         tensor: a tensor, a variable or ``tf.IndexedSlices``.
         average: Horovod's old way to write `op`.
-        device_dense, device_sparse: accepted when empty or a CPU: tensors are exchanged through the memory of the host.
-        compression: `Compression.none`, ``fp16``, ``bf16``, or a class with ``compress`` and ``decompress``.
+        device_dense, device_sparse: accepted when empty or a CPU: tensors are exchanged through the
+            memory of the host.
+        compression: `Compression.none`, ``fp16``, ``bf16``, or a class with ``compress`` and
+            ``decompress``.
         op: Average (also when None), Sum, Min, Max, Product, Adasum.
         prescale_factor, postscale_factor: multiply before and after.
-        name: by which the ranks match calls. None: the place in the graph; in eager mode the count of unnamed calls.
+        name: by which the ranks match calls. None: the place in the graph; in eager mode the count
+            of unnamed calls.
         process_set: the ranks that take part.
         ignore_name_scope: leave TensorFlow's name scopes out of the name.
 
@@ -53,12 +64,23 @@ def allreduce(
 
     Raises:
         UserError: an argument or dtype cannot be honoured.
-        HorovodInternalError: the ranks passed different shapes, dtypes or operations, or one did not call.
+        HorovodInternalError: the ranks passed different shapes, dtypes or operations, or one did
+            not call.
     """
     return grouped_allreduce(
-        [tensor], average, device_dense, device_sparse, compression, op, prescale_factor, postscale_factor, process_set,
-        ignore_name_scope, name, kind="allreduce",
-    )[0]  # fmt: skip
+        [tensor],
+        average,
+        device_dense,
+        device_sparse,
+        compression,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        ignore_name_scope,
+        name,
+        kind="allreduce",
+    )[0]
 
 
 @as_written
@@ -79,10 +101,12 @@ def grouped_allreduce(
     batches: Sequence[Sequence[int]] | None = None,
     kind: str = "grouped_allreduce",
 ) -> list[Any]:
-    """`allreduce` of several tensors in one exchange, fused into one message a dtype. It begins when all ranks have all of them.
+    """`allreduce` of several tensors in one exchange, fused into one message a dtype. It begins
+    when all ranks have all of them.
 
-    `tensor_names` are what the tensors are called in messages. `batches` cut the exchange into several, each of which begins when
-    all ranks have its tensors; ``tf.IndexedSlices`` are an exchange of their own.
+    `tensor_names` are what the tensors are called in messages. `batches` cut the exchange into
+    several, each of which begins when all ranks have its tensors; ``tf.IndexedSlices`` are an
+    exchange of their own.
     """
     if not tensors:
         return []
@@ -111,7 +135,9 @@ def grouped_allreduce(
             results[i] = compression.decompress(result, ctx)
     if sparse:
         scaled = (prescale_factor, postscale_factor) != (1.0, 1.0)
-        slices = _reduced_slices([tensors[i] for i in sparse], reduction, scaled, process_set, ignore_name_scope, name)
+        slices = _reduced_slices(
+            [tensors[i] for i in sparse], reduction, scaled, process_set, ignore_name_scope, name
+        )
         for i, result in zip(sparse, slices, strict=True):
             results[i] = result
     return results
@@ -130,7 +156,9 @@ def _reduce(
     process_set: ProcessSet,
     ignore_name_scope: bool,
 ) -> list[Any]:
-    def submit(parts: list[torch.Tensor], key: str | None, batch: Sequence[int] = range(len(tensors))) -> Any:
+    def submit(
+        parts: list[torch.Tensor], key: str | None, batch: Sequence[int] = range(len(tensors))
+    ) -> Any:
         return engine.current().allreduce(
             parts,
             name=key,
@@ -155,7 +183,10 @@ def _reduce(
 
     def backward(*upstream: Any) -> list[Any]:
         if op not in _DIFFERENTIABLE:
-            raise UserError(f"{kind} with op={op} has no gradient; stop it with tf.stop_gradient, or use op=Average or op=Sum")
+            raise UserError(
+                f"{kind} with op={op} has no gradient; stop it with tf.stop_gradient, or use "
+                "op=Average or op=Sum"
+            )
         return _reduce(
             list(upstream),
             kind=f"{kind}.gradient",
@@ -180,32 +211,48 @@ def _among(kept: list[int], batches: Sequence[Sequence[int]]) -> list[list[int]]
 
 
 def _reduced_slices(
-    slices: list[Any], op: ReduceOp, scaled: bool, process_set: ProcessSet, ignore_name_scope: bool, name: str | None
+    slices: list[Any],
+    op: ReduceOp,
+    scaled: bool,
+    process_set: ProcessSet,
+    ignore_name_scope: bool,
+    name: str | None,
 ) -> list[Any]:
     """All ranks' rows, with values divided by the number of ranks for Average."""
     if op not in _DIFFERENTIABLE:
-        raise UserError(f"op={op} is not defined on tf.IndexedSlices: use op=Average or op=Sum, or set sparse_as_dense=True")
+        raise UserError(
+            f"op={op} is not defined on tf.IndexedSlices: use op=Average or op=Sum, or set "
+            "sparse_as_dense=True"
+        )
     if scaled:
         raise UserError(
-            "prescale_factor, postscale_factor and gradient_predivide_factor are not defined on tf.IndexedSlices: "
+            "prescale_factor, postscale_factor and gradient_predivide_factor are not defined on "
+            "tf.IndexedSlices: "
             "leave them at 1.0, or set sparse_as_dense=True"
         )
     rows = [part for each in slices for part in (each.values, each.indices)]
     gathered = grouped_allgather(rows, derived(name, "slices"), ignore_name_scope, process_set)
     size = process_set.size() if op == reduce_ops.Average else 1
     return [
-        tf.IndexedSlices(values / tf.cast(size, values.dtype) if size != 1 else values, indices, each.dense_shape)
+        tf.IndexedSlices(
+            values / tf.cast(size, values.dtype) if size != 1 else values, indices, each.dense_shape
+        )
         for each, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True)
     ]
 
 
 @as_written
 def allgather(
-    tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = global_process_set
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """All ranks' tensors, one after another along the first dimension, which may differ between ranks.
+    """All ranks' tensors, one after another along the first dimension, which may differ between
+    ranks.
 
-    The gradient is Horovod's: the average over the ranks of the gradients, and of it the rows that this rank gave.
+    The gradient is Horovod's: the average over the ranks of the gradients, and of it the rows that
+    this rank gave.
     """
     return grouped_allgather([tensor], name, ignore_name_scope, process_set, kind="allgather")[0]
 
@@ -232,11 +279,18 @@ def grouped_allgather(
 
     def forward(*parts: Any) -> list[Any]:
         shapes = [tf.TensorShape([None]).concatenate(part.shape[1:]) for part in parts]
-        return exchange(submit, parts, kind=kind, name=name, shapes=shapes, ignore_name_scope=ignore_name_scope)
+        return exchange(
+            submit, parts, kind=kind, name=name, shapes=shapes, ignore_name_scope=ignore_name_scope
+        )
 
     def backward(*upstream: Any) -> list[Any]:
-        options: dict[str, Any] = {"process_set": process_set, "ignore_name_scope": ignore_name_scope}
-        means = grouped_allreduce(upstream, op=reduce_ops.Average, name=derived(name, "gradient"), **options)
+        options: dict[str, Any] = {
+            "process_set": process_set,
+            "ignore_name_scope": ignore_name_scope,
+        }
+        means = grouped_allreduce(
+            upstream, op=reduce_ops.Average, name=derived(name, "gradient"), **options
+        )
         every = allgather(tf.stack(counts)[tf.newaxis], name=derived(name, "counts"), **options)
         mine = process_set.rank()
         starts = tf.reduce_sum(every[:mine], axis=0)
@@ -253,10 +307,17 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The tensor of global rank `root_rank`, on every rank. The gradient is Horovod's: on the root the average, elsewhere 0."""
+    """The tensor of global rank `root_rank`, on every rank. The gradient is Horovod's: on the root
+    the average, elsewhere 0."""
 
     def forward(part: Any) -> list[Any]:
-        return broadcast_all([part], root_rank, name=name, ignore_name_scope=ignore_name_scope, process_set=process_set)
+        return broadcast_all(
+            [part],
+            root_rank,
+            name=name,
+            ignore_name_scope=ignore_name_scope,
+            process_set=process_set,
+        )
 
     def backward(upstream: Any) -> list[Any]:
         mean = allreduce(
@@ -284,10 +345,14 @@ def broadcast_all(
     """`broadcast` of several tensors in one exchange, without a gradient."""
 
     def submit(parts: list[torch.Tensor], key: str | None) -> Any:
-        return engine.current().broadcast(parts, root_rank, name=key, process_set=process_set, tensor_names=tensor_names or ())
+        return engine.current().broadcast(
+            parts, root_rank, name=key, process_set=process_set, tensor_names=tensor_names or ()
+        )
 
     shapes = [tensor.shape for tensor in tensors]
-    return exchange(submit, tensors, kind=kind, name=name, shapes=shapes, ignore_name_scope=ignore_name_scope)
+    return exchange(
+        submit, tensors, kind=kind, name=name, shapes=shapes, ignore_name_scope=ignore_name_scope
+    )
 
 
 @as_written
@@ -305,10 +370,13 @@ def alltoall(
         splits: integers, one a rank: how many rows go to it. None: the same number to each.
 
     Returns:
-        The rows received, in the order of the ranks; with `splits` also how many came from each rank, int32.
+        The rows received, in the order of the ranks; with `splits` also how many came from each
+        rank, int32.
     """
     tensor = tf.convert_to_tensor(tensor)
-    parts = [tensor] if splits is None else [tensor, tf.cast(tf.convert_to_tensor(splits), tf.int32)]
+    parts = (
+        [tensor] if splits is None else [tensor, tf.cast(tf.convert_to_tensor(splits), tf.int32)]
+    )
     shape = tf.TensorShape([None]).concatenate(tensor.shape[1:])
 
     def submit(given: list[torch.Tensor], key: str | None) -> Any:
@@ -327,7 +395,9 @@ def alltoall(
         )
 
     def backward(results: list[Any], upstream: Any, *_: Any) -> list[Any]:
-        back, _counts = alltoall(upstream, results[1], derived(name, "gradient"), ignore_name_scope, process_set)
+        back, _counts = alltoall(
+            upstream, results[1], derived(name, "gradient"), ignore_name_scope, process_set
+        )
         return [back, *[None] * (len(parts) - 1)]
 
     received, counts = differentiable(parts, forward, backward, with_results=True)
@@ -346,14 +416,24 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Reduce a tensor over the ranks (Average or Sum) and keep this rank's share of its rows; the first ranks get one row more.
+    """Reduce a tensor over the ranks (Average or Sum) and keep this rank's share of its rows; the
+    first ranks get one row more.
 
-    The gradient is Horovod's: all ranks' gradients one after another, times the number of ranks for Sum.
+    The gradient is Horovod's: all ranks' gradients one after another, times the number of ranks for
+    Sum.
     """
     return grouped_reducescatter(
-        [tensor], device_dense, compression, op, process_set, prescale_factor, postscale_factor, name, ignore_name_scope,
+        [tensor],
+        device_dense,
+        compression,
+        op,
+        process_set,
+        prescale_factor,
+        postscale_factor,
+        name,
+        ignore_name_scope,
         kind="reducescatter",
-    )[0]  # fmt: skip
+    )[0]
 
 
 @as_written
@@ -388,21 +468,37 @@ def grouped_reducescatter(
 
     def forward(*parts: Any) -> list[Any]:
         shapes = [tf.TensorShape([None]).concatenate(part.shape[1:]) for part in parts]
-        return exchange(submit, parts, kind=kind, name=name, shapes=shapes, reduces=True, ignore_name_scope=ignore_name_scope)
+        return exchange(
+            submit,
+            parts,
+            kind=kind,
+            name=name,
+            shapes=shapes,
+            reduces=True,
+            ignore_name_scope=ignore_name_scope,
+        )
 
     def backward(*upstream: Any) -> list[Any]:
-        factor = prescale_factor * postscale_factor * (process_set.size() if reduction == reduce_ops.Sum else 1)
+        factor = (
+            prescale_factor
+            * postscale_factor
+            * (process_set.size() if reduction == reduce_ops.Sum else 1)
+        )
         scaled = [part * tf.cast(factor, part.dtype) for part in upstream]
         return grouped_allgather(scaled, derived(name, "gradient"), ignore_name_scope, process_set)
 
     packed = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
     reduced = differentiable([tensor for tensor, _ in packed], forward, backward)
-    return [compression.decompress(result, ctx) for result, (_, ctx) in zip(reduced, packed, strict=True)]
+    return [
+        compression.decompress(result, ctx)
+        for result, (_, ctx) in zip(reduced, packed, strict=True)
+    ]
 
 
 @as_written
 def join() -> Any:
-    """Say that this rank has no more data, and wait until every rank has. Meanwhile it gives zeros to the others' reductions.
+    """Say that this rank has no more data, and wait until every rank has. Meanwhile it gives zeros
+    to the others' reductions.
 
     Returns:
         The rank that came last, an int32 scalar.
@@ -414,5 +510,7 @@ def join() -> Any:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank of the process set is here. Eager mode only."""
     if not tf.executing_eagerly():
-        raise UserError("barrier() inside tf.function would run once, when it is traced: call it outside")
+        raise UserError(
+            "barrier() inside tf.function would run once, when it is traced: call it outside"
+        )
     engine.current().barrier(process_set)

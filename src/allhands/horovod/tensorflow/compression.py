@@ -1,4 +1,5 @@
-"""What gradients are narrowed to while they travel. Any class with these two methods may be passed as ``compression=``."""
+"""What gradients are narrowed to while they travel. Any class with these two methods may be passed
+as ``compression=``."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class BF16Compressor(_Narrow):
 
 
 class Compression:
-    """What to write as ``compression=``: ``Compression.none``, ``Compression.fp16`` or ``Compression.bf16``."""
+    """What to write as ``compression=``: ``Compression.none``, ``Compression.fp16`` or
+    ``Compression.bf16``."""
 
     none = Compressor
     fp16 = FP16Compressor

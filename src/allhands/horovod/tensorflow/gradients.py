@@ -16,14 +16,16 @@ from allhands.horovod.tensorflow.bridge import as_written, check_device
 from allhands.horovod.tensorflow.collectives import grouped_allreduce
 from allhands.horovod.tensorflow.compression import Compression
 
-# Gradients leave in pieces of about this size while earlier layers' are still computed: what DistributedDataParallel takes.
+# Gradients leave in pieces of about this size while earlier layers' are still computed: what
+# DistributedDataParallel takes.
 _BUCKET_BYTES = 25 * 2**20
 
 
 class GradientReduction:
     """How a list of gradients is reduced over the ranks.
 
-    Variables that were registered as local keep this rank's gradient, divided by the number of ranks if `scale_local`.
+    Variables that were registered as local keep this rank's gradient, divided by the number of
+    ranks if `scale_local`.
 
     Raises:
         UserError: options that exclude each other, or a device that is not a CPU.
@@ -48,9 +50,14 @@ class GradientReduction:
         check_device("device_sparse", device_sparse)
         self.op = reduce_ops.checked(op)
         if gradient_predivide_factor != 1.0 and self.op != reduce_ops.Average:
-            raise UserError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average; it is op={self.op}")
+            raise UserError(
+                f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average; it is "
+                f"op={self.op}"
+            )
         if num_groups:
-            warnings.warn("num_groups is Horovod's old name: write groups", DeprecationWarning, stacklevel=3)
+            warnings.warn(
+                "num_groups is Horovod's old name: write groups", DeprecationWarning, stacklevel=3
+            )
             groups = num_groups if groups is None else groups
         self.prefix = prefix
         self.compression = compression
@@ -70,15 +77,20 @@ class GradientReduction:
         return _identity(variable) in self._local
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The reduced gradients, in the same order; None stays None. A rank outside the process set gets its own back."""
+        """The reduced gradients, in the same order; None stays None. A rank outside the process set
+        gets its own back."""
         engine.current()  # says what to do before init()
         if not self.process_set.included():
             return list(gradients)
         results = [
-            self._local_one(gradient) if gradient is not None and self.is_local(variable) else gradient
+            self._local_one(gradient)
+            if gradient is not None and self.is_local(variable)
+            else gradient
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
-        wanted = [i for i, g in enumerate(gradients) if g is not None and not self.is_local(variables[i])]
+        wanted = [
+            i for i, g in enumerate(gradients) if g is not None and not self.is_local(variables[i])
+        ]
         ready = {i: _dense(gradients[i]) if self.sparse_as_dense else gradients[i] for i in wanted}
         place = {i: number for number, i in enumerate(wanted)}
         reduced = grouped_allreduce(
@@ -106,16 +118,21 @@ class GradientReduction:
         return gradient / size
 
     def _buckets(self, gradients: dict[int, Any], variables: Sequence[Any]) -> list[list[int]]:
-        """Which gradients travel together, those of the last layers first: backward passes compute them first."""
+        """Which gradients travel together, those of the last layers first: backward passes compute
+        them first."""
         order = sorted(gradients, reverse=True)
         if isinstance(self.groups, int):
             size = -(-len(order) // self.groups)
             return [order[i : i + size] for i in range(0, len(order), max(size, 1))]
         if self.groups is not None:
-            group_of = {_identity(v): number for number, group in enumerate(self.groups) for v in group}
+            group_of = {
+                _identity(v): number for number, group in enumerate(self.groups) for v in group
+            }
             together: dict[Any, list[int]] = {}
             for i in order:
-                together.setdefault(group_of.get(_identity(variables[i]), f"alone {i}"), []).append(i)
+                together.setdefault(group_of.get(_identity(variables[i]), f"alone {i}"), []).append(
+                    i
+                )
             return list(together.values())
         buckets: list[list[int]] = []
         room = 0
@@ -134,9 +151,13 @@ def _checked_groups(groups: Any) -> Any:
         return None
     if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
         return groups
-    if isinstance(groups, list | tuple) and all(isinstance(group, list | tuple) for group in groups):
+    if isinstance(groups, list | tuple) and all(
+        isinstance(group, list | tuple) for group in groups
+    ):
         return [list(group) for group in groups]
-    raise UserError(f"groups={groups!r}: write a number of groups from 1, or a list of lists of variables")
+    raise UserError(
+        f"groups={groups!r}: write a number of groups from 1, or a list of lists of variables"
+    )
 
 
 def _identity(variable: Any) -> int:
@@ -146,7 +167,9 @@ def _identity(variable: Any) -> int:
 
 
 def _label(variable: Any) -> str:
-    return str(getattr(variable, "path", None) or getattr(variable, "name", None) or kind_of(variable))
+    return str(
+        getattr(variable, "path", None) or getattr(variable, "name", None) or kind_of(variable)
+    )
 
 
 def _dense(gradient: Any) -> Any:
@@ -177,14 +200,19 @@ class _DistributedGradientTape(tf.GradientTape):
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
         use_generic_names: bool = False,
     ) -> Any:
-        """`tf.GradientTape.gradient`, reduced over the ranks; None where the target does not depend on a source."""
+        """`tf.GradientTape.gradient`, reduced over the ranks; None where the target does not depend
+        on a source."""
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
         reduced = self._reduction(_flat(gradients), _flat(sources))
         return tf.nest.pack_sequence_as(sources, reduced)
 
     @as_written
     def get_local_and_global_gradients(
-        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
     ) -> tuple[list[Any], list[Any]]:
         """Pairs (source, gradient) of the sources registered as local, and of the others."""
         sources = _flat(sources)
@@ -213,7 +241,8 @@ def DistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A tape whose ``gradient`` is reduced over the ranks. Wrap the tape after its ``with`` block, or in its header.
+    """A tape whose ``gradient`` is reduced over the ranks. Wrap the tape after its ``with`` block,
+    or in its header.
 
     ``jacobian`` and ``batch_jacobian`` stay those of this rank.
 
@@ -223,9 +252,11 @@ def DistributedGradientTape(
         compression: see `allreduce`.
         sparse_as_dense: turn ``tf.IndexedSlices`` into tensors before they are reduced.
         op: Average, Sum, or Adasum.
-        gradient_predivide_factor: with Average, divide by this before the sum, by the number of ranks over this after it.
+        gradient_predivide_factor: with Average, divide by this before the sum, by the number of
+            ranks over this after it.
         num_groups: Horovod's old name for an integer `groups`.
-        groups: which gradients travel together: a number of groups, or a list of lists of variables. None: about 25 MB each.
+        groups: which gradients travel together: a number of groups, or a list of lists of
+            variables. None: about 25 MB each.
         process_set: the ranks that take part.
         scale_local_gradients: divide the gradients of local sources by the number of ranks.
 
@@ -233,7 +264,9 @@ def DistributedGradientTape(
         UserError: not a tape, or options that exclude each other.
     """
     if not isinstance(gradtape, tf.GradientTape):
-        raise UserError(f"DistributedGradientTape takes a tf.GradientTape; this is {kind_of(gradtape)}")
+        raise UserError(
+            f"DistributedGradientTape takes a tf.GradientTape; this is {kind_of(gradtape)}"
+        )
     cls = type(gradtape)
     tape: Any = object.__new__(type(cls.__name__, (_DistributedGradientTape, cls), {}))
     tape.__dict__.update(gradtape.__dict__)
@@ -268,17 +301,31 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """`DistributedGradientTape` that leaves the gradients of `local_layers` (a Keras layer or a list of them) to each rank."""
+    """`DistributedGradientTape` that leaves the gradients of `local_layers` (a Keras layer or a
+    list of them) to each rank."""
     layers = (
-        [] if local_layers is None else [local_layers] if isinstance(local_layers, tf.keras.layers.Layer) else list(local_layers)
+        []
+        if local_layers is None
+        else [local_layers]
+        if isinstance(local_layers, tf.keras.layers.Layer)
+        else list(local_layers)
     )
     for layer in layers:
         if not isinstance(layer, tf.keras.layers.Layer):
             raise UserError(f"local_layers takes Keras layers; this is {kind_of(layer)}")
     tape = DistributedGradientTape(
-        gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups,
-        process_set, scale_local_gradients,
-    )  # fmt: skip
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
     for layer in layers:
         for variable in layer.trainable_weights:
             tape.register_local_source(variable)

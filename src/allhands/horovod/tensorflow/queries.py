@@ -55,5 +55,8 @@ def number_from(function: Callable[[], int], name: str | None = None) -> Any:
 def _set_of(process_set_id: int) -> ProcessSet:
     found = engine.current().set_by_id(process_set_id)
     if found is None:
-        raise UserError(f"process_set_id={process_set_id}: no process set in use has that number; add_process_set() gives it one")
+        raise UserError(
+            f"process_set_id={process_set_id}: no process set in use has that number; "
+            "add_process_set() gives it one"
+        )
     return found

@@ -16,19 +16,22 @@ def checked_tensorflow() -> Any:
     """The module ``tensorflow``.
 
     Raises:
-        UserError: it is not installed, older than 2.16, or Keras is told to be Keras 2 or on another backend; the message says
-            what to install, set or unset.
+        UserError: it is not installed, older than 2.16, or Keras is told to be Keras 2 or on
+            another backend; the message says what to install, set or unset.
     """
     try:
         tensorflow = importlib.import_module("tensorflow")
     except ModuleNotFoundError as error:
         if error.name != "tensorflow":
             raise
-        raise UserError("allhands.horovod.tensorflow needs TensorFlow: pip install 'allhands[tensorflow]'") from error
+        raise UserError(
+            "allhands.horovod.tensorflow needs TensorFlow: pip install 'allhands[tensorflow]'"
+        ) from error
     version = str(getattr(tensorflow, "__version__", "0"))
     if _major_and_minor(version) < OLDEST:
         raise UserError(
-            f"allhands.horovod.tensorflow needs TensorFlow 2.16 or newer, and {version} is installed: "
+            f"allhands.horovod.tensorflow needs TensorFlow 2.16 or newer, and {version} is "
+            "installed: "
             "pip install 'tensorflow>=2.16'"
         )
     if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in {"1", "true"}:
@@ -39,7 +42,8 @@ def checked_tensorflow() -> Any:
     backend = os.environ.get("KERAS_BACKEND") or "tensorflow"
     if backend != "tensorflow":
         raise UserError(
-            f"KERAS_BACKEND={backend}: allhands.horovod.tensorflow needs Keras on TensorFlow: set KERAS_BACKEND=tensorflow"
+            f"KERAS_BACKEND={backend}: allhands.horovod.tensorflow needs Keras on TensorFlow: set "
+            "KERAS_BACKEND=tensorflow"
         )
     return tensorflow
 

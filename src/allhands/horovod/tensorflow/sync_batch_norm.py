@@ -13,9 +13,11 @@ from allhands.horovod.tensorflow.collectives import allreduce
 
 
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
-    """`tf.keras.layers.BatchNormalization` whose mean and variance are those of all ranks' samples together.
+    """`tf.keras.layers.BatchNormalization` whose mean and variance are those of all ranks' samples
+    together.
 
-    Each sample counts once, so that ranks may have batches of different sizes. Sums travel as float64.
+    Each sample counts once, so that ranks may have batches of different sizes. Sums travel as
+    float64.
 
     Args:
         fused: False, or left out, as in Horovod.
@@ -38,9 +40,14 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
             count = tf.cast(tf.size(inputs) / tf.shape(inputs)[self.axis], tf.float64)
             sums, squares = tf.reduce_sum(values, axes), tf.reduce_sum(values * values, axes)
         else:
-            weights = tf.broadcast_to(tf.cast(tf.expand_dims(mask, -1), tf.float64), tf.shape(inputs))
+            weights = tf.broadcast_to(
+                tf.cast(tf.expand_dims(mask, -1), tf.float64), tf.shape(inputs)
+            )
             count = tf.reduce_sum(weights) / tf.cast(tf.shape(inputs)[self.axis], tf.float64)
-            sums, squares = tf.reduce_sum(values * weights, axes), tf.reduce_sum(values * values * weights, axes)
+            sums, squares = (
+                tf.reduce_sum(values * weights, axes),
+                tf.reduce_sum(values * values * weights, axes),
+            )
         total = allreduce(tf.concat([count[tf.newaxis], sums, squares], axis=0), op=reduce_ops.Sum)
         width = tf.shape(sums)[0]
         mean = total[1 : width + 1] / total[0]

@@ -16,12 +16,15 @@ from allhands.horovod.tensorflow.collectives import broadcast_all
 
 @as_written
 def broadcast_variables(
-    variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
 ) -> None:
     """Overwrite variables with those of global rank `root_rank`, in one exchange.
 
-    The states of Keras's random generators (of a Dropout layer, for example) are left alone: Keras 3 lists them among
-    ``model.variables``, and with equal ones all ranks would drop the same units.
+    The states of Keras's random generators (of a Dropout layer, for example) are left alone: Keras
+    3 lists them among ``model.variables``, and with equal ones all ranks would drop the same units.
 
     Args:
         variables: of TensorFlow or Keras, in the same order on all ranks.
@@ -31,12 +34,15 @@ def broadcast_variables(
 
     Raises:
         UserError: something is no variable.
-        HorovodInternalError: the lists differ between ranks; the message names the first difference.
+        HorovodInternalError: the lists differ between ranks; the message names the first
+            difference.
     """
     kept = [variable for variable in variables if not is_generator_state(variable)]
     for variable in kept:
         if not hasattr(variable, "assign"):
-            raise UserError(f"broadcast_variables takes variables; one of them is {kind_of(variable)}")
+            raise UserError(
+                f"broadcast_variables takes variables; one of them is {kind_of(variable)}"
+            )
     if not kept:
         return
     received = broadcast_all(
@@ -52,12 +58,20 @@ def broadcast_variables(
 
 @as_written
 def broadcast_(
-    variables: Iterable[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    variables: Iterable[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Overwrite variables with those of `root_rank`, those of random generators included, and return their new values."""
+    """Overwrite variables with those of `root_rank`, those of random generators included, and
+    return their new values."""
     variables = list(variables)
     received = broadcast_all(
-        [tf.convert_to_tensor(v) for v in variables], root_rank, name=name, kind="broadcast_", process_set=process_set
+        [tf.convert_to_tensor(v) for v in variables],
+        root_rank,
+        name=name,
+        kind="broadcast_",
+        process_set=process_set,
     )
     for variable, value in zip(variables, received, strict=True):
         variable.assign(value)
@@ -71,7 +85,8 @@ def broadcast_global_variables(root_rank: int) -> None:
         UserError: always; it says what to write.
     """
     raise UserError(
-        "there are no global variables in TensorFlow 2: write hvd.broadcast_variables(model.variables, root_rank=0) "
+        "there are no global variables in TensorFlow 2: write "
+        "hvd.broadcast_variables(model.variables, root_rank=0) "
         "and the same with optimizer.variables"
     )
 
@@ -82,15 +97,23 @@ def is_generator_state(variable: Any) -> bool:
 
 
 def broadcast_object(
-    obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The object of global rank `root_rank`, on every rank. It is not pickled: see `allhands.horovod.torch.broadcast_object`."""
+    """The object of global rank `root_rank`, on every rank. It is not pickled: see
+    `allhands.horovod.torch.broadcast_object`."""
     _refuse_session(session)
     return engine.current().broadcast_object(obj, root_rank, name=name, process_set=process_set)
 
 
 def broadcast_object_fn(
-    root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """A function that calls `broadcast_object` with these arguments."""
     _refuse_session(session)
@@ -98,7 +121,10 @@ def broadcast_object_fn(
 
 
 def allgather_object(
-    obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+    obj: Any,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """All ranks' objects, in the order of the ranks."""
     _refuse_session(session)

@@ -35,7 +35,16 @@ from allhands.horovod.basics import (
     stop_timeline,
 )
 from allhands.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from allhands.horovod.reduce_ops import ActiveAverage, Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from allhands.horovod.reduce_ops import (
+    ActiveAverage,
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    ReduceOp,
+    Sum,
+)
 from allhands.horovod.torch import elastic
 from allhands.horovod.torch.compression import Compression
 from allhands.horovod.torch.functions import (

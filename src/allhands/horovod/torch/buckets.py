@@ -20,13 +20,16 @@ _BUCKET = 25 * 2**20
 
 
 class Flat:
-    """Memory for some gradients, one after another, and a view of each; behind them a mark for each, 1 where it is there."""
+    """Memory for some gradients, one after another, and a view of each; behind them a mark for
+    each, 1 where it is there."""
 
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
         self.params = params
         self._layout = FlatLayout({str(number): param for number, param in enumerate(params)})
         self.length = self._layout.length
-        self.marked = torch.empty(self.length + len(params), dtype=params[0].dtype, device=params[0].device)
+        self.marked = torch.empty(
+            self.length + len(params), dtype=params[0].dtype, device=params[0].device
+        )
         self.whole, self.marks = self.marked[: self.length], self.marked[self.length :]
         self.all_there = torch.ones_like(self.marks)
         self.cut = self._layout.views
@@ -44,7 +47,9 @@ class Bucket:
 
     name: str
     params: list[torch.nn.Parameter]
-    left: list[int] = field(default_factory=list)  # backward passes of this step that each has yet to see
+    left: list[int] = field(
+        default_factory=list
+    )  # backward passes of this step that each has yet to see
     waiting: int = 0  # how many have one left
     sent: bool = False
     handle: Handle | None = None
@@ -63,7 +68,11 @@ class Bucket:
     @property
     def was_usual(self) -> bool:
         """What was sent was that."""
-        return self.flat is not None and self.flat is self.usual and not (self.absent or self.sparse or self.made_dense)
+        return (
+            self.flat is not None
+            and self.flat is self.usual
+            and not (self.absent or self.sparse or self.made_dense)
+        )
 
     def renew(self, passes: int) -> None:
         """Begin a new step."""

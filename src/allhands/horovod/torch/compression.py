@@ -15,7 +15,12 @@ class _Cast:
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """The tensor that travels, and what `decompress` needs to know."""
-        if cls.dtype is None or not torch.is_tensor(tensor) or not tensor.is_floating_point() or tensor.dtype == cls.dtype:
+        if (
+            cls.dtype is None
+            or not torch.is_tensor(tensor)
+            or not tensor.is_floating_point()
+            or tensor.dtype == cls.dtype
+        ):
             return tensor, None
         return tensor.to(cls.dtype), tensor.dtype
 
@@ -34,9 +39,11 @@ class _BF16(_Cast):
 
 
 class Compression:
-    """What an allreduce may do to floating-point tensors before they travel: `none`, `fp16`, and `bf16`, which Horovod lacks.
+    """What an allreduce may do to floating-point tensors before they travel: `none`, `fp16`, and
+    `bf16`, which Horovod lacks.
 
-    Without error feedback. The range of fp16 ends at 65504; bf16 has the range of float32 and fewer digits.
+    Without error feedback. The range of fp16 ends at 65504; bf16 has the range of float32 and fewer
+    digits.
     """
 
     none = _Cast

@@ -17,8 +17,8 @@ from allhands.horovod.elastic import ObjectState, State, run
 class ElasticSampler(torch.utils.data.Sampler[int]):
     """Deals the samples that an epoch has not processed yet to the workers that there are.
 
-    All workers get the same number; as in Horovod, some of the first remaining samples are dealt twice where they do not divide.
-    The order is a function of the seed and the epoch alone.
+    All workers get the same number; as in Horovod, some of the first remaining samples are dealt
+    twice where they do not divide. The order is a function of the seed and the epoch alone.
 
     Args:
         dataset: anything with a length.
@@ -33,13 +33,17 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: nothing is processed. To be called when one ends, not when one is taken up."""
+        """Begin an epoch: nothing is processed. To be called when one ends, not when one is taken
+        up."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """All workers have processed a batch of `batch_size` samples each. `batch_idx` is for Horovod's sake."""
-        self.processed_num = min(self.processed_num + batch_size * self.num_replicas, len(self.dataset))
+        """All workers have processed a batch of `batch_size` samples each. `batch_idx` is for
+        Horovod's sake."""
+        self.processed_num = min(
+            self.processed_num + batch_size * self.num_replicas, len(self.dataset)
+        )
 
     def state_dict(self) -> dict[str, int]:
         """The epoch and how far it is."""
@@ -73,17 +77,27 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
 
 class TorchState(ObjectState):
-    """A model, an optimizer, and whatever else a training counts: ``TorchState(model=…, optimizer=…, epoch=0, batch=0)``.
+    """A model, an optimizer, and whatever else a training counts: ``TorchState(model=…,
+    optimizer=…, epoch=0, batch=0)``.
 
     Args:
         model: a torch.nn.Module, or None.
         optimizer: a torch.optim.Optimizer, or None.
-        values: attributes of the state. Modules, optimizers, schedulers and samplers, which have a ``state_dict``, keep being the
-            same objects; others are plain values.
+        values: attributes of the state. Modules, optimizers, schedulers and samplers, which have a
+            ``state_dict``, keep being the same objects; others are plain values.
     """
 
-    def __init__(self, model: torch.nn.Module | None = None, optimizer: Any = None, **values: Any) -> None:
-        given = {**values, **{name: part for name, part in (("model", model), ("optimizer", optimizer)) if part is not None}}
+    def __init__(
+        self, model: torch.nn.Module | None = None, optimizer: Any = None, **values: Any
+    ) -> None:
+        given = {
+            **values,
+            **{
+                name: part
+                for name, part in (("model", model), ("optimizer", optimizer))
+                if part is not None
+            },
+        }
         self._parts = {name: part for name, part in given.items() if _has_state(part)}
         super().__init__(**given)
 
@@ -91,13 +105,19 @@ class TorchState(ObjectState):
         """Copies, on the devices where the values are."""
         plain = [name for name in self._names if name not in self._parts]
         copied = {name: copy.deepcopy(getattr(self, name)) for name in plain}
-        return {**copied, **{name: _copied(getattr(self, name).state_dict()) for name in self._parts}}
+        return {
+            **copied,
+            **{name: _copied(getattr(self, name).state_dict()) for name in self._parts},
+        }
 
     def set_contents(self, contents: dict[str, Any]) -> None:
         """Set the values, and load the parts."""
         missing = [name for name in self._parts if name not in contents]
         if missing:
-            raise UserError(f"the commit has nothing for {missing[0]!r}: it is another script's; give all of its parts")
+            raise UserError(
+                f"the commit has nothing for {missing[0]!r}: it is another script's; give all of "
+                "its parts"
+            )
         for name, value in contents.items():
             if name in self._parts:
                 getattr(self, name).load_state_dict(_copied(value))
@@ -116,7 +136,8 @@ def _has_state(part: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """A deep copy of a state_dict. Tensors that need gradients cannot be copied by copy.deepcopy."""
+    """A deep copy of a state_dict. Tensors that need gradients cannot be copied by
+    copy.deepcopy."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):

@@ -1,4 +1,5 @@
-"""`DistributedOptimizer`: any torch optimizer, whose `step` uses gradients that are reduced over the ranks."""
+"""`DistributedOptimizer`: any torch optimizer, whose `step` uses gradients that are reduced over
+the ranks."""
 
 from __future__ import annotations
 
@@ -30,24 +31,28 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """An optimizer of the same class and state, whose `step` first reduces the gradients over the ranks.
+    """An optimizer of the same class and state, whose `step` first reduces the gradients over the
+    ranks.
 
-    They travel in buckets while the backward pass still runs. A parameter without a gradient on some rank counts as zero there;
-    without one on any rank it keeps None, as in a single process. Sparse gradients stay sparse.
+    They travel in buckets while the backward pass still runs. A parameter without a gradient on
+    some rank counts as zero there; without one on any rank it keeps None, as in a single process.
+    Sparse gradients stay sparse.
 
     With `Adasum` each rank makes its own step, and the differences that the steps made are reduced.
 
     Args:
         optimizer: its state, options and schedulers stay.
-        named_parameters: ``model.named_parameters()``: names of at least all parameters of the optimizer, for messages and for
-            matching the ranks. None numbers them.
+        named_parameters: ``model.named_parameters()``: names of at least all parameters of the
+            optimizer, for messages and for matching the ranks. None numbers them.
         compression: ``hvd.Compression.none``, ``.fp16`` or ``.bf16``.
-        backward_passes_per_step: how many backward passes add up before a step. Their sum is reduced, not their mean.
+        backward_passes_per_step: how many backward passes add up before a step. Their sum is
+            reduced, not their mean.
         op: `Average`, `Sum`, `Adasum` or `ActiveAverage`.
-        gradient_predivide_factor: gradients are divided by it before they are added up and multiplied by it after it, against
-            overflow in fp16. Only with `Average`.
+        gradient_predivide_factor: gradients are divided by it before they are added up and
+            multiplied by it after it, against overflow in fp16. Only with `Average`.
         num_groups: Horovod's old name of a number of `groups`.
-        groups: how many groups of gradients to make, or lists of parameters that are reduced as a whole each.
+        groups: how many groups of gradients to make, or lists of parameters that are reduced as a
+            whole each.
         sparse_as_dense: sparse gradients become dense before they travel.
         process_set: the ranks that train together.
 
@@ -61,18 +66,29 @@ def DistributedOptimizer(
             raise UserError("both num_groups= and groups= are given; leave num_groups= out")
         groups = num_groups
     if isinstance(groups, int) and groups < 1:
-        raise UserError(f"groups={groups}: set groups to a number of at least 1, to lists of parameters, or to None")
+        raise UserError(
+            f"groups={groups}: set groups to a number of at least 1, to lists of parameters, or to "
+            "None"
+        )
     if gradient_predivide_factor != 1.0 and chosen is not Average:
         raise UserError(
-            f"gradient_predivide_factor={gradient_predivide_factor} with op {chosen}; set op to hvd.Average, or leave "
+            f"gradient_predivide_factor={gradient_predivide_factor} with op {chosen}; set op to "
+            "hvd.Average, or leave "
             "the factor out"
         )
     if gradient_predivide_factor <= 0:
-        raise UserError(f"gradient_predivide_factor={gradient_predivide_factor}: it must be greater than 0")
+        raise UserError(
+            f"gradient_predivide_factor={gradient_predivide_factor}: it must be greater than 0"
+        )
     if backward_passes_per_step < 1:
-        raise UserError(f"backward_passes_per_step={backward_passes_per_step}: it must be at least 1")
+        raise UserError(
+            f"backward_passes_per_step={backward_passes_per_step}: it must be at least 1"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise UserError("LBFGS chooses its steps by each rank's own loss, so that the ranks would part; use another optimizer")
+        raise UserError(
+            "LBFGS chooses its steps by each rank's own loss, so that the ranks would part; use "
+            "another optimizer"
+        )
     if isinstance(optimizer, _Reduced | _Adasum):
         raise UserError("this optimizer is a DistributedOptimizer already; wrap it once")
     mixin: type = _Reduced
@@ -81,41 +97,73 @@ def DistributedOptimizer(
         refused = {"groups": groups is not None, "sparse_as_dense": sparse_as_dense}
         for name, given in refused.items():
             if given:
-                raise UserError(f"{name}= has no meaning with op Adasum, which reduces whole steps; leave it out")
+                raise UserError(
+                    f"{name}= has no meaning with op Adasum, which reduces whole steps; leave it "
+                    "out"
+                )
         engine.current()
-        mixin, made = _Adasum, {"_named": named, "_compression": compression, "_process_set": process_set}
+        mixin, made = (
+            _Adasum,
+            {"_named": named, "_compression": compression, "_process_set": process_set},
+        )
     else:
         reducer = Reducer(
-            named, compression, backward_passes_per_step, chosen, gradient_predivide_factor, groups, sparse_as_dense, process_set
+            named,
+            compression,
+            backward_passes_per_step,
+            chosen,
+            gradient_predivide_factor,
+            groups,
+            sparse_as_dense,
+            process_set,
         )
         made = {"_reducer": reducer, "_skips": False}
     base = type(optimizer)
     wrapped: Any = object.__new__(type(base.__name__, (mixin, base), {}))
-    # A scheduler that was made for it has put a `step` of its own there, bound to the optimizer of before.
-    wrapped.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"}, **made)
+    # A scheduler that was made for it has put a `step` of its own there, bound to the optimizer of
+    # before.
+    wrapped.__dict__.update(
+        {name: value for name, value in optimizer.__dict__.items() if name != "step"}, **made
+    )
     return wrapped
 
 
 def _named(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
 ) -> list[tuple[str, torch.nn.Parameter]]:
     own = [param for group in optimizer.param_groups for param in group["params"]]
     if named_parameters is None:
         return [(f"parameter {number}", param) for number, param in enumerate(own)]
     given = list(named_parameters)
     for entry in given:
-        if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[1], torch.Tensor):
-            raise UserError(f"named_parameters holds {kind_of(entry)}, not (name, parameter); give model.named_parameters()")
+        if (
+            not isinstance(entry, tuple)
+            or len(entry) != 2
+            or not isinstance(entry[1], torch.Tensor)
+        ):
+            raise UserError(
+                f"named_parameters holds {kind_of(entry)}, not (name, parameter); give "
+                "model.named_parameters()"
+            )
     names = [name for name, _ in given]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    twice = (
+        sorted({name for name in names if names.count(name) > 1})
+        if len(set(names)) < len(names)
+        else []
+    )
     if twice:
-        raise UserError(f"named_parameters has {twice[0]!r} twice; give each parameter its own name")
+        raise UserError(
+            f"named_parameters has {twice[0]!r} twice; give each parameter its own name"
+        )
     name_of = {param: name for name, param in given}
     missing = [number for number, param in enumerate(own) if param not in name_of]
     if missing:
         raise UserError(
-            f"named_parameters names {len(own) - len(missing)} of the optimizer's {len(own)} parameters, and not number "
-            f"{missing[0]}, of shape {list(own[missing[0]].shape)}; give the named_parameters() of the whole model, or "
+            f"named_parameters names {len(own) - len(missing)} of the optimizer's {len(own)} "
+            "parameters, and not number "
+            f"{missing[0]}, of shape {list(own[missing[0]].shape)}; give the named_parameters() of "
+            "the whole model, or "
             "leave it out"
         )
     return [(name_of[param], param) for param in own]
@@ -128,12 +176,14 @@ class _Reduced(torch.optim.Optimizer):
     _skips: bool
 
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced, to clip or look at them before `step`, which then reduces nothing."""
+        """Wait until all gradients are reduced, to clip or look at them before `step`, which then
+        reduces nothing."""
         self._reducer.synchronize()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """In it, `step` uses gradients that `synchronize` has reduced. `step` notices by itself, so that it is not needed."""
+        """In it, `step` uses gradients that `synchronize` has reduced. `step` notices by itself, so
+        that it is not needed."""
         self._skips = True
         try:
             yield
@@ -164,7 +214,10 @@ class _Reduced(torch.optim.Optimizer):
             loss: Any = super().step(reduced)
         else:
             if self._skips and not self._reducer.synchronized:
-                raise UserError("step() in skip_synchronize() without synchronize(); call optimizer.synchronize() before it")
+                raise UserError(
+                    "step() in skip_synchronize() without synchronize(); call "
+                    "optimizer.synchronize() before it"
+                )
             if not self._reducer.synchronized:
                 self._reducer.synchronize()
             loss = super().step()
@@ -179,7 +232,8 @@ class _Reduced(torch.optim.Optimizer):
         """
         if self._reducer.busy():
             raise UserError(
-                "zero_grad() between backward() and step(), while gradients are on their way; call step() or synchronize() first"
+                "zero_grad() between backward() and step(), while gradients are on their way; call "
+                "step() or synchronize() first"
             )
         self._reducer.synchronized = False
         super().zero_grad(set_to_none)
@@ -188,11 +242,18 @@ class _Reduced(torch.optim.Optimizer):
         """As the optimizer's own; the gradients of the new parameters are reduced as well."""
         if "_reducer" in self.__dict__:
             if self._reducer.busy():
-                raise UserError("add_param_group() between backward() and step(); call step() first")
+                raise UserError(
+                    "add_param_group() between backward() and step(); call step() first"
+                )
             super().add_param_group(param_group)
             number = len(self.param_groups)
             params = self.param_groups[-1]["params"]
-            self._reducer.add([(f"group {number}, parameter {place}", param) for place, param in enumerate(params)])
+            self._reducer.add(
+                [
+                    (f"group {number}, parameter {place}", param)
+                    for place, param in enumerate(params)
+                ]
+            )
 
 
 class _Adasum(torch.optim.Optimizer):
@@ -212,29 +273,39 @@ class _Adasum(torch.optim.Optimizer):
         Raises:
             UserError: always.
         """
-        raise UserError("skip_synchronize() has no meaning with op Adasum; call step() outside of it")
+        raise UserError(
+            "skip_synchronize() has no meaning with op Adasum; call step() outside of it"
+        )
         yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Any number of backward passes may add up before a step."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make the optimizer's own step, and replace what it changed by the ranks' changes, reduced by Adasum."""
+        """Make the optimizer's own step, and replace what it changed by the ranks' changes, reduced
+        by Adasum."""
         params = [param for _, param in self._named if param.requires_grad]
         before = [param.detach().clone() for param in params]
         loss = super().step(closure)
         with torch.no_grad():
-            changes = [(param - old).contiguous() for param, old in zip(params, before, strict=True)]
+            changes = [
+                (param - old).contiguous() for param, old in zip(params, before, strict=True)
+            ]
             narrow = [self._compression.compress(change) for change in changes]
-            grouped_allreduce_([value for value, _ in narrow], name="adasum.changes", op=Adasum, process_set=self._process_set)
+            grouped_allreduce_(
+                [value for value, _ in narrow],
+                name="adasum.changes",
+                op=Adasum,
+                process_set=self._process_set,
+            )
             for param, old, (value, context) in zip(params, before, narrow, strict=True):
                 param.copy_(old + self._compression.decompress(value, context))
         return loss
 
 
 def _reduce_before_unscaling() -> None:
-    """A GradScaler looks for infinite gradients, and skips the step. On each rank's own gradients it would skip on some ranks
-    only, and divide gradients that are on their way."""
+    """A GradScaler looks for infinite gradients, and skips the step. On each rank's own gradients
+    it would skip on some ranks only, and divide gradients that are on their way."""
     scaler: Any = torch.amp.GradScaler
     own = scaler.unscale_
     if hasattr(own, "__wrapped__"):

@@ -30,7 +30,8 @@ def synchronize(handle: Pending) -> Any:
     """Wait for an operation that was begun, and return its result.
 
     Raises:
-        HorovodInternalError: it failed; the message names the tensor, the ranks and what each of them gave.
+        HorovodInternalError: it failed; the message names the tensor, the ranks and what each of
+            them gave.
     """
     return handle.wait()
 

@@ -1,11 +1,13 @@
 """Gradients travel while the backward pass still runs.
 
-Parameters are dealt to buckets in the reverse of their order, as their gradients come. A bucket whose gradients are all there is
-given to the engine as one operation, under a name of its own; the engine's thread reduces it while the backward pass goes on.
+Parameters are dealt to buckets in the reverse of their order, as their gradients come. A bucket
+whose gradients are all there is given to the engine as one operation, under a name of its own; the
+engine's thread reduces it while the backward pass goes on.
 
-Once some steps have sent all buckets in the usual way, they are promised as one round (see `rounds`) when the first gradient of
-a step comes. By the time a bucket is full the ranks have agreed, and it leaves at once, from the thread that filled it. One that
-was full before leaves from the engine's thread: this one may be waiting for something else by then.
+Once some steps have sent all buckets in the usual way, they are promised as one round (see
+`rounds`) when the first gradient of a step comes. By the time a bucket is full the ranks have
+agreed, and it leaves at once, from the thread that filled it. One that was full before leaves from
+the engine's thread: this one may be waiting for something else by then.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from allhands.horovod.torch.buckets import Bucket, Flat, grouped, of_one_sort
 from allhands.horovod.torch.compression import Compression
 from allhands.horovod.torch.reductions import sparse_allreduce_async
 
-# So many steps in a row that sent all buckets in the usual way come before the first that is promised.
+# So many steps in a row that sent all buckets in the usual way come before the first that is
+# promised.
 _STEADY = 3
 
 
@@ -40,16 +43,25 @@ class Reducer:
         compression: one of `Compression`.
         passes: how many backward passes add up in ``.grad`` before it is reduced.
         op: `Average`, `Sum` or `ActiveAverage`, or another reduction.
-        predivide: what gradients are divided by before they are added up, and multiplied by after it.
-        groups: how many groups to make; or lists of parameters, each a group that is reduced as a whole; None makes buckets.
+        predivide: what gradients are divided by before they are added up, and multiplied by after
+            it.
+        groups: how many groups to make; or lists of parameters, each a group that is reduced as a
+            whole; None makes buckets.
         sparse_as_dense: sparse gradients become dense before they travel.
         process_set: the ranks.
     """
 
     def __init__(
-        self, named: Sequence[tuple[str, torch.nn.Parameter]], compression: Any, passes: int, op: ReduceOp, predivide: float,
-        groups: int | Sequence[Sequence[torch.Tensor]] | None, sparse_as_dense: bool, process_set: ProcessSet,
-    ) -> None:  # fmt: skip
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        compression: Any,
+        passes: int,
+        op: ReduceOp,
+        predivide: float,
+        groups: int | Sequence[Sequence[torch.Tensor]] | None,
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
         self._compression, self._op, self._predivide = compression, op, predivide
         self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
         self._passes = passes
@@ -70,17 +82,24 @@ class Reducer:
         """More parameters, between two steps."""
         self._add(list(named), None)
 
-    def _add(self, named: list[tuple[str, torch.nn.Parameter]], groups: int | Sequence[Sequence[torch.Tensor]] | None) -> None:
+    def _add(
+        self,
+        named: list[tuple[str, torch.nn.Parameter]],
+        groups: int | Sequence[Sequence[torch.Tensor]] | None,
+    ) -> None:
         trained = [(name, param) for name, param in named if param.requires_grad]
         self._names.update({param: name for name, param in trained})
         params = [param for _, param in trained]
         for members in of_one_sort(grouped(params, groups)):
-            # In messages its first tensor's name says which it is; that the number alone matches must not be enough.
+            # In messages its first tensor's name says which it is; that the number alone matches
+            # must not be enough.
             bucket = Bucket(f"gradients.{len(self._buckets)}.{self._names[members[0]]}", members)
             self._buckets.append(bucket)
             bucket.renew(self._passes)
             for place, param in enumerate(members):
-                param.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, bucket, place))
+                param.register_post_accumulate_grad_hook(
+                    functools.partial(self._on_gradient, bucket, place)
+                )
         self._steady, self._parts = 0, ()
 
     @property
@@ -91,7 +110,10 @@ class Reducer:
     @passes.setter
     def passes(self, passes: int) -> None:
         if self.busy():
-            raise UserError("the number of backward passes was changed between backward() and step(); change it after step()")
+            raise UserError(
+                "the number of backward passes was changed between backward() and step(); change "
+                "it after step()"
+            )
         self._passes = passes
         self.reset()
 
@@ -104,8 +126,10 @@ class Reducer:
         left = bucket.left[place] - 1
         if left < 0 or bucket.sent:
             raise UserError(
-                f"{self._names[param]!r}: gradients were computed more than {self._passes} times (backward_passes_per_step) "
-                "before step(); set backward_passes_per_step to the number of backward passes of a step"
+                f"{self._names[param]!r}: gradients were computed more than {self._passes} times "
+                "(backward_passes_per_step) "
+                "before step(); set backward_passes_per_step to the number of backward passes of a "
+                "step"
             )
         bucket.left[place] = left
         if left == 0:
@@ -128,7 +152,9 @@ class Reducer:
         gradients = [param.grad for param in bucket.params]
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             bucket.made_dense = True
-            gradients = [gradient.to_dense() if gradient is not None else None for gradient in gradients]
+            gradients = [
+                gradient.to_dense() if gradient is not None else None for gradient in gradients
+            ]
         flat = self._pack(bucket, bucket.params, gradients)
         with torch.no_grad():
             bucket.narrow, bucket.context = self._compression.compress(flat.marked)
@@ -167,14 +193,23 @@ class Reducer:
         if ask is None:
             names = [self._names[param] for param in flat.params]
             ask = running.ask_allreduce(
-                flat.cut(narrow), self._op, 1 / self._predivide, self._predivide, self._process_set, names, bucket.absent
+                flat.cut(narrow),
+                self._op,
+                1 / self._predivide,
+                self._predivide,
+                self._process_set,
+                names,
+                bucket.absent,
             )
             bucket.usual_ask = ask if is_usual else bucket.usual_ask
         bucket.handle = running.begin(bucket.name, ask, self._process_set, [narrow], [narrow])
 
     def _pack(
-        self, bucket: Bucket, params: list[torch.nn.Parameter], gradients: Sequence[torch.Tensor | None]
-    ) -> Flat:  # fmt: skip
+        self,
+        bucket: Bucket,
+        params: list[torch.nn.Parameter],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> Flat:
         """Put the gradients together."""
         if params is bucket.params:
             flat = bucket.usual = bucket.usual or Flat(params)
@@ -187,8 +222,14 @@ class Reducer:
             if bucket.absent:
                 flat.whole.zero_()
                 marks = marks.index_fill(0, torch.tensor(bucket.absent, device=marks.device), 0)
-            pairs = [(view, own) for view, own in zip(flat.views, gradients, strict=True) if own is not None]
-            torch._foreach_copy_([*(view for view, _ in pairs), flat.marks], [*(own for _, own in pairs), marks])
+            pairs = [
+                (view, own)
+                for view, own in zip(flat.views, gradients, strict=True)
+                if own is not None
+            ]
+            torch._foreach_copy_(
+                [*(view for view, _ in pairs), flat.marks], [*(own for _, own in pairs), marks]
+            )
         return flat
 
     def _send_sparse(self, bucket: Bucket) -> list[torch.nn.Parameter]:
@@ -204,13 +245,16 @@ class Reducer:
             else:
                 op = Sum if self._op is Sum else Average
                 name = f"gradients.sparse.{self._names[param]}"
-                bucket.sparse.append((param, sparse_allreduce_async(gradient, name, op, self._process_set)))
+                bucket.sparse.append(
+                    (param, sparse_allreduce_async(gradient, name, op, self._process_set))
+                )
         return left if bucket.sparse else bucket.params
 
     # ------------------------------------------------------------------ as a round
 
     def _begin(self) -> None:
-        """The first gradient of a step is there; the others will come, or are known to be absent at its end."""
+        """The first gradient of a step is there; the others will come, or are known to be absent at
+        its end."""
         self._begun = True
         running = engine.current()
         if running is not self._engine:
@@ -227,7 +271,9 @@ class Reducer:
         if not self._parts:
             number = self._process_set.process_set_id or 0
             asks = [(bucket, bucket.usual_ask) for bucket in self._buckets]
-            self._parts = tuple(((number, "allreduce", bucket.name), ask) for bucket, ask in asks if ask is not None)
+            self._parts = tuple(
+                ((number, "allreduce", bucket.name), ask) for bucket, ask in asks if ask is not None
+            )
         self._lane, self._next = lane, 0
         self._round = lane.promise(self._parts, self._answered)
 
@@ -237,9 +283,15 @@ class Reducer:
             self._leave(promised)
 
     def _leave(self, promised: Round) -> None:
-        """Begin to reduce the buckets of the round that are full, in its order, once the ranks have agreed."""
+        """Begin to reduce the buckets of the round that are full, in its order, once the ranks have
+        agreed."""
         lane, running = self._lane, self._engine
-        if promised is not self._round or promised.answer is None or lane is None or running is None:
+        if (
+            promised is not self._round
+            or promised.answer is None
+            or lane is None
+            or running is None
+        ):
             return
         if not promised.answer:
             self._round = None
@@ -275,7 +327,8 @@ class Reducer:
     def _end_round(self, lane: Lane, promised: Round) -> None:
         divisor = 1 if self._op is Sum else self._process_set.size()
         on_gpu = self._buckets[0].params[0].is_cuda
-        # On a GPU nothing waits here, and few kernels for all are better; on the CPU the next bucket still travels.
+        # On a GPU nothing waits here, and few kernels for all are better; on the CPU the next
+        # bucket still travels.
         places = list(range(len(self._buckets)))
         for together in [places] if on_gpu else [[place] for place in places]:
             buckets = [self._buckets[place] for place in together]
@@ -321,7 +374,8 @@ class Reducer:
     # ------------------------------------------------------------------ the end of a step
 
     def synchronize(self) -> None:
-        """Send what has not been, and wait for all. A parameter without a gradient on any rank keeps None."""
+        """Send what has not been, and wait for all. A parameter without a gradient on any rank
+        keeps None."""
         usual = False
         try:
             if not self._begun:
@@ -351,7 +405,11 @@ class Reducer:
         self.synchronized = True
 
     def _can_promise(self) -> bool:
-        if self._op not in ADDITIVE or self._compression not in (Compression.none, Compression.fp16, Compression.bf16):
+        if self._op not in ADDITIVE or self._compression not in (
+            Compression.none,
+            Compression.fp16,
+            Compression.bf16,
+        ):
             return False
         # Hooks of two devices run in two threads.
         return len({bucket.params[0].device for bucket in self._buckets}) == 1

@@ -13,17 +13,20 @@ from allhands.horovod.reduce_ops import Sum
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm whose mean and variance, in training, are those of all ranks' samples together, however many each has.
+    """BatchNorm whose mean and variance, in training, are those of all ranks' samples together,
+    however many each has.
 
-    On CPU and GPU (Horovod's needs a GPU); of any number of dimensions from 2 on. Arguments are those of torch.nn.BatchNorm2d.
-    The ranks must call their layers in the same order. Variances are put together as in Chan et al., "Updating Formulae and a
-    Pairwise Algorithm for Computing Sample Variances" (1979).
+    On CPU and GPU (Horovod's needs a GPU); of any number of dimensions from 2 on. Arguments are
+    those of torch.nn.BatchNorm2d. The ranks must call their layers in the same order. Variances are
+    put together as in Chan et al., "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances" (1979).
     """
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise UserError(
-                f"SyncBatchNorm: the input has {input.dim()} dimension(s); it must have at least 2 (batch, channels, ...)"
+                f"SyncBatchNorm: the input has {input.dim()} dimension(s); it must have at least 2 "
+                "(batch, channels, ...)"
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -33,7 +36,12 @@ class SyncBatchNorm(_BatchNorm):
         if not whole or engine.current().world.world_size == 1:
             return super().forward(input)
         result, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps)
-        if self.training and self.track_running_stats and self.running_mean is not None and self.running_var is not None:
+        if (
+            self.training
+            and self.track_running_stats
+            and self.running_mean is not None
+            and self.running_var is not None
+        ):
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
             rate = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
@@ -46,7 +54,9 @@ class SyncBatchNorm(_BatchNorm):
 
 class _Normalize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: Any, bias: Any, eps: float) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: Any, bias: Any, eps: float
+    ) -> tuple[torch.Tensor, ...]:
         wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         dims = [dim for dim in range(input.dim()) if dim != 1]
         samples = input.numel() // input.shape[1]
@@ -84,7 +94,12 @@ class _Normalize(torch.autograd.Function):
         factor = scale if weight is None else scale * weight
         inner = grad - mean_grad.view(ctx.shape) - normal * mean_dot.view(ctx.shape)
         of_input = (inner * factor.view(ctx.shape)).to(grads[0].dtype)
-        return of_input, of_weight if weight is not None else None, of_bias if ctx.has_bias else None, None
+        return (
+            of_input,
+            of_weight if weight is not None else None,
+            of_bias if ctx.has_bias else None,
+            None,
+        )
 
 
 __all__ = ["SyncBatchNorm"]

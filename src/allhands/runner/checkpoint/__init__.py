@@ -1,4 +1,5 @@
-"""Checkpoints: written aside by torch.distributed.checkpoint, synced, renamed; checked when read."""
+"""Checkpoints: written aside by torch.distributed.checkpoint, synced, renamed; checked when
+read."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ __all__ = [
 
 
 def save(folder: Path, state: Mapping[str, Any], summary: Mapping[str, Any], best: bool) -> Path:
-    """Write the checkpoint of one epoch from this process alone, and wait until it is on the disk; see `Saver.save`."""
+    """Write the checkpoint of one epoch from this process alone, and wait until it is on the disk;
+    see `Saver.save`."""
     saver = Saver(folder)
     try:
         return saver.save(state, {}, summary, None, best)

@@ -4,9 +4,9 @@
 
     checkpoints/
       epoch-0007/                  the end of an epoch
-        state.pt                   numbers, generators, settings of the optimizer: torch.load(weights_only=True) reads it
-        __0_0.distcp, …            tensors, a file for each rank (torch.distributed.checkpoint)
-        index.json                 which tensor lies where
+        state.pt                   numbers, generators, settings of the optimizer:
+        torch.load(weights_only=True) reads it __0_0.distcp, …            tensors, a file for each
+        rank (torch.distributed.checkpoint) index.json                 which tensor lies where
         manifest.json              epoch, step, metrics, versions, and the SHA-256 of every file
       epoch-0008-step-000000412/   in the middle of an epoch
       last -> epoch-0008-step-000000412
@@ -39,7 +39,8 @@ _OWN = "rank-{}/"
 
 
 def name_of(epoch: int, step: int | None) -> str:
-    """The folder's name: of the end of `epoch`, or of optimizer step `step` (counted over all epochs) within it."""
+    """The folder's name: of the end of `epoch`, or of optimizer step `step` (counted over all
+    epochs) within it."""
     return f"epoch-{epoch:04d}" + ("" if step is None else f"-step-{step:09d}")
 
 
@@ -52,12 +53,14 @@ def load(path: str | os.PathLike[str], weights: bool = True) -> dict[str, Any]:
     """Read the state that all ranks share, onto the CPU.
 
     Args:
-        path: a checkpoint's folder, a file in it, ``last`` or ``best``, a ``checkpoints`` folder, or a logdir (then its newest);
-            ``~`` is the home folder.
-        weights: False leaves marks in the places of the model's and the optimizer's large tensors, for `reader`.
+        path: a checkpoint's folder, a file in it, ``last`` or ``best``, a ``checkpoints`` folder,
+            or a logdir (then its newest); ``~`` is the home folder.
+        weights: False leaves marks in the places of the model's and the optimizer's large tensors,
+            for `reader`.
 
     Raises:
-        UserError: it is absent, incomplete or damaged; the message names the file and what can be used instead.
+        UserError: it is absent, incomplete or damaged; the message names the file and what can be
+            used instead.
     """
     path = resolve(path)
     check_files(path)
@@ -66,21 +69,28 @@ def load(path: str | os.PathLike[str], weights: bool = True) -> dict[str, Any]:
         left = ("rank-",) if weights else ("rank-", "model/", "optimizer/")
         return tree.join(rest, _read(path, lambda key: not key.startswith(left)))
     except (KeyError, ValueError, TypeError) as error:  # an index that was not written by us
-        raise _unusable(path, f"its files do not fit together ({type(error).__name__}: {error})") from None
+        raise _unusable(
+            path, f"its files do not fit together ({type(error).__name__}: {error})"
+        ) from None
 
 
 def load_own(path: Path, rank: int) -> dict[str, torch.Tensor]:
     """The tensors that rank `rank` alone had stored, by name; the files were checked by `load`."""
     prefix = _OWN.format(rank)
-    return {key.removeprefix(prefix): value for key, value in _read(path, lambda key: key.startswith(prefix)).items()}
+    return {
+        key.removeprefix(prefix): value
+        for key, value in _read(path, lambda key: key.startswith(prefix)).items()
+    }
 
 
 @contextlib.contextmanager
 def reader(path: Path) -> Iterator[Read]:
-    """A function ``(value, held)`` that brings the slices that a rank holds of a tensor of the checkpoint into ``held.local``.
+    """A function ``(value, held)`` that brings the slices that a rank holds of a tensor of the
+    checkpoint into ``held.local``.
 
-    `value` is the tensor, or the mark that ``load(path, weights=False)`` left in its place; such a one is read at the end of the
-    block, together with all others, and of the files only what this rank holds.
+    `value` is the tensor, or the mark that ``load(path, weights=False)`` left in its place; such a
+    one is read at the end of the block, together with all others, and of the files only what this
+    rank holds.
 
     Raises:
         ValueError: it has another shape.
@@ -93,7 +103,10 @@ def reader(path: Path) -> Iterator[Read]:
         key = tree.path_in(value)
         size = tuple(value.shape) if key is None else tuple(index[key]["size"])
         if size != held.shape:
-            raise ValueError(f"a tensor {'' if key is None else repr(key) + ' '}of shape {list(size)} and not {list(held.shape)}")
+            raise ValueError(
+                f"a tensor {'' if key is None else repr(key) + ' '}of shape {list(size)} and not "
+                f"{list(held.shape)}"
+            )
         assert held.local is not None
         if key is None:
             held.take(value, held.local)
@@ -131,13 +144,16 @@ def _read(path: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
     if tensors:
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads by itself
+            warnings.filterwarnings(
+                "ignore", message="torch.distributed is disabled"
+            )  # each rank reads by itself
             dcp.load(tensors, storage_reader=Reader(path), planner=planner, no_dist=True)
     return tensors
 
 
 def newest(folder: Path, weights: bool = True) -> tuple[Path, dict[str, Any], list[str]] | None:
-    """The newest checkpoint in a ``checkpoints`` folder that is whole: its path, its state (see `load`), what was passed over."""
+    """The newest checkpoint in a ``checkpoints`` folder that is whole: its path, its state (see
+    `load`), what was passed over."""
     passed_over: list[str] = []
     for candidate in reversed(found_in(folder)):
         try:
@@ -150,7 +166,8 @@ def newest(folder: Path, weights: bool = True) -> tuple[Path, dict[str, Any], li
 
 
 def resolve(given: str | os.PathLike[str]) -> Path:
-    """A checkpoint's folder, from that folder, a file in it, ``last``/``best``, a ``checkpoints`` folder or a logdir.
+    """A checkpoint's folder, from that folder, a file in it, ``last``/``best``, a ``checkpoints``
+    folder or a logdir.
 
     A checkpoint may also be named beside the ``checkpoints`` folder that it is in: ``logdir/best``.
 
@@ -158,7 +175,10 @@ def resolve(given: str | os.PathLike[str]) -> Path:
         UserError: there is none; names the nearest that there is.
     """
     if not isinstance(given, (str, os.PathLike)):
-        raise UserError(f"a checkpoint is named by a path, and this is {kind_of(given)}; write 'logdir/checkpoints/last'")
+        raise UserError(
+            f"a checkpoint is named by a path, and this is {kind_of(given)}; write "
+            "'logdir/checkpoints/last'"
+        )
     path = Path(given).expanduser()
     if path.name in (STATE_FILE, MANIFEST_FILE, INDEX_FILE):
         path = path.parent
@@ -173,7 +193,8 @@ def resolve(given: str | os.PathLike[str]) -> Path:
         raise UserError(f"there is no checkpoint at {path}{_instead(path)}")
     if path.is_file():
         raise UserError(
-            f"{path} is a file; give the folder of a checkpoint, such as logdir/checkpoints/last, which holds {STATE_FILE}"
+            f"{path} is a file; give the folder of a checkpoint, such as logdir/checkpoints/last, "
+            f"which holds {STATE_FILE}"
         )
     if not (path / MANIFEST_FILE).exists() and not any(path.iterdir()):
         raise UserError(f"there is no checkpoint in {path}, which is empty{_instead(path)}")
@@ -184,9 +205,17 @@ def _instead(path: Path) -> str:
     """What could have been meant by a path at which nothing is."""
     beside = path.parent
     if not beside.is_dir():
-        near = nearest(beside.name, [entry.name for entry in _entries(beside.parent) if entry.is_dir()])
-        return f": there is no folder {beside}" + (f"; did you mean {beside.parent / near}?" if near else "")
-    names = [entry.name for entry in _entries(beside) if entry.is_dir() and not entry.name.startswith(".")]
+        near = nearest(
+            beside.name, [entry.name for entry in _entries(beside.parent) if entry.is_dir()]
+        )
+        return f": there is no folder {beside}" + (
+            f"; did you mean {beside.parent / near}?" if near else ""
+        )
+    names = [
+        entry.name
+        for entry in _entries(beside)
+        if entry.is_dir() and not entry.name.startswith(".")
+    ]
     near = nearest(path.name, names)
     if near is not None:
         return f"; did you mean {beside / near}?"
@@ -209,21 +238,30 @@ def check_files(path: Path) -> dict[str, Any]:
     manifest_path = path / MANIFEST_FILE
     try:
         manifest: dict[str, Any] = json.loads(manifest_path.read_text())
-        expected = {str(name): (entry["sha256"], entry["bytes"]) for name, entry in manifest["files"].items()}
+        expected = {
+            str(name): (entry["sha256"], entry["bytes"])
+            for name, entry in manifest["files"].items()
+        }
     except FileNotFoundError:
         raise _unusable(path, f"{manifest_path} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _unusable(path, f"{manifest_path} cannot be read ({error})") from None
     for needed in (STATE_FILE, INDEX_FILE):
         if needed not in expected:
-            raise _unusable(path, f"{manifest_path} lists no {needed}: it was written by another version of allhands")
+            raise _unusable(
+                path,
+                f"{manifest_path} lists no {needed}: it was written by another version of allhands",
+            )
     for name, (total, size) in expected.items():
         file = path / name
         if not file.is_file():
             raise _unusable(path, f"{file} is missing")
         if file.stat().st_size != size:
             found = file.stat().st_size
-            raise _unusable(path, f"{file} has {found} bytes and should have {size}: it was cut short or changed")
+            raise _unusable(
+                path,
+                f"{file} has {found} bytes and should have {size}: it was cut short or changed",
+            )
         if sha256(file) != total:
             raise _unusable(path, f"{file} does not match its checksum: it is damaged")
     return manifest
@@ -239,14 +277,21 @@ def found_in(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first."""
     if not folder.is_dir():
         return []
-    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
+    found = [
+        (match, path)
+        for path in folder.iterdir()
+        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
+    ]
     # Within an epoch, its end comes after all its steps.
-    ordered = sorted(found, key=lambda item: (int(item[0][1]), item[0][2] is None, int(item[0][2] or 0)))
+    ordered = sorted(
+        found, key=lambda item: (int(item[0][1]), item[0][2] is None, int(item[0][2] or 0))
+    )
     return [path for _, path in ordered]
 
 
 def put_in_place(aside: Path, final: Path, best: bool) -> None:
-    """Rename a finished folder to its name, point ``last`` (and ``best``) at it, and remove what is not kept."""
+    """Rename a finished folder to its name, point ``last`` (and ``best``) at it, and remove what is
+    not kept."""
     _replace_folder(aside, final)
     folder = final.parent
     _point(folder / "last", final.name)
@@ -257,7 +302,8 @@ def put_in_place(aside: Path, final: Path, best: bool) -> None:
 
 
 def _replace_folder(source: Path, target: Path) -> None:
-    """Rename a folder over another; the old one is moved aside first, since a folder with content cannot be replaced."""
+    """Rename a folder over another; the old one is moved aside first, since a folder with content
+    cannot be replaced."""
     old = target.with_name(f".{target.name}.{os.getpid()}.old")
     if target.exists():
         target.rename(old)

@@ -1,6 +1,8 @@
-"""How torch.distributed.checkpoint writes tensors of which each rank holds some blocks, and reads only the blocks of one rank.
+"""How torch.distributed.checkpoint writes tensors of which each rank holds some blocks, and reads
+only the blocks of one rank.
 
-The files are those of whole tensors: the index lists each tensor with its full size, in as many chunks as were written.
+The files are those of whole tensors: the index lists each tensor with its full size, in as many
+chunks as were written.
 """
 
 from __future__ import annotations
@@ -52,9 +54,15 @@ class SavePieces(dcp.DefaultSavePlanner):
                 block, offsets = piece.of_local(value.local), torch.Size(piece.offsets)
                 self.blocks[key, offsets] = block
                 chunk = ChunkStorageMetadata(offsets, torch.Size(piece.sizes))
-                data = TensorWriteData(chunk, TensorProperties.create_from_tensor(block), torch.Size(value.shape))
-                items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
-        self.state_dict = {key: value for key, value in everything.items() if not isinstance(value, Held)}
+                data = TensorWriteData(
+                    chunk, TensorProperties.create_from_tensor(block), torch.Size(value.shape)
+                )
+                items.append(
+                    WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
+                )
+        self.state_dict = {
+            key: value for key, value in everything.items() if not isinstance(value, Held)
+        }
         self.plan: SavePlan = super().create_local_plan()
         self.plan.items.extend(items)
         return self.plan
@@ -68,7 +76,9 @@ class SavePieces(dcp.DefaultSavePlanner):
 class _LoadPieces(LoadPlanner):
     """Reads into each `Held` the blocks that it holds."""
 
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
         self.wanted: dict[str, Held] = state_dict
         self.metadata = metadata
 
@@ -78,7 +88,10 @@ class _LoadPieces(LoadPlanner):
         for key, kept in self.wanted.items():
             stored = self.metadata.state_dict_metadata[key]
             assert isinstance(stored, TensorStorageMetadata)
-            chunks = [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in kept.pieces]
+            chunks = [
+                ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+                for piece in kept.pieces
+            ]
             items += create_read_items_for_chunk_list(key, stored, chunks)
         return LoadPlan(items)
 
@@ -96,7 +109,9 @@ class _LoadPieces(LoadPlanner):
         assert kept.local is not None
         assert number is not None
         block = kept.pieces[number].of_local(kept.local)
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+        for dim, (start, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
             block = block.narrow(dim, start, length)
         return block
 
@@ -105,7 +120,10 @@ class _LoadPieces(LoadPlanner):
 
 
 def read_pieces(folder: Path, wanted: Mapping[str, Held]) -> None:
-    """Fill the local tensors, which lie in the processor's memory and have the dtype of the stored ones."""
+    """Fill the local tensors, which lie in the processor's memory and have the dtype of the stored
+    ones."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads by itself
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled"
+        )  # each rank reads by itself
         dcp.load(dict(wanted), storage_reader=Reader(folder), planner=_LoadPieces(), no_dist=True)

@@ -26,18 +26,23 @@ from allhands.world import World
 if TYPE_CHECKING:
     from allhands.runner.checkpoint.storage import Writer
 
-# A slow disk is no hang: the ranks wait for one another's files longer than for a collective of the training.
+# A slow disk is no hang: the ranks wait for one another's files longer than for a collective of the
+# training.
 DISK_TIMEOUT = timedelta(hours=1)
 
-# Said by PyTorch at every save of a single process, which is no mistake here. Filters are the process's, not the thread's.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+# Said by PyTorch at every save of a single process, which is no mistake here. Filters are the
+# process's, not the thread's.
+warnings.filterwarnings(
+    "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+)
 
 
 class Saver:
     """Writes checkpoints of a training, one at a time, in a thread of its own.
 
-    Making, saving, waiting and closing are for all ranks together. What all ranks hold alike is dealt out among them, so that
-    each copies and writes only its part; of tensors that lie in parts on the ranks (`Held`), each writes its own.
+    Making, saving, waiting and closing are for all ranks together. What all ranks hold alike is
+    dealt out among them, so that each copies and writes only its part; of tensors that lie in parts
+    on the ranks (`Held`), each writes its own.
 
     Args:
         folder: the ``checkpoints`` folder, on a file system that all ranks share; made when absent.
@@ -50,7 +55,8 @@ class Saver:
         self.group: Any = None
         self.owner = os.getpid()
         if world is not None and self.size > 1:
-            # The thread talks while the training does: in a group of its own, or their messages would mix.
+            # The thread talks while the training does: in a group of its own, or their messages
+            # would mix.
             self.group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
             self.owner = broadcast_ints([os.getpid()] if self.rank == 0 else None, world)[0]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="allhands-checkpoint")
@@ -58,8 +64,14 @@ class Saver:
         self._pending: tuple[str, Future[None]] | None = None
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def save(self, state: Mapping[str, Any], own: Mapping[str, torch.Tensor], summary: Mapping[str, Any], step: int | None,
-             best: bool) -> Path:  # fmt: skip
+    def save(
+        self,
+        state: Mapping[str, Any],
+        own: Mapping[str, torch.Tensor],
+        summary: Mapping[str, Any],
+        step: int | None,
+        best: bool,
+    ) -> Path:
         """Take a copy of everything and have it written; returns before it is.
 
         Args:
@@ -91,8 +103,11 @@ class Saver:
         aside, final = self.folder / f".{name}.{self.owner}.part", self.folder / name
         versions = {"allhands": allhands.__version__, "torch": str(torch.__version__)}
         writer = Writer(
-            aside, content.getvalue(), {**summary, **versions}, lambda: folders.put_in_place(aside, final, best)
-        )  # fmt: skip
+            aside,
+            content.getvalue(),
+            {**summary, **versions},
+            lambda: folders.put_in_place(aside, final, best),
+        )
         self._pending = (name, self._thread.submit(self._write, staged, writer))
         return final
 
@@ -116,7 +131,9 @@ class Saver:
             if isinstance(cause, FileNotFoundError) and self.size > 1:
                 said += ". The logdir must be on a file system that all ranks share"
             if isinstance(cause, OSError):
-                raise OSError(cause.errno, f"{said}: {cause.strerror or cause}", cause.filename) from None
+                raise OSError(
+                    cause.errno, f"{said}: {cause.strerror or cause}", cause.filename
+                ) from None
             raise WorldError(f"{said}: {type(cause).__name__}: {cause}") from cause
 
     def close(self, longest: float | None = None) -> None:
@@ -149,7 +166,13 @@ class Saver:
         crc = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)
         try:
-            dcp.save(staged, storage_writer=writer, planner=planner, process_group=self.group, no_dist=self.size == 1)
+            dcp.save(
+                staged,
+                storage_writer=writer,
+                planner=planner,
+                process_group=self.group,
+                no_dist=self.size == 1,
+            )
         except BaseException:
             if self.rank == 0:
                 shutil.rmtree(writer.aside, ignore_errors=True)
@@ -158,25 +181,35 @@ class Saver:
             torch.serialization.set_crc32_options(crc)
 
     def _check_same(self, name: str) -> None:
-        """Raise when another rank is about to save another checkpoint: their parts would be put together."""
+        """Raise when another rank is about to save another checkpoint: their parts would be put
+        together."""
         if self.group is None:
             return
         mine = torch.zeros(128, dtype=torch.uint8, device="cpu")
         mine[: len(name)] = torch.frombuffer(bytearray(name.encode()), dtype=torch.uint8)
         seen = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(seen, mine, group=self.group)
-        names = [bytes(row.numpy()).rstrip(b"\0").decode().removeprefix(".").split(".")[0] for row in seen]
+        names = [
+            bytes(row.numpy()).rstrip(b"\0").decode().removeprefix(".").split(".")[0]
+            for row in seen
+        ]
         if len(set(names)) > 1:
             said = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(names))
             raise WorldError(
-                f"the ranks save different checkpoints ({said}). save_checkpoint() and stop(…, now=True) are for all ranks at "
+                f"the ranks save different checkpoints ({said}). save_checkpoint() and stop(…, "
+                "now=True) are for all ranks at "
                 "the same step: call them without `if rank == 0`"
             )
 
     def _my_share(self, tensors: Mapping[str, Any]) -> list[str]:
-        """The keys that this rank writes: the largest first, always to the rank that has least so far."""
+        """The keys that this rank writes: the largest first, always to the rank that has least so
+        far."""
         parts = {key for key, value in tensors.items() if isinstance(value, Held)}
-        mine = [key for key in tensors if key in parts and tensors[key].first and tensors[key].local is not None]
+        mine = [
+            key
+            for key in tensors
+            if key in parts and tensors[key].first and tensors[key].local is not None
+        ]
         whole = sorted(tensors.keys() - parts)  # so that all ranks deal alike
         owners = dealt([tensors[key].nbytes for key in whole], self.size)
         mine += [key for key, owner in zip(whole, owners, strict=True) if owner == self.rank]
@@ -190,7 +223,12 @@ class Saver:
             value: torch.Tensor = given.local if isinstance(given, Held) else given  # type: ignore[assignment]
             buffer = self._buffers.get(key)
             if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-                buffer = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=value.device.type == "cuda")
+                buffer = torch.empty(
+                    value.shape,
+                    dtype=value.dtype,
+                    device="cpu",
+                    pin_memory=value.device.type == "cuda",
+                )
             buffer.copy_(value, non_blocking=True)
             on_device |= value.device.type == "cuda"
             buffers[key] = buffer
@@ -203,5 +241,6 @@ class Saver:
 
 def _prepare() -> None:
     """Import, in the thread, what takes long to import."""
-    # The thread has the process's priority: with a lower one, steps took longer, because they wait for locks that it holds.
+    # The thread has the process's priority: with a lower one, steps took longer, because they wait
+    # for locks that it holds.
     import allhands.runner.checkpoint.storage  # noqa: F401

@@ -1,10 +1,11 @@
-"""How torch.distributed.checkpoint writes and reads our files: a JSON index in place of its pickled one, and checksums.
+"""How torch.distributed.checkpoint writes and reads our files: a JSON index in place of its pickled
+one, and checksums.
 
-Every rank writes its own tensors into a file of its own. When all have done so, rank 0 writes the rest, the index and the
-manifest, and puts the finished folder in its place.
+Every rank writes its own tensors into a file of its own. When all have done so, rank 0 writes the
+rest, the index and the manifest, and puts the finished folder in its place.
 
-Importing this takes half a second (torch.distributed.checkpoint brings in DTensor and sympy), so only those who save or load
-do.
+Importing this takes half a second (torch.distributed.checkpoint brings in DTensor and sympy), so
+only those who save or load do.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class _SummingFiles(FileSystem):
 
 
 class Writer(FileSystemWriter):
-    """Writes one checkpoint into the folder `aside`; on rank 0, `complete` then puts it in its place.
+    """Writes one checkpoint into the folder `aside`; on rank 0, `complete` then puts it in its
+    place.
 
     Args:
         aside: folder to write into; on a file system that all ranks share.
@@ -76,7 +78,9 @@ class Writer(FileSystemWriter):
         complete: called on rank 0 when everything is on the disk.
     """
 
-    def __init__(self, aside: Path, rest: bytes, summary: dict[str, Any], complete: Callable[[], None]) -> None:
+    def __init__(
+        self, aside: Path, rest: bytes, summary: dict[str, Any], complete: Callable[[], None]
+    ) -> None:
         super().__init__(aside, single_file_per_rank=True, sync_files=True, thread_count=1)
         self.fs = self._files = _SummingFiles()
         self.aside = aside
@@ -85,7 +89,8 @@ class Writer(FileSystemWriter):
         self.complete = complete
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # PyTorch's makes the folder on every rank; rank 0 does it below, before any rank writes
+        # PyTorch's makes the folder on every rank; rank 0 does it below, before any rank writes
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         shutil.rmtree(self.aside, ignore_errors=True)
@@ -110,8 +115,15 @@ class Writer(FileSystemWriter):
             total = beside.read_text() if beside.exists() else sha256(path)
             beside.unlink(missing_ok=True)
             files[path.name] = {"sha256": total, "bytes": path.stat().st_size}
-        (self.aside / MANIFEST_FILE).write_text(json.dumps({**self.summary, "files": files}, indent=2) + "\n")
-        for path in (self.aside / STATE_FILE, self.aside / INDEX_FILE, self.aside / MANIFEST_FILE, self.aside):
+        (self.aside / MANIFEST_FILE).write_text(
+            json.dumps({**self.summary, "files": files}, indent=2) + "\n"
+        )
+        for path in (
+            self.aside / STATE_FILE,
+            self.aside / INDEX_FILE,
+            self.aside / MANIFEST_FILE,
+            self.aside,
+        ):
             sync(path)
         self.complete()
 
@@ -132,7 +144,9 @@ class Reader(FileSystemReader):
                 offsets, sizes = torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
                 # Path(…).name: a file of this folder, whatever the index says.
-                place = _StorageInfo(Path(chunk["file"]).name, int(chunk["start"]), int(chunk["length"]))
+                place = _StorageInfo(
+                    Path(chunk["file"]).name, int(chunk["start"]), int(chunk["length"])
+                )
                 stored[MetadataIndex(key, offsets, number)] = place
             properties = TensorProperties(dtype=dtype_named(entry["dtype"]))
             tensors[key] = TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
@@ -147,9 +161,14 @@ def _index(metadata: Metadata, stored: dict[MetadataIndex, Any]) -> dict[str, An
         for chunk in tensor.chunks:
             place = stored[MetadataIndex(key, chunk.offsets)]
             chunks.append(
-                {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": place.relative_path,
-                 "start": place.offset, "length": place.length}
-            )  # fmt: skip
+                {
+                    "offsets": list(chunk.offsets),
+                    "sizes": list(chunk.sizes),
+                    "file": place.relative_path,
+                    "start": place.offset,
+                    "length": place.length,
+                }
+            )
         dtype = str(tensor.properties.dtype).removeprefix("torch.")
         index[key] = {"dtype": dtype, "size": list(tensor.size), "chunks": chunks}
     return index

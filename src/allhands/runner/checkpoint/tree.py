@@ -12,18 +12,31 @@ import torch
 from allhands.errors import UserError
 from allhands.strategies.held import Held
 
-# Tensors of up to so many elements stay with the rest: an optimizer keeps a counter for each parameter, and a file entry for
-# each of them would cost more than its content.
+# Tensors of up to so many elements stay with the rest: an optimizer keeps a counter for each
+# parameter, and a file entry for each of them would cost more than its content.
 SMALL = 64
 _MARK = "tensor of the checkpoint"
-_PLAIN = (torch.Tensor, int, float, complex, str, bytes, bool, type(None), torch.Size, torch.dtype, torch.device)
+_PLAIN = (
+    torch.Tensor,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bool,
+    type(None),
+    torch.Size,
+    torch.dtype,
+    torch.device,
+)
 
 
 def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The large tensors of a state by the path to them (``"model/fc.weight"``), and the state with a mark in their places.
+    """The large tensors of a state by the path to them (``"model/fc.weight"``), and the state with
+    a mark in their places.
 
-    Tensors of which this rank holds a part (`Held`) count as large, since rank 0, which writes the rest, may have none of them.
-    The small tensors of the rest are copies; the large ones are not.
+    Tensors of which this rank holds a part (`Held`) count as large, since rank 0, which writes the
+    rest, may have none of them. The small tensors of the rest are copies; the large ones are not.
 
     Raises:
         UserError: the state holds an object that could only be stored by executing code on loading.
@@ -33,7 +46,8 @@ def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def join(rest: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The state that `split` took apart. Marks of tensors that are not given (one rank's own) are left for a later call."""
+    """The state that `split` took apart. Marks of tensors that are not given (one rank's own) are
+    left for a later call."""
     return {key: _fill(value, tensors) for key, value in rest.items()}
 
 
@@ -52,7 +66,9 @@ def _strip(value: Any, path: str, tensors: dict[str, Any]) -> Any:
         stripped = {key: _strip(item, f"{path}/{key}", tensors) for key, item in value.items()}
         return type(value)(stripped) if type(value) is not dict else stripped
     if type(value) in (list, tuple):
-        return type(value)(_strip(item, f"{path}/{number}", tensors) for number, item in enumerate(value))
+        return type(value)(
+            _strip(item, f"{path}/{number}", tensors) for number, item in enumerate(value)
+        )
     if isinstance(value, (set, frozenset)):
         for item in value:
             _check_plain(item, f"{path} member")
@@ -85,6 +101,7 @@ def _check_plain(value: Any, where: str) -> None:
             _check_plain(item, f"{where}/{number}")
     elif isinstance(value, (np.generic, np.ndarray)) or not isinstance(value, _PLAIN):
         raise UserError(
-            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot store safely; keep "
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
+            "cannot store safely; keep "
             "only tensors, numbers, strings, lists and dicts in state_dict()"
         )

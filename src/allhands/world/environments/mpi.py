@@ -1,4 +1,5 @@
-"""What the MPI environments share: one host needs no MPI to meet, several ask it to carry the address."""
+"""What the MPI environments share: one host needs no MPI to meet, several ask it to carry the
+address."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _LAUNCHERS = ("pmi_proxy", "mpiexec", "mpirun", "orted", "prted", "prterun")
 
 
 def mpi_meeting(environ: Environ, layout: Layout, job_key: str | None) -> Meeting:
-    """Where the ranks of one mpirun meet: MASTER_ADDR and MASTER_PORT, else this host, else told by an MPI
-    broadcast.
+    """Where the ranks of one mpirun meet: MASTER_ADDR and MASTER_PORT, else this host, else told by
+    an MPI broadcast.
 
     `job_key` names the mpirun; None lets the launcher process that is our ancestor name it.
 
@@ -31,32 +32,39 @@ def mpi_meeting(environ: Environ, layout: Layout, job_key: str | None) -> Meetin
         return Meeting(mpi_broadcast=True)
     share = "an unknown part" if layout.local_world_size is None else str(layout.local_world_size)
     raise WorldError(
-        f"{layout.environment}: {layout.world_size} processes on several hosts ({share} of them here) need to learn where rank "
-        "0 is. Install mpi4py on every host (pip install 'allhands[mpi]'), or set MASTER_ADDR to the host of rank 0 and "
+        f"{layout.environment}: {layout.world_size} processes on several hosts ({share} of them "
+        "here) need to learn where rank "
+        "0 is. Install mpi4py on every host (pip install 'allhands[mpi]'), or set MASTER_ADDR to "
+        "the host of rank 0 and "
         "MASTER_PORT to a free port there."
     )
 
 
 def broadcast_meeting(meeting: Meeting | None) -> Meeting:
-    """Rank 0 passes where it listens, the others None; every rank gets rank 0's value. Collective over MPI's world."""
+    """Rank 0 passes where it listens, the others None; every rank gets rank 0's value. Collective
+    over MPI's world."""
     MPI = load_mpi()
     world = MPI.COMM_WORLD
-    # MPI_Finalize at the end of a process waits for every rank: an error in one of them would leave all hanging.
+    # MPI_Finalize at the end of a process waits for every rank: an error in one of them would leave
+    # all hanging.
     end_job_on_error(world.Get_rank(), MPI.Get_processor_name(), os.environ)
-    told = bytearray(json.dumps([meeting.hosts, meeting.port]).encode() if meeting is not None else b"")
+    told = bytearray(
+        json.dumps([meeting.hosts, meeting.port]).encode() if meeting is not None else b""
+    )
     length = array("q", [len(told)])
     world.Bcast([length, 1, MPI.INT64_T], 0)
     told = told or bytearray(length[0])
     world.Bcast([told, length[0], MPI.BYTE], 0)
-    # MPI sends only while it is called: what rank 0 has returned from may not be sent yet, and it goes on without MPI.
+    # MPI sends only while it is called: what rank 0 has returned from may not be sent yet, and it
+    # goes on without MPI.
     world.Barrier()
     hosts, port = json.loads(told)
     return Meeting(hosts=tuple(hosts), port=port)
 
 
 def _launcher_key(layout: Layout) -> str:
-    """A name for the mpirun on this host that is our ancestor: its process number and start time, unique
-    until reboot.
+    """A name for the mpirun on this host that is our ancestor: its process number and start time,
+    unique until reboot.
     """
     pid = os.getppid()
     while pid > 1:
@@ -69,7 +77,8 @@ def _launcher_key(layout: Layout) -> str:
             return f"{layout.environment} {os.getuid()} {pid} {fields[19]}"
         pid = int(fields[1])
     raise WorldError(
-        f"{layout.environment}: no process above this one is an MPI launcher ({', '.join(_LAUNCHERS)}), so that the ranks have "
+        f"{layout.environment}: no process above this one is an MPI launcher "
+        f"({', '.join(_LAUNCHERS)}), so that the ranks have "
         "no common name to meet under. Set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port."
     )
 

@@ -1,5 +1,5 @@
-"""Ranks that Open MPI's mpirun started. Under `srun --mpi=pmix` its variables are absent and Slurm's are used
-instead.
+"""Ranks that Open MPI's mpirun started. Under `srun --mpi=pmix` its variables are absent and
+Slurm's are used instead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from allhands.world.layout import Environ, Layout, Meeting, need_int, read_int
 class OpenMPI(Environment):
     """OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK and _LOCAL_SIZE.
 
-    OMPI_COMM_WORLD_NODE_RANK is left alone: despite its name it is a process's number on its host, not the
+    OMPI_COMM_WORLD_NODE_RANK is left alone: despite its name it is a process's number on its host,
+    not the
     host's.
     """
 
@@ -39,11 +40,13 @@ class OpenMPI(Environment):
         )
 
     def meeting(self, environ: Environ, layout: Layout) -> Meeting:
-        # A name space is one mpirun's; version 4 reuses small numbers, so the daemon's address is added to
-        # it.
+        # A name space is one mpirun's; version 4 reuses small numbers, so the daemon's address is
+        # added to it.
         names = ("PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri", "PMIX_SERVER_URI41", "PMIX_SERVER_URI2")
         told = [environ.get(name, "-") for name in names]
-        return mpi_meeting(environ, layout, "openmpi " + " ".join(told) if environ.get("PMIX_NAMESPACE") else None)
+        return mpi_meeting(
+            environ, layout, "openmpi " + " ".join(told) if environ.get("PMIX_NAMESPACE") else None
+        )
 
 
 def check_world_size(environ: Environ, size: int, name: str) -> None:
@@ -51,5 +54,6 @@ def check_world_size(environ: Environ, size: int, name: str) -> None:
     told = read_int(environ, "WORLD_SIZE")
     if told is not None and told != size:
         raise WorldError(
-            f"WORLD_SIZE={told}, but {name}={size}: start {told} processes with mpirun -n {told}, or unset WORLD_SIZE."
+            f"WORLD_SIZE={told}, but {name}={size}: start {told} processes with mpirun -n {told}, "
+            "or unset WORLD_SIZE."
         )

@@ -1,10 +1,10 @@
 """A step that srun started.
 
-What is *not* such a step, although Slurm's variables are there: the shell that salloc opens (no SLURM_PROCID,
-or the step "interactive", whose number is 0xfffffffa), the script that sbatch runs (no SLURM_STEP_ID, or the
-step "batch", 0xfffffffb), and the shell of `srun --pty bash` (SLURM_PTY_PORT is set and the process has a
-terminal; the terminal matters because an srun typed in that shell inherits SLURM_PTY_PORT, and its tasks have
-none). A program there trains alone.
+What is *not* such a step, although Slurm's variables are there: the shell that salloc opens (no
+SLURM_PROCID, or the step "interactive", whose number is 0xfffffffa), the script that sbatch runs
+(no SLURM_STEP_ID, or the step "batch", 0xfffffffb), and the shell of `srun --pty bash`
+(SLURM_PTY_PORT is set and the process has a terminal; the terminal matters because an srun typed in
+that shell inherits SLURM_PTY_PORT, and its tasks have none). A program there trains alone.
 """
 
 from __future__ import annotations
@@ -14,16 +14,26 @@ import logging
 from allhands.errors import UserError, WorldError
 from allhands.world.environments.base import Environment
 from allhands.world.hostlist import expand_hosts, expand_tasks
-from allhands.world.layout import Environ, Layout, Meeting, given_meeting, need_int, read_int, read_port
+from allhands.world.layout import (
+    Environ,
+    Layout,
+    Meeting,
+    given_meeting,
+    need_int,
+    read_int,
+    read_port,
+)
 
 _log = logging.getLogger(__name__)
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch, extern, interactive and pending steps are numbered from the top of 32 bits
+_FIRST_SPECIAL_STEP = (
+    0xFFFFFFF0  # batch, extern, interactive and pending steps are numbered from the top of 32 bits
+)
 _SPECIAL_STEPS = {"batch", "extern", "interactive"}
 
 
 class Slurm(Environment):
-    """SLURM_PROCID, SLURM_STEP_NUM_TASKS and SLURM_LOCALID say who we are; rank 0's host is a host of the
-    step's list.
+    """SLURM_PROCID, SLURM_STEP_NUM_TASKS and SLURM_LOCALID say who we are; rank 0's host is a host
+    of the step's list.
     """
 
     name = "slurm"
@@ -36,15 +46,21 @@ class Slurm(Environment):
         rank = need_int(environ, "SLURM_PROCID", because)
         tasks = _step_tasks(environ)
         if tasks is None:
-            raise UserError(f"neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS is set, but {because}; pass rank= and world_size=.")
+            raise UserError(
+                f"neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS is set, but {because}; pass rank= "
+                "and world_size=."
+            )
         told = read_int(environ, "WORLD_SIZE")
         if told is not None and told != tasks:
             raise WorldError(
-                f"WORLD_SIZE={told}, but srun started {tasks} tasks: start `srun --ntasks={told}`, or unset WORLD_SIZE."
+                f"WORLD_SIZE={told}, but srun started {tasks} tasks: start `srun --ntasks={told}`, "
+                "or unset WORLD_SIZE."
             )
         node = read_int(environ, "SLURM_NODEID")
         counts = self._tasks_per_node(environ, tasks)
-        local_size = counts[node] if counts is not None and node is not None and node < len(counts) else None
+        local_size = (
+            counts[node] if counts is not None and node is not None and node < len(counts) else None
+        )
         return Layout(
             rank=rank,
             world_size=tasks,
@@ -59,13 +75,19 @@ class Slurm(Environment):
         given = given_meeting(environ)
         if given is not None:
             return given
-        node_list = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+        node_list = (
+            environ.get("SLURM_STEP_NODELIST")
+            or environ.get("SLURM_JOB_NODELIST")
+            or environ.get("SLURM_NODELIST")
+        )
         if layout.one_host:
             hosts: tuple[str, ...] = ("127.0.0.1",)
         elif node_list:
             hosts = tuple(expand_hosts(node_list))
         else:
-            raise UserError("SLURM_STEP_NODELIST is not set; set MASTER_ADDR to the host of rank 0.")
+            raise UserError(
+                "SLURM_STEP_NODELIST is not set; set MASTER_ADDR to the host of rank 0."
+            )
         if environ.get("MASTER_ADDR", "").strip():
             hosts = (environ["MASTER_ADDR"].strip(),)
         # The restart count keeps a requeued job from meeting what is left of its former self.
@@ -81,7 +103,8 @@ class Slurm(Environment):
 
     @staticmethod
     def _tasks_per_node(environ: Environ, tasks: int) -> list[int] | None:
-        """Tasks on each node of the step, or None where Slurm does not tell; checked against their sum."""
+        """Tasks on each node of the step, or None where Slurm does not tell; checked against their
+        sum."""
         text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
         if not text:
             nodes, each = _num_nodes(environ), read_int(environ, "SLURM_NTASKS_PER_NODE")
@@ -91,25 +114,31 @@ class Slurm(Environment):
         if sum(counts) == tasks:
             return counts
         if not environ.get("SLURM_STEP_TASKS_PER_NODE"):
-            return None  # the variable is the allocation's: a step may use fewer nodes or tasks than its job
+            # the variable is the allocation's: a step may use fewer nodes or tasks than its job
+            return None
         raise WorldError(
-            f"SLURM_STEP_TASKS_PER_NODE={text!r} adds up to {sum(counts)} tasks, but SLURM_STEP_NUM_TASKS={tasks}. Unset "
+            f"SLURM_STEP_TASKS_PER_NODE={text!r} adds up to {sum(counts)} tasks, but "
+            f"SLURM_STEP_NUM_TASKS={tasks}. Unset "
             "whichever was set by hand."
         )
 
 
 def check_tasks(environ: Environ, tasks: int | None, nodes: int | None) -> None:
-    """Raise `UserError` where there are more tasks than ``--ntasks-per-node`` lets the nodes have."""
+    """Raise `UserError` where there are more tasks than ``--ntasks-per-node`` lets the nodes
+    have."""
     each = read_int(environ, "SLURM_NTASKS_PER_NODE")
     if tasks and nodes and each and tasks > nodes * each:
         raise UserError(
-            f"Slurm's variables say {tasks} tasks, but SLURM_NTASKS_PER_NODE={each} on {nodes} node{'s' if nodes > 1 else ''} "
-            f"makes {nodes * each}. Unset whichever was set by hand, or make --ntasks and --nodes x --ntasks-per-node agree."
+            f"Slurm's variables say {tasks} tasks, but SLURM_NTASKS_PER_NODE={each} on {nodes} "
+            f"node{'s' if nodes > 1 else ''} "
+            f"makes {nodes * each}. Unset whichever was set by hand, or make --ntasks and --nodes "
+            "x --ntasks-per-node agree."
         )
 
 
 def is_step(environ: Environ) -> bool:
-    """Whether srun started this process as a task (of any size), rather than salloc or sbatch as a shell."""
+    """Whether srun started this process as a task (of any size), rather than salloc or sbatch as a
+    shell."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", "")).strip()
     if not step or not environ.get("SLURM_PROCID", "").strip() or step in _SPECIAL_STEPS:
         return False
@@ -127,8 +156,8 @@ def _num_nodes(environ: Environ) -> int | None:
 
 
 def _daemon_of_mpirun(environ: Environ) -> bool:
-    """mpirun starts its daemons with srun, so that its ranks see the daemon's task number. MPI's own numbers
-    count then.
+    """mpirun starts its daemons with srun, so that its ranks see the daemon's task number. MPI's
+    own numbers count then.
 
     `srun --mpi=pmi2` sets PMI_RANK as well, but equal to Slurm's number.
     """
@@ -147,7 +176,8 @@ def _terminal_shell(environ: Environ) -> bool:
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1":
         _log.warning(
-            "srun --pty started %s tasks; this program runs in the shell of the first of them and trains alone. Start it with "
+            "srun --pty started %s tasks; this program runs in the shell of the first of them and "
+            "trains alone. Start it with "
             "srun, without --pty, to use them all.",
             tasks,
         )

@@ -1,4 +1,5 @@
-"""torchrun's variables, which `allhands launch`, Kubernetes operators and hand-written scripts also set."""
+"""torchrun's variables, which `allhands launch`, Kubernetes operators and hand-written scripts also
+set."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from allhands.world.layout import Environ, Layout, Meeting, need_int, read_int, 
 
 
 class Torchrun(Environment):
-    """RANK and WORLD_SIZE say who we are; MASTER_ADDR and MASTER_PORT where we meet; LOCAL_* may be unset."""
+    """RANK and WORLD_SIZE say who we are; MASTER_ADDR and MASTER_PORT where we meet; LOCAL_* may be
+    unset."""
 
     name = "torchrun"
 
@@ -31,11 +33,15 @@ class Torchrun(Environment):
 
     def meeting(self, environ: Environ, layout: Layout) -> Meeting:
         host, port = environ.get("MASTER_ADDR", "").strip(), read_port(environ)
-        absent = [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if not value]
+        absent = [
+            name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if not value
+        ]
         if absent:
             raise UserError(
-                f"RANK={layout.rank} and WORLD_SIZE={layout.world_size} are set, but {' and '.join(absent)} "
-                f"{'is' if len(absent) == 1 else 'are'} not: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free "
+                f"RANK={layout.rank} and WORLD_SIZE={layout.world_size} are set, but "
+                f"{' and '.join(absent)} "
+                f"{'is' if len(absent) == 1 else 'are'} not: set MASTER_ADDR to the host of rank 0 "
+                "and MASTER_PORT to a free "
                 "port there, or unset RANK and WORLD_SIZE to train alone."
             )
         return Meeting(
@@ -47,7 +53,8 @@ class Torchrun(Environment):
 
 
 def _check_against_slurm(environ: Environ, layout: Layout) -> None:
-    """Inside srun, the torchruns of all tasks make one world; the usual slip is one world a task."""
+    """Inside srun, the torchruns of all tasks make one world; the usual slip is one world a
+    task."""
     tasks = read_int(environ, "SLURM_STEP_NUM_TASKS")
     if tasks is None or tasks < 2 or layout.environment == "allhands launch":
         return
@@ -56,7 +63,10 @@ def _check_against_slurm(environ: Environ, layout: Layout) -> None:
         return
     told = f"GROUP_WORLD_SIZE={agents}" if agents is not None else f"WORLD_SIZE={layout.world_size}"
     raise WorldError(
-        f"srun started {tasks} tasks (SLURM_STEP_NUM_TASKS={tasks}), but torchrun's variables say {told}: these would be "
-        f"separate worlds that each train alone. Start one torchrun a node (srun --ntasks-per-node=1 torchrun --nnodes={tasks} "
-        "--rdzv-backend=c10d --rdzv-endpoint=HOST:PORT …), or leave torchrun out and let srun start the workers."
+        f"srun started {tasks} tasks (SLURM_STEP_NUM_TASKS={tasks}), but torchrun's variables say "
+        f"{told}: these would be "
+        "separate worlds that each train alone. Start one torchrun a node (srun "
+        f"--ntasks-per-node=1 torchrun --nnodes={tasks} "
+        "--rdzv-backend=c10d --rdzv-endpoint=HOST:PORT …), or leave torchrun out and let srun "
+        "start the workers."
     )

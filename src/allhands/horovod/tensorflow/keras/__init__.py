@@ -1,4 +1,5 @@
-"""Horovod's names for Keras 3 on TensorFlow: ``import allhands.horovod.tensorflow.keras as hvd``."""
+"""Horovod's names for Keras 3 on TensorFlow: ``import allhands.horovod.tensorflow.keras as
+hvd``."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from allhands.horovod.tensorflow.requirements import checked_tensorflow
 
 checked_tensorflow()
 
-import tensorflow as tf  # noqa: E402
+import tensorflow as tf
 
-from allhands.horovod.basics import (  # noqa: E402
+from allhands.horovod.basics import (
     add_process_set,
     ccl_built,
     cross_rank,
@@ -37,13 +38,19 @@ from allhands.horovod.basics import (  # noqa: E402
     start_timeline,
     stop_timeline,
 )
-from allhands.horovod.process_sets import ProcessSet, global_process_set  # noqa: E402
-from allhands.horovod.reduce_ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum  # noqa: E402
-from allhands.horovod.tensorflow import collectives  # noqa: E402
-from allhands.horovod.tensorflow.compression import Compression  # noqa: E402
-from allhands.horovod.tensorflow.keras import callbacks, elastic  # noqa: E402
-from allhands.horovod.tensorflow.keras.optimizer import DistributedOptimizer as _DistributedOptimizer  # noqa: E402
-from allhands.horovod.tensorflow.variables import broadcast_global_variables, broadcast_object, broadcast_variables  # noqa: E402
+from allhands.horovod.process_sets import ProcessSet, global_process_set
+from allhands.horovod.reduce_ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from allhands.horovod.tensorflow import collectives
+from allhands.horovod.tensorflow.compression import Compression
+from allhands.horovod.tensorflow.keras import callbacks, elastic
+from allhands.horovod.tensorflow.keras.optimizer import (
+    DistributedOptimizer as _DistributedOptimizer,
+)
+from allhands.horovod.tensorflow.variables import (
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_variables,
+)
 
 __all__ = [
     "Adasum",
@@ -109,7 +116,8 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """`allhands.horovod.tensorflow.DistributedOptimizer`, with its arguments in the order of Horovod's Keras half."""
+    """`allhands.horovod.tensorflow.DistributedOptimizer`, with its arguments in the order of
+    Horovod's Keras half."""
     return _DistributedOptimizer(
         optimizer,
         name,
@@ -171,7 +179,8 @@ def load_model(
     compression: Any = Compression.none,
     legacy_opts: bool = False,
 ) -> Any:
-    """A model saved by Keras, with its optimizer made distributed and in the state in which it was saved.
+    """A model saved by Keras, with its optimizer made distributed and in the state in which it was
+    saved.
 
     Args:
         filepath: of ``model.save``.
@@ -181,7 +190,9 @@ def load_model(
         legacy_opts: accepted when False: Keras 3 has no legacy optimizers.
     """
     if legacy_opts:
-        raise UserError("load_model(legacy_opts=True): Keras 3 has no legacy optimizers: set legacy_opts=False")
+        raise UserError(
+            "load_model(legacy_opts=True): Keras 3 has no legacy optimizers: set legacy_opts=False"
+        )
     known = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
     model = tf.keras.models.load_model(filepath, custom_objects=known)
     if model.optimizer is not None:

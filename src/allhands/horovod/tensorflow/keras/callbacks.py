@@ -18,7 +18,8 @@ from allhands.horovod.tensorflow.variables import broadcast_variables
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     """Give all ranks the weights and the optimizer's state of global rank `root_rank`, once.
 
-    This happens before the first batch where the model is built by then, else after it, as in Horovod.
+    This happens before the first batch where the model is built by then, else after it, as in
+    Horovod.
 
     Args:
         root_rank: whose values are taken.
@@ -76,20 +77,24 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
 
 
 class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
-    """Set the learning rate to ``initial_lr * multiplier(epoch)`` from `start_epoch` until `end_epoch`.
+    """Set the learning rate to ``initial_lr * multiplier(epoch)`` from `start_epoch` until
+    `end_epoch`.
 
     Args:
         initial_lr: what the multiplier multiplies.
-        multiplier: a function of the epoch (a fraction unless `staircase`), or a number b for ``b ** (epoch - start_epoch)``.
+        multiplier: a function of the epoch (a fraction unless `staircase`), or a number b for ``b
+            ** (epoch - start_epoch)``.
         start_epoch: the first epoch that this schedule is for.
         end_epoch: the first that it is not for any more; None: all.
         staircase: set it at the start of an epoch only, not at every batch.
-        momentum_correction: when the rate changes, scale the velocities of SGD or RMSprop by new rate over old, so that past
-            gradients count as if they had been taken at the new rate (Goyal et al., 2017, see the warm-up).
+        momentum_correction: when the rate changes, scale the velocities of SGD or RMSprop by new
+            rate over old, so that past gradients count as if they had been taken at the new rate
+            (Goyal et al., 2017, see the warm-up).
         steps_per_epoch: batches in an epoch; None: what ``fit`` knows.
 
     Raises:
-        UserError: no `initial_lr`; an optimizer whose learning rate is a schedule of its own; an epoch of unknown length.
+        UserError: no `initial_lr`; an optimizer whose learning rate is a schedule of its own; an
+            epoch of unknown length.
     """
 
     def __init__(
@@ -104,7 +109,9 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         if initial_lr is None:
-            raise UserError(f"{type(self).__name__} needs initial_lr: set it to the optimizer's learning rate")
+            raise UserError(
+                f"{type(self).__name__} needs initial_lr: set it to the optimizer's learning rate"
+            )
         self.initial_lr = float(initial_lr)
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
@@ -120,15 +127,21 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Look at the optimizer and the length of an epoch."""
-        if isinstance(self.model.optimizer._learning_rate, tf.keras.optimizers.schedules.LearningRateSchedule):
+        if isinstance(
+            self.model.optimizer._learning_rate, tf.keras.optimizers.schedules.LearningRateSchedule
+        ):
             raise UserError(
-                f"{type(self).__name__}: the optimizer's learning_rate is a schedule, which nothing else can set: "
+                f"{type(self).__name__}: the optimizer's learning_rate is a schedule, which "
+                "nothing else can set: "
                 "give the optimizer a number"
             )
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
-                raise UserError(f"{type(self).__name__}: the number of batches in an epoch is not known: set steps_per_epoch")
+                raise UserError(
+                    f"{type(self).__name__}: the number of batches in an epoch is not known: set "
+                    "steps_per_epoch"
+                )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Remember the epoch."""
@@ -136,7 +149,9 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Set the learning rate, when it is time."""
-        if self.current_epoch < self.start_epoch or (self.end_epoch is not None and self.current_epoch >= self.end_epoch):
+        if self.current_epoch < self.start_epoch or (
+            self.end_epoch is not None and self.current_epoch >= self.end_epoch
+        ):
             return
         if not self.staircase:
             self._set(self.current_epoch + batch / float(self.steps_per_epoch or 1))
@@ -152,9 +167,16 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         before, now = self._rate(), self.initial_lr * self.multiplier(epoch)
         optimizer = self.model.optimizer
         optimizer.learning_rate = now
-        velocities = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
-        # Adam's momentums are means of gradients, without a learning rate in them; it has no attribute "momentum".
-        if self.momentum_correction and getattr(optimizer, "momentum", None) and before not in (0.0, now):
+        velocities = (
+            getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
+        )
+        # Adam's momentums are means of gradients, without a learning rate in them; it has no
+        # attribute "momentum".
+        if (
+            self.momentum_correction
+            and getattr(optimizer, "momentum", None)
+            and before not in (0.0, now)
+        ):
             for velocity in velocities:
                 velocity.assign(velocity * (now / before))
 
@@ -163,7 +185,8 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raise the learning rate evenly from ``initial_lr / size`` to `initial_lr` over the first epochs.
+    """Raise the learning rate evenly from ``initial_lr / size`` to `initial_lr` over the first
+    epochs.
 
     Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour" (2017), section 2.2.
 
@@ -201,4 +224,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         """Note the learning rate, and say when the warm-up is over."""
         super().on_epoch_end(epoch, logs)
         if epoch + 1 == self.end_epoch and self.verbose > 0 and basics.rank() == 0:
-            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}.")
+            print(
+                f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}."
+            )

@@ -8,7 +8,13 @@ import tensorflow as tf
 
 from allhands.horovod.tensorflow.elastic import TensorFlowKerasState, run
 
-__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]
 
 
 class KerasState(TensorFlowKerasState):
@@ -42,7 +48,8 @@ class CommitStateCallback(tf.keras.callbacks.Callback):
 class UpdateBatchStateCallback(tf.keras.callbacks.Callback):
     """Keep ``state.batch`` at the number of the last batch, and at 0 between epochs.
 
-    Keras 3 does not let a callback shorten an epoch: after a restart, give ``fit`` as many steps as are left, or accept that the
+    Keras 3 does not let a callback shorten an epoch: after a restart, give ``fit`` as many steps as
+    are left, or accept that the
     epoch begins again.
     """
 
@@ -60,7 +67,8 @@ class UpdateBatchStateCallback(tf.keras.callbacks.Callback):
 
 
 class UpdateEpochStateCallback(tf.keras.callbacks.Callback):
-    """Keep ``state.epoch`` at the number of epochs that are over, those before a restart included."""
+    """Keep ``state.epoch`` at the number of epochs that are over, those before a restart
+    included."""
 
     def __init__(self, state: TensorFlowKerasState) -> None:
         super().__init__()

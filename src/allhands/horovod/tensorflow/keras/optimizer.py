@@ -33,13 +33,20 @@ class _Passes:
         self._sums: list[Any] = []
 
     def add(
-        self, gradients: Sequence[Any], variables: Sequence[Any], go: Callable[[list[Any]], None], hold: Callable[[], None]
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        go: Callable[[list[Any]], None],
+        hold: Callable[[], None],
     ) -> None:
-        """Add gradients; on every `every`-th call `go` gets what was added up, on the others `hold` is called."""
+        """Add gradients; on every `every`-th call `go` gets what was added up, on the others `hold`
+        is called."""
         if self._count is None:
             with tf.init_scope():
                 self._count = tf.Variable(0, dtype=tf.int32, trainable=False)
-                self._sums = [tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in variables]
+                self._sums = [
+                    tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in variables
+                ]
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         for i in present:
             self._sums[i].assign_add(tf.cast(gradients[i], self._sums[i].dtype))
@@ -47,7 +54,9 @@ class _Passes:
 
         def full() -> tf.Tensor:
             divisor = self.every if self.average else 1
-            sums = [self._sums[i] / divisor if i in present else None for i in range(len(gradients))]
+            sums = [
+                self._sums[i] / divisor if i in present else None for i in range(len(gradients))
+            ]
             go(sums)
             for i in present:
                 self._sums[i].assign(tf.zeros_like(self._sums[i]))
@@ -76,7 +85,8 @@ class _Distributed:
 
     @as_written
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        """Reduce the gradients over the ranks and update the variables with the result. Clipping acts on the result."""
+        """Reduce the gradients over the ranks and update the variables with the result. Clipping
+        acts on the result."""
         own: Any = self
         if trainable_variables is None:
             variables = list(getattr(own, "_trainable_variables", []))
@@ -86,7 +96,8 @@ class _Distributed:
                 own.build(variables)
         if len(variables) != len(grads):
             raise UserError(
-                f"apply: {len(grads)} gradients for {len(variables)} variables: pass one for each, or call build() first"
+                f"apply: {len(grads)} gradients for {len(variables)} variables: pass one for each, "
+                "or call build() first"
             )
         parent: Any = super()
 
@@ -99,9 +110,12 @@ class _Distributed:
         if any(isinstance(gradient, tf.IndexedSlices) for gradient in grads):
             if not self._reduction.sparse_as_dense:
                 raise UserError(
-                    "backward_passes_per_step above 1 adds gradients up, which tf.IndexedSlices are not: set sparse_as_dense=True"
+                    "backward_passes_per_step above 1 adds gradients up, which tf.IndexedSlices "
+                    "are not: set sparse_as_dense=True"
                 )
-            grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
+            grads = [
+                tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads
+            ]
         self._passes.add(grads, variables, update, lambda: own.iterations.assign_add(1))
 
 
@@ -124,22 +138,27 @@ def DistributedOptimizer(
 ) -> Any:
     """A Keras 3 optimizer that reduces gradients over the ranks before it applies them.
 
-    The result has the class name and the settings of `optimizer`, and the state where it has one, so that a model saved with it
-    loads without allhands. ``register_local_var(variable)`` leaves a variable's gradient to each rank.
+    The result has the class name and the settings of `optimizer`, and the state where it has one,
+    so that a model saved with it loads without allhands. ``register_local_var(variable)`` leaves a
+    variable's gradient to each rank.
 
     Args:
         optimizer: a ``tf.keras.optimizers.Optimizer``; it is not changed.
-        name: prefix of the names that gradients have in messages. None: "Distributed" and the class of the optimizer.
+        name: prefix of the names that gradients have in messages. None: "Distributed" and the class
+            of the optimizer.
         use_locking: accepted; it belonged to TensorFlow 1.
         device_dense, device_sparse: see `allhands.horovod.tensorflow.allreduce`.
         compression: see `allhands.horovod.tensorflow.allreduce`.
         sparse_as_dense: turn ``tf.IndexedSlices`` into tensors before they are reduced.
-        backward_passes_per_step: add this many gradients up on each rank, then reduce and apply; ``iterations`` counts all.
+        backward_passes_per_step: add this many gradients up on each rank, then reduce and apply;
+            ``iterations`` counts all.
         op: Average, Sum, or Adasum.
-        gradient_predivide_factor: with Average, divide by this before the sum, by the number of ranks over this after it.
+        gradient_predivide_factor: with Average, divide by this before the sum, by the number of
+            ranks over this after it.
         average_aggregated_gradients: divide what was added up by `backward_passes_per_step`.
         num_groups: Horovod's old name for an integer `groups`.
-        groups: which gradients travel together: a number of groups, or a list of lists of variables. None: about 25 MB each.
+        groups: which gradients travel together: a number of groups, or a list of lists of
+            variables. None: about 25 MB each.
         process_set: the ranks that take part.
         scale_local_gradients: divide the gradients of local variables by the number of ranks.
 
@@ -151,13 +170,20 @@ def DistributedOptimizer(
     if isinstance(optimizer, _Distributed):
         raise UserError("this optimizer is distributed already: pass it as it is")
     if not isinstance(optimizer, tf.keras.optimizers.Optimizer):
-        raise UserError(f"DistributedOptimizer takes a tf.keras.optimizers.Optimizer of Keras 3; this is {kind_of(optimizer)}")
+        raise UserError(
+            "DistributedOptimizer takes a tf.keras.optimizers.Optimizer of Keras 3; this is "
+            f"{kind_of(optimizer)}"
+        )
     if backward_passes_per_step < 1:
         raise UserError(f"backward_passes_per_step={backward_passes_per_step}: write 1 or more")
     config = optimizer.get_config()
     if isinstance(optimizer._learning_rate, tf.keras.optimizers.schedules.LearningRateSchedule):
-        config["learning_rate"] = optimizer._learning_rate  # classes of the user's own cannot be made from their configuration
-    kind = type(cls.__name__, (_Distributed, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+        config["learning_rate"] = (
+            optimizer._learning_rate
+        )  # classes of the user's own cannot be made from their configuration
+    kind = type(
+        cls.__name__, (_Distributed, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    )
     made: Any = kind.from_config(config)  # type: ignore[attr-defined]
     made._reduction = GradientReduction(
         name or f"Distributed{cls.__name__}",
@@ -173,7 +199,9 @@ def DistributedOptimizer(
         scale_local=scale_local_gradients,
     )
     several = backward_passes_per_step > 1
-    made._passes = _Passes(backward_passes_per_step, average_aggregated_gradients) if several else None
+    made._passes = (
+        _Passes(backward_passes_per_step, average_aggregated_gradients) if several else None
+    )
     if optimizer.built:
         made.build(optimizer._trainable_variables)
         for ours, theirs in zip(made.variables, optimizer.variables, strict=True):
