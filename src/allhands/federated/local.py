@@ -127,6 +127,7 @@ def restart(optimizer: torch.optim.Optimizer) -> None:
         torch.optim.AdamW,
         torch.optim.RMSprop,
         torch.optim.Adadelta,
+        torch.optim.Adagrad,
     )
     if type(optimizer) is torch.optim.SGD:
         zeros = all(group["dampening"] == 0 for group in optimizer.param_groups)
@@ -137,6 +138,12 @@ def restart(optimizer: torch.optim.Optimizer) -> None:
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 value.zero_()
+    if type(optimizer) is torch.optim.Adagrad:
+        # PyTorch 2.11 makes this state in the constructor only, so that it cannot be removed.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in optimizer.state:
+                    optimizer.state[parameter]["sum"].fill_(group["initial_accumulator_value"])
 
 
 @dataclass

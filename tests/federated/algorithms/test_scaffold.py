@@ -69,7 +69,7 @@ def test_its_first_round_is_fedavg():
         ]
         for made in runs:
             made.run()
-        assert same(*runs) < 1e-12
+        assert same(*runs) < 1e-11  # PyTorch's kernels without vectors: 1.3e-12
 
 
 def test_the_servers_control_is_the_mean_of_all_clients_whoever_takes_part():

@@ -14,7 +14,7 @@ from allhands.errors import UserError
 from allhands.federated.executors import ClientError
 from allhands.federated.executors.stack import Stack
 from allhands.federated.executors.unfolded import UnfoldedConv2d, unfold_convolutions
-from allhands.federated.local import LocalOptimizer
+from allhands.federated.local import LocalOptimizer, restart
 from allhands.federated.strategy import Federated
 from tests.federated import simulating as sim
 from tests.federated.executors.comparing import SIZES, Pulled, difference, images, network, trained
@@ -66,6 +66,22 @@ def test_every_optimizer_that_treats_numbers_alike(name):
             **local,
         }
         assert difference(["serial", CHUNKS[1]], **given) < 1e-12
+
+
+def test_adagrad_begins_with_its_initial_accumulator_for_each_client():
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.Adagrad([weight], lr=0.1, initial_accumulator_value=0.5)
+    trained = []
+    for _ in range(2):
+        with torch.no_grad():
+            weight.fill_(1.0)
+        restart(optimizer)
+        for _ in range(2):
+            weight.grad = torch.tensor([1.0, 2.0, 3.0])
+            optimizer.step()
+        trained.append(weight.detach().clone())
+    assert torch.equal(*trained)
+    assert optimizer.state[weight]["sum"].tolist() == [2.5, 8.5, 18.5]
 
 
 @pytest.mark.parametrize(
