@@ -1,4 +1,4 @@
-"""`allhands launch --launcher slurm`: keepers on the nodes of an allocation, jobs that are
+"""`allhands launch --launcher slurm`: agents on the nodes of an allocation, jobs that are
 submitted, and what breaks."""
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def every_keeper_ends_with_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def every_agent_ends_with_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ALLHANDS_KEEPER_IDLE", raising=False)
     warm.end_all()  # those of earlier tests
 

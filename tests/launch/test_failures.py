@@ -162,7 +162,7 @@ def start_stubborn(job: Any, *options: str) -> subprocess.Popen[bytes]:
     process = job.start("-n", "2", *options, job.script(STUBBORN))
     assert process.stdout is not None
     assert sorted(process.stdout.readline() for _ in range(2)) == [b"[0] up\n", b"[1] up\n"]
-    # launcher, keeper, store, and for each of two workers: itself, two children (one with a child),
+    # launcher, agent, store, and for each of two workers: itself, two children (one with a child),
     # a loader's worker
     assert len(job.alive()) >= 12
     return process
@@ -206,16 +206,16 @@ def test_launcher_is_killed(job: Any) -> None:
     process.stderr.close()
 
 
-def test_keeper_is_killed(job: Any) -> None:
+def test_agent_is_killed(job: Any) -> None:
     process = start_stubborn(job)
-    keeper = [
+    agent = [
         int(pid)
         for pid in subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(process.pid)]).split()
     ]
-    os.kill(keeper[0], signal.SIGKILL)
+    os.kill(agent[0], signal.SIGKILL)
     _, err = process.communicate(timeout=patience(20))
     assert process.returncode == 137
-    assert b"failed first: its keeper process ended" in err
+    assert b"failed first: its agent process ended" in err
 
 
 def test_workers_that_ignore_sigterm_do_not_outlive_a_failure(job: Any) -> None:

@@ -141,12 +141,12 @@ def test_servers_go_to_one_node_in_turn() -> None:
         )
 
     results = on_nodes(2, call)
-    keepers = [keeper for [(_, keeper, _)] in results]
+    agents = [agent for [(_, agent, _)] in results]
     [(told, _, token)] = results[0]
     assert {int(one["ALLHANDS_SERVER"]): one["parent"] for one in told} == {
-        0: keepers[0],
-        1: keepers[1],
-        2: keepers[0],
+        0: agents[0],
+        1: agents[1],
+        2: agents[0],
     }
     assert {one["ALLHANDS_KVSTORE_TOKEN"] for one in told} == {results[1][0][2]} == {token}
 

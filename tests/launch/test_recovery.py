@@ -277,7 +277,7 @@ class Stage:
             [*(-1 - number for number, host in enumerate(servers) if host == index), index]
             for index in range(2)
         ]
-        self.keepers: list[Any] = [
+        self.agents: list[Any] = [
             SimpleNamespace(
                 ranks=there,
                 lost=False,
@@ -288,15 +288,15 @@ class Stage:
             for index, there in enumerate(ranks)
         ]
         self.workers = {
-            rank: Worker(rank, keeper.host) for keeper in self.keepers for rank in keeper.ranks
+            rank: Worker(rank, agent.host) for agent in self.agents for rank in agent.ranks
         }
         tasks = [[{"rank": rank, "env": {}} for rank in there] for there in ranks]
-        self.recovery.begin(self.keepers, self.workers, tasks, Output(), grace=5.0)
+        self.recovery.begin(self.agents, self.workers, tasks, Output(), grace=5.0)
 
     def lose(self, host: int) -> list[int]:
         """The ranks that are blamed for the end when a host is lost."""
-        self.keepers[host].lost = True
-        for rank in self.keepers[host].ranks:
+        self.agents[host].lost = True
+        for rank in self.agents[host].ranks:
             self.workers[rank].lost, self.workers[rank].lost_at = "no word from it", 1.0
         self.recovery.act()
         return [worker.rank for worker in self.recovery.blamed()]

@@ -99,7 +99,7 @@ store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_scheduler_may_signal_every_process_of_the_job(job: Any, number: signal.Signals) -> None:
     process, _ = start(job, USES_THE_STORE)
-    for pid in job.alive():  # launcher, keeper, store, workers
+    for pid in job.alive():  # launcher, agent, store, workers
         os.kill(pid, number)
     code, out, err = finish(process)
     line = "stopped by SIGTERM" if number == signal.SIGTERM else "the workers stopped after SIGUSR1"
@@ -170,7 +170,7 @@ def test_a_failure_while_others_stop_is_one(job: Any) -> None:
 # While the job starts, starts again, or stops
 
 
-# Stands for torch, which the keeper imports before it forks workers.
+# Stands for torch, which the agent imports before it forks workers.
 SLOW_IMPORT = """
 import os, time
 open("importing", "w").write(str(os.getpid()))
@@ -191,7 +191,7 @@ def test_a_signal_before_any_worker_is_there_ends_the_job(job: Any, number: sign
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_that_only_the_keeper_gets_before_any_worker_is_there(
+def test_a_signal_that_only_the_agent_gets_before_any_worker_is_there(
     job: Any, number: signal.Signals
 ) -> None:
     """As from a scheduler that signals the steps of a job, and not the script that started them."""

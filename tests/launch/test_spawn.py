@@ -338,11 +338,11 @@ def test_servers_serve_while_the_workers_run(
             spawn(kill, (6,), workers=1, servers=2)
     assert (caught.value.rank, caught.value.exit_code) == (None, 137)
     for result, mine in ((first, slice(0, 2)), (second, slice(2, 4))):
-        (servers, token, number, keeper), other = result
-        assert other[1:] == (token, number, keeper), "one secret a job"
+        (servers, token, number, agent), other = result
+        assert other[1:] == (token, number, agent), "one secret a job"
         assert len(token) == 64
         assert {(one["ALLHANDS_KVSTORE_TOKEN"], one["parent"]) for one in servers[mine]} == {
-            (token, keeper)
+            (token, agent)
         }
         assert sorted(one["ALLHANDS_SERVER"] for one in servers[mine]) == ["0", "1"]
         assert number == servers[0]["ALLHANDS_NUM_SERVERS"] == "2"
@@ -350,7 +350,7 @@ def test_servers_serve_while_the_workers_run(
             "none outlives its call"
         )
     assert first[0][1] != second[0][1]
-    assert first[0][3] == second[0][3], "the keeper that waits forks servers as well"
+    assert first[0][3] == second[0][3], "the agent that waits forks servers as well"
     out = capfd.readouterr().out
     assert out.count("[server 0] serving\n") == out.count("[server 1] serving\n") == 3
     assert not any(token in out for token in (first[0][1], second[0][1]))

@@ -1,4 +1,4 @@
-"""Keepers that wait for the next call."""
+"""Agents that wait for the next call."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def ends() -> Iterator[None]:
     warm.end_all()
 
 
-def keeper() -> int:
+def agent() -> int:
     return os.getppid()
 
 
 @pytest.mark.rare
-def test_a_keeper_is_used_again_only_where_nothing_that_it_fixed_differs(
+def test_an_agent_is_used_again_only_where_nothing_that_it_fixed_differs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(warm.VARIABLE, "300")
-    (first, other) = spawn(keeper, workers=2)
+    (first, other) = spawn(agent, workers=2)
     assert first == other
 
     def fail() -> None:
@@ -43,19 +43,19 @@ def test_a_keeper_is_used_again_only_where_nothing_that_it_fixed_differs(
 
     with pytest.raises(WorkerError):
         spawn(fail, workers=2)
-    assert spawn(keeper, workers=2) == [first, first]
+    assert spawn(agent, workers=2) == [first, first]
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(spawn(keeper, workers=2)))
+    thread = threading.Thread(target=lambda: found.append(spawn(agent, workers=2)))
     thread.start()
     thread.join()
     assert found == [[first, first]]
     # As many threads a worker; another variable; another number of threads.
-    assert spawn(keeper, workers=4)[0] != first
+    assert spawn(agent, workers=4)[0] != first
     monkeypatch.setenv("SOMETHING", "else")
-    assert spawn(keeper, workers=2)[0] != first
+    assert spawn(agent, workers=2)[0] != first
     monkeypatch.delenv("SOMETHING")
-    assert spawn(keeper, workers=2, threads=3)[0] != first
-    assert spawn(keeper, workers=2)[0] == first
+    assert spawn(agent, workers=2, threads=3)[0] != first
+    assert spawn(agent, workers=2)[0] == first
 
 
 def test_a_call_that_is_refused_leaves_no_answer_to_the_next_one(
@@ -65,12 +65,12 @@ def test_a_call_that_is_refused_leaves_no_answer_to_the_next_one(
     for _ in range(2):
         with pytest.raises(UserError):
             spawn(
-                keeper, (threading.Lock(),), workers=2
-            )  # cannot be sent, while the keeper still prepares
-        assert len(spawn(keeper, workers=2)) == 2
+                agent, (threading.Lock(),), workers=2
+            )  # cannot be sent, while the agent still prepares
+        assert len(spawn(agent, workers=2)) == 2
 
 
-def test_workers_are_as_clean_as_those_of_a_new_keeper(
+def test_workers_are_as_clean_as_those_of_a_new_agent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setenv(warm.VARIABLE, "300")
@@ -92,19 +92,19 @@ def test_workers_are_as_clean_as_those_of_a_new_keeper(
 
 def test_it_ends_by_itself_and_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(warm.VARIABLE, "2.5")
-    (pid,) = spawn(keeper, workers=1)
+    (pid,) = spawn(agent, workers=1)
     assert psutil.pid_exists(pid)
     deadline = time.monotonic() + patience(15)
     while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.1)
     assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    assert spawn(keeper, workers=1) != [pid], "one that has ended is not used"
+    assert spawn(agent, workers=1) != [pid], "one that has ended is not used"
     monkeypatch.delenv(warm.VARIABLE)
     with warm.kept(300):
-        (pid,) = spawn(keeper, workers=1)
-        assert spawn(keeper, workers=1) == [pid]
+        (pid,) = spawn(agent, workers=1)
+        assert spawn(agent, workers=1) == [pid]
     assert not psutil.pid_exists(pid)
-    assert spawn(keeper, workers=1) != spawn(keeper, workers=1)
+    assert spawn(agent, workers=1) != spawn(agent, workers=1)
 
 
 def test_it_ends_with_the_process_that_started_it() -> None:
@@ -132,4 +132,4 @@ def test_a_time_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(
         UserError, match="ALLHANDS_KEEPER_IDLE='soon': it must be a number of seconds"
     ):
-        spawn(keeper, workers=1)
+        spawn(agent, workers=1)

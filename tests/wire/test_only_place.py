@@ -8,7 +8,7 @@ from pathlib import Path
 import allhands
 
 # Sent as text to hosts that may not have allhands, so it cannot import it.
-ALONE = "doctor/agent.py"
+ALONE = "doctor/probe.py"
 LISTENS = re.compile(
     r"\.listen\(|create_server\(|start_server\(|\.bind\(\s*[(\"']|HTTPServer\(|SocketServer|\bTCPServer\b"
 )

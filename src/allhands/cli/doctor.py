@@ -82,7 +82,7 @@ def doctor(
         all_reduce=all_reduce,
         per_gpu=gpus,
     )
-    # Without this the agents would still end, by the end of their input, but what was made here
+    # Without this the probes would still end, by the end of their input, but what was made here
     # would stay.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     report = examine(request, lambda text: print(f"allhands: {text}", file=sys.stderr, flush=True))

@@ -220,7 +220,7 @@ def launch(
     variables = read_env(env or [])
     if horovod:
         variables[alias.VARIABLE] = "1"
-        if chosen_launcher is Launcher.mpi:  # its workers have no keeper of ours
+        if chosen_launcher is Launcher.mpi:  # its workers have no agent of ours
             variables["PYTHONPATH"] = alias.search_path(os.environ)
     if not elsewhere and workers is None:
         workers = default_workers()

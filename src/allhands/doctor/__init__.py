@@ -1,7 +1,7 @@
 """Looks for what would keep a job from running on this machine or on some hosts, and says what to
 do about it.
 
-`examine` asks an agent on each host (`agent`, `contact`), judges the answers (`machine`, `gpus`,
+`examine` asks a probe on each host (`probe`, `contact`), judges the answers (`machine`, `gpus`,
 `network`, `folder` turn facts into findings) and runs a real all-reduce (`allreduce`). `report`
 writes the findings down.
 """

@@ -1,4 +1,4 @@
-"""The doctor's end of the conversation with the agent on one host."""
+"""The doctor's end of the conversation with the probe on one host."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from allhands.errors import HostError
-from allhands.launch.handle import KeeperHandle
+from allhands.launch.handle import AgentHandle
 from allhands.launch.remote import (
-    KEEPER_LINE,
-    await_keeper,
+    AGENT_LINE,
+    agent_command,
+    agent_words,
+    await_agent,
     first_message,
-    keeper_command,
-    keeper_words,
     start_process,
 )
 from allhands.launch.ssh import SshHost, explain, neutral
 
-# From the start of ssh to the agent's first word.
+# From the start of ssh to the probe's first word.
 LOGIN_S = 15.0
 
 # As in `remote`, `-c` has put the working folder first on the path.
@@ -33,27 +33,27 @@ _PROGRAM = """
 sys.flags.safe_path or sys.path.pop(0)
 sys.path.extend(entry for entry in message["path"] if entry not in sys.path)
 os.write(1, message["line"])
-exec(compile(message["agent"], "<allhands doctor>", "exec"))
+exec(compile(message["probe"], "<allhands doctor>", "exec"))
 """
 
 
 def _first_message(env: Mapping[str, str | None], path: list[str]) -> bytes:
-    agent = (
+    probe = (
         importlib.resources.files("allhands.doctor")
-        .joinpath("agent.py")
+        .joinpath("probe.py")
         .read_text(encoding="utf-8")
     )
-    return first_message(env, _PROGRAM, path=path, line=KEEPER_LINE, agent=agent)
+    return first_message(env, _PROGRAM, path=path, line=AGENT_LINE, probe=probe)
 
 
 class Contact:
-    """An agent on one host, or on this machine.
+    """A probe on one host, or on this machine.
 
     Args:
         name: the host, for messages.
         ssh: how it is reached; None for this machine.
         python: the Python there.
-        env: variables for the agent, as workers would get them.
+        env: variables for the probe, as workers would get them.
     """
 
     def __init__(
@@ -64,31 +64,31 @@ class Contact:
         self.noise = b""  # what the login shell printed on standard output
         self._python, self._env = python, dict(env)
         self._process: subprocess.Popen[bytes] | None = None
-        self._handle: KeeperHandle | None = None
+        self._handle: AgentHandle | None = None
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Log in and start the agent.
+        """Log in and start the probe.
 
         Raises:
             HostError: that cannot be done; says why.
         """
         if self.ssh is None:
-            words, path = keeper_words(self._python), [entry for entry in sys.path if entry]
+            words, path = agent_words(self._python), [entry for entry in sys.path if entry]
         else:
             words, path = (
-                self.ssh.command(keeper_command(neutral(self._python)), carries_others=True),
+                self.ssh.command(agent_command(neutral(self._python)), carries_others=True),
                 [],
             )
         began = time.monotonic()
         self._process = start_process(words, _first_message(self._env, path))
         said: Callable[[str], str] = lambda text: explain(self.name, text)  # noqa: E731
-        self._handle = await_keeper(self._process, self.name, self._python, said, timeout=LOGIN_S)
+        self._handle = await_agent(self._process, self.name, self._python, said, timeout=LOGIN_S)
         self.login_s = time.monotonic() - began
         self.noise = self._handle.noise
 
     def ask(self, op: str, timeout: float = 10.0, **question: Any) -> Any:
-        """What the agent answers.
+        """What the probe answers.
 
         Raises:
             HostError: it failed, is gone, or did not answer in time.
@@ -125,7 +125,7 @@ class Contact:
         )
 
     def close(self) -> None:
-        """End the agent, which takes away what it made, and the connection."""
+        """End the probe, which takes away what it made, and the connection."""
         process, self._process = self._process, None
         if process is None:
             return

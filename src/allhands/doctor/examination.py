@@ -106,7 +106,7 @@ class _Examination:
 
     @contextlib.contextmanager
     def contacts(self) -> Iterator[None]:
-        """Ends all agents, however the examination ends."""
+        """Ends all probes, however the examination ends."""
         self.pool = ThreadPoolExecutor(2 * len(self.others) + 2)
         try:
             yield

@@ -141,7 +141,7 @@ def mtus(chosen: dict[str, dict[str, Any]]) -> list[Finding]:
 
 
 def ports(told: dict[tuple[str, str], dict[str, Any]], port: dict[str, int]) -> list[Finding]:
-    """Who can connect to whom. `told`: for (from, to) what the agent said; `port`: where each one
+    """Who can connect to whom. `told`: for (from, to) what the probe said; `port`: where each one
     listened."""
     findings = []
     for (source, target), answer in told.items():

@@ -6,8 +6,8 @@
 train.py` does.
 * `worker.send(message)` and `worker.active()` are for code that runs in a worker.
 
-One *keeper* a host forks the workers and looks after them (`keeper`), one *supervisor* in the
-launching process drives all keepers (`supervisor`); they speak lines of JSON over pipes
+One *agent* a host forks the workers and looks after them (`agent`), one *supervisor* in the
+launching process drives all agents (`supervisor`); they speak lines of JSON over pipes
 (`protocol`).
 """
 

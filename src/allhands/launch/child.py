@@ -1,4 +1,4 @@
-"""One worker, as the keeper that forked it sees it: its pipes, its heartbeat, how it is told to
+"""One worker, as the agent that forked it sees it: its pipes, its heartbeat, how it is told to
 end."""
 
 from __future__ import annotations

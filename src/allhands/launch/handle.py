@@ -1,4 +1,4 @@
-"""The launcher's end of one keeper."""
+"""The launcher's end of one agent."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from allhands.launch.protocol import write_all
 from allhands.wire import LineReader, encode
 
-# Seconds beyond the grace period after which a keeper that does not finish is given up.
+# Seconds beyond the grace period after which an agent that does not finish is given up.
 OVERDUE = 20.0
 
 
-class KeeperHandle:
-    """A process that speaks `protocol` on its standard streams: the keeper, or what leads to it on
+class AgentHandle:
+    """A process that speaks `protocol` on its standard streams: the agent, or what leads to it on
     another host.
 
     Args:
@@ -40,7 +40,7 @@ class KeeperHandle:
         self.requests = process.stdin.fileno()
         self.events = process.stdout.fileno()
         self.inbox = LineReader()
-        self.noise = b""  # what a login shell printed before the keeper came up
+        self.noise = b""  # what a login shell printed before the agent came up
         self.early = b""  # events that arrived before anybody asked for them
         self.heard_at = time.monotonic()
         self.ready: dict[str, Any] | None = None
@@ -53,7 +53,7 @@ class KeeperHandle:
         self._said = said if said is not None else collections.deque()
 
     def send(self, **request: Any) -> None:
-        """Ask the keeper for something. A keeper that is gone is noticed by the end of its
+        """Ask the agent for something. An agent that is gone is noticed by the end of its
         events."""
         try:
             write_all(self.requests, encode(request))
@@ -61,14 +61,14 @@ class KeeperHandle:
             pass
 
     def kill(self) -> None:
-        """End it at once; a keeper on another host then loses its streams, and ends with all that
+        """End it at once; an agent on another host then loses its streams, and ends with all that
         it looks after."""
         self.process.kill()
 
     def why_gone(self) -> str:
         """Why nothing more comes from it, as far as that is known."""
         if self.local:
-            return "its keeper process ended"
+            return "its agent process ended"
         try:
             code = self.process.wait(2)
         except subprocess.TimeoutExpired:
@@ -80,10 +80,10 @@ class KeeperHandle:
                 f"the connection to host {self.host} broke{about}: the host was switched off, "
                 "or its network went down"
             )
-        return f"the keeper process on host {self.host} ended with exit code {code}{about}"
+        return f"the agent process on host {self.host} ended with exit code {code}{about}"
 
     def close(self, timeout: float = OVERDUE) -> None:
-        """End the keeper, which ends whatever it still looks after."""
+        """End the agent, which ends whatever it still looks after."""
         self.send(op="quit")
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
-# Set, it is provided in a job's keepers and so in all that they start.
+# Set, it is provided in a job's agents and so in all that they start.
 VARIABLE = "ALLHANDS_HOROVOD"
 _FOLDER = str(Path(__file__).parents[1] / "horovod" / "alias")
 

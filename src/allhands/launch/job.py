@@ -1,7 +1,7 @@
-"""One job over any number of hosts: brings the keepers up, runs the world, and starts it again
+"""One job over any number of hosts: brings the agents up, runs the world, and starts it again
 after a failure.
 
-Where a keeper comes from (this machine, ssh, Slurm, MPI) is the business of a `Host`; everything
+Where an agent comes from (this machine, ssh, Slurm, MPI) is the business of a `Host`; everything
 else is the same for all.
 """
 
@@ -197,17 +197,17 @@ class Job:
         raise WorkerError("\n".join(str(trouble) for trouble in troubles), exit_code=2)
 
     def _take_in(self) -> None:
-        """Prepare the keepers that have come up, and let them take part from the next round on."""
+        """Prepare the agents that have come up, and let them take part from the next round on."""
         new = [
             seat
             for seat in self.seats
-            if seat.keeper is not None and seat.keeper not in self.supervisor.keepers
+            if seat.agent is not None and seat.agent not in self.supervisor.agents
         ]
         for seat in new:
-            assert seat.keeper is not None
-            self.supervisor.add(seat.keeper)
+            assert seat.agent is not None
+            self.supervisor.add(seat.agent)
             local = seat.host.local
-            seat.keeper.send(
+            seat.agent.send(
                 op="prepare",
                 env={},
                 cwd=None if local else self.options.cwd,
@@ -220,7 +220,7 @@ class Job:
                 launcher_timeout=0.0 if local else self.options.host_timeout,
             )
         ready = self.supervisor.wait_for(
-            "ready", [seat.keeper for seat in new if seat.keeper is not None]
+            "ready", [seat.agent for seat in new if seat.agent is not None]
         )
         for seat, told in zip(new, ready, strict=True):
             if seat.workers is None:
@@ -233,7 +233,7 @@ class Job:
         new = [
             seat
             for seat in self.seats
-            if seat.keeper is not None and seat.keeper not in self.supervisor.keepers
+            if seat.agent is not None and seat.agent not in self.supervisor.agents
         ]
         try:
             self._take_in()
@@ -245,14 +245,14 @@ class Job:
     # ------------------------------------------------------------------ one round
 
     def _here(self) -> list[Seat]:
-        """The seats that take part, in the order of the ranks; the supervisor's keepers are put
+        """The seats that take part, in the order of the ranks; the supervisor's agents are put
         into the same order."""
         seats = [
             seat
             for seat in self.seats
-            if seat.keeper in self.supervisor.keepers and seat.keeper is not None
+            if seat.agent in self.supervisor.agents and seat.agent is not None
         ]
-        self.supervisor.keepers = [seat.keeper for seat in seats if seat.keeper is not None]
+        self.supervisor.agents = [seat.agent for seat in seats if seat.agent is not None]
         return seats
 
     def _round(self, attempt: int) -> Worker | None:
@@ -273,24 +273,24 @@ class Job:
 
     def _meet(self, seats: Sequence[Seat]) -> tuple[int, list[Place]]:
         """Open the round's store on the first host, and find out how each host reaches it."""
-        first, others = self.supervisor.keepers[0], self.supervisor.keepers[1:]
+        first, others = self.supervisor.agents[0], self.supervisor.agents[1:]
         first.send(op="store", address="" if others else LOOPBACK)
         store = self.supervisor.wait_for("store", [first])[0]
         port = int(store["port"])
         if not others:
             return port, [Place(seats[0].workers or 0, self._servers(0, seats), LOOPBACK)]
         known: list[str] = store["addresses"]
-        for keeper in others:
-            keeper.send(
+        for agent in others:
+            agent.send(
                 op="reach",
                 addresses=list(dict.fromkeys([*known[:1], first.host, *known])),
                 port=port,
             )
         told = self.supervisor.wait_for("reached", others)
-        for keeper, answer in zip(others, told, strict=True):
+        for agent, answer in zip(others, told, strict=True):
             if answer["address"] is None:
                 raise HostError(
-                    keeper.host,
+                    agent.host,
                     f"it reaches {first.host} under none of its addresses "
                     f"({'; '.join(answer['tried'])}). Workers talk to one "
                     "another on ports that the system chooses: open the firewall between the "
@@ -333,7 +333,7 @@ class Job:
         Raises:
             WorkerError: too few of them came back.
         """
-        lost = [seat for seat in self.seats if seat.keeper is None or seat.keeper.lost]
+        lost = [seat for seat in self.seats if seat.agent is None or seat.agent.lost]
         if not lost:
             self._say(f"{title}: the same hosts again")
             return
@@ -346,7 +346,7 @@ class Job:
         deadline = time.monotonic() + self.options.rejoin_timeout
 
         def still_waiting() -> bool:
-            away = [seat for seat in lost if seat.keeper is None]
+            away = [seat for seat in lost if seat.agent is None]
             for seat in away:
                 if not seat.is_starting and time.monotonic() > seat.next_try:
                     seat.begin()
@@ -354,8 +354,8 @@ class Job:
 
         self._wait_while(still_waiting)
         self._take_in_again()
-        away = [seat for seat in lost if seat.keeper is None]
-        left = sum(seat.workers or 0 for seat in self.seats if seat.keeper is not None)
+        away = [seat for seat in lost if seat.agent is None]
+        left = sum(seat.workers or 0 for seat in self.seats if seat.agent is not None)
         if not away:
             self._say(f"{names} came back")
             return
@@ -378,12 +378,12 @@ class Job:
         )
 
     def _drop(self, seat: Seat) -> None:
-        if seat.keeper is not None:
-            if seat.keeper in self.supervisor.keepers:
-                self.supervisor.remove(seat.keeper)
-            seat.keeper.kill()
-            seat.keeper.close(2.0)
-            seat.keeper = None
+        if seat.agent is not None:
+            if seat.agent in self.supervisor.agents:
+                self.supervisor.remove(seat.agent)
+            seat.agent.kill()
+            seat.agent.close(2.0)
+            seat.agent = None
 
     def _look_for_lost_hosts(self) -> None:
         """While a round runs with fewer hosts: once a lost one is back, the workers are asked to
@@ -391,11 +391,11 @@ class Job:
         if self.regrouping or self.options.min_workers is None:
             return
         for seat in self.seats:
-            if seat.keeper is None and not seat.is_starting and time.monotonic() > seat.next_try:
+            if seat.agent is None and not seat.is_starting and time.monotonic() > seat.next_try:
                 seat.begin()
             elif (
-                seat.keeper is not None
-                and seat.keeper not in self.supervisor.keepers
+                seat.agent is not None
+                and seat.agent not in self.supervisor.agents
                 and not seat.is_starting
             ):
                 self._say(
@@ -410,9 +410,9 @@ class Job:
 
     def _close(self) -> None:
         for seat in self.seats:
-            if seat.keeper is not None and seat.keeper not in self.supervisor.keepers:
-                seat.keeper.kill()
-                seat.keeper.close(2.0)
+            if seat.agent is not None and seat.agent not in self.supervisor.agents:
+                seat.agent.kill()
+                seat.agent.close(2.0)
         self.supervisor.close()
         for seat in self.seats:
             seat.host.close()

@@ -9,25 +9,25 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from allhands.launch import processes
-from allhands.launch.handle import KeeperHandle
+from allhands.launch.handle import AgentHandle
 from allhands.launch.job import Job
 from allhands.launch.options import Options
 from allhands.launch.plan import Command
 
 # `-m` would put the working folder first on the path, where a file named like a standard module
-# would break the keeper. The folder of this package is added for callers that found it through
+# would break the agent. The folder of this package is added for callers that found it through
 # their own sys.path.
 _BOOT = """\
 import sys
 sys.flags.safe_path or sys.path.pop(0)
 root = sys.argv.pop(1)
 root in sys.path or sys.path.append(root)
-from allhands.launch.keeper import main
+from allhands.launch.agent import main
 main()"""
 
 
-def start_keeper(env: Mapping[str, str | None] | None = None) -> KeeperHandle:
-    """Start a keeper on this machine, in a session of its own, out of reach of the terminal's
+def start_agent(env: Mapping[str, str | None] | None = None) -> AgentHandle:
+    """Start an agent on this machine, in a session of its own, out of reach of the terminal's
     Ctrl-C.
 
     `env` is set here already, because Python and the dynamic linker read some variables only when a
@@ -44,7 +44,7 @@ def start_keeper(env: Mapping[str, str | None] | None = None) -> KeeperHandle:
             env={name: value for name, value in merged.items() if value is not None},
             start_new_session=True,
         )
-    return KeeperHandle(process, host=os.uname().nodename, local=True)
+    return AgentHandle(process, host=os.uname().nodename, local=True)
 
 
 class LocalHost:
@@ -56,9 +56,9 @@ class LocalHost:
         self.name = os.uname().nodename
         self._env = env
 
-    def start(self) -> KeeperHandle:
-        """Start a keeper."""
-        return start_keeper(self._env)
+    def start(self) -> AgentHandle:
+        """Start an agent."""
+        return start_agent(self._env)
 
     def close(self) -> None:
         """Nothing has to be let go of."""
@@ -115,7 +115,7 @@ def launch_local(
 
     Raises:
         UserError: an argument cannot be honoured.
-        WorkerError: the keeper process could not be started.
+        WorkerError: the agent process could not be started.
     """
     options = Options(
         workers=workers,

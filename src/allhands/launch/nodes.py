@@ -5,7 +5,7 @@ Every task runs the caller's script, so each has the function and its arguments,
 the workers of its own node.
 The task of node 0 *leads*: its supervisor looks after the workers of all nodes. The others
 *follow*: they pass on what their
-keeper tells, and what the leader asks for. A failure anywhere thus ends all nodes, and is told
+agent tells, and what the leader asks for. A failure anywhere thus ends all nodes, and is told
 once, as in any other job.
 
 The tasks meet on a port that they compute from the step's name (see `allhands.world.beacon`) and
@@ -33,7 +33,7 @@ from allhands import wire
 from allhands.errors import UserError, WorkerError
 from allhands.launch import results
 from allhands.launch.circle import Circle
-from allhands.launch.handle import KeeperHandle
+from allhands.launch.handle import AgentHandle
 from allhands.launch.plan import TOKEN, tasks_of
 from allhands.launch.processes import REQUESTS
 from allhands.launch.protocol import CHUNK, write_all
@@ -48,8 +48,8 @@ _HEARD_TOO = 0.5
 # ---------------------------------------------------------------------- on the leader
 
 
-def other_keepers(circle: Circle, supervisor_of: Callable[[], Supervisor]) -> list[KeeperHandle]:
-    """The keepers of the other nodes; `supervisor_of` gives, later, the one that looks after
+def other_agents(circle: Circle, supervisor_of: Callable[[], Supervisor]) -> list[AgentHandle]:
+    """The agents of the other nodes; `supervisor_of` gives, later, the one that looks after
     them."""
     return [
         NodeHandle(link, host, supervisor_of)
@@ -58,7 +58,7 @@ def other_keepers(circle: Circle, supervisor_of: Callable[[], Supervisor]) -> li
 
 
 class _Link:
-    """A connection in the place of a keeper's process: a socket to write to, and a pipe to read
+    """A connection in the place of an agent's process: a socket to write to, and a pipe to read
     from that ends with it."""
 
     def __init__(self, link: socket.socket) -> None:
@@ -85,8 +85,8 @@ class _Link:
         return 0
 
 
-class NodeHandle(KeeperHandle):
-    """The keeper of another node, through the task there."""
+class NodeHandle(AgentHandle):
+    """The agent of another node, through the task there."""
 
     def __init__(
         self, link: socket.socket, host: str, supervisor_of: Callable[[], Supervisor]
@@ -127,7 +127,7 @@ class _NodeReader(LineReader):
         self.gone = ""  # why it leaves
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages of the keeper that `data` completes."""
+        """The messages of the agent that `data` completes."""
         messages = super().feed(data)
         for message in messages:
             if message["event"] == "signal" and message["number"] in REQUESTS:
@@ -146,12 +146,12 @@ class _NodeReader(LineReader):
 
 
 class Follower:
-    """This node's keeper, as the leader sees it."""
+    """This node's agent, as the leader sees it."""
 
     def __init__(
-        self, circle: Circle, keeper: KeeperHandle, shipment: Shipment, servers: int = 0
+        self, circle: Circle, agent: AgentHandle, shipment: Shipment, servers: int = 0
     ) -> None:
-        self.circle, self.keeper, self.shipment, self.servers = circle, keeper, shipment, servers
+        self.circle, self.agent, self.shipment, self.servers = circle, agent, shipment, servers
         self.link = circle.links[0]
         self.leader = circle.hosts[0]
         self.returned: dict[int, dict[str, Any]] = {}
@@ -194,16 +194,16 @@ class Follower:
         """
         selector = selectors.DefaultSelector()
         selector.register(self.link, selectors.EVENT_READ, "leader")
-        selector.register(self.keeper.events, selectors.EVENT_READ, "keeper")
+        selector.register(self.agent.events, selectors.EVENT_READ, "agent")
         suspension = wire.Suspension(3.0)
         with selector:
             while self._end is None:
                 for key, _ in selector.select(1.0):
                     if key.data == "leader":
                         self._hear_leader(task)
-                    elif not self._hear_keeper():
+                    elif not self._hear_agent():
                         raise WorkerError(
-                            f"the keeper process on host {self.circle.hosts[self.circle.node]} "
+                            f"the agent process on host {self.circle.hosts[self.circle.node]} "
                             "ended by itself"
                         )
                 now = time.monotonic()
@@ -233,13 +233,13 @@ class Follower:
                 self._start(task, message)
             elif op == "stop":
                 ranks = message["ranks"]
-                self.keeper.send(
+                self.agent.send(
                     op="stop",
                     ranks=None if ranks is None else [int(rank) for rank in ranks],
                     grace=float(message["grace"]),
                 )
             elif op == "signal" and message["number"] in REQUESTS:
-                self.keeper.send(op="signal", number=message["number"])
+                self.agent.send(op="signal", number=message["number"])
             elif op == "end":
                 self._end = message
 
@@ -256,20 +256,20 @@ class Follower:
             str(asked["run_id"]),
         )
         tasks = tasks_of(task, places, port, run_id, token=str(asked["token"]))[self.circle.node]
-        self.keeper.ranks = [one["rank"] for one in tasks]
+        self.agent.ranks = [one["rank"] for one in tasks]
         self.started = True
-        self.keeper.send(
+        self.agent.send(
             op="start",
             workers=self.shipment.with_results(tasks),
             heartbeat_timeout=float(asked["heartbeat_timeout"]),
             scratch=self.shipment.folders,
         )
 
-    def _hear_keeper(self) -> bool:
-        data = os.read(self.keeper.events, CHUNK)
-        for event in self.keeper.inbox.feed(data):
+    def _hear_agent(self) -> bool:
+        data = os.read(self.agent.events, CHUNK)
+        for event in self.agent.inbox.feed(data):
             if event["event"] == "ready":
-                self.keeper.ready = event
+                self.agent.ready = event
             elif event["event"] == "returned":
                 self.returned[event["rank"]] = event["value"]
                 event["value"] = {}  # the file is for this task
@@ -296,7 +296,5 @@ class Follower:
                 rank=end.get("rank"),
                 exit_code=int(end.get("code", 1)),
             )
-        self.shipment.take_back(self.keeper.ranks)
-        return [
-            results.load(self.returned.get(rank, {})) for rank in self.keeper.ranks if rank >= 0
-        ]
+        self.shipment.take_back(self.agent.ranks)
+        return [results.load(self.returned.get(rank, {})) for rank in self.agent.ranks if rank >= 0]

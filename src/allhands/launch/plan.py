@@ -42,7 +42,7 @@ class Command:
     args: tuple[str, ...] = ()
 
     def task(self) -> dict[str, Any]:
-        """The command as the keeper expects it."""
+        """The command as the agent expects it."""
         if self.kind == "program":
             return {"program": [self.target, *self.args]}
         return {self.kind: self.target, "args": list(self.args)}

@@ -59,7 +59,7 @@ def take_signals() -> None:
 
 
 def gpus() -> int:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves on this host, asked without torch: a keeper must
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves on this host, asked without torch: an agent must
     not touch them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

@@ -1,10 +1,10 @@
-"""What launcher, keeper and workers say to one another: one JSON object a line, over pipes.
+"""What launcher, agent and workers say to one another: one JSON object a line, over pipes.
 
-A pipe needs no port and no secret, reaches a keeper on another host unchanged (ssh carries its
+A pipe needs no port and no secret, reaches an agent on another host unchanged (ssh carries its
 standard streams), and its end is the one signal of a peer's death that even SIGKILL cannot
 suppress.
 
-Launcher to keeper, field `op`:
+Launcher to agent, field `op`:
 
     prepare  env, cwd, parent, local_workers, threads, preload, launcher_timeout   -> event `ready`
     store    address ("": all addresses of the host)             -> event `store`
@@ -17,12 +17,12 @@ Launcher to keeper, field `op`:
     stop     ranks (null: all), grace                               SIGTERM, and SIGKILL after
     `grace` seconds
     signal   number                                              -> the workers get it
-    quit                                                            the keeper ends
+    quit                                                            the agent ends
 
-Keeper to launcher, field `event`: `ready`, `store`, `reached`, `started`, `begun` (a worker runs
+Agent to launcher, field `event`: `ready`, `store`, `reached`, `started`, `begun` (a worker runs
 the user's code), `out`
 (whole lines of output), `raised`, `leaving`, `returned`, `message` (what worker code sent),
-`silent`, `passed` (the workers have got the signal `number`), `asked` (the keeper itself got the
+`silent`, `passed` (the workers have got the signal `number`), `asked` (the agent itself got the
 signal `number`, while no worker could take it), `exit`, `idle` (no process of the round is left),
 `alive`. Times are `age`: seconds between the thing and its sending, because clocks of two hosts
 cannot be compared.
@@ -34,7 +34,7 @@ import os
 
 CHUNK = 1 << 18
 
-# Marks a process that our keeper started (see `worker.active`), and is inherited by its children.
+# Marks a process that our agent started (see `worker.active`), and is inherited by its children.
 MARK = "ALLHANDS_LAUNCH"
 
 

@@ -1,4 +1,4 @@
-"""The Python of a keeper: what is installed in it, and which commands mean it."""
+"""The Python of an agent: what is installed in it, and which commands mean it."""
 
 from __future__ import annotations
 

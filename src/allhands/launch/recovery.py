@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from allhands.launch.handle import KeeperHandle
+from allhands.launch.handle import AgentHandle
 from allhands.launch.output import Output
 from allhands.launch.plan import SERVER_RESTART, WORKER_RESTART
 from allhands.launch.report import Worker, describe_excused
@@ -59,7 +59,7 @@ class Recovery:
         self.restarts = 0  # of a worker, or of the world
         self._restarted_servers = 0
         self._say = say
-        self._keepers: Sequence[KeeperHandle] = ()
+        self._agents: Sequence[AgentHandle] = ()
         self._workers: dict[int, Worker] = {}
         self._tasks: dict[int, Mapping[str, Any]] = {}
         self._excused: dict[int, _Excuse] = {}
@@ -72,7 +72,7 @@ class Recovery:
 
     def begin(
         self,
-        keepers: Sequence[KeeperHandle],
+        agents: Sequence[AgentHandle],
         workers: dict[int, Worker],
         tasks: Sequence[Sequence[Mapping[str, Any]]],
         output: Output,
@@ -80,7 +80,7 @@ class Recovery:
     ) -> None:
         """An attempt begins. `workers` is kept up to date by the caller, and a process that is
         started again gets a new entry."""
-        self._keepers, self._workers, self._output, self._grace = keepers, workers, output, grace
+        self._agents, self._workers, self._output, self._grace = agents, workers, output, grace
         self._tasks = {task["rank"]: task for there in tasks for task in there}
         self._excused, self._counts = {}, {}
 
@@ -114,37 +114,37 @@ class Recovery:
         """See to what has failed. To be called while no process is being stopped."""
         if not self.may_act:
             return
-        keepers = {rank: keeper for keeper in self._keepers for rank in keeper.ranks}
+        agents = {rank: agent for agent in self._agents for rank in agent.ranks}
         # Workers before servers, which are of use only while workers run.
-        for rank in sorted(keepers, key=lambda rank: (rank < 0, abs(rank))):
+        for rank in sorted(agents, key=lambda rank: (rank < 0, abs(rank))):
             worker = self._workers[rank]
             if rank not in self._excused and worker.failed_at() is not None:
-                then = self._verdict(worker, keepers[rank])
+                then = self._verdict(worker, agents[rank])
                 if then != STOP:
                     self._excused[rank] = _Excuse(then, time.monotonic())
             excuse = self._excused.get(rank)
             if excuse is not None and not excuse.settled:
-                self._see_to(worker, keepers[rank], excuse)
+                self._see_to(worker, agents[rank], excuse)
 
-    def _verdict(self, worker: Worker, keeper: KeeperHandle) -> str:
+    def _verdict(self, worker: Worker, agent: AgentHandle) -> str:
         if worker.is_server:
             needed = any(
                 not self.is_over(other) for other in self._workers.values() if not other.is_server
             )
-            if keeper.lost or not needed or self._restarted_servers == self.server_restarts:
+            if agent.lost or not needed or self._restarted_servers == self.server_restarts:
                 return STOP
             self._restarted_servers += 1
             return RESTART
         if self.on_worker_failure == CONTINUE:
             # With the first host the store is lost, by which processes find one another.
-            carries = keeper is self._keepers[0] or any(rank < 0 for rank in keeper.ranks)
-            return STOP if keeper.lost and carries else CONTINUE
-        if self.on_worker_failure == STOP or keeper.lost or self.restarts == self.max_restarts:
+            carries = agent is self._agents[0] or any(rank < 0 for rank in agent.ranks)
+            return STOP if agent.lost and carries else CONTINUE
+        if self.on_worker_failure == STOP or agent.lost or self.restarts == self.max_restarts:
             return STOP
         self.restarts += 1
         return RESTART
 
-    def _see_to(self, worker: Worker, keeper: KeeperHandle, excuse: _Excuse) -> None:
+    def _see_to(self, worker: Worker, agent: AgentHandle, excuse: _Excuse) -> None:
         if worker.exit is None and worker.lost is None:
             # One that has raised an exception is about to end by itself, and may still print.
             if not excuse.killed and (
@@ -152,18 +152,18 @@ class Recovery:
             ):
                 excuse.killed = True
                 worker.stop_at = time.monotonic()
-                keeper.send(op="kill", rank=worker.rank)
+                agent.send(op="kill", rank=worker.rank)
             return
         excuse.settled = True
         worker.tail = self._output.tail(worker.rank)
         if excuse.then == RESTART:
-            self._start_again(worker, keeper)
+            self._start_again(worker, agent)
         else:
             self._say(
                 describe_excused(worker, "the others go on", self._output.log_path(worker.rank))
             )
 
-    def _start_again(self, worker: Worker, keeper: KeeperHandle) -> None:
+    def _start_again(self, worker: Worker, agent: AgentHandle) -> None:
         rank = worker.rank
         number, most = (
             (self._restarted_servers, self.server_restarts)
@@ -177,6 +177,6 @@ class Recovery:
         task = self._tasks[rank]
         count = {SERVER_RESTART if worker.is_server else WORKER_RESTART: str(self._counts[rank])}
         del self._excused[rank]
-        self._workers[rank] = Worker(rank, keeper.host, must_return=worker.must_return)
-        self._output.place(rank, "" if keeper.local else keeper.host)
-        keeper.send(op="again", worker={**task, "env": {**task["env"], **count}})
+        self._workers[rank] = Worker(rank, agent.host, must_return=worker.must_return)
+        self._output.place(rank, "" if agent.local else agent.host)
+        agent.send(op="again", worker={**task, "env": {**task["env"], **count}})

@@ -1,7 +1,7 @@
-"""How a keeper comes to life on another host, behind whatever login shell is there.
+"""How an agent comes to life on another host, behind whatever login shell is there.
 
 The shell sees one short command in plain characters. All else arrives on standard input: first one
-line with the variables and the program (`first_message`), then the conversation with the keeper. So
+line with the variables and the program (`first_message`), then the conversation with the agent. So
 nothing has to survive a shell's quoting, and no secret is ever in a command line. The first Python
 only sets the variables and becomes the second one, because the dynamic linker and Python itself
 read some variables only when a process starts.
@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from allhands.errors import HostError
-from allhands.launch.handle import KeeperHandle
+from allhands.launch.handle import AgentHandle
 from allhands.launch.output import show
 from allhands.launch.protocol import write_all
 
@@ -30,13 +30,13 @@ from allhands.launch.protocol import write_all
 START_TIMEOUT = 120.0
 
 # What the login files of a shell print comes before this line and is ignored.
-KEEPER_LINE = b"allhands keeper 1\n"
+AGENT_LINE = b"allhands agent 1\n"
 
 # torch's store says this of every connection from an address that has no name, which is no trouble.
 _NO_NAME = b"The hostname of the client socket cannot be retrieved"
 
 # Runs under any Python, old ones included, so that it can say what is wrong. Byte by byte: what
-# follows the line is the keeper's.
+# follows the line is the agent's.
 _FIRST = (
     'import json,os;exec(json.loads(b"".join(iter(lambda:os.read(0,1)or '
     'os._exit(9),chr(10).encode())).decode())["program"])'
@@ -57,20 +57,20 @@ for name, value in message["env"].items():
         os.environ[name] = value
 """
 
-# The signals that a keeper handles wait until it does (`processes.take_signals`).
-_BECOME_KEEPER = """
+# The signals that an agent handles wait until it does (`processes.take_signals`).
+_BECOME_AGENT = """
 import signal
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
-os.execv(sys.executable, [sys.executable, "-c", message["keeper"]])
+os.execv(sys.executable, [sys.executable, "-c", message["agent"]])
 """
 
 # `-c` puts the working folder first on the path, where a file named like a standard module would
-# break the keeper.
-_KEEPER = """
+# break the agent.
+_AGENT = """
 import os, sys
 sys.flags.safe_path or sys.path.pop(0)
 try:
-    from allhands.launch.keeper import main
+    from allhands.launch.agent import main
 except ImportError as error:
     sys.stderr.write("%s cannot import allhands: %s\\n" % (sys.executable, error))
     sys.exit(4)
@@ -79,19 +79,19 @@ main()
 """
 
 
-def keeper_words(python: str) -> list[str]:
-    """The command that becomes a keeper, where no shell is in between."""
+def agent_words(python: str) -> list[str]:
+    """The command that becomes an agent, where no shell is in between."""
     return [python, "-c", _FIRST]
 
 
-def keeper_command(python: str) -> str:
+def agent_command(python: str) -> str:
     """The command for a login shell. `python` is quoted already."""
     return f"exec {python} -c '{_FIRST}'"
 
 
-def keeper_message(env: Mapping[str, str | None]) -> bytes:
-    """The line that `keeper_command` waits for: the variables to set, or with None to remove."""
-    return first_message(env, _BECOME_KEEPER, keeper=_KEEPER.format(line=KEEPER_LINE))
+def agent_message(env: Mapping[str, str | None]) -> bytes:
+    """The line that `agent_command` waits for: the variables to set, or with None to remove."""
+    return first_message(env, _BECOME_AGENT, agent=_AGENT.format(line=AGENT_LINE))
 
 
 def first_message(env: Mapping[str, str | None], program: str, **more: Any) -> bytes:
@@ -103,7 +103,7 @@ def first_message(env: Mapping[str, str | None], program: str, **more: Any) -> b
 def start_process(
     words: Sequence[str], message: bytes, env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start what leads to a keeper and hand it its first message.
+    """Start what leads to an agent and hand it its first message.
 
     Args:
         words: the command; ssh, srun, or Python itself.
@@ -125,14 +125,14 @@ def start_process(
     return process
 
 
-def await_keeper(
+def await_agent(
     process: subprocess.Popen[bytes],
     host: str,
     python: str,
     explain: Callable[[str], str] | None = None,
     timeout: float = START_TIMEOUT,
-) -> KeeperHandle:
-    """Wait until the keeper answers that `process` (ssh or srun) leads to.
+) -> AgentHandle:
+    """Wait until the agent answers that `process` (ssh or srun) leads to.
 
     What it prints on standard error is shown with the host's name from then on.
 
@@ -157,7 +157,7 @@ def await_keeper(
     reader.start()
     fd, data = process.stdout.fileno(), b""
     deadline = time.monotonic() + timeout
-    while KEEPER_LINE not in data:
+    while AGENT_LINE not in data:
         ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
         piece = os.read(fd, 65536) if ready else b""
         if not piece:
@@ -166,12 +166,12 @@ def await_keeper(
             reader.join(2)
             if code == 255 and explain is not None:
                 raise HostError(host, explain(b"".join(said).decode("utf-8", "replace")))
-            raise HostError(host, _why_no_keeper(code, said, python, timeout))
+            raise HostError(host, _why_no_agent(code, said, python, timeout))
         data = (data + piece)[-(1 << 20) :]
-    keeper = KeeperHandle(process, host=host, local=False, said=said)
-    keeper.noise, _, keeper.early = data.partition(KEEPER_LINE)
+    agent = AgentHandle(process, host=host, local=False, said=said)
+    agent.noise, _, agent.early = data.partition(AGENT_LINE)
     show_from_now.set()
-    return keeper
+    return agent
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
@@ -181,7 +181,7 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
         return None
 
 
-def _why_no_keeper(
+def _why_no_agent(
     code: int | None, said: collections.deque[bytes], python: str, timeout: float
 ) -> str:
     text = b"".join(said).decode("utf-8", "replace").strip()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from allhands.errors import HostError
-from allhands.launch.handle import KeeperHandle
+from allhands.launch.handle import AgentHandle
 from allhands.launch.plan import Place
 from allhands.launch.python import same_version
 
@@ -17,13 +17,13 @@ _RETRY_EVERY = 3.0
 
 
 class Host(Protocol):
-    """A place where a keeper can be started."""
+    """A place where an agent can be started."""
 
     name: str
     local: bool  # it is this machine
 
-    def start(self) -> KeeperHandle:
-        """Reach the host and start a keeper; called in any thread. Raises `AllhandsError` when that
+    def start(self) -> AgentHandle:
+        """Reach the host and start an agent; called in any thread. Raises `AllhandsError` when that
         cannot be done."""
 
     def close(self) -> None:
@@ -35,13 +35,13 @@ class Seat:
 
     def __init__(self, host: Host, workers: int | None, servers: Sequence[int]) -> None:
         self.host, self.workers, self.servers = host, workers, list(servers)
-        self.keeper: KeeperHandle | None = None
+        self.agent: AgentHandle | None = None
         self.trouble: Exception | None = None
         self.thread: threading.Thread | None = None
         self.next_try = 0.0
 
     def begin(self) -> None:
-        """Start a keeper in the background."""
+        """Start an agent in the background."""
         self.trouble = None
         self.next_try = time.monotonic() + _RETRY_EVERY
         self.thread = threading.Thread(target=self._start, daemon=True)
@@ -49,7 +49,7 @@ class Seat:
 
     def _start(self) -> None:
         try:
-            self.keeper = self.host.start()
+            self.agent = self.host.start()
         except Exception as error:
             self.trouble = error
 
@@ -65,9 +65,9 @@ def check_versions(seats: Sequence[Seat]) -> None:
         HostError: naming the host and both versions.
     """
     known = [
-        (seat.host.name, seat.keeper.ready["versions"])
+        (seat.host.name, seat.agent.ready["versions"])
         for seat in seats
-        if seat.keeper and seat.keeper.ready
+        if seat.agent and seat.agent.ready
     ]
     for name, versions in known[1:]:
         first_name, firsts = known[0]

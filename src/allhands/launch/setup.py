@@ -1,4 +1,4 @@
-"""What a keeper makes of its own process before it forks workers: variables, folder, threads,
+"""What an agent makes of its own process before it forks workers: variables, folder, threads,
 imports."""
 
 from __future__ import annotations

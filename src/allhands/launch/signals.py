@@ -31,7 +31,7 @@ def stop_on_signals(supervisor: Supervisor) -> dict[int, Any]:
     def on_stop(number: int, _frame: FrameType | None) -> None:
         supervisor.interrupt(number)
         if len(supervisor.signals) > 2:
-            # Whoever insists is obeyed even when our own output is stuck; the keeper ends the
+            # Whoever insists is obeyed even when our own output is stuck; the agent ends the
             # workers.
             os._exit(128 + number)
 

@@ -1,4 +1,4 @@
-"""Jobs under Slurm: keepers on the nodes of an allocation, through srun, and the submission of a
+"""Jobs under Slurm: agents on the nodes of an allocation, through srun, and the submission of a
 job that will have one."""
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 
 from allhands.errors import UserError
 from allhands.launch import processes
-from allhands.launch.handle import KeeperHandle
+from allhands.launch.handle import AgentHandle
 from allhands.launch.output import show
-from allhands.launch.remote import await_keeper, keeper_message, keeper_words, start_process
+from allhands.launch.remote import agent_message, agent_words, await_agent, start_process
 from allhands.world import expand_hosts
 from allhands.world.environments.slurm import check_tasks
 from allhands.world.hostlist import expand_tasks
@@ -28,7 +28,7 @@ from allhands.world.layout import read_int
 
 
 class SlurmNode:
-    """One node of the allocation around this process. Its keeper is a job step of its own with all
+    """One node of the allocation around this process. Its agent is a job step of its own with all
     that the job has there.
 
     Args:
@@ -46,8 +46,8 @@ class SlurmNode:
         self.name = name
         self._python, self._env, self._cpus = python, dict(env), cpus
 
-    def start(self) -> KeeperHandle:
-        """Start a keeper on the node.
+    def start(self) -> AgentHandle:
+        """Start an agent on the node.
 
         Raises:
             HostError: srun could not start it there, there is no such Python, or it lacks allhands.
@@ -66,12 +66,12 @@ class SlurmNode:
         # Sizes that the job was asked for would contradict the step's.
         environ = {name: value for name, value in os.environ.items() if not name.startswith(_SIZES)}
         process = start_process(
-            [*words, *keeper_words(self._python)], keeper_message(self._env), environ
+            [*words, *agent_words(self._python)], agent_message(self._env), environ
         )
-        return await_keeper(process, self.name, self._python)
+        return await_agent(process, self.name, self._python)
 
     def close(self) -> None:
-        """Nothing has to be let go of: the step ends with the keeper."""
+        """Nothing has to be let go of: the step ends with the agent."""
 
 
 # What srun would read as options of its own.

@@ -12,7 +12,7 @@ from allhands.errors import UserError, WorkerError
 from allhands.launch import records, results, warm
 from allhands.launch.circle import Circle
 from allhands.launch.job import LOOPBACK, PRELOAD
-from allhands.launch.nodes import Follower, other_keepers
+from allhands.launch.nodes import Follower, other_agents
 from allhands.launch.options import check_numbers
 from allhands.launch.output import Output, show
 from allhands.launch.plan import Place, new_token, tasks_of
@@ -108,7 +108,7 @@ def spawn(
     check_numbers(workers, grace, heartbeat_timeout, threads, servers)
     output = Output(prefix, log_dir)
     shipment = Shipment()
-    keeper, key = warm.take(env, threads, workers)
+    agent, key = warm.take(env, threads, workers)
     prepare: dict[str, Any] = {
         "env": warm.changed(),
         "cwd": os.getcwd(),
@@ -126,11 +126,11 @@ def spawn(
     try:
         if circle is not None and circle.node > 0:
             return _follow(
-                Follower(circle, keeper, shipment, servers), prepare, (fn, args, kwargs or {})
+                Follower(circle, agent, shipment, servers), prepare, (fn, args, kwargs or {})
             )
-        others = other_keepers(circle, lambda: supervisor) if circle is not None else []
+        others = other_agents(circle, lambda: supervisor) if circle is not None else []
         supervisor = Supervisor(
-            [keeper, *others],
+            [agent, *others],
             output,
             grace=grace,
             heartbeat_timeout=heartbeat_timeout,
@@ -142,13 +142,13 @@ def spawn(
         is_clean = False
         try:
             supervisor.prepare(circle.store_address if circle is not None else LOOPBACK, **prepare)
-            # The keeper imports torch while the arguments are written.
+            # The agent imports torch while the arguments are written.
             task = shipment.pack(fn, args, kwargs or {})
             supervisor.on_loaded = shipment.all_loaded
             try:
                 port = supervisor.wait_ready()
             except KeyboardInterrupt:
-                if supervisor.signals:  # the keeper got one
+                if supervisor.signals:  # the agent got one
                     raise SystemExit(128 + supervisor.signals[0]) from None
                 raise
             places = (
@@ -167,7 +167,7 @@ def spawn(
             is_clean = True
             number = supervisor.stopped_by()
             if first is None and number is None:
-                # Before the keeper ends, which may remove the files.
+                # Before the agent ends, which may remove the files.
                 shipment.take_back(range(workers))
                 returned = [
                     results.load(supervisor.workers[rank].returned or {}) for rank in range(workers)
@@ -183,8 +183,8 @@ def spawn(
             raise
         finally:
             # One that has an answer under way would give it to the next call.
-            if is_clean and circle is None and warm.put_back(keeper, key):
-                supervisor.remove(keeper)
+            if is_clean and circle is None and warm.put_back(agent, key):
+                supervisor.remove(agent)
             supervisor.close()
             restore(before)
         if supervisor.kept and number is None:
@@ -205,16 +205,16 @@ def spawn(
 
 def _follow(follower: Follower, prepare: dict[str, Any], call: Any) -> list[Any]:
     """Start this node's workers for the task that leads."""
-    keeper, shipment = follower.keeper, follower.shipment
+    agent, shipment = follower.agent, follower.shipment
     before = follower.pass_signals_on()
     try:
-        keeper.send(op="prepare", **prepare)
+        agent.send(op="prepare", **prepare)
         return follower.run(shipment.pack(*call))
     except BaseException as error:
         follower.leave(error)
         raise
     finally:
-        keeper.close()
+        agent.close()
         restore(before)
 
 

@@ -1,7 +1,7 @@
-"""One host that is reached through OpenSSH: its connection, copies of files, and the keeper there.
+"""One host that is reached through OpenSSH: its connection, copies of files, and the agent there.
 
-The keeper's connection carries everything else to its host as well (`ControlMaster`). It ends with
-the keeper, and the keeper
+The agent's connection carries everything else to its host as well (`ControlMaster`). It ends with
+the agent, and the agent
 ends when its standard input does: with this process, however that goes.
 The user's configuration, agent and known hosts decide how it is made, and nothing is ever answered
 on the user's behalf (`BatchMode`): a host key that is not known is an error.
@@ -17,10 +17,10 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from allhands.errors import HostError, UserError
-from allhands.launch.handle import KeeperHandle
+from allhands.launch.handle import AgentHandle
 from allhands.launch.hosts import HostSpec
 from allhands.launch.output import show
-from allhands.launch.remote import await_keeper, keeper_command, keeper_message, start_process
+from allhands.launch.remote import agent_command, agent_message, await_agent, start_process
 
 CONNECT_TIMEOUT = 10
 SSH_FAILED = 255
@@ -107,7 +107,7 @@ class SshHost:
     def command(self, remote: str, *, carries_others: bool = False) -> list[str]:
         """The words of a local command that runs `remote` in a shell of the host.
 
-        It goes over the connection of the keeper where there is one. `carries_others`: it is that
+        It goes over the connection of the agent where there is one. `carries_others`: it is that
         connection itself.
         """
         options = {
@@ -156,7 +156,7 @@ class SshHost:
         return done
 
     def close(self) -> None:
-        """End a copy that is under way; the connection ends with the keeper."""
+        """End a copy that is under way; the connection ends with the agent."""
         if self._copying is not None:
             self._copying.kill()
 
@@ -208,20 +208,18 @@ class SshHost:
                 f"rsync to {destination} failed (exit code {code}): {_explain_rsync(said)}",
             )
 
-    # ------------------------------------------------------------------ keeper
+    # ------------------------------------------------------------------ agent
 
-    def start(self) -> KeeperHandle:
-        """Connect, start a keeper on the host, and copy the files.
+    def start(self) -> AgentHandle:
+        """Connect, start an agent on the host, and copy the files.
 
         Raises:
             HostError: it cannot be reached, the copying failed, there is no such Python, it is too
                 old, or it lacks allhands.
         """
-        words = self.command(keeper_command(neutral(self._python)), carries_others=True)
-        process = start_process(words, keeper_message(self._env))
-        keeper = await_keeper(
-            process, self.name, self._python, lambda said: explain(self.name, said)
-        )
+        words = self.command(agent_command(neutral(self._python)), carries_others=True)
+        process = start_process(words, agent_message(self._env))
+        agent = await_agent(process, self.name, self._python, lambda said: explain(self.name, said))
         try:
             if self._copy is not None:
                 source, destination, exclude = self._copy
@@ -232,9 +230,9 @@ class SshHost:
                 )
                 self.copy(source, destination, exclude)
         except BaseException:
-            keeper.kill()
+            agent.kill()
             raise
-        return keeper
+        return agent
 
 
 def neutral(word: str) -> str:

@@ -36,7 +36,7 @@ class StoreHost:
     def start(self, private: Iterable[int]) -> None:
         """Fork the process that serves. Call it after the preload: torch is then imported already.
 
-        `private` are descriptors of the keeper; held open in this process they would hide their
+        `private` are descriptors of the agent; held open in this process they would hide their
         closing from the launcher.
         """
         parent = os.getpid()

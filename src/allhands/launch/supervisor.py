@@ -1,4 +1,4 @@
-"""Drives the keepers of one job from the launcher: shows output, finds the first failure, stops the
+"""Drives the agents of one job from the launcher: shows output, finds the first failure, stops the
 rest, tells why."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from allhands.errors import UserError, WorkerError
-from allhands.launch.handle import OVERDUE, KeeperHandle
+from allhands.launch.handle import OVERDUE, AgentHandle
 from allhands.launch.output import Output
 from allhands.launch.protocol import CHUNK, bytes_of
 from allhands.launch.recovery import Recovery
@@ -24,15 +24,15 @@ _PING_EVERY = 1.0
 
 
 class Supervisor:
-    """One job: the workers of all its keepers.
+    """One job: the workers of all its agents.
 
     Args:
-        keepers: those that were started; `prepare` and `run` talk to them.
+        agents: those that were started; `prepare` and `run` talk to them.
         output: where lines go.
         grace: seconds from SIGTERM to SIGKILL for workers that are stopped.
         heartbeat_timeout: seconds without a heartbeat that count as a failure; 0 waits for ever.
-        host_timeout: seconds without a word from the keeper of another host that count as the loss
-            of that host; its keeper takes the launcher for lost after as many.
+        host_timeout: seconds without a word from the agent of another host that count as the loss
+            of that host; its agent takes the launcher for lost after as many.
         recovery: what is done about a failure instead of stopping all; None stops all.
         on_message: called with (rank, message) for what workers hand to `worker.send`.
         asks_first: after Ctrl-C the workers get SIGINT, and `grace` seconds to hand back what they
@@ -43,7 +43,7 @@ class Supervisor:
 
     def __init__(
         self,
-        keepers: Sequence[KeeperHandle],
+        agents: Sequence[AgentHandle],
         output: Output,
         *,
         grace: float = 5.0,
@@ -56,7 +56,7 @@ class Supervisor:
         asks_first: bool = False,
     ) -> None:
         self.asks_first = asks_first
-        self.keepers: list[KeeperHandle] = []
+        self.agents: list[AgentHandle] = []
         self.output = output
         self.grace, self.heartbeat_timeout, self.host_timeout = (
             grace,
@@ -83,52 +83,52 @@ class Supervisor:
         os.set_blocking(self._wake_end, False)
         self._selector.register(self._wake, selectors.EVENT_READ, None)
         self._looked_at = self._pinged_at = time.monotonic()
-        for keeper in keepers:
-            self.add(keeper)
+        for agent in agents:
+            self.add(agent)
 
-    def add(self, keeper: KeeperHandle) -> None:
-        """Take a keeper into the job; it comes last."""
-        self.keepers.append(keeper)
-        self._selector.register(keeper.events, selectors.EVENT_READ, keeper)
-        keeper.heard_at = time.monotonic()
-        for event in keeper.inbox.feed(keeper.early):
-            self._hear(keeper, event)
-        keeper.early = b""
+    def add(self, agent: AgentHandle) -> None:
+        """Take an agent into the job; it comes last."""
+        self.agents.append(agent)
+        self._selector.register(agent.events, selectors.EVENT_READ, agent)
+        agent.heard_at = time.monotonic()
+        for event in agent.inbox.feed(agent.early):
+            self._hear(agent, event)
+        agent.early = b""
 
-    def remove(self, keeper: KeeperHandle) -> None:
-        """Let go of a keeper, which is left as it is."""
-        self.keepers.remove(keeper)
-        if not keeper.lost:
-            self._selector.unregister(keeper.events)
+    def remove(self, agent: AgentHandle) -> None:
+        """Let go of an agent, which is left as it is."""
+        self.agents.remove(agent)
+        if not agent.lost:
+            self._selector.unregister(agent.events)
 
     def prepare(self, address: str, **request: Any) -> None:
-        """Ask every keeper to set up its process and preload, and the first one to open the store
+        """Ask every agent to set up its process and preload, and the first one to open the store
         at `address`.
 
-        Returns at once; the keepers work on it meanwhile.
+        Returns at once; the agents work on it meanwhile.
         """
-        for index, keeper in enumerate(self.keepers):
-            keeper.send(op="prepare", **request)
+        for index, agent in enumerate(self.agents):
+            agent.send(op="prepare", **request)
             if index == 0:
-                keeper.send(op="store", address=address)
+                agent.send(op="store", address=address)
 
     def wait_ready(self) -> int:
-        """Wait until all keepers are prepared, and the first one has opened the store.
+        """Wait until all agents are prepared, and the first one has opened the store.
 
         Returns:
             The port of the store.
 
         Raises:
-            WorkerError: a keeper did not start.
+            WorkerError: an agent did not start.
             KeyboardInterrupt: a signal came; nothing was started yet.
         """
-        self.wait_for("ready", self.keepers)
-        return int(self.wait_for("store", self.keepers[:1])[0]["port"])
+        self.wait_for("ready", self.agents)
+        return int(self.wait_for("store", self.agents[:1])[0]["port"])
 
     def wait_for(
-        self, kind: str, keepers: Sequence[KeeperHandle], timeout: float = START_TIMEOUT
+        self, kind: str, agents: Sequence[AgentHandle], timeout: float = START_TIMEOUT
     ) -> list[dict[str, Any]]:
-        """Wait until each of `keepers` has answered with an event of this kind; their answers,
+        """Wait until each of `agents` has answered with an event of this kind; their answers,
         which are taken away.
 
         Raises:
@@ -136,25 +136,25 @@ class Supervisor:
             KeyboardInterrupt: a signal came.
         """
         deadline = time.monotonic() + timeout
-        while any(kind not in keeper.answers for keeper in keepers):
+        while any(kind not in agent.answers for agent in agents):
             self._wait(min(0.5, deadline - time.monotonic()))
             if self.is_asked_to_end():
                 raise KeyboardInterrupt
             late = time.monotonic() > deadline
-            for keeper in keepers:
-                if kind not in keeper.answers and (keeper.lost or late):
+            for agent in agents:
+                if kind not in agent.answers and (agent.lost or late):
                     why = (
-                        keeper.why_gone()
-                        if keeper.lost
+                        agent.why_gone()
+                        if agent.lost
                         else f"it did not answer within {timeout:.0f} s"
                     )
                     raise WorkerError(
-                        f"the keeper on {keeper.host} failed before any worker was started: {why}"
+                        f"the agent on {agent.host} failed before any worker was started: {why}"
                     )
-        return [keeper.answers.pop(kind) for keeper in keepers]
+        return [agent.answers.pop(kind) for agent in agents]
 
     def pause(self, seconds: float) -> None:
-        """Look after the keepers, and wait at most so long for one of them to say something."""
+        """Look after the agents, and wait at most so long for one of them to say something."""
         self._wait(seconds)
 
     def run(
@@ -167,10 +167,10 @@ class Supervisor:
         """Start the tasks and see them through until no process of them is left.
 
         Args:
-            tasks: one sequence for each keeper.
+            tasks: one sequence for each agent.
             must_return: the workers' tasks are functions; one that ends without a result has
                 failed.
-            scratch: folders that the keepers remove if this process is killed before it can.
+            scratch: folders that the agents remove if this process is killed before it can.
 
         Returns:
             The worker that failed first; None when all went well, `interrupt` ended the job, or the
@@ -187,18 +187,16 @@ class Supervisor:
         self.stopping_since = self._leave_by = None
         self._killed = False
         self._not_loaded.clear()
-        self.recovery.begin(self.keepers, self.workers, tasks, self.output, self.grace)
-        for keeper, chosen in zip(self.keepers, tasks, strict=True):
-            keeper.ranks = [task["rank"] for task in chosen]
-            keeper.idle = False
-            for rank in keeper.ranks:
-                self.workers[rank] = Worker(
-                    rank, keeper.host, must_return=must_return and rank >= 0
-                )
-                self.output.place(rank, "" if keeper.local else keeper.host)
-            self._not_loaded.update(rank for rank in keeper.ranks if rank >= 0)
-            keeper.heard_at = time.monotonic()
-            keeper.send(
+        self.recovery.begin(self.agents, self.workers, tasks, self.output, self.grace)
+        for agent, chosen in zip(self.agents, tasks, strict=True):
+            agent.ranks = [task["rank"] for task in chosen]
+            agent.idle = False
+            for rank in agent.ranks:
+                self.workers[rank] = Worker(rank, agent.host, must_return=must_return and rank >= 0)
+                self.output.place(rank, "" if agent.local else agent.host)
+            self._not_loaded.update(rank for rank in agent.ranks if rank >= 0)
+            agent.heard_at = time.monotonic()
+            agent.send(
                 op="start",
                 workers=list(chosen),
                 heartbeat_timeout=self.heartbeat_timeout,
@@ -240,7 +238,7 @@ class Supervisor:
         can_take = (
             self.begun
             and self.stopping_since is None
-            and not all(keeper.idle for keeper in self.keepers)
+            and not all(agent.idle for agent in self.agents)
         )
         (self.passed if can_take else self.kept).append(number)
         self._wake_up()
@@ -270,19 +268,19 @@ class Supervisor:
         itself meanwhile."""
         now = time.monotonic()
         self.stopping_since = self.stopping_since or now
-        for keeper in self.keepers:
-            ranks = [rank for rank in keeper.ranks if rank != but]
+        for agent in self.agents:
+            ranks = [rank for rank in agent.ranks if rank != but]
             for rank in ranks:
                 if self.workers[rank].exit is None and self.workers[rank].stop_at is None:
                     self.workers[rank].stop_at = now
-            keeper.send(op="stop", ranks=ranks, grace=grace)
+            agent.send(op="stop", ranks=ranks, grace=grace)
 
     def close(self) -> None:
-        """End the keepers and release everything."""
-        for keeper in self.keepers:
-            if keeper.ready is None:
-                keeper.kill()  # still importing, deaf to requests, and without workers
-            keeper.close()
+        """End the agents and release everything."""
+        for agent in self.agents:
+            if agent.ready is None:
+                agent.kill()  # still importing, deaf to requests, and without workers
+            agent.close()
         self._selector.close()
         os.close(self._wake)
         os.close(self._wake_end)
@@ -290,7 +288,7 @@ class Supervisor:
 
     def _until_idle(self) -> None:
         heeded = passed = 0
-        while not all(keeper.idle for keeper in self.keepers):
+        while not all(agent.idle for agent in self.agents):
             self._wait()
             if self.stopping_since is None and not self.begun:
                 self.is_asked_to_end()
@@ -306,8 +304,8 @@ class Supervisor:
                 heeded = len(self.signals)
             for number in self.passed[passed:]:
                 passed += 1
-                for keeper in self.keepers:
-                    keeper.send(op="signal", number=number)
+                for agent in self.agents:
+                    agent.send(op="signal", number=number)
                 if number == signal.SIGTERM and self._leave_by is None:
                     self._leave_by = time.monotonic() + self.grace
             if self.stopping_since is None:
@@ -328,9 +326,9 @@ class Supervisor:
                 self._killed = True
                 self.stop(0.0)
             if waited > self.grace + OVERDUE:
-                for keeper in self.keepers:
-                    if not keeper.idle:
-                        keeper.kill()
+                for agent in self.agents:
+                    if not agent.idle:
+                        agent.kill()
 
     def _dismiss_servers(self) -> None:
         """Servers serve until the last worker has ended."""
@@ -394,62 +392,62 @@ class Supervisor:
                 self._hear(key.data, event)
         now = time.monotonic()
         if now - self._looked_at > 3.0:  # this process itself was suspended
-            for keeper in self.keepers:
-                keeper.heard_at = now
+            for agent in self.agents:
+                agent.heard_at = now
         self._looked_at = now
         if now - self._pinged_at >= _PING_EVERY:
             self._pinged_at = now
-            for keeper in self.keepers:
-                if not keeper.local and not keeper.lost:
-                    keeper.send(op="ping")
-        for keeper in self.keepers:
-            silent = now - keeper.heard_at
+            for agent in self.agents:
+                if not agent.local and not agent.lost:
+                    agent.send(op="ping")
+        for agent in self.agents:
+            silent = now - agent.heard_at
             longest = self.host_timeout
-            if keeper.local:
+            if agent.local:
                 longest = self.heartbeat_timeout + 1 if self.heartbeat_timeout else float("inf")
-            if not keeper.idle and not keeper.lost and silent > longest:
-                what = "the keeper process"
-                if not keeper.local:
+            if not agent.idle and not agent.lost and silent > longest:
+                what = "the agent process"
+                if not agent.local:
                     what = (
-                        f"host {keeper.host} (its network or the machine is down, or it was "
+                        f"host {agent.host} (its network or the machine is down, or it was "
                         "suspended)"
                     )
-                self._lose(keeper, f"no word from {what} for {silent:.0f} s")
-                keeper.kill()
+                self._lose(agent, f"no word from {what} for {silent:.0f} s")
+                agent.kill()
 
-    def _lose(self, keeper: KeeperHandle, why: str) -> None:
-        """Nothing more will come from a keeper. Its workers die with it; what they started is ended
+    def _lose(self, agent: AgentHandle, why: str) -> None:
+        """Nothing more will come from an agent. Its workers die with it; what they started is ended
         here."""
-        if not keeper.lost:
-            keeper.lost = keeper.idle = True
-            self._selector.unregister(keeper.events)
-            for rank in keeper.ranks:
+        if not agent.lost:
+            agent.lost = agent.idle = True
+            self._selector.unregister(agent.events)
+            for rank in agent.ranks:
                 worker = self.workers[rank]
                 self._note_begun(rank)
                 if worker.exit is None:
                     worker.lost, worker.lost_at = why, time.monotonic()
-                    if keeper.local and worker.pid:
+                    if agent.local and worker.pid:
                         try:
                             os.killpg(worker.pid, signal.SIGKILL)
                         except (ProcessLookupError, PermissionError):
                             pass
 
-    def _hear(self, keeper: KeeperHandle, event: dict[str, Any]) -> None:
+    def _hear(self, agent: AgentHandle, event: dict[str, Any]) -> None:
         kind = event["event"]
         at = time.monotonic() - event.get("age", 0.0)
         if kind == "ready":
-            keeper.ready = event
+            agent.ready = event
         if kind in ("ready", "store", "reached"):
-            keeper.answers[kind] = event
+            agent.answers[kind] = event
         elif kind == "idle":
-            keeper.idle = True
+            agent.idle = True
         elif kind == "asked":
             self.pass_on(event["number"])
         elif kind == "passed":
             self._taken.add(event["number"])
         elif kind == "failed":
             raise (UserError if event["op"] == "prepare" else WorkerError)(
-                f"host {keeper.host}: {event['text']}"
+                f"host {agent.host}: {event['text']}"
             )
         elif "rank" in event:
             self._hear_worker(self.workers[event["rank"]], kind, event, at)

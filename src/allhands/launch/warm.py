@@ -1,7 +1,7 @@
-"""Keepers that wait for the next call: with ALLHANDS_KEEPER_IDLE=60, a `spawn` within a minute of
+"""Agents that wait for the next call: with ALLHANDS_KEEPER_IDLE=60, a `spawn` within a minute of
 the last one starts at once.
 
-Most of the time in which workers start goes into importing torch. A keeper whose round is over has
+Most of the time in which workers start goes into importing torch. An agent whose round is over has
 done that already, and is
 otherwise as clean as a new one: user code runs only in the workers that it forks. It is used again
 by the same process with the
@@ -19,11 +19,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from allhands.errors import UserError
-from allhands.launch.handle import KeeperHandle
-from allhands.launch.local import start_keeper
+from allhands.launch.handle import AgentHandle
+from allhands.launch.local import start_agent
 
 VARIABLE = "ALLHANDS_KEEPER_IDLE"
-# A keeper that is about to end is not taken.
+# An agent that is about to end is not taken.
 _MARGIN = 2.0
 # Changes all the time and means nothing to a process that starts; workers get its present value.
 _CHANGING = ("PYTEST_CURRENT_TEST",)
@@ -31,7 +31,7 @@ _CHANGING = ("PYTEST_CURRENT_TEST",)
 
 @dataclass(frozen=True)
 class Key:
-    """What two calls must have in common to share a keeper: it fixed all that when it started."""
+    """What two calls must have in common to share an agent: it fixed all that when it started."""
 
     process: int
     threads: int | None
@@ -39,13 +39,13 @@ class Key:
     variables: frozenset[tuple[str, str]]
 
 
-_waiting: dict[Key, tuple[KeeperHandle, float]] = {}
+_waiting: dict[Key, tuple[AgentHandle, float]] = {}
 _lock = threading.Lock()
 _kept_for = 0.0
 
 
 def idle_seconds() -> float:
-    """For how long a keeper waits for another call; 0, the default, ends it with the first one.
+    """For how long an agent waits for another call; 0, the default, ends it with the first one.
 
     Raises:
         UserError: ALLHANDS_KEEPER_IDLE is no number of seconds.
@@ -62,7 +62,7 @@ def idle_seconds() -> float:
 
 @contextlib.contextmanager
 def kept(seconds: float) -> Iterator[None]:
-    """Keepers wait for so many seconds for another call, and are ended when the context is left."""
+    """Agents wait for so many seconds for another call, and are ended when the context is left."""
     global _kept_for
     before, _kept_for = _kept_for, seconds
     try:
@@ -75,8 +75,8 @@ def kept(seconds: float) -> Iterator[None]:
 
 def take(
     env: Mapping[str, str | None] | None, threads: int | None, workers: int
-) -> tuple[KeeperHandle, Key]:
-    """A keeper on this machine, one that waits if there is a fitting one.
+) -> tuple[AgentHandle, Key]:
+    """An agent on this machine, one that waits if there is a fitting one.
 
     Args:
         env: variables to set, or with None to remove, besides those of this process.
@@ -100,43 +100,40 @@ def take(
     )
     if idle_seconds():
         with _lock:
-            keeper, since = _waiting.pop(key, (None, 0.0))
-        if keeper is not None:
-            if (
-                keeper.process.poll() is None
-                and time.monotonic() < since + idle_seconds() - _MARGIN
-            ):
-                keeper.ready = None
-                return keeper, key
-            keeper.close()
-    return start_keeper(env), key
+            agent, since = _waiting.pop(key, (None, 0.0))
+        if agent is not None:
+            if agent.process.poll() is None and time.monotonic() < since + idle_seconds() - _MARGIN:
+                agent.ready = None
+                return agent, key
+            agent.close()
+    return start_agent(env), key
 
 
 def changed() -> dict[str, str | None]:
-    """Variables that a keeper which waited has to set, or with None to remove."""
+    """Variables that an agent which waited has to set, or with None to remove."""
     return {name: os.environ.get(name) for name in _CHANGING}
 
 
-def put_back(keeper: KeeperHandle, key: Key) -> bool:
-    """Let a keeper whose round is over wait for the next call; False when it cannot, and is to be
+def put_back(agent: AgentHandle, key: Key) -> bool:
+    """Let an agent whose round is over wait for the next call; False when it cannot, and is to be
     ended."""
-    if not idle_seconds() or not keeper.idle or keeper.lost or keeper.process.poll() is not None:
+    if not idle_seconds() or not agent.idle or agent.lost or agent.process.poll() is not None:
         return False
     with _lock:
         other, _ = _waiting.pop(key, (None, 0.0))
-        _waiting[key] = (keeper, time.monotonic())
+        _waiting[key] = (agent, time.monotonic())
     if other is not None:
         other.close()
     return True
 
 
 def end_all() -> None:
-    """End all keepers that wait."""
+    """End all agents that wait."""
     with _lock:
-        keepers = [keeper for keeper, _ in _waiting.values()]
+        agents = [agent for agent, _ in _waiting.values()]
         _waiting.clear()
-    for keeper in keepers:
-        keeper.close()
+    for agent in agents:
+        agent.close()
 
 
 # They would end with this process anyhow, but later than it.

@@ -1,11 +1,11 @@
-"""What happens in a worker between its fork from the keeper and the user's first line, and after
+"""What happens in a worker between its fork from the agent and the user's first line, and after
 the last one.
 
 A script must not be able to tell that it runs in a process that was forked with torch imported
 instead of one
 that `python script.py` started: `__main__`, `sys.argv`, `sys.path`, signals, exit codes and
 teardown are
-Python's own. The worker also tells the keeper what only it can know: that it is alive (once a
+Python's own. The worker also tells the agent what only it can know: that it is alive (once a
 second), and which exception ended it, at the moment it is raised. The teardown of an interpreter
 can take seconds, and the other workers fail meanwhile; without the time of the raise, the wrong one
 would be named as the first.
@@ -36,7 +36,7 @@ BEAT_EVERY = 1.0
 
 
 class _Link:
-    """The pipe to the keeper."""
+    """The pipe to the agent."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -145,10 +145,10 @@ def _report(message: dict[str, Any]) -> None:
 def enter(
     task: dict[str, Any], parent: int, streams: Sequence[int], private: Iterable[int]
 ) -> None:
-    """Turn a fresh fork of the keeper into the worker of `task`; does not return for a program.
+    """Turn a fresh fork of the agent into the worker of `task`; does not return for a program.
 
     `streams` are the writing ends for stdout, stderr and reports; `private` are descriptors of the
-    keeper.
+    agent.
     """
     global _link
     os.setsid()
@@ -204,7 +204,7 @@ def run(task: dict[str, Any]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-    # numpy's global generator was seeded once, in the keeper; in processes of their own each would
+    # numpy's global generator was seeded once, in the agent; in processes of their own each would
     # have its own seed.
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:

@@ -46,7 +46,7 @@ NVIDIA_SMI = {
 }
 
 
-class Agent:
+class Probe:
     """Answers the questions of one examination; each `on_…` method is one of them."""
 
     def __init__(self) -> None:
@@ -460,7 +460,7 @@ def main() -> None:
     for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit())  # through `finally` below
     signal.alarm(LIFE_S)
-    agent = Agent()
+    probe = Probe()
     rest = b""
     try:
         while data := os.read(0, 65536):
@@ -468,7 +468,7 @@ def main() -> None:
             for line in lines:
                 question = json.loads(line)
                 try:
-                    answer = {"answer": getattr(agent, f"on_{question.pop('op')}")(**question)}
+                    answer = {"answer": getattr(probe, f"on_{question.pop('op')}")(**question)}
                 except Exception as error:
                     answer = {"error": f"{type(error).__name__}: {error}"}
                 view = memoryview(json.dumps(answer).encode() + b"\n")
@@ -477,7 +477,7 @@ def main() -> None:
     except BrokenPipeError:
         pass  # nobody asks any more
     finally:
-        agent.close()
+        probe.close()
         os._exit(0)  # threads that still wait for a name server are left
 
 

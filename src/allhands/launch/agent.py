@@ -1,7 +1,7 @@
 """The process that starts the workers of one host and never leaves one behind.
 
-The launcher starts one keeper a host and talks to it over the keeper's standard streams (see
-`protocol`). The keeper imports torch once and forks every worker from itself, which takes
+The launcher starts one agent a host and talks to it over the agent's standard streams (see
+`protocol`). The agent imports torch once and forks every worker from itself, which takes
 milliseconds instead of seconds a worker. For the fork to be safe it is single-threaded, makes no
 tensors and never touches a GPU. It passes output on, watches heartbeats, reports exits, and when
 the launcher is gone, however it went, stops the workers and everything they started.
@@ -45,8 +45,8 @@ LATE = 3.0
 HEARD_TOO = 0.25
 
 
-class Keeper:
-    """The loop of one keeper. `requests` and `events` are the descriptors from and to the
+class Agent:
+    """The loop of one agent. `requests` and `events` are the descriptors from and to the
     launcher."""
 
     def __init__(self, requests: int, events: int) -> None:
@@ -249,8 +249,8 @@ class Keeper:
         task = as_python(task)
         child = Child(task["rank"], beats="program" not in task)
         pipes = [os.pipe() for _ in range(3)]
-        keeper = os.getpid()
-        # A signal for the worker must not meet the keeper's handlers in it.
+        agent = os.getpid()
+        # A signal for the worker must not meet the agent's handlers in it.
         with processes.held_signals():
             pid = os.fork()
             if pid == 0:
@@ -260,10 +260,10 @@ class Keeper:
                 ]
                 try:
                     worker.enter(
-                        task, keeper, [write for _, write in pipes], [*private, *self.own_fds]
+                        task, agent, [write for _, write in pipes], [*private, *self.own_fds]
                     )
                 except BaseException:
-                    # Nothing may bring the copy of the keeper that this process still is back into
+                    # Nothing may bring the copy of the agent that this process still is back into
                     # its loop.
                     traceback.print_exc()
                     os._exit(1)
@@ -485,20 +485,20 @@ def main() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     processes.adopt_orphans()
-    keeper = Keeper(requests, events)
+    agent = Agent(requests, events)
     # None of these is for this process. It ends when the launcher does or says so; a scheduler that
     # signals every process of the job must not cut short the time that the launcher gives the
     # workers for saving.
     for number in processes.REQUESTS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: keeper.on_heard(number))
+            signal.signal(number, lambda number, _: agent.on_heard(number))
     processes.take_signals()
-    task = keeper.serve()
+    task = agent.serve()
     if task is not None:
-        del keeper
+        del agent
         worker.run(task)
 
 
 if __name__ == "__main__":
     # Under `-m` this file would exist twice, once as `__main__`, which the workers replace.
-    sys.exit(importlib.import_module("allhands.launch.keeper").main())
+    sys.exit(importlib.import_module("allhands.launch.agent").main())

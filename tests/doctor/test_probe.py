@@ -1,4 +1,4 @@
-"""The agent as it runs on a host: here, without ssh, with nothing but what it is sent."""
+"""The probe as it runs on a host: here, without ssh, with nothing but what it is sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from allhands.doctor import agent
+from allhands.doctor import probe
 from allhands.doctor.contact import Contact
 from allhands.errors import HostError
 
@@ -34,9 +34,9 @@ def contact() -> Iterator[Contact]:
 
 
 def test_the_text_that_is_sent_is_read_by_the_oldest_python_that_may_answer() -> None:
-    compile(Path(agent.__file__).read_text(), "agent", "exec")
+    compile(Path(probe.__file__).read_text(), "probe", "exec")
     assert (
-        "import allhands" not in Path(agent.__file__).read_text().split("def ")[0]
+        "import allhands" not in Path(probe.__file__).read_text().split("def ")[0]
     )  # a host may lack it
 
 
@@ -45,7 +45,7 @@ def test_a_host_without_allhands_and_torch_answers_too() -> None:
         b'{"op": "facts"}\n{"op": "listen", "token": "x"}\n{"op": "connect", "token": "x", '
         b'"targets": []}\n'
     )
-    program = Path(agent.__file__).read_text()
+    program = Path(probe.__file__).read_text()
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", program], input=questions, capture_output=True
     )
@@ -94,7 +94,7 @@ def test_listening_and_flooding(contact: Contact) -> None:
     port = contact.ask("listen", token=TOKEN)["port"]
     got = contact.ask("flood", address="127.0.0.1", port=port, token=TOKEN, seconds=0.2)
     assert got["bytes"] > 0
-    assert got["bytes"] % agent.CHUNK == 0  # all that was sent
+    assert got["bytes"] % probe.CHUNK == 0  # all that was sent
     assert 0.1 < got["seconds"] < 5
     # A stranger gets no answer.
     with socket.create_connection(("127.0.0.1", port), 5) as stranger:
@@ -115,17 +115,17 @@ def test_connecting_tells_what_happened_under_each_name(
     assert answer["tried"][0]["error"] == "that is this host itself"
     assert "the name is not known" in answer["tried"][1]["error"]
     # Were it another host's address, it would answer.
-    monkeypatch.setattr(agent, "own_addresses", dict)
+    monkeypatch.setattr(probe, "own_addresses", dict)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(5)
-        monkeypatch.setattr(agent, "CONNECT_S", 0.2)
+        monkeypatch.setattr(probe, "CONNECT_S", 0.2)
         monkeypatch.setattr(
-            agent, "resolve", lambda name: {"addresses": ["0.0.0.0"], "error": None}
+            probe, "resolve", lambda name: {"addresses": ["0.0.0.0"], "error": None}
         )
-        assert agent.knock("other", silent.getsockname()[1], TOKEN)["error"] == "timed out"
-        good = agent.knock("other", port, TOKEN)
+        assert probe.knock("other", silent.getsockname()[1], TOKEN)["error"] == "timed out"
+        good = probe.knock("other", port, TOKEN)
     assert (good["error"], good["address"], good["own"]) == (None, "0.0.0.0", "127.0.0.1")
-    assert agent.knock("other", port, "another token")["error"] in (
+    assert probe.knock("other", port, "another token")["error"] in (
         "something else answers there",
         "timed out",
     )
@@ -174,17 +174,17 @@ def test_a_python_that_cannot_be_used() -> None:
 
 
 def test_names_that_nobody_answers_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert agent.threads({"a": lambda: 1, "b": lambda: time.sleep(0.5)}, 0.1, "late") == {
+    assert probe.threads({"a": lambda: 1, "b": lambda: time.sleep(0.5)}, 0.1, "late") == {
         "a": 1,
         "b": "late",
     }
-    monkeypatch.setattr(agent, "RESOLVE_S", 0.1)
+    monkeypatch.setattr(probe, "RESOLVE_S", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(0.5) or [])
-    assert agent.resolve("slow")["error"] == "no answer within 0 s"
+    assert probe.resolve("slow")["error"] == "no answer within 0 s"
 
 
 def test_addresses_of_ipv4_in_ipv6_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told = [(0, 0, 0, "", ("10.0.0.1", 0)), (0, 0, 0, "", ("::ffff:10.0.0.1", 0, 0, 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: told)
-    assert agent.resolve("d1") == {"addresses": ["10.0.0.1"], "error": None}
-    assert json.dumps(agent.interfaces())  # what is told can be sent
+    assert probe.resolve("d1") == {"addresses": ["10.0.0.1"], "error": None}
+    assert json.dumps(probe.interfaces())  # what is told can be sent
