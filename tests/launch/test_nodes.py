@@ -22,7 +22,7 @@ import pytest
 from allhands.errors import AllhandsError, UserError, WorldError
 from allhands.launch import circle, spawn
 from allhands.launch.nodes import Follower
-from allhands.world import beacon
+from allhands.world import discovery
 from tests.timeouts import patience
 
 from .conftest import told_servers
@@ -111,7 +111,7 @@ def test_strangers_are_passed_over() -> None:
 
     def gather(node: int) -> Any:
         if node == 1:
-            port = beacon.candidate_ports("strangers nodes 0")[0]
+            port = discovery.candidate_ports("strangers nodes 0")[0]
             silent = [come_to(port), come_to(port)]
             for said in (b"GET / HTTP/1.0\r\n\r\n", b"[" * 100_000 + b"\n", b'{"node": 1}\n'):
                 with come_to(port) as stranger:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import allhands
 from allhands import UserError, WorldError
-from allhands.world import Layout, devices, interface, roster
+from allhands.world import Layout, devices, interface, membership
 
 PREFIXES = (
     "SLURM_",
@@ -207,8 +207,8 @@ def test_refuses(
     assert allhands.current_world() is None
 
 
-def card(rank: int, host: str = "a", **known: Any) -> roster.Card:
-    return roster.Card(
+def member(rank: int, host: str = "a", **known: Any) -> membership.Member:
+    return membership.Member(
         rank=rank,
         world_size=4,
         host=host,
@@ -218,8 +218,8 @@ def card(rank: int, host: str = "a", **known: Any) -> roster.Card:
 
 
 def test_places_are_counted_over_hosts_when_nobody_tells_them() -> None:
-    cards = [card(0, "b"), card(1, "a"), card(2, "b"), card(3, "a")]
-    assert [roster.place_of(cards, rank) for rank in range(4)] == [
+    members = [member(0, "b"), member(1, "a"), member(2, "b"), member(3, "a")]
+    assert [membership.place_of(members, rank) for rank in range(4)] == [
         (0, 2, 0),
         (0, 2, 1),
         (1, 2, 0),
@@ -228,20 +228,24 @@ def test_places_are_counted_over_hosts_when_nobody_tells_them() -> None:
 
 
 def test_more_workers_than_gpus() -> None:
-    roster.check_places([card(rank, gpus=4) for rank in range(4)])
+    membership.check_places([member(rank, gpus=4) for rank in range(4)])
     with pytest.raises(UserError, match=r"4 workers on a but 2 GPUs.*workers=2.*device='cpu'"):
-        roster.check_places([card(rank, gpus=2) for rank in range(4)])
+        membership.check_places([member(rank, gpus=2) for rank in range(4)])
 
 
 def test_one_visible_gpu_each_must_differ() -> None:
-    roster.check_places([card(rank, gpus=1, gpu=f"uuid {rank}") for rank in range(4)])
+    membership.check_places([member(rank, gpus=1, gpu=f"uuid {rank}") for rank in range(4)])
     with pytest.raises(UserError, match="4 workers on a but 1 GPU that"):
-        roster.check_places([card(rank, gpus=1, gpu="uuid") for rank in range(4)])
-    roster.check_places([card(rank, host=f"host {rank}", gpus=1, gpu="uuid") for rank in range(4)])
+        membership.check_places([member(rank, gpus=1, gpu="uuid") for rank in range(4)])
+    membership.check_places(
+        [member(rank, host=f"host {rank}", gpus=1, gpu="uuid") for rank in range(4)]
+    )
 
 
 def test_ranks_that_choose_different_backends_are_told_what_each_sees() -> None:
-    message = roster._contradiction([card(0, gpus=2), card(1, "b", backend="gloo", device="cpu")])
+    message = membership._contradiction(
+        [member(0, gpus=2), member(1, "b", backend="gloo", device="cpu")]
+    )
     assert message is not None
     assert "rank 0 (a) has backend=nccl but rank 1 (b) has backend=gloo" in message
     assert "Rank 0 sees 2 GPUs, rank 1 sees 0" in message

@@ -19,7 +19,7 @@ from allhands.horovod.matcher import Matcher
 from allhands.horovod.rounds import Parts
 from allhands.world import World
 from allhands.world.interface import outward_addresses
-from allhands.world.roster import host_id
+from allhands.world.membership import host_id
 
 _PATIENCE_S = 60.0
 

@@ -16,7 +16,7 @@ from allhands.errors import UserError, WorldError
 from allhands.launch.job import INTERFACE_VARIABLES
 from allhands.launch.plan import Place
 from allhands.launch.python import same_version, versions
-from allhands.world import beacon
+from allhands.world import discovery
 from allhands.world.interface import interface_with, is_loopback
 
 MEETING_TIMEOUT = 600.0
@@ -141,7 +141,7 @@ def _lead(
         if len(came) == len(hosts) - 1:
             everyone.set()
 
-    acceptor, _ = beacon.accept(key, "the rendezvous of the nodes", welcome, local=False)
+    acceptor, _ = discovery.accept(key, "the rendezvous of the nodes", welcome, local=False)
     try:
         met = everyone.wait(timeout)
     finally:
@@ -168,7 +168,7 @@ def _follow(
     said: dict[str, Any], hosts: Sequence[str], key: str, timeout: float
 ) -> tuple[Told, list[socket.socket]]:
     deadline = time.monotonic() + timeout
-    host, link = beacon.find(key, hosts, timeout, said)
+    host, link = discovery.find(key, hosts, timeout, said)
     try:
         told: Told = wire.read_message(link, deadline, _LONGEST_LINE)["told"]
     except (OSError, EOFError, ValueError, KeyError) as error:

@@ -31,7 +31,8 @@ from allhands.launch.lines import LineCutter
 from allhands.launch.options import Options
 from allhands.launch.output import show
 from allhands.launch.plan import Command
-from allhands.world.guard import LAST_WORDS, TIMEOUT_VARIABLE
+from allhands.world.failure_detector import TIMEOUT_VARIABLE
+from allhands.world.failure_monitor import LAST_WORDS
 
 # Seconds for MPI's launcher to end after the ranks have.
 _GRACE = 8.0

@@ -8,7 +8,7 @@ The task of node 0 *leads*: its supervisor looks after the workers of all nodes.
 agent tells, and what the leader asks for. A failure anywhere thus ends all nodes, and is told
 once, as in any other job.
 
-The tasks meet on a port that they compute from the step's name (see `allhands.world.beacon`) and
+The tasks meet on a port that they compute from the step's name (see `allhands.world.discovery`) and
 talk over one connection each. Without ALLHANDS_TOKEN nobody vouches for the other end of it, so a
 follower never does what a leader could only ask for in bad
 faith: it accepts numbers (where the store is, when to stop, which signal), and builds what its

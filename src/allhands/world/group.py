@@ -14,19 +14,19 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from allhands.errors import AllhandsError, WorldError
-from allhands.world import guard, interface, mpilib
+from allhands.world import failure_detector, interface, mpilib
 from allhands.world.detection import find_environment
 from allhands.world.devices import choose_backend, only_gpu_name, pick_device, visible_gpus
 from allhands.world.layout import Environ, Layout
+from allhands.world.membership import Member, check_places, meet, own_member, place_of
 from allhands.world.request import (
     DEFAULT_TIMEOUT,
-    Asked,
+    InitRequest,
     agree,
     device_name,
     seconds_of,
     who_and_where,
 )
-from allhands.world.roster import Card, check_places, meet, own_card, place_of
 from allhands.world.stores import open_store
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 _FINALIZE_S = 10.0
 # What starts processes and does not notice that one of them hangs, is stopped, or lost its network.
-_GUARDED = ("slurm", "openmpi", "mpich")
+_WATCHED = ("slurm", "openmpi", "mpich")
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class World:
 @dataclass
 class _State:
     world: World
-    asked: Asked
+    request: InitRequest
     made_group: bool
     set_ifname: bool = False
     store: Any = None  # rank 0's listener lives as long as this object
-    guard: guard.Guard | None = None
+    failure_detector: failure_detector.FailureDetector | None = None
 
 
 _state: _State | None = None
@@ -132,7 +132,7 @@ def init(
             the message names them.
     """
     global _state
-    asked = Asked(
+    request = InitRequest(
         backend,
         init_method,
         seconds_of(timeout),
@@ -144,14 +144,14 @@ def init(
     )
     with _lock:
         if _state is not None:
-            _check_same(asked, _state)
+            _check_same(request, _state)
             return _state.world
         import torch.distributed as dist
 
         if dist.is_available() and dist.is_initialized():
-            _state = _adopt(asked, os.environ)
+            _state = _adopt(request, os.environ)
         else:
-            _state = _start(asked, os.environ)
+            _state = _start(request, os.environ)
             atexit.unregister(_leave_at_exit)
             atexit.register(_leave_at_exit)
         return _state.world
@@ -166,8 +166,8 @@ def finalize() -> None:
         state, _state = _state, None
         if state is None:
             return
-        if state.guard is not None:
-            state.guard.close()
+        if state.failure_detector is not None:
+            state.failure_detector.close()
         if state.set_ifname:
             os.environ.pop(interface.VARIABLE, None)
         import torch.distributed as dist
@@ -186,23 +186,23 @@ def _leave_at_exit() -> None:
         finalize()
 
 
-def _start(asked: Asked, environ: Environ) -> _State:
-    layout, meeting = who_and_where(asked, environ)
-    guarded = layout.environment in _GUARDED and meeting is not None and not meeting.path
-    silence = guard.heartbeat_timeout(environ) if guarded else None
-    backend, device = choose_backend(asked.backend, asked.device)
+def _start(request: InitRequest, environ: Environ) -> _State:
+    layout, meeting = who_and_where(request, environ)
+    watched = layout.environment in _WATCHED and meeting is not None and not meeting.path
+    silence = failure_detector.heartbeat_timeout(environ) if watched else None
+    backend, device = choose_backend(request.backend, request.device)
     gpus = visible_gpus() if device.startswith("cuda") else 0
     if meeting is None:
         chosen = pick_device(device, 0, gpus)
         world = World(0, 0, 0, 1, 1, chosen, "none", layout.environment)
-        return _State(world, asked, made_group=False)
+        return _State(world, request, made_group=False)
 
     if backend == "mpi":
         mpilib.check_launched(layout, environ)
-    timeout = asked.timeout if asked.timeout is not None else DEFAULT_TIMEOUT.total_seconds()
+    timeout = request.timeout if request.timeout is not None else DEFAULT_TIMEOUT.total_seconds()
     deadline = time.monotonic() + timeout
     opened = open_store(meeting, layout, timeout)
-    card = own_card(
+    member = own_member(
         rank=layout.rank,
         world_size=layout.world_size,
         backend=backend,
@@ -215,19 +215,19 @@ def _start(asked: Asked, environ: Environ) -> _State:
         address=opened.own_address,
     )
     try:
-        cards = _meet(opened.store, card, opened.place, deadline)
+        members = _meet(opened.store, member, opened.place, deadline)
     finally:
         opened.everyone_came()
-    local_rank, local_size, node_rank = place_of(cards, layout.rank)
+    local_rank, local_size, node_rank = place_of(members, layout.rank)
     chosen = pick_device(device, local_rank, gpus)
-    set_ifname = interface.set_for_gloo(cards, layout.rank)
-    one_host = len({other.host for other in cards}) == 1
-    guarding = None
+    set_ifname = interface.set_for_gloo(members, layout.rank)
+    one_host = len({other.host for other in members}) == 1
+    detector = None
     if silence is not None and layout.world_size > 1:
-        guarding = _guard(opened.store, layout, opened.place, silence, one_host)
+        detector = _detect_failures(opened.store, layout, opened.place, silence, one_host)
     _make_group(opened.store, backend, chosen, layout, timeout)
     if layout.environment in {"openmpi", "mpich"}:
-        mpilib.end_job_on_error(layout.rank, card.name, environ)
+        mpilib.end_job_on_error(layout.rank, member.name, environ)
     world = World(
         layout.rank,
         local_rank,
@@ -239,23 +239,32 @@ def _start(asked: Asked, environ: Environ) -> _State:
         layout.environment,
     )
     return _State(
-        world, asked, made_group=True, set_ifname=set_ifname, store=opened.store, guard=guarding
+        world,
+        request,
+        made_group=True,
+        set_ifname=set_ifname,
+        store=opened.store,
+        failure_detector=detector,
     )
 
 
-def _guard(store: Any, layout: Layout, place: str, silence: float, one_host: bool) -> guard.Guard:
+def _detect_failures(
+    store: Any, layout: Layout, place: str, silence: float, one_host: bool
+) -> failure_detector.FailureDetector:
     """The ranks watch one another."""
     from torch.distributed import PrefixStore
 
     host = place.rpartition(":")[0]
     shared = PrefixStore("allhands", store)
-    return guard.start(shared, layout.rank, layout.world_size, host, silence, local=one_host)
+    return failure_detector.start(
+        shared, layout.rank, layout.world_size, host, silence, local=one_host
+    )
 
 
-def _meet(store: Any, card: Card, place: str, deadline: float) -> list[Card]:
+def _meet(store: Any, member: Member, place: str, deadline: float) -> list[Member]:
     from torch.distributed import PrefixStore
 
-    return meet(PrefixStore("allhands", store), card, place, deadline)
+    return meet(PrefixStore("allhands", store), member, place, deadline)
 
 
 def _make_group(
@@ -285,7 +294,7 @@ def _make_group(
         mpilib.check_same(dist.get_rank(), dist.get_world_size(), layout)
 
 
-def _adopt(asked: Asked, environ: Environ) -> _State:
+def _adopt(request: InitRequest, environ: Environ) -> _State:
     """The world of a group that the caller made. Collective when the environment does not tell the
     local ranks.
     """
@@ -296,34 +305,42 @@ def _adopt(asked: Asked, environ: Environ) -> _State:
         dist.get_world_size(),
         str(dist.get_backend()).split(",", maxsplit=1)[0],
     )
-    if asked.backend not in {"auto", backend}:
+    if request.backend not in {"auto", backend}:
         raise WorldError(
-            f"init(backend={asked.backend!r}), but torch.distributed already runs with {backend!r}."
+            f"init(backend={request.backend!r}), but torch.distributed already runs with "
+            f"{backend!r}."
         )
-    for name, passed, told in (("rank", asked.rank, rank), ("world_size", asked.world_size, size)):
+    for name, passed, told in (
+        ("rank", request.rank, rank),
+        ("world_size", request.world_size, size),
+    ):
         agree(name, passed, told)
     environment = find_environment(environ)
     layout = environment.layout(environ) if environment is not None else None
     if layout is None or (layout.rank, layout.world_size) != (rank, size):
         layout = Layout(rank, size)
-    device = choose_backend("gloo" if backend not in {"gloo", "nccl"} else backend, asked.device)[1]
+    device = choose_backend("gloo" if backend not in {"gloo", "nccl"} else backend, request.device)[
+        1
+    ]
     gpus = visible_gpus() if device.startswith("cuda") else 0
-    own = own_card(
+    own = own_member(
         rank=rank,
         world_size=size,
         backend=backend,
         device=device,
-        local_rank=agree("local_rank", asked.local_rank, layout.local_rank),
-        local_world_size=agree("local_world_size", asked.local_world_size, layout.local_world_size),
+        local_rank=agree("local_rank", request.local_rank, layout.local_rank),
+        local_world_size=agree(
+            "local_world_size", request.local_world_size, layout.local_world_size
+        ),
         node_rank=layout.node_rank,
         gpus=gpus,
         gpu=only_gpu_name(gpus),
     )
     if None in (own.local_rank, own.local_world_size, own.node_rank):
-        cards: list[Any] = [None] * size
-        dist.all_gather_object(cards, own)
-        check_places(cards)
-        local_rank, local_size, node_rank = place_of(cards, rank)
+        members: list[Any] = [None] * size
+        dist.all_gather_object(members, own)
+        check_places(members)
+        local_rank, local_size, node_rank = place_of(members, rank)
     else:
         assert own.local_rank is not None
         assert own.local_world_size is not None
@@ -333,28 +350,28 @@ def _adopt(asked: Asked, environ: Environ) -> _State:
     world = World(
         rank, local_rank, node_rank, size, local_size, chosen, backend, "torch.distributed"
     )
-    return _State(world, asked, made_group=False)
+    return _State(world, request, made_group=False)
 
 
-def _check_same(asked: Asked, state: _State) -> None:
+def _check_same(request: InitRequest, state: _State) -> None:
     """A later `init` may repeat what the first said, or say less; anything else would be silently
     ignored."""
-    world, first = state.world, state.asked
+    world, first = state.world, state.request
     told: dict[str, tuple[Any, Any]] = {
-        "rank": (asked.rank, world.rank),
-        "world_size": (asked.world_size, world.world_size),
-        "local_rank": (asked.local_rank, world.local_rank),
-        "local_world_size": (asked.local_world_size, world.local_world_size),
-        "init_method": (asked.init_method, first.init_method),
+        "rank": (request.rank, world.rank),
+        "world_size": (request.world_size, world.world_size),
+        "local_rank": (request.local_rank, world.local_rank),
+        "local_world_size": (request.local_world_size, world.local_world_size),
+        "init_method": (request.init_method, first.init_method),
         "timeout": (
-            asked.timeout,
+            request.timeout,
             first.timeout if first.timeout is not None else DEFAULT_TIMEOUT.total_seconds(),
         ),
     }
-    if asked.backend not in {"auto", first.backend}:
-        told["backend"] = (asked.backend, world.backend)
-    if asked.device not in {"auto", first.device, world.device.type}:
-        told["device"] = (asked.device, str(world.device))
+    if request.backend not in {"auto", first.backend}:
+        told["backend"] = (request.backend, world.backend)
+    if request.device not in {"auto", first.device, world.device.type}:
+        told["device"] = (request.device, str(world.device))
     for name, (now, before) in told.items():
         if now is not None and now != before:
             raise WorldError(

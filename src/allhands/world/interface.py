@@ -18,7 +18,7 @@ import socket
 import struct
 from pathlib import Path
 
-from allhands.world.roster import Card
+from allhands.world.membership import Member
 
 _log = logging.getLogger(__name__)
 VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -97,17 +97,21 @@ def _addresses_v6() -> dict[str, str]:
     return {str(ipaddress.ip_address(bytes.fromhex(row[0]))): row[5] for row in fields}
 
 
-def set_for_gloo(cards: list[Card], rank: int) -> bool:
+def set_for_gloo(members: list[Member], rank: int) -> bool:
     """Set GLOO_SOCKETVARIABLE to the interface that reaches the other hosts; True when it was set
     (it was unset before).
     """
-    own = cards[rank]
+    own = members[rank]
     if os.environ.get(VARIABLE) or own.backend == "mpi":
         return False
-    others = [card for card in cards if card.host != own.host]
+    others = [member for member in members if member.host != own.host]
     if others:
         # Rank 0's host is what the others reached; rank 0 itself looks towards one of them.
-        peers = [card.address for card in others if card.address and not is_loopback(card.address)]
+        peers = [
+            member.address
+            for member in others
+            if member.address and not is_loopback(member.address)
+        ]
         routes = [address_towards(peer) for peer in peers[:1]] + [own.address or None]
     else:
         routes = ["127.0.0.1"]

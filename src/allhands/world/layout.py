@@ -76,7 +76,7 @@ class Meeting:
 
     With `port`, rank 0 (or, with `agent_store`, the program that started the processes) listens on
     `host:port`. Without, the port is agreed through rank 0 on one of `hosts`, by the secret-free
-    name of the job, `job_key` (see `allhands.world.beacon`). `path` is the shared file of
+    name of the job, `job_key` (see `allhands.world.discovery`). `path` is the shared file of
     `file://`.
     """
 

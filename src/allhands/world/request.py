@@ -1,5 +1,5 @@
-"""What `init` was asked for, and what follows from it and the environment: who we are and where we
-meet."""
+"""The arguments of `init`, and what follows from them and the environment: the layout of the world
+and where its processes meet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ minutes under gloo, which is longer than anybody watches a hung job; 10 is its o
 
 
 @dataclass(frozen=True)
-class Asked:
+class InitRequest:
     """The arguments of `init`, to tell a repeated call from a different one."""
 
     backend: str
@@ -36,12 +36,12 @@ class Asked:
     device: str
 
 
-def who_and_where(asked: Asked, environ: Environ) -> tuple[Layout, Meeting | None]:
+def who_and_where(request: InitRequest, environ: Environ) -> tuple[Layout, Meeting | None]:
     """Our layout and where to meet; no meeting for a process that nothing started or asked to
     meet."""
-    method = asked.init_method
+    method = request.init_method
     meeting: Meeting | None = None
-    rank, size = asked.rank, asked.world_size
+    rank, size = request.rank, request.world_size
     if method is not None and method != "env://":
         meeting, url_rank, url_size = parse_method(method)
         rank, size = agree("rank", rank, url_rank), agree("world_size", size, url_size)
@@ -52,14 +52,14 @@ def who_and_where(asked: Asked, environ: Environ) -> tuple[Layout, Meeting | Non
         )
 
     if rank is not None and size is not None:
-        layout = explicit_layout(environ, rank, size, asked.local_rank, asked.local_world_size)
+        layout = explicit_layout(environ, rank, size, request.local_rank, request.local_world_size)
         environment = detected_environment(environ)
         if environment is not None:
             told = environment.layout(environ)
             # init(rank=int(os.environ["RANK"]), …) repeats the environment, which also knows where
             # to meet.
             if (told.rank, told.world_size) == (rank, size):
-                return _detected(asked, environ, environment, told, meeting)
+                return _detected(request, environ, environment, told, meeting)
         if meeting is None:
             meeting = given_meeting(environ)
         if meeting is None and (size > 1 or method is not None):
@@ -73,7 +73,7 @@ def who_and_where(asked: Asked, environ: Environ) -> tuple[Layout, Meeting | Non
     environment = find_environment(environ)
     if environment is None or (method == "env://" and environment.name != "torchrun"):
         if method is None:
-            return _alone(asked), None
+            return _alone(request), None
         needed = (
             "RANK and WORLD_SIZE in the environment"
             if method == "env://"
@@ -82,26 +82,31 @@ def who_and_where(asked: Asked, environ: Environ) -> tuple[Layout, Meeting | Non
         raise UserError(
             f"init_method={method!r} needs {needed}, but nothing says who this process is."
         )
-    return _detected(asked, environ, environment, environment.layout(environ), meeting)
+    return _detected(request, environ, environment, environment.layout(environ), meeting)
 
 
 def _detected(
-    asked: Asked, environ: Environ, environment: Environment, told: Layout, meeting: Meeting | None
+    request: InitRequest,
+    environ: Environ,
+    environment: Environment,
+    told: Layout,
+    meeting: Meeting | None,
 ) -> tuple[Layout, Meeting]:
     """What `environment` told, completed by the arguments of `init`, which must not contradict
     it."""
     layout = replace(
         told,
-        local_rank=agree("local_rank", asked.local_rank, told.local_rank),
-        local_world_size=agree("local_world_size", asked.local_world_size, told.local_world_size),
+        local_rank=agree("local_rank", request.local_rank, told.local_rank),
+        local_world_size=agree("local_world_size", request.local_world_size, told.local_world_size),
     )
     return layout, meeting if meeting is not None else environment.meeting(environ, layout)
 
 
-def _alone(asked: Asked) -> Layout:
-    if (asked.local_rank or 0) > 0 or (asked.local_world_size or 1) > 1:
+def _alone(request: InitRequest) -> Layout:
+    if (request.local_rank or 0) > 0 or (request.local_world_size or 1) > 1:
         raise UserError(
-            f"init(local_rank={asked.local_rank}, local_world_size={asked.local_world_size}), but "
+            f"init(local_rank={request.local_rank}, local_world_size={request.local_world_size}), "
+            "but "
             "this process is alone: pass "
             "rank= and world_size= too, or leave them out."
         )

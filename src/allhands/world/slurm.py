@@ -13,7 +13,7 @@ import subprocess
 from typing import Any
 
 from allhands.errors import UserError, WorldError
-from allhands.world import beacon, interface
+from allhands.world import discovery, interface
 from allhands.world.environments.slurm import Slurm
 from allhands.world.layout import Environ, Layout, Meeting, read_int
 
@@ -24,7 +24,7 @@ _SETUP_TIMEOUT_S = 600.0
 _SCONTROL_TIMEOUT_S = 60.0
 _PORTS_TRIED = 100
 
-# What `setup` has told: rank 0's listener and its beacon live as long as the process.
+# What `setup` has told: rank 0's listener and its discovery server live as long as the process.
 _told: tuple[int, int, int, str] | None = None
 _kept: list[Any] = []
 
@@ -82,7 +82,7 @@ def _set_up(environ: Environ, port: int | None) -> tuple[int, int, int, str]:
     elif layout.rank == 0:
         host, found = _listen(environ, layout, meeting, port)
     else:
-        host, found = beacon.ask(_key_of(meeting), meeting.hosts, _SETUP_TIMEOUT_S)
+        host, found = discovery.ask(_key_of(meeting), meeting.hosts, _SETUP_TIMEOUT_S)
     _choose_interface(environ, layout, meeting, host)
     return layout.rank, local_rank, layout.world_size, f"tcp://{host}:{found}"
 
@@ -118,7 +118,7 @@ def _listen(
     """Open rank 0's listener and say where it is; returns its host's name, as the others know it,
     and the port."""
     store = _open(port)
-    told_at = beacon.Beacon(_key_of(meeting), store.port, local=layout.one_host is True)
+    told_at = discovery.DiscoveryServer(_key_of(meeting), store.port, local=layout.one_host is True)
     _kept.extend([store, told_at])
     if layout.one_host:
         return meeting.hosts[0], store.port

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from allhands import wire
 from allhands.errors import UserError, WorldError
-from allhands.world import beacon
+from allhands.world import discovery
 from allhands.world.environments.mpi import broadcast_meeting
 from allhands.world.interface import address_towards, outward_addresses
 from allhands.world.layout import Layout, Meeting
@@ -26,24 +26,23 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 
 class OpenStore:
-    """A store that all ranks reach, the words that say where it is, and rank 0's beacon while
-    others may still ask it.
-    """
+    """A store that all ranks reach, the words that say where it is, and rank 0's discovery server
+    while others may still ask it."""
 
     def __init__(
         self,
         store: Store,
         place: str,
         own_address: str = "",
-        lighthouse: beacon.Beacon | None = None,
+        server: discovery.DiscoveryServer | None = None,
     ) -> None:
         self.store, self.place, self.own_address = store, place, own_address
-        self._lighthouse = lighthouse
+        self._discovery = server
 
     def everyone_came(self) -> None:
-        """Stop answering on the beacon."""
-        if self._lighthouse is not None:
-            self._lighthouse.close()
+        """Stop answering on the discovery server."""
+        if self._discovery is not None:
+            self._discovery.close()
 
 
 def parse_method(method: str) -> tuple[Meeting, int | None, int | None]:
@@ -101,7 +100,7 @@ def open_store(meeting: Meeting, layout: Layout, timeout: float) -> OpenStore:
         host, port = _first_that_answers(told.hosts, told.port, deadline), told.port
     else:
         assert meeting.job_key is not None
-        host, port = beacon.ask(meeting.job_key, meeting.hosts, timeout)
+        host, port = discovery.ask(meeting.job_key, meeting.hosts, timeout)
     return _open_given(host, port, meeting, layout, max(deadline - time.monotonic(), 1.0))
 
 
@@ -174,9 +173,11 @@ def _open_as_rank_0(meeting: Meeting, layout: Layout, timeout: float) -> OpenSto
         broadcast_meeting(Meeting(hosts, store.port))
         return OpenStore(store, f"{hosts[0]}:{store.port}", "")
     assert meeting.job_key is not None
-    lighthouse = beacon.Beacon(meeting.job_key, store.port, local=layout.one_host is True)
-    place = f"{socket.gethostname()}:{store.port} (told by the beacon on port {lighthouse.port})"
-    return OpenStore(store, place, address_towards(meeting.hosts[-1]) or "", lighthouse)
+    server = discovery.DiscoveryServer(meeting.job_key, store.port, local=layout.one_host is True)
+    place = (
+        f"{socket.gethostname()}:{store.port} (told by the discovery server on port {server.port})"
+    )
+    return OpenStore(store, place, address_towards(meeting.hosts[-1]) or "", server)
 
 
 def _reachable_addresses() -> list[str]:

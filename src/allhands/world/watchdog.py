@@ -2,9 +2,8 @@
 up.
 
 MPICH's mpiexec asks such a rank to end and then waits for it for ever. So a small process beside
-each rank but the first keeps a connection of its own to rank 0's guard, and kills the rank some
-seconds after the guard has told all ranks to end.
-"""
+each rank but the first keeps a connection of its own to rank 0's failure detector, and kills the
+rank some seconds after that has told all ranks to end."""
 
 from __future__ import annotations
 
@@ -51,16 +50,16 @@ def needed(environ: Environ) -> bool:
 
 
 def start(connect: Callable[[], socket.socket], token: bytes) -> None:
-    """Start the warden of this process, which ends with it.
+    """Start the watchdog of this process, which ends with it.
 
     Args:
-        connect: opens a connection to rank 0's guard.
+        connect: opens a connection to rank 0's failure detector.
         token: the world's.
 
     Raises:
         OSError, EOFError, RefusedError: rank 0 cannot be reached.
     """
-    with wire.join(connect, token, {"warden": True}, 20.0) as link:
+    with wire.join(connect, token, {"watchdog": True}, 20.0) as link:
         subprocess.Popen(
             [
                 sys.executable,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from allhands.errors import UserError
-from allhands.world.guard import heartbeat_timeout
+from allhands.world.failure_detector import heartbeat_timeout
 from tests.timeouts import patience
 
 pytestmark = pytest.mark.serial
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.serial
 RANK = """
 import atexit, os, signal, sys, time
 from pathlib import Path
-from allhands.world import guard
+from allhands.world import failure_detector
 
 folder, how = Path(sys.argv[1]), sys.argv[4]
 rank, size, who = int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[5])
@@ -41,7 +41,7 @@ class Store:
         return (folder / key).read_bytes()
 
 
-mine = guard.start(Store(), rank, size, "127.0.0.1", 3.0)
+mine = failure_detector.start(Store(), rank, size, "127.0.0.1", 3.0)
 atexit.register(lambda: None if getattr(sys, "last_type", None) else mine.close())
 (folder / f"here{rank}").touch()
 while not all((folder / f"here{other}").exists() for other in range(size)):

@@ -1,11 +1,10 @@
 """How processes that know only the name of their job learn the port on which rank 0 listens.
 
 Nobody may pick a port and hope: a port that was probed and found free can be taken before it is
-used. So rank
-0 opens its store on a port that the kernel gives it, and then answers on a *beacon*: a listener on
-the first free port of a short sequence that every rank can compute from the job's name. A rank asks
-along that sequence, and both prove that they know the job's name; so a foreign service, or the
-beacon of another job that drew the same ports, is passed over.
+used. So rank 0 opens its store on a port that the kernel gives it, and then answers on a *discovery
+server*: a listener on the first free port of a short sequence that every rank can compute from the
+job's name. A rank asks along that sequence, and both prove that they know the job's name; so a
+foreign service, or the discovery server of another job that drew the same ports, is passed over.
 
 The name of a job is no secret. Where ALLHANDS_TOKEN is set, to the same random text in all
 processes of the job, nobody without it is answered or believed.
@@ -35,10 +34,10 @@ _LONGEST_LINE = 200
 
 
 def candidate_ports(job_key: str) -> list[int]:
-    """The ports on which the beacon of this job may be, in the order in which they are tried; the
-    same on every rank.
+    """The ports on which the discovery server of this job may be, in the order in which they are
+    tried; the same on every rank.
     """
-    seed = hashlib.sha256(f"allhands beacon 1\nports\n{job_key}".encode()).hexdigest()
+    seed = hashlib.sha256(f"allhands discovery 1\nports\n{job_key}".encode()).hexdigest()
     return random.Random(seed).sample(range(_LOWEST, _HIGHEST), _CANDIDATES)
 
 
@@ -73,7 +72,7 @@ def accept(
     )
 
 
-class Beacon:
+class DiscoveryServer:
     """Answers the ranks of one job with `port` until `close()`, in a background thread.
 
     Raises `WorldError` when every candidate port is taken.
@@ -82,7 +81,7 @@ class Beacon:
     def __init__(self, job_key: str, port: int, *, local: bool) -> None:
         self._answer = wire.encode({"port": port})
         self._acceptor, self.port = accept(
-            job_key, "the beacon of rank 0", self._welcome, local=local
+            job_key, "the discovery server of rank 0", self._welcome, local=local
         )
 
     def _welcome(self, link: socket.socket, said: dict[str, Any]) -> None:
@@ -95,8 +94,8 @@ class Beacon:
 
 
 def ask(job_key: str, hosts: Sequence[str], timeout: float) -> tuple[str, int]:
-    """Where rank 0's store is: `(host, port)`, asked of the beacon of this job on one of `hosts`;
-    see `find`."""
+    """Ask the discovery server of this job, on one of `hosts`, where rank 0's store is: `(host,
+    port)`. See `find`."""
     deadline = time.monotonic() + timeout
     while True:
         host, link = find(job_key, hosts, max(0.1, deadline - time.monotonic()), {})
@@ -159,7 +158,7 @@ def _try(
         OSError,
         EOFError,
         wire.RefusedError,
-    ) as error:  # a foreign service, or another job's beacon
+    ) as error:  # a foreign service, or another job's discovery server
         link.close()
         return None, f"another service or another job ({error or type(error).__name__})"
     return link, "found"
