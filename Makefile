@@ -33,8 +33,6 @@ demo: $(DEMO)
 # Tests that start several processes come after all others, four files at a time, since they wait for much of it; those that need
 # hosts, Slurm or MPI are among them, each file with hosts of its own. All parts run, whatever the first one says.
 FILES := $(BIN)/python -m pytest -n 4 --dist loadfile
-# Python compiles a file once, not in each of the thousand processes that the tests start.
-unexport PYTHONDONTWRITEBYTECODE
 QUICK = and not rare
 test-all:
 	@$(MAKE) --no-print-directory test QUICK=

@@ -31,6 +31,9 @@ os.environ.setdefault("ALLHANDS_KEEPER_IDLE", "120")
 # long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Python compiles a file once, not in each of the thousand processes that the tests start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # PyTorch's compiler keeps what it made for one set of instructions, and takes it for another one.
 if "ATEN_CPU_CAPABILITY" in os.environ:
     own_cache = (

@@ -3,6 +3,7 @@ docs/what-works.md."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 import time
@@ -26,10 +27,11 @@ def main(names: list[str]) -> int:
     columns = [name for name in names if name in COLUMNS] or list(COLUMNS)
     rows = [name for name in names if name in BY_NAME] or list(BY_NAME)
     table: dict[str, dict[str, Outcome]] = {}
+    right = Path(tempfile.mkdtemp())
     for name in columns:
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            table[name] = run_column(COLUMNS[name], rows, Path(folder))
+            table[name] = run_column(COLUMNS[name], rows, Path(folder), right)
         print(f"== {name}: {time.perf_counter() - started:.0f} s", flush=True)
         for row in rows:
             outcome = table[name][row]
@@ -38,6 +40,7 @@ def main(names: list[str]) -> int:
                 f"{outcome.detail[: 1000 if outcome.kind == 'wrong' else 200]}",
                 flush=True,
             )
+    shutil.rmtree(right)
     wrong = any(
         outcome.kind == "wrong" for outcomes in table.values() for outcome in outcomes.values()
     )

@@ -44,8 +44,17 @@ class Outcome:
     whole: bool = True
 
 
-def run_column(column: Column, rows: Sequence[str], folder: Path) -> dict[str, Outcome]:
-    """The outcome of each row. A world that breaks in a cell is started anew for those after it."""
+def run_column(
+    column: Column, rows: Sequence[str], folder: Path, right: Path
+) -> dict[str, Outcome]:
+    """The outcome of each row. A world that breaks in a cell is started anew for those after it.
+
+    Args:
+        column: the strategy and its world.
+        rows: names of the trainings.
+        folder: an empty one, for their checkpoints.
+        right: one for what the loops by hand give, which columns may share.
+    """
     outcomes: dict[str, Outcome] = {}
     left = list(rows)
     while left:
@@ -59,11 +68,11 @@ def run_column(column: Column, rows: Sequence[str], folder: Path) -> dict[str, O
         try:
             spawn(
                 _cells,
-                (column.name, left, str(folder)),
+                (column.name, left, folder, right),
                 workers=column.workers,
                 servers=column.servers,
                 env=ONE_THREAD,
-                preload=PRELOAD,
+                preload=(*PRELOAD, "torch.distributed.pipelining"),
                 on_message=on_message,
             )
         except (WorkerError, UserError) as error:
@@ -96,15 +105,14 @@ def _of_all_ranks(outcomes: dict[int, Outcome]) -> Outcome:
     return next(outcome for outcome in (heard or outcomes).values() if outcome.kind == "wrong")
 
 
-def _cells(name: str, rows: Sequence[str], folder: str) -> None:
+def _cells(name: str, rows: Sequence[str], folder: Path, right: Path) -> None:
     column = {**COLUMNS, DP.name: DP}[name]
     world = allhands.init(device="cpu")
     try:
         for number, row in enumerate(rows):
             faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.__stderr__)
-            outcome = _cell(
-                column, row, Path(folder) / f"{name}-{number}".replace(" ", "_").replace("'", "")
-            )
+            own = folder / f"{name}-{number}".replace(" ", "_").replace("'", "")
+            outcome = _cell(column, row, own, right)
             faulthandler.cancel_dump_traceback_later()
             worker.send({"row": row, "kind": outcome.kind, "detail": outcome.detail})
             if not outcome.whole:
@@ -115,7 +123,7 @@ def _cells(name: str, rows: Sequence[str], folder: str) -> None:
         allhands.finalize()
 
 
-def _cell(column: Column, name: str, folder: Path) -> Outcome:
+def _cell(column: Column, name: str, folder: Path, right: Path) -> Outcome:
     row = BY_NAME[name]
     steps = Steps(row)
     try:
@@ -124,7 +132,7 @@ def _cell(column: Column, name: str, folder: Path) -> Outcome:
             apart = (
                 row.cell(row, given)
                 if row.cell is not None
-                else train_and_compare(row, column, given)
+                else train_and_compare(row, column, given, right)
             )
     except UserError as error:
         whole = not steps.begun  # collectives of a step may be under way

@@ -68,7 +68,7 @@ class Distilled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(4)
+        torch.default_generator.manual_seed(4)
         self.teacher = nn.Linear(3, 3)
 
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

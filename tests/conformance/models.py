@@ -18,7 +18,7 @@ PLAN = {"0": "colwise", "2": "rowwise"}
 
 def mlp(*middle: nn.Module, seed: int = 0) -> nn.Sequential:
     """6 features to 3 outputs; `middle` stands between the second and the third layer."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), *middle, nn.Tanh(), nn.Linear(8, 3)
     )
@@ -47,12 +47,12 @@ def never_used() -> nn.Module:
         def chain(self) -> list[Any]:
             return [("begin", ["first", "unused"]), "used"]
 
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return Model()
 
 
 def tied() -> nn.Module:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
     model[2].weight = model[0].weight
     return model
@@ -89,7 +89,7 @@ class Experts(nn.Module):
 
 
 def experts() -> nn.Module:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return Experts(residual=True)
 
 
@@ -120,7 +120,7 @@ class Tasks(nn.Module):
 
 
 def tasks() -> nn.Module:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return Tasks()
 
 
@@ -151,7 +151,7 @@ class Depth(nn.Module):
 
 
 def depth() -> nn.Module:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return Depth()
 
 
@@ -226,14 +226,14 @@ def old_weight_norm() -> nn.Module:
 
 def spectral_norm() -> nn.Module:
     model = mlp()
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     parametrizations.spectral_norm(model[2])
     return model
 
 
 def old_spectral_norm() -> nn.Module:
     model = mlp()
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     nn.utils.spectral_norm(model[2])
     return model
 
@@ -251,7 +251,7 @@ def group_norm() -> nn.Module:
 
 
 def channels_last() -> nn.Module:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 3)
     )
@@ -274,12 +274,12 @@ class Recurrent(nn.Module):
 
 
 def recurrent() -> nn.Module:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return Recurrent()
 
 
 def transformer() -> nn.Module:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     return nn.Sequential(
         nn.Unflatten(1, (3, 2)), nn.Linear(2, 8), layer, nn.Flatten(), nn.Linear(24, 3)
@@ -310,7 +310,7 @@ class Structured(nn.Module):
 
 
 def structured(kind: str) -> nn.Module:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return Structured(kind)
 
 
@@ -353,13 +353,13 @@ class Language(nn.Module):
 
 
 def language(**options: bool) -> nn.Module:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return Language(**options)
 
 
 def bag() -> nn.Module:
     """Words whose embeddings are added up, with sparse gradients."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return nn.Sequential(nn.EmbeddingBag(7, 6, mode="sum", sparse=True), nn.Tanh(), nn.Linear(6, 3))
 
 
@@ -375,5 +375,5 @@ class Encoder(nn.Module):
 
 
 def encoder() -> nn.Module:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return Encoder()

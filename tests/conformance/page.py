@@ -18,13 +18,13 @@ makes: before the first step after it), with the message that is listed below. A
 right or refused, but for **~**: `local_sgd` says of itself that it is another training with
 momentum, other optimizers than SGD, or clipping.
 
-`make conformance` runs the table and writes this page; `make test` runs it too, and fails where a
-cell is neither, or is not what this page says. The trainings are in `tests/conformance/rows.py`,
-the columns in `tests/conformance/columns.py`. With `accumulate` above 1, and in a pipeline, a model
-that counts its calls is compared with a loop that makes as many. Statistics of BatchNorm are each
-worker's own in training and averaged before evaluation, see [exactness](exactness.md); that row
-compares the weights with a loop over the same shares. fp16 is compared with what rounding does to a
-loop.
+`make conformance` runs the table and writes this page; `make test` runs it too (two of its columns
+only with `make test-all`), and fails where a cell is neither, or is not what this page says. The
+trainings are in `tests/conformance/rows.py`, the columns in `tests/conformance/columns.py`. With
+`accumulate` above 1, and in a pipeline, a model that counts its calls is compared with a loop that
+makes as many. Statistics of BatchNorm are each worker's own in training and averaged before
+evaluation, see [exactness](exactness.md); that row compares the weights with a loop over the same
+shares. fp16 is compared with what rounding does to a loop.
 
 A row gives `Tensor(plan=…)` a plan for its model, as the refusal of a model without one says; the
 plan cuts some layers and leaves the others whole. Where the refusals of models and optimizers say

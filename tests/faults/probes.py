@@ -105,7 +105,7 @@ def _run_all(probes: dict[str, Callable[[], Any]], folder: str) -> None:
     assert world is not None
     with (Path(folder) / str(world.rank)).open("wb") as file:
         for name, function in probes.items():
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             faulthandler.dump_traceback_later(LIMIT, exit=True)
             try:
                 result = {"value": function()}

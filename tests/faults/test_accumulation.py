@@ -70,7 +70,7 @@ def noisy() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def network() -> nn.Module:
-    torch.manual_seed(9)
+    torch.default_generator.manual_seed(9)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 

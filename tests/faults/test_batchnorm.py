@@ -182,7 +182,7 @@ def accumulated(samples: str) -> dict[str, torch.Tensor]:
 
 
 def normalised() -> nn.Module:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
 
 

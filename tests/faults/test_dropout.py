@@ -29,7 +29,7 @@ class Masks(nn.Module):
 
 
 def masks(**options: int) -> list[list[float]]:
-    torch.manual_seed(0)  # as scripts do, on every rank alike
+    torch.default_generator.manual_seed(0)  # as scripts do, on every rank alike
     model, x = Masks(), torch.ones(4 * size())
     train(model, (x, x), 1, lr=0.0, epochs=2, **options)
     return model.drawn

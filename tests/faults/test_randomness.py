@@ -198,7 +198,7 @@ def generators() -> list[float]:
 
 
 def seed_all() -> None:
-    torch.manual_seed(11)
+    torch.default_generator.manual_seed(11)
     np.random.seed(11)
     random.seed(11)
 

@@ -106,7 +106,7 @@ def training(
     x = torch.randn(SAMPLES, 5, generator=generator)
     y = (x[:, 0] > 0).long() * 2 + (x[:, 1] > 0).long()
     data = TensorDataset(x, torch.arange(SAMPLES), y)
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     norm = nn.BatchNorm1d(16) if dropout else nn.Identity()
     model = nn.Sequential(nn.Linear(5, 16), norm, nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)

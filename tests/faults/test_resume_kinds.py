@@ -118,7 +118,7 @@ class Stop(Callback):
 def run(
     logdir: Path | None, step: int, data: str = "plain", num_workers: int = 0, **options: Any
 ) -> Any:
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     history = SupervisedRunner(device="cpu").train(

@@ -133,7 +133,7 @@ def other_weights_on_each_rank() -> dict[str, torch.Tensor]:
 
     world = allhands.current_world()
     assert world is not None
-    torch.manual_seed(world.rank)
+    torch.default_generator.manual_seed(world.rank)
     model = nn.Linear(2, 1)
     initial = model.weight.detach().clone()
     train(model, (torch.ones(6, 2), torch.ones(6, 1)), 1, nn.MSELoss(), lr=0.0)

@@ -103,7 +103,7 @@ CASES: dict[str, tuple[Any, str]] = {
 
 
 def model_for(case: str) -> nn.Module:
-    torch.manual_seed(2)
+    torch.default_generator.manual_seed(2)
     if "positions" in CASES[case][1] or CASES[case][1] == "holes":
         model: nn.Module = nn.Conv1d(3, CLASSES, 1)
         return Transposed(model) if case == "derived" else model
@@ -225,7 +225,7 @@ def test_float64_models_keep_their_precision(found: Found) -> None:
 
 @probe
 def nothing_counts() -> dict[str, Any]:
-    torch.manual_seed(2)
+    torch.default_generator.manual_seed(2)
     model = nn.Linear(3, CLASSES)
     before = model.weight.detach().clone()
     history = train(model, (torch.ones(7, 3), torch.full((7,), -100)), 2, nn.CrossEntropyLoss())
@@ -240,7 +240,7 @@ def test_a_step_in_which_no_target_counts_changes_nothing(found: Found) -> None:
 
 
 def image_model() -> nn.Module:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
     return model.to(memory_format=torch.channels_last)
 
@@ -311,7 +311,7 @@ def regression() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def line() -> nn.Module:
-    torch.manual_seed(4)
+    torch.default_generator.manual_seed(4)
     return nn.Linear(2, 1)
 
 

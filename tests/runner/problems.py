@@ -19,7 +19,7 @@ def classification(samples: int = 53, seed: int = 0) -> TensorDataset:
 
 
 def classifier(dropout: float = 0.0) -> nn.Module:
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     return nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 4))
 
 

@@ -28,7 +28,12 @@ def derive_seed(seed: int, *purpose: str | int) -> int:
 
 def seed_everything(seed: int) -> None:
     """Seed the global generators of torch (every device), numpy and random."""
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        # torch.manual_seed keeps a stack trace for each kind of device, which takes a hundred times
+        # as long.
+        torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
