@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from allhands.errors import AllhandsError, UserError, WorldError
-from allhands.launch import circle, spawn
-from allhands.launch.nodes import Follower
+from allhands.launch import rendezvous, spawn
+from allhands.launch.nodes import NodeFollower
 from allhands.world import discovery
 from tests.timeouts import patience
 
@@ -34,7 +34,7 @@ HOSTS = ["127.0.0.1", "localhost", "127.0.0.1"]
 @pytest.fixture(autouse=True)
 def _first_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        circle, "_meetings", itertools.repeat(0)
+        rendezvous, "_meetings", itertools.repeat(0)
     )  # the nodes of these tests are threads of one process
 
 
@@ -53,7 +53,7 @@ def on_nodes(nodes: int, call: Callable[[int], Any]) -> list[Any]:
 
 def test_the_nodes_agree_on_who_starts_how_many() -> None:
     met = on_nodes(
-        3, lambda node: circle.gather(node, HOSTS, "counts", [2, 4, 1][node], timeout=20)
+        3, lambda node: rendezvous.gather(node, HOSTS, "counts", [2, 4, 1][node], timeout=20)
     )
     for node, one in enumerate(met):
         assert (one.node, one.counts, one.address) == (node, [2, 4, 1], "127.0.0.1")
@@ -64,7 +64,7 @@ def test_the_nodes_agree_on_who_starts_how_many() -> None:
 def test_what_one_node_cannot_do_is_refused_on_all() -> None:
     refused = ["", "workers=3, but this machine shows 2 GPUs", ""]
     for error in on_nodes(
-        3, lambda node: circle.gather(node, HOSTS, "refused", 3, refused[node], timeout=20)
+        3, lambda node: rendezvous.gather(node, HOSTS, "refused", 3, refused[node], timeout=20)
     ):
         assert isinstance(error, UserError)
         assert str(error) == f"{socket.gethostname()}: workers=3, but this machine shows 2 GPUs"
@@ -73,11 +73,11 @@ def test_what_one_node_cannot_do_is_refused_on_all() -> None:
 def test_other_versions_are_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"Python": "3.11.2", "torch": "2.13.0", "allhands": "0.1"}
     mine = threading.local()
-    monkeypatch.setattr(circle, "versions", lambda: found | {"torch": mine.torch})
+    monkeypatch.setattr(rendezvous, "versions", lambda: found | {"torch": mine.torch})
 
     def gather(node: int) -> Any:
         mine.torch = f"2.1{2 + node}.0"
-        return circle.gather(node, HOSTS[:2], "versions", 1, timeout=20)
+        return rendezvous.gather(node, HOSTS[:2], "versions", 1, timeout=20)
 
     for error in on_nodes(2, gather):
         assert isinstance(error, WorldError)
@@ -87,7 +87,7 @@ def test_other_versions_are_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_node_that_does_not_come_is_named() -> None:
     first, second = on_nodes(
         2,
-        lambda node: circle.gather(
+        lambda node: rendezvous.gather(
             node, ["127.0.0.1", "localhost", "n3"], "absent", 1, timeout=1.5
         ),
     )
@@ -118,7 +118,7 @@ def test_strangers_are_passed_over() -> None:
                     stranger.sendall(said)
             silent[0].sendall(b"G")
             held.extend(silent)
-        return circle.gather(node, HOSTS[:2], "strangers", 1 + node, timeout=20)
+        return rendezvous.gather(node, HOSTS[:2], "strangers", 1 + node, timeout=20)
 
     for one in on_nodes(2, gather):
         assert one.counts == [1, 2]
@@ -137,7 +137,7 @@ def test_servers_go_to_one_node_in_turn() -> None:
             work,
             workers=1,
             servers=3,
-            circle=circle.gather(node, HOSTS[:2], "servers", 1, timeout=20),
+            rendezvous=rendezvous.gather(node, HOSTS[:2], "servers", 1, timeout=20),
         )
 
     results = on_nodes(2, call)
@@ -152,13 +152,11 @@ def test_servers_go_to_one_node_in_turn() -> None:
 
 
 def test_nodes_that_ask_for_other_numbers_of_servers_are_told() -> None:
-    follower: Any = SimpleNamespace(
-        servers=2, circle=SimpleNamespace(hosts=["d1", "d2"], node=1), leader="d1"
-    )
+    follower: Any = SimpleNamespace(servers=2, host="d2", leader="d1")
     with pytest.raises(
         UserError, match=r"^d2 was called with servers=2, but d1 with servers=3; every node must"
     ):
-        Follower._start(follower, {}, {"servers": 3})
+        NodeFollower._start(follower, {}, {"servers": 3})
 
 
 SCRIPT = """

@@ -18,6 +18,7 @@ from allhands.errors import UserError, nearest
 from allhands.launch import horovod as alias
 from allhands.launch.hosts import read_hosts
 from allhands.launch.job import Job
+from allhands.launch.job_nodes import Host
 from allhands.launch.local import LocalHost
 from allhands.launch.mpi import run_mpi
 from allhands.launch.options import Options
@@ -25,7 +26,6 @@ from allhands.launch.plan import Command
 from allhands.launch.processes import cores, gpus
 from allhands.launch.protocol import MARK
 from allhands.launch.recovery import CONTINUE, RESTART, STOP
-from allhands.launch.seats import Host
 from allhands.launch.slurm import SlurmNode, allocation, submit
 from allhands.launch.ssh import SshHost
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from allhands.errors import AllhandsError
 from allhands.launch.job import Job
+from allhands.launch.job_nodes import Host
 from allhands.launch.options import Options
 from allhands.launch.plan import Command
-from allhands.launch.seats import Host
 
 SIZES = (4 << 10, 1 << 20, 32 << 20)  # bytes
 # Of each size: at least one more after the first, and as many as fit into so many seconds.

@@ -20,8 +20,8 @@ from allhands.doctor.contact import Contact
 from allhands.doctor.finding import CHECKS, TOGETHER, Finding, Report
 from allhands.errors import HostError
 from allhands.launch.hosts import HostSpec
+from allhands.launch.job_nodes import Host
 from allhands.launch.local import LocalHost
-from allhands.launch.seats import Host
 from allhands.launch.ssh import SshHost
 
 HERE = "this machine"

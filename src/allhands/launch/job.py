@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 
 from allhands.errors import AllhandsError, HostError, WorkerError
 from allhands.launch.hosts import deal
+from allhands.launch.job_nodes import Host, JobNode, check_versions, ranks_of
 from allhands.launch.options import Options
 from allhands.launch.output import Output, show
-from allhands.launch.plan import Command, Place, new_token, tasks_of
+from allhands.launch.plan import Command, HostPart, new_token, tasks_of
 from allhands.launch.recovery import Recovery
 from allhands.launch.report import Worker, describe, describe_end_without, describe_stop
-from allhands.launch.seats import Host, Seat, check_versions, ranks_of
 from allhands.launch.signals import restore, stop_on_signals
 from allhands.launch.supervisor import Supervisor
 
@@ -59,11 +59,11 @@ class Job:
         if options.workers is not None:
             counts = deal([host.name for host in hosts], slots, options.workers)
         places = [range(index, options.servers, len(hosts)) for index in range(len(hosts))]
-        self.seats = [Seat(*one) for one in zip(hosts, counts, places, strict=True)]
-        for seat in [seat for seat in self.seats if seat.workers == 0 and not seat.servers]:
-            self._say(f"host {seat.host.name} gets no worker")
-            self.seats.remove(seat)
-            seat.host.close()
+        self.nodes = [JobNode(*one) for one in zip(hosts, counts, places, strict=True)]
+        for node in [node for node in self.nodes if node.workers == 0 and not node.servers]:
+            self._say(f"host {node.host.name} gets no worker")
+            self.nodes.remove(node)
+            node.host.close()
         self.recovery = Recovery(
             options.server_restarts, options.on_worker_failure, options.max_restarts, self._say
         )
@@ -172,10 +172,10 @@ class Job:
     # ------------------------------------------------------------------ hosts
 
     def _bring_up(self) -> None:
-        for seat in self.seats:
-            seat.begin()
-        self._wait_while(lambda: any(seat.is_starting for seat in self.seats))
-        troubles = [seat.trouble for seat in self.seats if seat.trouble is not None]
+        for node in self.nodes:
+            node.begin()
+        self._wait_while(lambda: any(node.is_starting for node in self.nodes))
+        troubles = [node.trouble for node in self.nodes if node.trouble is not None]
         if troubles:
             self._refuse(troubles)
         self._take_in()
@@ -199,20 +199,20 @@ class Job:
     def _take_in(self) -> None:
         """Prepare the agents that have come up, and let them take part from the next round on."""
         new = [
-            seat
-            for seat in self.seats
-            if seat.agent is not None and seat.agent not in self.supervisor.agents
+            node
+            for node in self.nodes
+            if node.agent is not None and node.agent not in self.supervisor.agents
         ]
-        for seat in new:
-            assert seat.agent is not None
-            self.supervisor.add(seat.agent)
-            local = seat.host.local
-            seat.agent.send(
+        for node in new:
+            assert node.agent is not None
+            self.supervisor.add(node.agent)
+            local = node.host.local
+            node.agent.send(
                 op="prepare",
                 env={},
                 cwd=None if local else self.options.cwd,
                 parent=os.getpid() if local else None,
-                local_workers=seat.workers,
+                local_workers=node.workers,
                 threads=self.options.threads,
                 preload=list(PRELOAD)
                 if self.options.preload and self.command.kind != "program"
@@ -220,44 +220,44 @@ class Job:
                 launcher_timeout=0.0 if local else self.options.host_timeout,
             )
         ready = self.supervisor.wait_for(
-            "ready", [seat.agent for seat in new if seat.agent is not None]
+            "ready", [node.agent for node in new if node.agent is not None]
         )
-        for seat, told in zip(new, ready, strict=True):
-            if seat.workers is None:
-                seat.workers = told["gpus"] or told["cores"]
-        check_versions(self.seats)
+        for node, told in zip(new, ready, strict=True):
+            if node.workers is None:
+                node.workers = told["gpus"] or told["cores"]
+        check_versions(self.nodes)
 
     def _take_in_again(self) -> None:
         """Take in hosts that came back. One that is not fit for it any more is dropped, and the
         others go on."""
         new = [
-            seat
-            for seat in self.seats
-            if seat.agent is not None and seat.agent not in self.supervisor.agents
+            node
+            for node in self.nodes
+            if node.agent is not None and node.agent not in self.supervisor.agents
         ]
         try:
             self._take_in()
         except (AllhandsError, OSError) as error:
-            self._say(f"{error}; going on without {', '.join(seat.host.name for seat in new)}")
-            for seat in new:
-                self._drop(seat)
+            self._say(f"{error}; going on without {', '.join(node.host.name for node in new)}")
+            for node in new:
+                self._drop(node)
 
     # ------------------------------------------------------------------ one round
 
-    def _here(self) -> list[Seat]:
-        """The seats that take part, in the order of the ranks; the supervisor's agents are put
+    def _here(self) -> list[JobNode]:
+        """The nodes that take part, in the order of the ranks; the supervisor's agents are put
         into the same order."""
-        seats = [
-            seat
-            for seat in self.seats
-            if seat.agent in self.supervisor.agents and seat.agent is not None
+        nodes = [
+            node
+            for node in self.nodes
+            if node.agent in self.supervisor.agents and node.agent is not None
         ]
-        self.supervisor.agents = [seat.agent for seat in seats if seat.agent is not None]
-        return seats
+        self.supervisor.agents = [node.agent for node in nodes if node.agent is not None]
+        return nodes
 
     def _round(self, attempt: int) -> Worker | None:
-        seats = self._here()
-        port, places = self._meet(seats)
+        nodes = self._here()
+        port, places = self._meet(nodes)
         # A failed attempt's store, with the addresses of processes that are gone, is never seen by
         # the next one.
         tasks = tasks_of(
@@ -271,14 +271,14 @@ class Job:
         )
         return self.supervisor.run(tasks)
 
-    def _meet(self, seats: Sequence[Seat]) -> tuple[int, list[Place]]:
+    def _meet(self, nodes: Sequence[JobNode]) -> tuple[int, list[HostPart]]:
         """Open the round's store on the first host, and find out how each host reaches it."""
         first, others = self.supervisor.agents[0], self.supervisor.agents[1:]
         first.send(op="store", address="" if others else LOOPBACK)
         store = self.supervisor.wait_for("store", [first])[0]
         port = int(store["port"])
         if not others:
-            return port, [Place(seats[0].workers or 0, self._servers(0, seats), LOOPBACK)]
+            return port, [HostPart(nodes[0].workers or 0, self._servers(0, nodes), LOOPBACK)]
         known: list[str] = store["addresses"]
         for agent in others:
             agent.send(
@@ -304,26 +304,28 @@ class Job:
         ]
         meeting = [told[0]["address"], *(answer["address"] for answer in told)]
         places, rank, words = [], 0, []
-        for index, seat in enumerate(seats):
+        for index, node in enumerate(nodes):
             defaults = (
                 dict.fromkeys(INTERFACE_VARIABLES, interfaces[index]) if interfaces[index] else {}
             )
-            place = Place(seat.workers or 0, self._servers(index, seats), meeting[index], defaults)
+            place = HostPart(
+                node.workers or 0, self._servers(index, nodes), meeting[index], defaults
+            )
             places.append(place)
             about = f"{addresses[index]}, {interfaces[index] or 'no interface of its own'}"
-            words.append(f"{seat.host.name} ({about}) {ranks_of(rank, place)}")
+            words.append(f"{node.host.name} ({about}) {ranks_of(rank, place)}")
             rank += place.workers
         self._say(
-            f"{rank} workers on {len(seats)} hosts: {'; '.join(words)}; they meet at "
+            f"{rank} workers on {len(nodes)} hosts: {'; '.join(words)}; they meet at "
             f"{meeting[0]}:{port}"
         )
         return port, places
 
-    def _servers(self, index: int, seats: Sequence[Seat]) -> list[int]:
-        """The servers of a seat; those of absent hosts are dealt to the hosts that are there."""
-        if len(seats) == len(self.seats):
-            return seats[index].servers
-        return list(range(index, self.options.servers, len(seats)))
+    def _servers(self, index: int, nodes: Sequence[JobNode]) -> list[int]:
+        """The servers of a node; those of absent hosts are dealt to the hosts that are there."""
+        if len(nodes) == len(self.nodes):
+            return nodes[index].servers
+        return list(range(index, self.options.servers, len(nodes)))
 
     # ------------------------------------------------------------------ after a failure
 
@@ -333,34 +335,34 @@ class Job:
         Raises:
             WorkerError: too few of them came back.
         """
-        lost = [seat for seat in self.seats if seat.agent is None or seat.agent.lost]
+        lost = [node for node in self.nodes if node.agent is None or node.agent.lost]
         if not lost:
             self._say(f"{title}: the same hosts again")
             return
-        names = ", ".join(seat.host.name for seat in lost)
+        names = ", ".join(node.host.name for node in lost)
         self._say(
             f"{title}: waiting up to {self.options.rejoin_timeout:g} s for {names} to come back"
         )
-        for seat in lost:
-            self._drop(seat)
+        for node in lost:
+            self._drop(node)
         deadline = time.monotonic() + self.options.rejoin_timeout
 
         def still_waiting() -> bool:
-            away = [seat for seat in lost if seat.agent is None]
-            for seat in away:
-                if not seat.is_starting and time.monotonic() > seat.next_try:
-                    seat.begin()
+            away = [node for node in lost if node.agent is None]
+            for node in away:
+                if not node.is_starting and time.monotonic() > node.next_try:
+                    node.begin()
             return bool(away) and time.monotonic() < deadline
 
         self._wait_while(still_waiting)
         self._take_in_again()
-        away = [seat for seat in lost if seat.agent is None]
-        left = sum(seat.workers or 0 for seat in self.seats if seat.agent is not None)
+        away = [node for node in lost if node.agent is None]
+        left = sum(node.workers or 0 for node in self.nodes if node.agent is not None)
         if not away:
             self._say(f"{names} came back")
             return
-        names = ", ".join(seat.host.name for seat in away)
-        reasons = "; ".join(str(seat.trouble) for seat in away if seat.trouble is not None)
+        names = ", ".join(node.host.name for node in away)
+        reasons = "; ".join(str(node.trouble) for node in away if node.trouble is not None)
         gone = (
             f"{names} did not come back within {self.options.rejoin_timeout:g} "
             f"s{f' ({reasons})' if reasons else ''}"
@@ -377,29 +379,29 @@ class Job:
             f"{gone}; going on with {left} workers, and with all of them as soon as it is back"
         )
 
-    def _drop(self, seat: Seat) -> None:
-        if seat.agent is not None:
-            if seat.agent in self.supervisor.agents:
-                self.supervisor.remove(seat.agent)
-            seat.agent.kill()
-            seat.agent.close(2.0)
-            seat.agent = None
+    def _drop(self, node: JobNode) -> None:
+        if node.agent is not None:
+            if node.agent in self.supervisor.agents:
+                self.supervisor.remove(node.agent)
+            node.agent.kill()
+            node.agent.close(2.0)
+            node.agent = None
 
     def _look_for_lost_hosts(self) -> None:
         """While a round runs with fewer hosts: once a lost one is back, the workers are asked to
         save and the world grows."""
         if self.regrouping or self.options.min_workers is None:
             return
-        for seat in self.seats:
-            if seat.agent is None and not seat.is_starting and time.monotonic() > seat.next_try:
-                seat.begin()
+        for node in self.nodes:
+            if node.agent is None and not node.is_starting and time.monotonic() > node.next_try:
+                node.begin()
             elif (
-                seat.agent is not None
-                and seat.agent not in self.supervisor.agents
-                and not seat.is_starting
+                node.agent is not None
+                and node.agent not in self.supervisor.agents
+                and not node.is_starting
             ):
                 self._say(
-                    f"{seat.host.name} is back; the workers are asked to save, and all start again "
+                    f"{node.host.name} is back; the workers are asked to save, and all start again "
                     "together"
                 )
                 self.regrouping = True
@@ -409,13 +411,13 @@ class Job:
     # ------------------------------------------------------------------ ends
 
     def _close(self) -> None:
-        for seat in self.seats:
-            if seat.agent is not None and seat.agent not in self.supervisor.agents:
-                seat.agent.kill()
-                seat.agent.close(2.0)
+        for node in self.nodes:
+            if node.agent is not None and node.agent not in self.supervisor.agents:
+                node.agent.kill()
+                node.agent.close(2.0)
         self.supervisor.close()
-        for seat in self.seats:
-            seat.host.close()
+        for node in self.nodes:
+            node.host.close()
 
     @staticmethod
     def _say(text: str) -> None:

@@ -2,19 +2,16 @@
 workers of its own.
 
 Every task runs the caller's script, so each has the function and its arguments, and sends them to
-the workers of its own node.
-The task of node 0 *leads*: its supervisor looks after the workers of all nodes. The others
-*follow*: they pass on what their
-agent tells, and what the leader asks for. A failure anywhere thus ends all nodes, and is told
-once, as in any other job.
+the workers of its own node. The task of node 0 *leads*: its supervisor looks after the workers of
+all nodes. The others *follow*: they pass on the events of their agent, and the leader's requests. A
+failure anywhere thus ends all nodes, and is reported once, as in any other job.
 
 The tasks meet on a port that they compute from the step's name (see `allhands.world.discovery`) and
 talk over one connection each. Without ALLHANDS_TOKEN nobody vouches for the other end of it, so a
-follower never does what a leader could only ask for in bad
-faith: it accepts numbers (where the store is, when to stop, which signal), and builds what its
-workers run from what its own task
-holds. The secret of a job with servers is such a number too. It keeps out other users' programs
-that find a server's port, not somebody who reads the network between the nodes.
+follower never does what a leader could only ask for in bad faith: it accepts numbers (where the
+store is, when to stop, which signal), and builds what its workers run from what its own task holds.
+The secret of a job with servers is such a number too. It keeps out other users' programs that find
+a server's port, not somebody who reads the network between the nodes.
 """
 
 from __future__ import annotations
@@ -32,11 +29,11 @@ from typing import Any, cast
 from allhands import wire
 from allhands.errors import UserError, WorkerError
 from allhands.launch import results
-from allhands.launch.circle import Circle
 from allhands.launch.handle import AgentHandle
 from allhands.launch.plan import TOKEN, tasks_of
 from allhands.launch.processes import REQUESTS
 from allhands.launch.protocol import CHUNK, write_all
+from allhands.launch.rendezvous import Rendezvous
 from allhands.launch.shipment import Shipment
 from allhands.launch.supervisor import HOST_TIMEOUT, Supervisor
 from allhands.wire import LineReader, encode
@@ -48,16 +45,18 @@ _HEARD_TOO = 0.5
 # ---------------------------------------------------------------------- on the leader
 
 
-def other_agents(circle: Circle, supervisor_of: Callable[[], Supervisor]) -> list[AgentHandle]:
+def other_agents(
+    rendezvous: Rendezvous, supervisor_of: Callable[[], Supervisor]
+) -> list[AgentHandle]:
     """The agents of the other nodes; `supervisor_of` gives, later, the one that looks after
     them."""
     return [
         NodeHandle(link, host, supervisor_of)
-        for link, host in zip(circle.links, circle.hosts[1:], strict=True)
+        for link, host in zip(rendezvous.links, rendezvous.hosts[1:], strict=True)
     ]
 
 
-class _Link:
+class _SocketProcess:
     """A connection in the place of an agent's process: a socket to write to, and a pipe to read
     from that ends with it."""
 
@@ -91,7 +90,7 @@ class NodeHandle(AgentHandle):
     def __init__(
         self, link: socket.socket, host: str, supervisor_of: Callable[[], Supervisor]
     ) -> None:
-        super().__init__(cast(Any, _Link(link)), host, local=False)
+        super().__init__(cast(Any, _SocketProcess(link)), host, local=False)
         self.inbox: _NodeReader = _NodeReader(supervisor_of)
 
     def send(self, **request: Any) -> None:
@@ -145,15 +144,21 @@ class _NodeReader(LineReader):
 # ---------------------------------------------------------------------- on the others
 
 
-class Follower:
+class NodeFollower:
     """This node's agent, as the leader sees it."""
 
     def __init__(
-        self, circle: Circle, agent: AgentHandle, shipment: Shipment, servers: int = 0
+        self, rendezvous: Rendezvous, agent: AgentHandle, shipment: Shipment, servers: int = 0
     ) -> None:
-        self.circle, self.agent, self.shipment, self.servers = circle, agent, shipment, servers
-        self.link = circle.links[0]
-        self.leader = circle.hosts[0]
+        self.rendezvous, self.agent, self.shipment, self.servers = (
+            rendezvous,
+            agent,
+            shipment,
+            servers,
+        )
+        self.link = rendezvous.links[0]
+        self.host = rendezvous.hosts[rendezvous.node]
+        self.leader = rendezvous.hosts[0]
         self.returned: dict[int, dict[str, Any]] = {}
         self.started = False
         self._loaded = 0
@@ -202,10 +207,7 @@ class Follower:
                     if key.data == "leader":
                         self._hear_leader(task)
                     elif not self._hear_agent():
-                        raise WorkerError(
-                            f"the agent process on host {self.circle.hosts[self.circle.node]} "
-                            "ended by itself"
-                        )
+                        raise WorkerError(f"the agent process on host {self.host} ended by itself")
                 now = time.monotonic()
                 if suspension.ended(now):
                     self._heard = now
@@ -243,25 +245,27 @@ class Follower:
             elif op == "end":
                 self._end = message
 
-    def _start(self, task: dict[str, Any], asked: dict[str, Any]) -> None:
-        if asked["servers"] != self.servers:
+    def _start(self, task: dict[str, Any], request: dict[str, Any]) -> None:
+        if request["servers"] != self.servers:
             raise UserError(
-                f"{self.circle.hosts[self.circle.node]} was called with servers={self.servers}, "
+                f"{self.host} was called with servers={self.servers}, "
                 f"but {self.leader} with "
-                f"servers={asked['servers']}; every node must make the same call"
+                f"servers={request['servers']}; every node must make the same call"
             )
         places, port, run_id = (
-            self.circle.places(self.servers),
-            int(asked["port"]),
-            str(asked["run_id"]),
+            self.rendezvous.places(self.servers),
+            int(request["port"]),
+            str(request["run_id"]),
         )
-        tasks = tasks_of(task, places, port, run_id, token=str(asked["token"]))[self.circle.node]
+        tasks = tasks_of(task, places, port, run_id, token=str(request["token"]))[
+            self.rendezvous.node
+        ]
         self.agent.ranks = [one["rank"] for one in tasks]
         self.started = True
         self.agent.send(
             op="start",
             workers=self.shipment.with_results(tasks),
-            heartbeat_timeout=float(asked["heartbeat_timeout"]),
+            heartbeat_timeout=float(request["heartbeat_timeout"]),
             scratch=self.shipment.folders,
         )
 
@@ -275,7 +279,7 @@ class Follower:
                 event["value"] = {}  # the file is for this task
             elif event["event"] == "loaded":
                 self._loaded += 1
-                if self._loaded == self.circle.counts[self.circle.node]:
+                if self._loaded == self.rendezvous.counts[self.rendezvous.node]:
                     self.shipment.all_loaded()
             self._tell(event)
         return bool(data)

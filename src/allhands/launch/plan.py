@@ -84,7 +84,7 @@ def environment(
 
 
 @dataclass(frozen=True)
-class Place:
+class HostPart:
     """One host's part of a job.
 
     Attributes:
@@ -102,7 +102,7 @@ class Place:
 
 def tasks_of(
     task: Mapping[str, Any],
-    places: Sequence[Place],
+    places: Sequence[HostPart],
     port: int,
     run_id: str,
     restarts: int = 0,
@@ -126,7 +126,7 @@ def tasks_of(
     for node_rank, place in enumerate(places):
 
         def env(
-            own: int, local: int, node_rank: int = node_rank, place: Place = place
+            own: int, local: int, node_rank: int = node_rank, place: HostPart = place
         ) -> dict[str, str]:
             return shared | environment(
                 own,

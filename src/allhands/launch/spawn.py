@@ -10,13 +10,13 @@ from typing import Any
 
 from allhands.errors import UserError, WorkerError
 from allhands.launch import records, results, warm
-from allhands.launch.circle import Circle
 from allhands.launch.job import LOOPBACK, PRELOAD
-from allhands.launch.nodes import Follower, other_agents
+from allhands.launch.nodes import NodeFollower, other_agents
 from allhands.launch.options import check_numbers
 from allhands.launch.output import Output, show
-from allhands.launch.plan import Place, new_token, tasks_of
+from allhands.launch.plan import HostPart, new_token, tasks_of
 from allhands.launch.processes import REQUESTS
+from allhands.launch.rendezvous import Rendezvous
 from allhands.launch.report import Worker, describe
 from allhands.launch.shipment import Shipment
 from allhands.launch.signals import pass_signals_on, restore
@@ -38,7 +38,7 @@ def spawn(
     threads: int | None = None,
     on_message: Callable[[int, dict[str, Any]], None] | None = None,
     preload: Sequence[str] = (),
-    circle: Circle | None = None,
+    rendezvous: Rendezvous | None = None,
     hands_back: bool = False,
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` in `workers` new processes that form one world.
@@ -56,10 +56,8 @@ def spawn(
     Args:
         fn: what to call. Inside it `allhands.init()` and `torch.distributed.init_process_group()`
             find the others.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        workers: how many processes.
-        servers: how many parameter servers to start beside them, with a circle one a node in turn.
+        args: positional arguments. kwargs: keyword arguments. workers: how many processes. servers:
+        how many parameter servers to start beside them, with a rendezvous one a node in turn.
             They serve until the last worker has ended, and the death of one is a failure.
             `allhands.kvstore.create("dist_sync")` finds them.
         env: variables to set, or with None to remove, in all workers.
@@ -75,7 +73,8 @@ def spawn(
             `allhands.launch.worker.send`.
         preload: modules to import once, before the workers are forked; they must not start threads
             or touch a GPU.
-        circle: the tasks of other nodes that make the same call (`allhands.launch.circle.gather`):
+        rendezvous: the tasks of other nodes that make the same call
+        (`allhands.launch.rendezvous.gather`):
             the workers of all of them form one world. The results are then those of this node's
             workers.
         hands_back: after Ctrl-C, and the notebook's stop button, the workers get SIGINT and have
@@ -124,24 +123,28 @@ def spawn(
             on_message(rank, message)
 
     try:
-        if circle is not None and circle.node > 0:
+        if rendezvous is not None and rendezvous.node > 0:
             return _follow(
-                Follower(circle, agent, shipment, servers), prepare, (fn, args, kwargs or {})
+                NodeFollower(rendezvous, agent, shipment, servers),
+                prepare,
+                (fn, args, kwargs or {}),
             )
-        others = other_agents(circle, lambda: supervisor) if circle is not None else []
+        others = other_agents(rendezvous, lambda: supervisor) if rendezvous is not None else []
         supervisor = Supervisor(
             [agent, *others],
             output,
             grace=grace,
             heartbeat_timeout=heartbeat_timeout,
             on_message=hear,
-            asks_first=hands_back and circle is None,
+            asks_first=hands_back and rendezvous is None,
         )
         before = pass_signals_on(supervisor)
         returned: list[Any] = []
         is_clean = False
         try:
-            supervisor.prepare(circle.store_address if circle is not None else LOOPBACK, **prepare)
+            supervisor.prepare(
+                rendezvous.store_address if rendezvous is not None else LOOPBACK, **prepare
+            )
             # The agent imports torch while the arguments are written.
             task = shipment.pack(fn, args, kwargs or {})
             supervisor.on_loaded = shipment.all_loaded
@@ -152,9 +155,9 @@ def spawn(
                     raise SystemExit(128 + supervisor.signals[0]) from None
                 raise
             places = (
-                circle.places(servers)
-                if circle is not None
-                else [Place(workers, range(servers), LOOPBACK)]
+                rendezvous.places(servers)
+                if rendezvous is not None
+                else [HostPart(workers, range(servers), LOOPBACK)]
             )
             here, *elsewhere = tasks_of(
                 task, places, port, run_id=uuid.uuid4().hex[:12], token=new_token(servers)
@@ -173,17 +176,17 @@ def spawn(
                     results.load(supervisor.workers[rank].returned or {}) for rank in range(workers)
                 ]
             failure = _error(first, supervisor, output, grace) if first is not None else None
-            if circle is not None:
-                _tell(circle, failure, number)
+            if rendezvous is not None:
+                _tell(rendezvous, failure, number)
         except BaseException as error:
-            if circle is not None:
-                _tell(circle, error, None)
+            if rendezvous is not None:
+                _tell(rendezvous, error, None)
             elif hands_back and isinstance(error, KeyboardInterrupt):
                 shipment.take_back(range(workers))
             raise
         finally:
             # One that has an answer under way would give it to the next call.
-            if is_clean and circle is None and warm.put_back(agent, key):
+            if is_clean and rendezvous is None and warm.put_back(agent, key):
                 supervisor.remove(agent)
             supervisor.close()
             restore(before)
@@ -199,11 +202,11 @@ def spawn(
         return returned
     finally:
         shipment.close()
-        if circle is not None:
-            circle.close()
+        if rendezvous is not None:
+            rendezvous.close()
 
 
-def _follow(follower: Follower, prepare: dict[str, Any], call: Any) -> list[Any]:
+def _follow(follower: NodeFollower, prepare: dict[str, Any], call: Any) -> list[Any]:
     """Start this node's workers for the task that leads."""
     agent, shipment = follower.agent, follower.shipment
     before = follower.pass_signals_on()
@@ -218,27 +221,27 @@ def _follow(follower: Follower, prepare: dict[str, Any], call: Any) -> list[Any]
         restore(before)
 
 
-def _tell(circle: Circle, failure: BaseException | None, number: int | None) -> None:
+def _tell(rendezvous: Rendezvous, failure: BaseException | None, number: int | None) -> None:
     """Tell the other nodes' tasks how it ended."""
     if (
         isinstance(failure, SystemExit)
         and isinstance(failure.code, int)
         and failure.code - 128 in REQUESTS
     ):
-        circle.tell(signal=failure.code - 128)
+        rendezvous.tell(signal=failure.code - 128)
     elif failure is not None:
         code = getattr(failure, "exit_code", 1)
         text = str(failure) or type(failure).__name__
-        circle.tell(
+        rendezvous.tell(
             failed=text,
             user=isinstance(failure, UserError),
             rank=getattr(failure, "rank", None),
             code=code,
         )
     elif number is not None:
-        circle.tell(signal=number)
+        rendezvous.tell(signal=number)
     else:
-        circle.tell()
+        rendezvous.tell()
 
 
 def _error(first: Worker, supervisor: Supervisor, output: Output, grace: float) -> Exception:

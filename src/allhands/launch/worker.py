@@ -35,7 +35,7 @@ from allhands.wire import encode
 BEAT_EVERY = 1.0
 
 
-class _Link:
+class _AgentPipe:
     """The pipe to the agent."""
 
     def __init__(self, fd: int) -> None:
@@ -56,7 +56,7 @@ class _Link:
         return True
 
 
-_link: _Link | None = None
+_link: _AgentPipe | None = None
 # What the user's program gave to sys.exit, once it has; exit handlers cannot ask Python for it.
 exit_code: int | None = None
 
@@ -170,7 +170,7 @@ def enter(
     os.environ.update(task["env"])
     for name, value in task.get("defaults", {}).items():
         os.environ.setdefault(name, value)
-    _link = _Link(reports)
+    _link = _AgentPipe(reports)
     if "program" in task:
         _execute(task["program"])
 

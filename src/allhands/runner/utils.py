@@ -45,7 +45,9 @@ def distributed_cmd_run(
     if task is not None:
         count, circle = gather_nodes(task, workers, None)
         if circle is not None:
-            return spawn(_call_in_world, (worker_fn, args, kwargs), workers=count, circle=circle)[0]
+            return spawn(
+                _call_in_world, (worker_fn, args, kwargs), workers=count, rendezvous=circle
+            )[0]
     if not distributed or world_around():
         return worker_fn(*args, **kwargs)
     count = workers or torch.cuda.device_count() or cores()

@@ -15,8 +15,8 @@ import allhands
 from allhands.comm import calls, hook_calls
 from allhands.errors import UserError, WorldError
 from allhands.launch import spawn, worker
-from allhands.launch.circle import Circle, gather
 from allhands.launch.processes import cores
+from allhands.launch.rendezvous import Rendezvous, gather
 from allhands.runner.reporter import ConsoleReporter, ForwardingReporter, Reporter, replay
 from allhands.strategies import DDP, Single, Strategy, strategy_named
 from allhands.world import Layout, World, current_world, detect, slurm
@@ -43,7 +43,9 @@ class Plan:
     strategy: Strategy
     count: int
     device: str | None
-    circle: Circle | None = None  # the tasks of other nodes that start their part of the workers
+    circle: Rendezvous | None = (
+        None  # the tasks of other nodes that start their part of the workers
+    )
 
     @property
     def world_size(self) -> int:
@@ -92,7 +94,7 @@ class Plan:
                 workers=self.count,
                 on_message=lambda rank, message: replay(message, console),
                 grace=SAVE_GRACE,
-                circle=self.circle,
+                rendezvous=self.circle,
                 preload=[*preload, *(name for name in SLOW_IMPORTS if name in sys.modules)],
                 servers=self.strategy.servers_to_start(),
                 hands_back=hands_back,
@@ -165,7 +167,9 @@ def node_task() -> Layout | None:
     return slurm.node_task(os.environ)
 
 
-def gather_nodes(task: Layout, count: int | None, device: str | None) -> tuple[int, Circle | None]:
+def gather_nodes(
+    task: Layout, count: int | None, device: str | None
+) -> tuple[int, Rendezvous | None]:
     """How many workers this node starts, and the tasks of the other nodes; to be called on all of
     them.
 

@@ -1,4 +1,4 @@
-"""The hosts of a job, and what is known of each."""
+"""The hosts of a job, and the state of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 from allhands.errors import HostError
 from allhands.launch.handle import AgentHandle
-from allhands.launch.plan import Place
+from allhands.launch.plan import HostPart
 from allhands.launch.python import same_version
 
 # How often a lost host is asked whether it is back.
@@ -17,7 +17,7 @@ _RETRY_EVERY = 3.0
 
 
 class Host(Protocol):
-    """A place where an agent can be started."""
+    """A host on which an agent can be started."""
 
     name: str
     local: bool  # it is this machine
@@ -30,8 +30,8 @@ class Host(Protocol):
         """Let go of the host."""
 
 
-class Seat:
-    """A host's place in the job. `workers` is None until the host has told how many it takes."""
+class JobNode:
+    """A host's part in the job. `workers` is None until the host has reported how many it takes."""
 
     def __init__(self, host: Host, workers: int | None, servers: Sequence[int]) -> None:
         self.host, self.workers, self.servers = host, workers, list(servers)
@@ -58,16 +58,16 @@ class Seat:
         return self.thread is not None and self.thread.is_alive()
 
 
-def check_versions(seats: Sequence[Seat]) -> None:
+def check_versions(nodes: Sequence[JobNode]) -> None:
     """Refuse hosts whose Python, torch or allhands is another one than that of the first host.
 
     Raises:
         HostError: naming the host and both versions.
     """
     known = [
-        (seat.host.name, seat.agent.ready["versions"])
-        for seat in seats
-        if seat.agent and seat.agent.ready
+        (node.host.name, node.agent.ready["versions"])
+        for node in nodes
+        if node.agent and node.agent.ready
     ]
     for name, versions in known[1:]:
         first_name, firsts = known[0]
@@ -81,7 +81,7 @@ def check_versions(seats: Sequence[Seat]) -> None:
                 )
 
 
-def ranks_of(first: int, place: Place) -> str:
+def ranks_of(first: int, place: HostPart) -> str:
     """`ranks 2-3, server 1`: what runs on a host whose first rank is `first`."""
     last = first + place.workers - 1
     words = (

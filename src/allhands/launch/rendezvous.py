@@ -1,5 +1,5 @@
-"""How the tasks that srun has started, one on each node, meet and agree on who starts how many
-workers."""
+"""The rendezvous of tasks that srun has started, one on each node: they agree on how many workers
+each of them starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from allhands import wire
 from allhands.errors import UserError, WorldError
 from allhands.launch.job import INTERFACE_VARIABLES
-from allhands.launch.plan import Place
+from allhands.launch.plan import HostPart
 from allhands.launch.python import same_version, versions
 from allhands.world import discovery
 from allhands.world.interface import interface_with, is_loopback
@@ -24,10 +24,10 @@ _LONGEST_LINE = 1 << 22
 _LONGEST_REASON = 2000
 _meetings = itertools.count()
 
-Told = list[dict[str, Any]]
+Hellos = list[dict[str, Any]]
 
 
-class Circle:
+class Rendezvous:
     """The tasks of all nodes, seen from the one of this node.
 
     Attributes:
@@ -39,16 +39,16 @@ class Circle:
     """
 
     def __init__(
-        self, node: int, told: Sequence[dict[str, Any]], links: Sequence[socket.socket]
+        self, node: int, hellos: Sequence[dict[str, Any]], links: Sequence[socket.socket]
     ) -> None:
         self.node, self.links = node, list(links)
-        self.hosts = [str(one["host"]) for one in told]
-        self.counts = [int(one["workers"]) for one in told]
+        self.hosts = [str(one["host"]) for one in hellos]
+        self.counts = [int(one["workers"]) for one in hellos]
         here = self.links[0].getsockname()[0] if node == 0 else self.links[0].getpeername()[0]
         #: The leader's address, as the other nodes reach it.
         self.address = _plain(here)
 
-    def places(self, servers: int = 0) -> list[Place]:
+    def places(self, servers: int = 0) -> list[HostPart]:
         """Each node's part of the job, with one of the `servers` a node in turn; the network
         interface is this node's own."""
         name = interface_with(_plain(self.links[0].getsockname()[0]))
@@ -58,7 +58,7 @@ class Circle:
             else {}
         )
         return [
-            Place(
+            HostPart(
                 count,
                 range(index, servers, len(self.counts)),
                 self.address,
@@ -91,7 +91,7 @@ def gather(
     workers: int,
     refused: str | None = None,
     timeout: float = MEETING_TIMEOUT,
-) -> Circle:
+) -> Rendezvous:
     """Meet the tasks of the other nodes; to be called on all of them, equally often.
 
     Args:
@@ -108,28 +108,28 @@ def gather(
     """
     key = f"{key} nodes {next(_meetings)}"
     why = None if refused is None else refused[:_LONGEST_REASON]
-    said = {
+    own = {
         "node": node,
         "host": socket.gethostname(),
         "workers": workers,
         "refused": why,
         "versions": versions(),
     }
-    told, links = (
-        _lead(said, hosts, key, timeout) if node == 0 else _follow(said, hosts, key, timeout)
+    hellos, links = (
+        _lead(own, hosts, key, timeout) if node == 0 else _follow(own, hosts, key, timeout)
     )
-    circle = Circle(node, told, links)
+    rendezvous = Rendezvous(node, hellos, links)
     try:
-        _check(told)
+        _check(hellos)
     except BaseException:
-        circle.close()
+        rendezvous.close()
         raise
-    return circle
+    return rendezvous
 
 
 def _lead(
-    said: dict[str, Any], hosts: Sequence[str], key: str, timeout: float
-) -> tuple[Told, list[socket.socket]]:
+    own: dict[str, Any], hosts: Sequence[str], key: str, timeout: float
+) -> tuple[Hellos, list[socket.socket]]:
     came: dict[int, tuple[dict[str, Any], socket.socket]] = {}
     everyone = threading.Event()
 
@@ -156,21 +156,21 @@ def _lead(
             f"{', '.join(missing[:8])}. "
             "Every task must come to the same call; look at what the tasks there print."
         )
-    told = [said, *(came[index][0] for index in sorted(came))]
+    hellos = [own, *(came[index][0] for index in sorted(came))]
     for link in links:
         wire.keep_alive(link)
         with contextlib.suppress(OSError):
-            link.sendall(wire.encode({"told": told}))
-    return told, links
+            link.sendall(wire.encode({"nodes": hellos}))
+    return hellos, links
 
 
 def _follow(
-    said: dict[str, Any], hosts: Sequence[str], key: str, timeout: float
-) -> tuple[Told, list[socket.socket]]:
+    own: dict[str, Any], hosts: Sequence[str], key: str, timeout: float
+) -> tuple[Hellos, list[socket.socket]]:
     deadline = time.monotonic() + timeout
-    host, link = discovery.find(key, hosts, timeout, said)
+    host, link = discovery.find(key, hosts, timeout, own)
     try:
-        told: Told = wire.read_message(link, deadline, _LONGEST_LINE)["told"]
+        hellos: Hellos = wire.read_message(link, deadline, _LONGEST_LINE)["nodes"]
     except (OSError, EOFError, ValueError, KeyError) as error:
         link.close()
         raise WorldError(
@@ -178,19 +178,19 @@ def _follow(
             "at what that task prints"
         ) from None
     wire.keep_alive(link)
-    return told, [link]
+    return hellos, [link]
 
 
-def _check(told: Sequence[dict[str, Any]]) -> None:
-    for one in told:
+def _check(hellos: Sequence[dict[str, Any]]) -> None:
+    for one in hellos:
         if one["refused"]:
             raise UserError(f"{one['host']}: {one['refused']}")
-    for one in told[1:]:
-        for name, version in told[0]["versions"].items():
+    for one in hellos[1:]:
+        for name, version in hellos[0]["versions"].items():
             other = str(one["versions"].get(name))
             if not same_version(name, version, other):
                 raise WorldError(
-                    f"{one['host']} has {name} {other}, but {told[0]['host']} has {name} "
+                    f"{one['host']} has {name} {other}, but {hellos[0]['host']} has {name} "
                     f"{version}; install the same on all nodes"
                 )
 
