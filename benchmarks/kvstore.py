@@ -37,8 +37,8 @@ def exchange(megabytes: int, runs: int, transports: list[str]) -> dict[str, list
     import torch
     import torch.distributed as dist
 
-    from allhands.kvstore.modes import mode_named
     from allhands.kvstore.served import ServedStore
+    from allhands.kvstore.store_modes import mode_named
 
     world = allhands.init(device="cpu")
     torch.set_num_threads(1)
@@ -121,7 +121,7 @@ def idle(seconds: float) -> float:
     from torch.distributed import TCPStore
 
     from allhands import kvstore
-    from allhands.kvstore.job import key
+    from allhands.kvstore.credentials import key
 
     store = kvstore.create("dist")
     jobs = TCPStore(

@@ -43,11 +43,11 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from allhands.kvstore import Trainer, job
-from allhands.kvstore.frames import Kind, message, pack, read_into
-from allhands.kvstore.modes import mode_named
+from allhands.kvstore import Trainer, credentials
 from allhands.kvstore.rules import rules_of
 from allhands.kvstore.served import ServedStore
+from allhands.kvstore.store_modes import mode_named
+from allhands.kvstore.wire_frames import Kind, message, pack, read_into
 from allhands.wire import RefusedError, introduce
 from allhands.wire.proof import GREETING, introduction
 
@@ -384,7 +384,7 @@ def soak(seconds: float, seed: int, attackers: int, folder: str) -> list[str]:
     meeting = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server = started(token, meeting)
     try:
-        where = json.loads(meeting.get(job.key(0)))
+        where = json.loads(meeting.get(credentials.key(0)))
         mode = mode_named("dist")
         rules = rules_of(mode, {})
         store = ServedStore(mode, 0, 1, [where], rules, 0, "honest", "tcp")

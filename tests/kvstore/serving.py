@@ -16,10 +16,10 @@ from torch import nn
 
 from allhands.errors import UserError, WorldError
 from allhands.kvstore import Trainer
-from allhands.kvstore.modes import mode_named
 from allhands.kvstore.rules import rules_of
 from allhands.kvstore.served import ServedStore
-from allhands.kvstore.server import Server
+from allhands.kvstore.server import ParameterServer
+from allhands.kvstore.store_modes import mode_named
 from tests.kvstore.training import OPTIMIZERS, SIZES, model, take_steps
 
 TOKEN = "0123456789abcdef" * 4
@@ -31,7 +31,7 @@ class Job:
     def __init__(self, workers: int, servers: int = 1, lease: float = 10.0) -> None:
         self.workers = workers
         self.servers = [
-            Server(number, servers, workers, TOKEN.encode(), lease=lease)
+            ParameterServer(number, servers, workers, TOKEN.encode(), lease=lease)
             for number in range(servers)
         ]
         for server in self.servers:
@@ -69,7 +69,7 @@ class Job:
             raised = [one for one in waiting if one.done() and one.exception() is not None]
             if raised or not all(one.done() for one in waiting):
                 for store in self.stores:
-                    store._board.fail(WorldError("another worker of the test has failed"))
+                    store._wait_state.fail(WorldError("another worker of the test has failed"))
                 self.close()
             return [one.result(1.0) for one in (*raised, *waiting)][len(raised) :]
         finally:

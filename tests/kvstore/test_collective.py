@@ -16,7 +16,7 @@ from torch import nn
 import allhands
 from allhands.errors import UserError
 from allhands.kvstore import RowSparse, Share, Trainer, create
-from allhands.kvstore.rows import first_rows
+from allhands.kvstore.row_table import first_rows
 from allhands.launch import spawn
 from tests.kvstore.training import OPTIMIZERS, SIZES, by_hand, largest_difference, model, take_steps
 from tests.worlds import in_world

@@ -15,11 +15,11 @@ import torch
 
 from allhands.errors import UserError, WorldError
 from allhands.kvstore import comeback
-from allhands.kvstore.modes import mode_named
 from allhands.kvstore.rules import rules_of
 from allhands.kvstore.served import ServedStore
-from allhands.kvstore.server import Server
+from allhands.kvstore.server import ParameterServer
 from allhands.kvstore.store import Share
+from allhands.kvstore.store_modes import mode_named
 from tests.kvstore.serving import TOKEN, Job, job
 from tests.timeouts import patience
 
@@ -54,7 +54,7 @@ def _wait_for_snapshots(made: Job) -> None:
 def _restart(made: Job, number: int) -> None:
     """As if the process had died and the launcher had started it again."""
     made.servers[number].close()
-    again = Server(number, len(made.servers), made.workers, TOKEN.encode(), restarted=True)
+    again = ParameterServer(number, len(made.servers), made.workers, TOKEN.encode(), restarted=True)
     again.start()
     made.servers[number] = again
     made.where[number] = again.where()

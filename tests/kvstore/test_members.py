@@ -14,11 +14,11 @@ import torch
 from allhands.errors import WorldError
 from allhands.kvstore.chunks import Chunk
 from allhands.kvstore.connected import first_rounds
-from allhands.kvstore.frames import Kind, pack
 from allhands.kvstore.key_rounds import KeyRounds
 from allhands.kvstore.members import Members
 from allhands.kvstore.served import ServedStore
 from allhands.kvstore.store import Share
+from allhands.kvstore.wire_frames import Kind, pack
 from tests.kvstore.losing import (
     LEASE,
     LOST_AT,

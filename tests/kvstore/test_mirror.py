@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from allhands.errors import UserError, WorldError
-from allhands.kvstore.modes import mode_named
 from allhands.kvstore.rules import check_servers, rules_of
 from allhands.kvstore.served import ServedStore
-from allhands.kvstore.server import Server
+from allhands.kvstore.server import ParameterServer
 from allhands.kvstore.store import Share
+from allhands.kvstore.store_modes import mode_named
 from allhands.kvstore.values import RowSparse
 from tests.kvstore.serving import TOKEN, Job, job
 from tests.timeouts import patience
@@ -35,7 +35,7 @@ def _restart(made: Job, *numbers: int) -> None:
     for number in numbers:
         made.servers[number].close()
     for number in numbers:
-        again = Server(
+        again = ParameterServer(
             number,
             len(made.servers),
             made.workers,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from allhands.errors import UserError
-from allhands.kvstore.placement import Piece, chunk_limit, dtype_name, place
+from allhands.kvstore.placement import KeyPiece, chunk_limit, dtype_name, place
 
 Sizes = dict[str, tuple[int, int]]
 
@@ -64,7 +64,7 @@ def _sizes(shapes: list[tuple[int, ...]]) -> Sizes:
     return {f"p{number}": (math.prod(shape), 4) for number, shape in enumerate(shapes)}
 
 
-def _loads(placed: dict[str, list[Piece]], sizes: Sizes, servers: int) -> list[int]:
+def _loads(placed: dict[str, list[KeyPiece]], sizes: Sizes, servers: int) -> list[int]:
     loads = [0] * servers
     for name, pieces in placed.items():
         for piece in pieces:
@@ -124,7 +124,7 @@ def test_any_keys_are_covered_exactly_once(seed: int) -> None:
 
 def test_keys_that_come_later_fill_up_the_emptier_server() -> None:
     placed = place({"later": (1000, 4)}, [5000, 0], first=3)
-    assert placed == {"later": [Piece(3, 1, 0, 1000)]}
+    assert placed == {"later": [KeyPiece(3, 1, 0, 1000)]}
 
 
 def test_numbers_that_servers_cannot_hold_are_refused() -> None:

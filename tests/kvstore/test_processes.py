@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from allhands.kvstore.job import key
+from allhands.kvstore.credentials import key
 from tests.launch.conftest import Job, mark, wait_until  # noqa: F401
 from tests.timeouts import patience
 
@@ -38,7 +38,7 @@ from pathlib import Path
 import torch
 from allhands import kvstore as kv
 from allhands.errors import WorldError
-from allhands.kvstore.frames import Kind, pack
+from allhands.kvstore.wire_frames import Kind, pack
 torch.set_num_threads(1)
 SIZES = {"a": 1000, "b": 40_000}
 
@@ -154,7 +154,7 @@ def same(path: Path, expected: dict[str, torch.Tensor]) -> bool:
 PAIRS = (
     BEGIN
     + """
-from allhands.kvstore.modes import mode_named
+from allhands.kvstore.store_modes import mode_named
 from allhands.kvstore.rules import rules_of
 from allhands.kvstore.served import ServedStore
 

@@ -13,7 +13,7 @@ from torch import nn
 from allhands.errors import AllhandsError
 from allhands.kvstore import Share, Trainer
 from allhands.kvstore.chunks import Chunk, Meta
-from allhands.kvstore.server import Server
+from allhands.kvstore.server import ParameterServer
 from allhands.kvstore.shard import Shard
 from tests.kvstore.serving import error_of, job
 
@@ -204,7 +204,7 @@ def test_a_server_that_ends_is_an_error_that_names_it() -> None:
     with job(1, servers=2) as made:
         store = made.store(0)
         store.init("w", torch.zeros(2))
-        gone: Server = made.servers[1]
+        gone: ParameterServer = made.servers[1]
         gone.close()
         with pytest.raises(AllhandsError, match=r"server 1 \(host .*\) is gone"):
             for _ in range(100):

@@ -11,7 +11,7 @@ import torch
 
 from allhands.errors import UserError
 from allhands.kvstore import RowSparse, Share
-from allhands.kvstore.rows import first_rows
+from allhands.kvstore.row_table import first_rows
 from allhands.kvstore.served import ServedStore
 from tests.kvstore.serving import error_of, job
 

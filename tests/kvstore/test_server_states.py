@@ -12,7 +12,7 @@ import torch
 
 from allhands.kvstore import RowSparse, Share, Trainer, create, placement, shard_keys
 from allhands.kvstore.server_states import taken_apart
-from allhands.kvstore.states import StoreState, read_states
+from allhands.kvstore.store_state import StoreState, read_states
 from tests.kvstore.serving import Job, Weights, error_of, job, same, weights_of
 from tests.kvstore.training import OPTIMIZERS, SIZES, by_hand, largest_difference, model, take_steps
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from allhands.kvstore import RowSparse, Share, board
+from allhands.kvstore import RowSparse, Share, wait_state
 from allhands.kvstore.served import ServedStore
 from allhands.kvstore.waits import Waits
 from tests.kvstore.serving import error_of, job
@@ -71,7 +71,7 @@ def test_keys_that_are_exchanged_in_another_order_are_an_error_on_all(
     servers: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(board, "REPORT_AFTER", 0.2)
+    monkeypatch.setattr(wait_state, "REPORT_AFTER", 0.2)
 
     def work(rank: int) -> str:
         store = made.store(rank)
@@ -98,7 +98,7 @@ def test_keys_that_are_exchanged_in_another_order_are_an_error_on_all(
 def test_lists_in_another_order_and_all_pushes_before_the_first_pull_are_no_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(board, "REPORT_AFTER", 0.2)
+    monkeypatch.setattr(wait_state, "REPORT_AFTER", 0.2)
 
     def work(rank: int) -> list[list[float]]:
         store = made.store(rank)
@@ -126,7 +126,7 @@ def test_a_circle_of_three_is_found_and_one_that_does_not_wait_is_told_at_its_ne
 
     stuck = threading.Event()
     with pytest.MonkeyPatch.context() as patch, job(4) as made:
-        patch.setattr(board, "REPORT_AFTER", 0.2)
+        patch.setattr(wait_state, "REPORT_AFTER", 0.2)
         found_circle = Waits.add
 
         def add(self: Waits, *args: object) -> str | None:
@@ -145,7 +145,7 @@ def test_a_circle_of_three_is_found_and_one_that_does_not_wait_is_told_at_its_ne
 
 
 def test_workers_that_wait_for_a_slow_one_are_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "REPORT_AFTER", 0.2)
+    monkeypatch.setattr(wait_state, "REPORT_AFTER", 0.2)
 
     def work(rank: int) -> list[float]:
         store = made.store(rank)
@@ -169,7 +169,7 @@ def test_workers_that_wait_for_a_slow_one_are_told_nothing(monkeypatch: pytest.M
 def test_a_worker_whose_other_thread_pushes_is_told_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(board, "REPORT_AFTER", 0.2)
+    monkeypatch.setattr(wait_state, "REPORT_AFTER", 0.2)
 
     def work(rank: int) -> float:
         store = made.store(rank)
@@ -198,7 +198,7 @@ def test_a_worker_whose_other_thread_pushes_is_told_nothing(
 
 
 def test_a_barrier_that_one_calls_alone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "REPORT_AFTER", 0.2)
+    monkeypatch.setattr(wait_state, "REPORT_AFTER", 0.2)
 
     def work(rank: int) -> str:
         store = made.store(rank)
@@ -222,7 +222,7 @@ def test_a_barrier_that_one_calls_alone_is_named(monkeypatch: pytest.MonkeyPatch
 def test_keys_that_are_made_in_another_order_between_exchanges_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(board, "REPORT_AFTER", 0.2)
+    monkeypatch.setattr(wait_state, "REPORT_AFTER", 0.2)
 
     def work(rank: int) -> str:
         store = made.store(rank)

@@ -19,9 +19,9 @@ import torch
 
 from allhands import wire
 from allhands.errors import WorldError
-from allhands.kvstore.frames import MAGIC, Kind, pack
-from allhands.kvstore.modes import mode_named
 from allhands.kvstore.rules import rules_of
+from allhands.kvstore.store_modes import mode_named
+from allhands.kvstore.wire_frames import MAGIC, Kind, pack
 from allhands.wire import proof
 from tests.kvstore.serving import TOKEN, Job, job
 

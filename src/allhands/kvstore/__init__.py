@@ -71,11 +71,11 @@ def create(name: str = "local", **options: Any) -> KVStore:
         UserError: there is no such kind, it needs servers and the job has none, or an option does
             not belong to it.
     """
-    from allhands.kvstore.modes import mode_named
+    from allhands.kvstore.store_modes import mode_named
 
     mode = mode_named(name)
     if mode.by_host and servers_of_job():
-        from allhands.kvstore.hosts import connect
+        from allhands.kvstore.host_store import connect
 
         return connect(mode, options)
     if mode.distributed and servers_of_job():
@@ -106,7 +106,7 @@ def create(name: str = "local", **options: Any) -> KVStore:
         return CollectiveStore(mode, init())
     import torch
 
-    from allhands.kvstore.local import LocalStore
+    from allhands.kvstore.local_store import LocalStore
 
     return LocalStore(mode, device=torch.device("cpu") if mode.name == "local" else None)
 

@@ -11,10 +11,10 @@ import torch
 from allhands.comm.layout import FlatLayout
 from allhands.errors import UserError
 from allhands.kvstore.optimizers import ChunkOptimizer, OptimizerSpec
-from allhands.kvstore.placement import Piece
+from allhands.kvstore.placement import KeyPiece
 
 
-class Bucket:
+class KeyBucket:
     """Some keys side by side, filled up with zeros to a multiple of the number of parts.
 
     Args:
@@ -42,7 +42,7 @@ class Bucket:
         device: torch.device,
         rank: int,
         parts: int,
-        layout: Mapping[str, Sequence[Piece]] | None = None,
+        layout: Mapping[str, Sequence[KeyPiece]] | None = None,
     ) -> None:
         self.names = sorted(values)
         self.group = group
@@ -78,7 +78,7 @@ class Bucket:
         ]
         return torch.cat(mine) if mine else whole.new_empty(0)
 
-    def pieces(self, rank: int | None = None) -> list[tuple[str, int, Piece]]:
+    def pieces(self, rank: int | None = None) -> list[tuple[str, int, KeyPiece]]:
         """Those of one rank, or all: the key, where it begins in `whole`, and the piece of it."""
         if self.layout is None:
             return []

@@ -13,11 +13,11 @@ from allhands.comm.clipping import square_of
 from allhands.comm.codecs import Codec
 from allhands.errors import UserError
 from allhands.kvstore.bucket import weight_factor
-from allhands.kvstore.compression import Compressor
+from allhands.kvstore.chunk_compression import ChunkCompressor
 from allhands.kvstore.optimizers import ChunkOptimizer, OptimizerSpec
 
 
-class Worker(Protocol):
+class ChunkWorker(Protocol):
     """A worker's session, as far as chunks need it."""
 
     rank: int
@@ -45,7 +45,7 @@ class Meta:
         staleness: the largest of them.
     """
 
-    worker: Worker
+    worker: ChunkWorker
     step: int
     weight: float
     expected: float | None
@@ -118,14 +118,14 @@ class Chunk:
     total: torch.Tensor | None = None
     room: torch.Tensor | None = None
     held: list[Callable[[], None]] = field(default_factory=list)
-    waiting: list[tuple[Worker, int]] = field(default_factory=list)
+    waiting: list[tuple[ChunkWorker, int]] = field(default_factory=list)
     last: dict[int, int] = field(default_factory=dict)
     seen: dict[int, int] = field(default_factory=dict)
     clocks: dict[int, int] = field(default_factory=dict)
     outside: int = 0
     square: float | None = None
     workers: int = 0
-    down: Compressor | None = None
+    down: ChunkCompressor | None = None
     sent: torch.Tensor | None = (
         None  # what the workers have, where values are compressed on their way down
     )
@@ -138,7 +138,7 @@ class Chunk:
 
     def compress_down(self, codec: Codec) -> None:
         """Send changes of the value in fewer bits from now on."""
-        self.down = Compressor(codec, len(self.weights))
+        self.down = ChunkCompressor(codec, len(self.weights))
         self.sent = self.weights.clone()
 
     def take(

@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from allhands.comm import all_gather_text, broadcast_tensors
 from allhands.errors import UserError
-from allhands.kvstore.bucket import Bucket
-from allhands.kvstore.local import LocalStore
-from allhands.kvstore.modes import Mode
+from allhands.kvstore.bucket import KeyBucket
+from allhands.kvstore.local_store import LocalStore
 from allhands.kvstore.store import Share
+from allhands.kvstore.store_modes import Mode
 from allhands.world import World, current_world
 
 _log = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class CollectiveStore(LocalStore):
     def _take_first(self, values: torch.Tensor) -> None:
         broadcast_tensors([values], self._world)
 
-    def _sum(self, values: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    def _sum(self, values: torch.Tensor, bucket: KeyBucket) -> torch.Tensor:
         if self._world.is_alone or not len(values):
             return values
         received = bucket.room(1)
@@ -183,7 +183,7 @@ class CollectiveStore(LocalStore):
             total.add_(part)
         return total
 
-    def _gather(self, bucket: Bucket, part: torch.Tensor, whole: torch.Tensor) -> None:
+    def _gather(self, bucket: KeyBucket, part: torch.Tensor, whole: torch.Tensor) -> None:
         if self._world.is_alone or bucket.layout is not None:
             super()._gather(bucket, part, whole)
         elif len(part) and self._world.backend == "gloo":

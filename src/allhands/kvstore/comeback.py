@@ -7,8 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from allhands.errors import UserError, WorldError
-from allhands.kvstore.board import ServerLostError
-from allhands.kvstore.link import Link
+from allhands.kvstore.server_link import ServerLink
+from allhands.kvstore.wait_state import ServerLostError
 
 if TYPE_CHECKING:
     from allhands.kvstore.connected import Connected
@@ -32,15 +32,15 @@ def come_back(store: Connected) -> int | None:
 
 
 def _once(store: Connected) -> int | None:
-    board = store._board
-    with board.changed:
-        broken = sorted(board.broken)
+    wait_state = store._wait_state
+    with wait_state.changed:
+        broken = sorted(wait_state.broken)
     for number in broken:
         gone = store.links[number]
         gone.abandon()
         where = _new_place(store, gone)
-        board.broken.discard(number)
-        store.links[number] = Link(number, where, board, store._said, store._transport)
+        wait_state.broken.discard(number)
+        store.links[number] = ServerLink(number, where, wait_state, store._said, store._transport)
         store.links[number].comes_back = True
         _carry_over(gone, store.links[number])
     for link in store.links:
@@ -115,7 +115,7 @@ def _common_step(store: Connected, broken: list[int], holding: set[int]) -> int:
     return max(common)
 
 
-def _seen(store: Connected, link: Link) -> dict[str, int]:
+def _seen(store: Connected, link: ServerLink) -> dict[str, int]:
     """The newest versions that this worker knows that a server had, by chunk and table."""
     found = {
         str(one.number): link.versions[one.number] - (name in store._kept)
@@ -130,7 +130,7 @@ def _seen(store: Connected, link: Link) -> dict[str, int]:
     }
 
 
-def _new_place(store: Connected, gone: Link) -> dict[str, Any]:
+def _new_place(store: Connected, gone: ServerLink) -> dict[str, Any]:
     """Where the server that was started again listens."""
     assert store._find is not None
     began = time.monotonic()
@@ -146,5 +146,5 @@ def _new_place(store: Connected, gone: Link) -> dict[str, Any]:
     )
 
 
-def _carry_over(gone: Link, new: Link) -> None:
+def _carry_over(gone: ServerLink, new: ServerLink) -> None:
     new.down_codec, new.adds, new.versions = gone.down_codec, gone.adds, gone.versions

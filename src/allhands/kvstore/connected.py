@@ -22,23 +22,23 @@ from safetensors.torch import save
 from allhands.comm.codecs import NO_CODEC, Codec, codec_from
 from allhands.errors import UserError, WorldError
 from allhands.kvstore import servers_of_job
-from allhands.kvstore.arena import Arena, Place, offsets
-from allhands.kvstore.board import Board, ServerLostError
+from allhands.kvstore.chunk_compression import ChunkCompressor
 from allhands.kvstore.comeback import come_back
-from allhands.kvstore.compression import Compressor
-from allhands.kvstore.frames import Kind, pack
-from allhands.kvstore.job import key as server_key
-from allhands.kvstore.link import LAST, TRANSPORT, TRANSPORTS, Link
-from allhands.kvstore.modes import Mode
+from allhands.kvstore.credentials import key as server_key
 from allhands.kvstore.optimizers import OptimizerSpec
-from allhands.kvstore.placement import Piece, dtype_name
+from allhands.kvstore.placement import KeyPiece, dtype_name
 from allhands.kvstore.rules import check_servers, rules_of
+from allhands.kvstore.server_link import LAST, TRANSPORT, TRANSPORTS, ServerLink
 from allhands.kvstore.server_states import put_together, taken_apart
+from allhands.kvstore.shared_memory import ChunkOffsets, SharedMemory, offsets
 from allhands.kvstore.staging import Staging
-from allhands.kvstore.states import StoreState
 from allhands.kvstore.store import KVStore
+from allhands.kvstore.store_modes import Mode
+from allhands.kvstore.store_state import StoreState
 from allhands.kvstore.values import RowSparse
+from allhands.kvstore.wait_state import ServerLostError, WaitState
 from allhands.kvstore.waits import Need, report
+from allhands.kvstore.wire_frames import Kind, pack
 from allhands.launch import worker
 
 _LIFE = secrets.token_hex(8)  # of this process
@@ -81,17 +81,17 @@ class Connected(KVStore):
         check_servers(mode, rules, len(where))
         self.rules = rules
         self._sync = rules["wait"] == "sync"
-        self._board = Board()
-        self._pieces: dict[str, list[Piece]] = {}
+        self._wait_state = WaitState()
+        self._pieces: dict[str, list[KeyPiece]] = {}
         self._metas = itertools.count(1)
-        self._tables: dict[str, list[Piece]] = {}
+        self._tables: dict[str, list[KeyPiece]] = {}
         self._table_versions: dict[str, int] = defaultdict(int)
         self._unread: dict[
             str, int
         ] = {}  # keys that were pushed and not pulled since, and the priority of the push
         self._complete: list[str] = []
         self._codec: Codec | None = None
-        self._compressors: dict[int, Compressor] = {}
+        self._compressors: dict[int, ChunkCompressor] = {}
         self._closed = False
         self._barriers = 0
         self._threads: set[int] = set()  # that have used the store
@@ -111,7 +111,8 @@ class Connected(KVStore):
             "pid": os.getpid(),
         }
         self.links = [
-            Link(index, one, self._board, said, transport) for index, one in enumerate(where)
+            ServerLink(index, one, self._wait_state, said, transport)
+            for index, one in enumerate(where)
         ]
         for link in self.links:
             link.comes_back = find is not None and (rules["snapshot_every"] > 0 or rules["mirror"])
@@ -197,7 +198,7 @@ class Connected(KVStore):
         placed = self.links[0].ask("declare", keys=forms, complete=complete)["placed"]
         dense = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
         for name in named:
-            pieces = [Piece(*piece) for piece in placed[name]]
+            pieces = [KeyPiece(*piece) for piece in placed[name]]
             if name in dense:
                 self._pieces[name] = pieces
                 self.shapes[name] = (dense[name].shape, dense[name].dtype)
@@ -277,7 +278,10 @@ class Connected(KVStore):
             self._join(list(named))
 
     def _share(
-        self, links: Sequence[Link], pieces: Sequence[tuple[str, Piece]], buffers: bool = False
+        self,
+        links: Sequence[ServerLink],
+        pieces: Sequence[tuple[str, KeyPiece]],
+        buffers: bool = False,
     ) -> None:
         """Map memory with servers of this host; with `buffers`, also for `buffer` of these keys,
         across all servers."""
@@ -294,19 +298,19 @@ class Connected(KVStore):
         )
         starts, total = offsets([*sizes, *whole.values()])
         first = dict(zip(whole, starts[len(sizes) :], strict=True))
-        arena = Arena(total)
+        memory = SharedMemory(total)
         for link in links:
             places = {}
             for (name, one), start in zip(pieces, starts, strict=False):
                 dtype = self.shapes[name][1]
                 if one.server == link.number:
                     buffer = first[name] + one.start * dtype.itemsize if buffers else None
-                    places[one.number] = Place(one.stop - one.start, dtype, start, buffer)
-            link.share(arena, places)
-        arena.close_file()
+                    places[one.number] = ChunkOffsets(one.stop - one.start, dtype, start, buffer)
+            link.share(memory, places)
+        memory.close_file()
         for name, start in first.items():
             shape, dtype = self.shapes[name]
-            self._buffers[name] = arena.view(start, shape.numel(), dtype).view(shape)
+            self._buffers[name] = memory.view(start, shape.numel(), dtype).view(shape)
 
     def _join(self, names: Sequence[str]) -> None:
         """Take part again, in these keys, from rounds on that have begun nowhere."""
@@ -443,7 +447,7 @@ class Connected(KVStore):
             self._check_residual(name, values)
             for piece in self._pieces[name]:
                 compressor = self._compressors.setdefault(
-                    piece.number, Compressor(self._codec, piece.stop - piece.start)
+                    piece.number, ChunkCompressor(self._codec, piece.stop - piece.start)
                 )
                 compressor.load(values.reshape(-1)[piece.start : piece.stop])
 
@@ -494,8 +498,10 @@ class Connected(KVStore):
         self._threads.add(threading.get_ident())
         if self._closed:
             raise UserError("this store was closed; create another")
-        if self._board.failure is not None:
-            raise type(self._board.failure)(*self._board.failure.args) from self._board.failure
+        if self._wait_state.failure is not None:
+            raise type(self._wait_state.failure)(
+                *self._wait_state.failure.args
+            ) from self._wait_state.failure
 
     def close(self) -> None:
         """Leave the store; the others go on without this worker."""

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from allhands.errors import AllhandsError, UserError, WorldError
-from allhands.kvstore.board import Board
+from allhands.kvstore.wait_state import WaitState
 from allhands.launch import worker
 
 _BEAT_EVERY = 1.0
@@ -51,7 +51,7 @@ class HostGroup:
     Attributes:
         ranks: sorted; sums are made in this order.
         place: this worker's index in `ranks`; the leader's is 0.
-        board: where this worker waits; its `failure` says who was lost.
+        wait_state: where this worker waits; its `failure` says who was lost.
         stores: the stores that these workers share, by number.
 
     Raises:
@@ -61,7 +61,7 @@ class HostGroup:
     def __init__(self, store: Any, ranks: Sequence[int], rank: int, lease: float) -> None:
         self.ranks = sorted(ranks)
         self.place, self.size, self.lease = self.ranks.index(rank), len(ranks), lease
-        self.board = Board()
+        self.wait_state = WaitState()
         self.stores: list[Any] = []
         self._rank, self._store = rank, store
         store.set(f"about/{rank}", f"{socket.gethostname()}, process {os.getpid()}")
@@ -212,12 +212,12 @@ class HostGroup:
         came: list[bool] = []
 
         def done(_: Any) -> None:
-            with self.board.changed:
+            with self.wait_state.changed:
                 came.append(True)
-                self.board.changed.notify_all()
+                self.wait_state.changed.notify_all()
 
         work.get_future().add_done_callback(done)
-        self.board.wait(
+        self.wait_state.wait(
             lambda: came, lambda: f"worker {self._rank} waits for the other workers of its host"
         )
         try:
@@ -228,15 +228,17 @@ class HostGroup:
                 time.sleep(0)
             work.wait()
         except RuntimeError as error:
-            with self.board.changed:  # whose connection it was is known when its beats are missed
-                self.board.changed.wait_for(
-                    lambda: self.board.failure is not None, self.lease + 2 * _LOOK_EVERY
+            with (
+                self.wait_state.changed
+            ):  # whose connection it was is known when its beats are missed
+                self.wait_state.changed.wait_for(
+                    lambda: self.wait_state.failure is not None, self.lease + 2 * _LOOK_EVERY
                 )
             self._lost(f"a worker of this host (they are {_all(self.ranks)}) is lost: {error}")
             self._check()
 
     def _check(self) -> None:
-        failure = self.board.failure
+        failure = self.wait_state.failure
         if failure is not None:
             raise type(failure)(*failure.args) from failure
 
@@ -245,7 +247,7 @@ class HostGroup:
         seen: dict[int, bytes] = {}
         heard = dict.fromkeys(others, time.monotonic())
         beats, told = 0, 0.0
-        while others and not self._ending.wait(_LOOK_EVERY) and self.board.failure is None:
+        while others and not self._ending.wait(_LOOK_EVERY) and self.wait_state.failure is None:
             try:
                 if time.monotonic() - told >= _BEAT_EVERY:
                     beats, told = beats + 1, time.monotonic()
@@ -269,13 +271,13 @@ class HostGroup:
 
     def _lost(self, text: str) -> None:
         """Nothing can go on here, and the servers hear no goodbye."""
-        if self.board.failure is not None:
+        if self.wait_state.failure is not None:
             return
         for group in self._groups.values():
             # A collective that will never end would keep the interpreter from ending, which waits
             # for the groups it takes down.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        self.board.fail(WorldError(text))
+        self.wait_state.fail(WorldError(text))
         for store in self.stores:
             store.lost(WorldError(text))
 
@@ -284,7 +286,7 @@ class HostGroup:
         self._ending.set()
         self._thread.join(2.0)
         if (
-            self.board.failure is None
+            self.wait_state.failure is None
             and getattr(sys, "last_type", None) is None
             and not worker.exit_code
         ):

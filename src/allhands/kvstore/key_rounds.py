@@ -13,7 +13,7 @@ from allhands.kvstore.members import Members
 
 
 @dataclass
-class _Round:
+class _KeyRound:
     number: int
     left: dict[int, int] = field(default_factory=dict)  # by rank: chunks that have not come
     whole: set[int] = field(default_factory=set)  # the ranks of which all chunks have come
@@ -39,7 +39,7 @@ class KeyRounds:
     def __init__(self, chunks: Mapping[int, Chunk], members: Members, by_key: bool) -> None:
         self._chunks, self._members, self._by_key = chunks, members, by_key
         self._lock = threading.Lock()
-        self._open: dict[str | int, _Round] = {}
+        self._open: dict[str | int, _KeyRound] = {}
         self._parts: dict[str, list[Chunk]] = {}
 
     def parts(self, chunk: Chunk) -> list[Chunk]:
@@ -66,7 +66,7 @@ class KeyRounds:
                 return None
             current = self._open.get(self._unit(chunk))
             if current is None or current.number != number:
-                current = self._open[self._unit(chunk)] = _Round(number)
+                current = self._open[self._unit(chunk)] = _KeyRound(number)
             current.left[worker.rank] = current.left.get(worker.rank, parts) - 1
             if current.left[worker.rank]:
                 return False
@@ -94,7 +94,7 @@ class KeyRounds:
                         current.left.pop(lost, None)
                     self._settle(unit if isinstance(unit, str) else self._chunks[unit].key, current)
 
-    def _settle(self, key: str, current: _Round) -> None:
+    def _settle(self, key: str, current: _KeyRound) -> None:
         if (
             current.members is None
             and current.whole

@@ -24,7 +24,11 @@ from safetensors.torch import load, save
 
 from allhands import wire
 from allhands.errors import WorldError
-from allhands.kvstore.frames import (
+from allhands.kvstore.credentials import tls_contexts
+from allhands.kvstore.shard_state import load_whole, state_of_table, whole_of
+from allhands.kvstore.snapshots import about
+from allhands.kvstore.table_rounds import pack_rows
+from allhands.kvstore.wire_frames import (
     HEADER_BYTES,
     LONGEST_STATE,
     FrameError,
@@ -36,10 +40,6 @@ from allhands.kvstore.frames import (
     read_header,
     read_message,
 )
-from allhands.kvstore.job import tls_contexts
-from allhands.kvstore.shard_state import load_whole, state_of_table, whole_of
-from allhands.kvstore.snapshots import about
-from allhands.kvstore.table_rounds import pack_rows
 
 # Seconds for which a server that was started again looks for the one that has its copy.
 _LONGEST_LOOK = 10.0

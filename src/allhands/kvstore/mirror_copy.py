@@ -12,7 +12,11 @@ from safetensors.torch import load, save
 
 from allhands import wire
 from allhands.errors import UserError
-from allhands.kvstore.frames import (
+from allhands.kvstore.shard import Shard
+from allhands.kvstore.shard_state import load_whole, state_of_table, whole_of
+from allhands.kvstore.snapshots import about
+from allhands.kvstore.table_rounds import unpack_rows
+from allhands.kvstore.wire_frames import (
     HEADER_BYTES,
     LONGEST_STATE,
     FrameError,
@@ -24,10 +28,6 @@ from allhands.kvstore.frames import (
     read_header,
     read_message,
 )
-from allhands.kvstore.shard import Shard
-from allhands.kvstore.shard_state import load_whole, state_of_table, whole_of
-from allhands.kvstore.snapshots import about
-from allhands.kvstore.table_rounds import unpack_rows
 
 
 class Copy:

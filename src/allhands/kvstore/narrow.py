@@ -14,9 +14,9 @@ import torch
 
 from allhands.comm.codecs import NO_CODEC, codec_from
 from allhands.errors import UserError
-from allhands.kvstore.bucket import Bucket
-from allhands.kvstore.compression import Compressor, check_finite, compressible
-from allhands.kvstore.placement import Piece, place
+from allhands.kvstore.bucket import KeyBucket
+from allhands.kvstore.chunk_compression import ChunkCompressor, check_finite, compressible
+from allhands.kvstore.placement import KeyPiece, place
 
 # Sends the n-th tensor to rank n; returns what each rank sent here.
 Swap = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -36,12 +36,12 @@ class Narrow:
         self._up_codec, self._down_codec = codec_from(push), codec_from(pull)
         self.keeps, self.narrows_values = push != NO_CODEC, pull != NO_CODEC
         self._rank, self._workers = rank, workers
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[KeyPiece]] = {}
         self._loads = [0] * workers
-        self._up: dict[str, list[Compressor]] = {}
-        self._down: dict[tuple[str, int], Compressor] = {}
+        self._up: dict[str, list[ChunkCompressor]] = {}
+        self._down: dict[tuple[str, int], ChunkCompressor] = {}
 
-    def layout(self, values: Mapping[str, torch.Tensor]) -> dict[str, list[Piece]] | None:
+    def layout(self, values: Mapping[str, torch.Tensor]) -> dict[str, list[KeyPiece]] | None:
         """Where the pieces of these keys lie; None where they are not compressed. A key stays where
         it was put first."""
         if not all(compressible(value.dtype) for value in values.values()):
@@ -53,7 +53,7 @@ class Narrow:
                 for one in place({name: (values[name].numel(), size)}, [0])[name]:
                     owner = self._loads.index(min(self._loads))
                     self._loads[owner] += size * (one.stop - one.start)
-                    pieces.append(Piece(one.number, owner, one.start, one.stop))
+                    pieces.append(KeyPiece(one.number, owner, one.start, one.stop))
                 self._pieces[name] = pieces
         return {name: self._pieces[name] for name in sorted(values)}
 
@@ -66,7 +66,7 @@ class Narrow:
 
     # ------------------------------------------------------------------ a round
 
-    def added_up(self, bucket: Bucket, values: torch.Tensor, swap: Swap) -> torch.Tensor:
+    def added_up(self, bucket: KeyBucket, values: torch.Tensor, swap: Swap) -> torch.Tensor:
         """This rank's part of the sum over the workers of what they push, each in fewer bits; all
         ranks call it."""
         sent: list[list[torch.Tensor]] = [[] for _ in range(self._workers)]
@@ -89,14 +89,15 @@ class Narrow:
                     target.add_(decoded.to(target.dtype))
         return total.to(bucket.part.device)
 
-    def _compressor(self, name: str, number: int) -> Compressor:
+    def _compressor(self, name: str, number: int) -> ChunkCompressor:
         if name not in self._up:
             self._up[name] = [
-                Compressor(self._up_codec, piece.stop - piece.start) for piece in self._pieces[name]
+                ChunkCompressor(self._up_codec, piece.stop - piece.start)
+                for piece in self._pieces[name]
             ]
         return self._up[name][number]
 
-    def spread(self, bucket: Bucket, part: torch.Tensor, changes: bool, swap: Swap) -> None:
+    def spread(self, bucket: KeyBucket, part: torch.Tensor, changes: bool, swap: Swap) -> None:
         """Bring `bucket.whole` nearer to the parts of all ranks, in fewer bits; all ranks call it.
 
         Args:
@@ -111,7 +112,7 @@ class Narrow:
         encoded, failed = [_OK], ""
         for (name, _, piece), value, before in zip(mine, new, had, strict=True):
             compressor = self._down.setdefault(
-                (name, piece.number), Compressor(self._down_codec, len(value))
+                (name, piece.number), ChunkCompressor(self._down_codec, len(value))
             )
             try:
                 encoded.append(compressor.compress(value - before if changes else value, name))

@@ -15,7 +15,7 @@ from allhands.errors import UserError, kind_of
 from allhands.kvstore.optimizers import OptimizerSpec, hyper, spec_from, spec_of_torch
 from allhands.kvstore.replicas import Replicas
 from allhands.kvstore.specs import class_of, native
-from allhands.kvstore.states import StoreState
+from allhands.kvstore.store_state import StoreState
 
 _FORMS = (
     "a net, what replicate() gave, a dict of parameters by name, net.named_parameters(), or "

@@ -54,7 +54,7 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class Piece:
+class KeyPiece:
     """Numbers `start` to `stop` of a key, flattened; on which server, and the chunk's number in the
     whole job."""
 
@@ -76,7 +76,7 @@ def place(
     loads: Sequence[int],
     first: int = 0,
     chunk_bytes: int = CHUNK_BYTES,
-) -> dict[str, list[Piece]]:
+) -> dict[str, list[KeyPiece]]:
     """Cut keys and deal them out.
 
     Args:
@@ -105,9 +105,11 @@ def place(
         load, server = heap[0]
         heapq.heapreplace(heap, (load - negative, server))
         chosen[name, start] = server
-    placed: dict[str, list[Piece]] = {}
+    placed: dict[str, list[KeyPiece]] = {}
     for number, (name, start, stop) in enumerate(
         sorted((name, start, stop) for _, name, start, stop in cuts)
     ):
-        placed.setdefault(name, []).append(Piece(first + number, chosen[name, start], start, stop))
+        placed.setdefault(name, []).append(
+            KeyPiece(first + number, chosen[name, start], start, stop)
+        )
     return placed

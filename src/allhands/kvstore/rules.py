@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from allhands.errors import UserError
-from allhands.kvstore.modes import Mode
+from allhands.kvstore.store_modes import Mode
 
 
 def rules_of(mode: Mode, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,17 +15,17 @@ import torch
 
 from allhands.comm.clipping import check_clip_norm, clip_factor, square_of
 from allhands.errors import UserError
-from allhands.kvstore.board import Pending, ServerLostError
 from allhands.kvstore.bucket import weight_factor
-from allhands.kvstore.compression import Compressor, check_finite, compressible
+from allhands.kvstore.chunk_compression import ChunkCompressor, check_finite, compressible
 from allhands.kvstore.connected import Connected
-from allhands.kvstore.frames import LONGEST_ROWS, Kind, message, pack
-from allhands.kvstore.link import FIRST, Link
-from allhands.kvstore.placement import Piece
+from allhands.kvstore.placement import KeyPiece
+from allhands.kvstore.server_link import FIRST, ServerLink
 from allhands.kvstore.store import Key, Share, Step
 from allhands.kvstore.table_rounds import pack_rows
 from allhands.kvstore.values import check_rows
+from allhands.kvstore.wait_state import PendingReply, ServerLostError
 from allhands.kvstore.waits import Need, missing_rounds, report
+from allhands.kvstore.wire_frames import LONGEST_ROWS, Kind, message, pack
 
 _Counted = tuple[dict[int, int], dict[str, int]]
 
@@ -56,7 +56,7 @@ class ServedStore(Connected):
         clip: float | None,
         rows: Sequence[str] = (),
         wait: bool = True,
-    ) -> tuple[int, int, list[Link]]:
+    ) -> tuple[int, int, list[ServerLink]]:
         """Announce a step to the servers that have a part of it; its number, that of its
         announcement, and those servers."""
         counts: dict[int, int] = defaultdict(int)
@@ -111,7 +111,7 @@ class ServedStore(Connected):
         priority: int | None = None,
         copies: bool = False,
         rows: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    ) -> tuple[int, list[Link], Pending]:
+    ) -> tuple[int, list[ServerLink], PendingReply]:
         """Push all values, and `rows`; with `outs`, ask for the new values, which go there."""
         names = list(values)
         flat = self._staging.values(values)
@@ -121,7 +121,9 @@ class ServedStore(Connected):
         step, meta, involved = self._begin(
             names, share, groups, clip, list(rows), wait=outs is not None
         )
-        pending = Pending(sum(len(self._pieces[name]) for name in names) if outs is not None else 0)
+        pending = PendingReply(
+            sum(len(self._pieces[name]) for name in names) if outs is not None else 0
+        )
         for order, name in enumerate(names):
             for piece in self._pieces[name]:
                 link = self.links[piece.server]
@@ -156,29 +158,29 @@ class ServedStore(Connected):
             for one in self._pieces[name]
         }
 
-    def _encoded(self, piece: Piece, name: str, flat: torch.Tensor) -> torch.Tensor:
+    def _encoded(self, piece: KeyPiece, name: str, flat: torch.Tensor) -> torch.Tensor:
         assert self._codec is not None
         compressor = self._compressors.get(piece.number)
         if compressor is None:
-            compressor = self._compressors[piece.number] = Compressor(
+            compressor = self._compressors[piece.number] = ChunkCompressor(
                 self._codec, piece.stop - piece.start
             )
         return compressor.compress(flat[piece.start : piece.stop], name)
 
     def _clip(
-        self, step: int, involved: Sequence[Link], pending: Pending, clip_norm: float
+        self, step: int, involved: Sequence[ServerLink], pending: PendingReply, clip_norm: float
     ) -> None:
         """Find the norm of all servers' parts, and tell them by what to multiply."""
 
         def known() -> bool:
             return all(step in link.squares or link.done.get(step) is not None for link in involved)
 
-        self._board.wait(
+        self._wait_state.wait(
             known,
             lambda: self._about(self._missing(step, involved, "the norm of the gradients")),
             report=lambda: report(self, missing_rounds(self, 1)),
         )
-        with self._board.changed:
+        with self._wait_state.changed:
             squares = [link.squares.pop(step, None) for link in involved]
         if any(found is None for found in squares):
             return  # the others closed the step before this worker came into it
@@ -190,7 +192,11 @@ class ServedStore(Connected):
             )
 
     def _finish(
-        self, step: int, involved: Sequence[Link], pending: Pending, rows: Iterable[str] = ()
+        self,
+        step: int,
+        involved: Sequence[ServerLink],
+        pending: PendingReply,
+        rows: Iterable[str] = (),
     ) -> Step:
         """Wait until all values have come, and the rounds of these tables are over."""
 
@@ -198,12 +204,12 @@ class ServedStore(Connected):
             return pending.left == 0 and all(link.done.get(step) is not None for link in involved)
 
         tables: list[Need] = [("push", name, self._table_versions[name]) for name in rows]
-        self._board.wait(
+        self._wait_state.wait(
             done,
             lambda: self._about(self._missing(step, involved, "the other workers' gradients")),
             report=lambda: report(self, [*missing_rounds(self, 1), *tables]),
         )
-        with self._board.changed:
+        with self._wait_state.changed:
             told = [link.done.pop(step) or {} for link in involved]
             for link in involved:
                 link.squares.pop(step, None)
@@ -211,7 +217,7 @@ class ServedStore(Connected):
         staleness = max((int(one["staleness"]) for one in told), default=0)
         return Step(self._steps_before + (step >> 32), workers, staleness)
 
-    def _missing(self, step: int, involved: Sequence[Link], what: str) -> str:
+    def _missing(self, step: int, involved: Sequence[ServerLink], what: str) -> str:
         """`what` of which keys, on which servers, in which step."""
         away = {link.number: set(link.targets) for link in involved if link.targets}
         keys = [
@@ -452,7 +458,7 @@ class ServedStore(Connected):
     def _pull_once(self, name: str, out: torch.Tensor, priority: int) -> None:
         staged = self._staging.room({name: out})
         pieces = self._pieces[name]
-        pending = Pending(len(pieces))
+        pending = PendingReply(len(pieces))
         for piece in pieces:
             link = self.links[piece.server]
             link.targets[piece.number] = (staged[name][piece.start : piece.stop], pending)
@@ -461,7 +467,7 @@ class ServedStore(Connected):
                 priority=priority,
             )
         version = max(self.links[piece.server].versions[piece.number] for piece in pieces)
-        self._board.wait(
+        self._wait_state.wait(
             lambda: pending.left == 0,
             lambda: self._about(
                 f"step {self._steps_before + version} of the key '{name}', which others have not "
@@ -482,7 +488,7 @@ class ServedStore(Connected):
         step, meta, involved = self._begin([], share, groups, None, [name], wait)
         self._send_rows(name, value, meta)
         return (
-            self._finish(step, involved, Pending(0), [name])
+            self._finish(step, involved, PendingReply(0), [name])
             if wait
             else Step(step >> 32, self.num_workers)
         )

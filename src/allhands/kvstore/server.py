@@ -1,8 +1,8 @@
 """A parameter-server process: listens, lets in who knows the job's token, and serves until the
 launcher ends it.
 
-`allhands launch -s 2` starts two of them beside the workers, one a host in turn. Server i says in
-the job's store, under ``allhands/server/i``, where it listens.
+`allhands launch -s 2` starts two of them beside the workers, one a host in turn. ParameterServer i
+says in the job's store, under ``allhands/server/i``, where it listens.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import torch
 
 from allhands import wire
 from allhands.errors import AllhandsError
-from allhands.kvstore.job import key, tls_contexts, token_from
+from allhands.kvstore.credentials import key, tls_contexts, token_from
 from allhands.kvstore.mirror import Find, Mirror
 from allhands.kvstore.mirror_copy import Copy
-from allhands.kvstore.recovery import Recovery
-from allhands.kvstore.session import Session
 from allhands.kvstore.shard import Shard
+from allhands.kvstore.shard_recovery import ShardRecovery
 from allhands.kvstore.snapshots import Snapshots
+from allhands.kvstore.worker_session import WorkerSession
 from allhands.world.interface import address_towards
 
 LEASE = "ALLHANDS_KVSTORE_LEASE"
@@ -40,7 +40,7 @@ START = "ALLHANDS_KVSTORE_START"
 DEFAULT_START = 120.0
 
 
-class Server:
+class ParameterServer:
     """Listens on one TCP port, and on a Unix socket for workers of this host.
 
     Args:
@@ -181,7 +181,7 @@ class Server:
             ).start()
             return
         assert shard is not None
-        session = Session(
+        session = WorkerSession(
             shard,
             int(said["rank"]),
             up,
@@ -247,7 +247,7 @@ class Server:
                     checked["snapshot_dir"], job, number, self.number, checked["snapshot_every"]
                 )
             if snapshots is not None or checked["mirror"]:
-                shard.recovery = Recovery(snapshots, self.restarted)
+                shard.recovery = ShardRecovery(snapshots, self.restarted)
             if checked["mirror"]:
                 assert self.find is not None
                 shard.mirror = Mirror(shard, number, self._token, self.find, self.lease / 3)
@@ -307,8 +307,8 @@ class Server:
                 for one in part.members.sessions_now()
             ]:
                 if suspended:  # this process itself stood still
-                    session.ear.forgive(now)
-                elif (silent := session.ear.silent(now)) > self.lease:
+                    session.incoming.forgive(now)
+                elif (silent := session.incoming.silent(now)) > self.lease:
                     why = (
                         f"worker {session.rank} ({session.about}) is lost: no sign of life for "
                         f"{silent:.0f} s (it "
@@ -349,7 +349,7 @@ def main() -> None:
             float(os.environ.get(LEASE, DEFAULT_LEASE)),
             float(os.environ.get(START, DEFAULT_START)),
         )
-        server = Server(
+        server = ParameterServer(
             number,
             servers,
             int(os.environ["WORLD_SIZE"]),

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from allhands.errors import UserError
-from allhands.kvstore.placement import Piece
+from allhands.kvstore.placement import KeyPiece
 from allhands.kvstore.shard_state import ANEW
-from allhands.kvstore.states import StoreState
+from allhands.kvstore.store_state import StoreState
 
-Pieces = Mapping[str, Sequence[Piece]]
+Pieces = Mapping[str, Sequence[KeyPiece]]
 
 
 def put_together(

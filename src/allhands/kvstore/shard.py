@@ -14,8 +14,8 @@ from allhands.errors import AllhandsError, UserError
 from allhands.kvstore.chunks import Chunk, Meta, within
 from allhands.kvstore.key_rounds import KeyRounds
 from allhands.kvstore.members import Members
-from allhands.kvstore.recovery import Recovery
 from allhands.kvstore.shard_keys import ShardKeys
+from allhands.kvstore.shard_recovery import ShardRecovery
 from allhands.kvstore.shard_state import load_state
 from allhands.kvstore.table_rounds import RoundError, TableRounds
 from allhands.kvstore.waits import Waits
@@ -42,7 +42,7 @@ class Shard(ShardKeys):
         self.workers, self.rules = workers, rules
         self.synchronous = rules["wait"] == "sync"
         self.failure: str | None = None
-        self.recovery: Recovery | None = None
+        self.recovery: ShardRecovery | None = None
         self.passed = 0
         self.losses_are_final = False
         self.rounds = KeyRounds(self.chunks, self.members, rules["on_worker_loss"] == "continue")

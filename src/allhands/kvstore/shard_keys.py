@@ -11,12 +11,12 @@ import torch
 
 from allhands.comm.codecs import NO_CODEC, Codec, codec_from
 from allhands.errors import UserError
-from allhands.kvstore.arena import Arena, offsets
+from allhands.kvstore.chunk_compression import both_ways, compressible
 from allhands.kvstore.chunks import Chunk
-from allhands.kvstore.compression import both_ways, compressible
 from allhands.kvstore.members import Members
 from allhands.kvstore.optimizers import OptimizerSpec, spec_from
 from allhands.kvstore.placement import DTYPES, place
+from allhands.kvstore.shared_memory import SharedMemory, offsets
 from allhands.kvstore.table_rounds import TableRounds
 from allhands.kvstore.values import RowSparse
 
@@ -48,7 +48,7 @@ class ShardKeys:
         # Taken before a chunk's lock, and `_lock` after it.
         self._settings = threading.Lock()
         self._lock = threading.RLock()
-        self._blocks: list[tuple[Arena, list[int]]] = []
+        self._blocks: list[tuple[SharedMemory, list[int]]] = []
         self._initial: list[
             tuple[Any, int, set[int]]
         ] = []  # (worker, request, chunks) that wait for first values
@@ -115,12 +115,12 @@ class ShardKeys:
                     for _, _, start, stop, dtype, _, _ in new
                 ]
                 starts, total = offsets(sizes)
-                arena = Arena(total)
-                self._blocks.append((arena, [one[0] for one in new]))
+                memory = SharedMemory(total)
+                self._blocks.append((memory, [one[0] for one in new]))
                 for (number, key, start, stop, dtype, group, trained), offset in zip(
                     new, starts, strict=True
                 ):
-                    weights = arena.view(offset, stop - start, DTYPES[dtype])
+                    weights = memory.view(offset, stop - start, DTYPES[dtype])
                     chunk = Chunk(
                         number,
                         key,
@@ -146,10 +146,10 @@ class ShardKeys:
                     self.tables[number] = TableRounds(number, key, table, group, self.spec)
                     self.tables[number].mirror = self.mirror
 
-    def block(self, number: int) -> tuple[Arena, list[list[int]]]:
+    def block(self, number: int) -> tuple[SharedMemory, list[list[int]]]:
         """Memory with the values of chunks, and where in it each begins."""
-        arena, chunks = self._blocks[number]
-        return arena, [
+        memory, chunks = self._blocks[number]
+        return memory, [
             [one, self.chunks[one].offset, len(self.chunks[one].weights)] for one in chunks
         ]
 

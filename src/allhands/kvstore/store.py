@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from allhands.errors import UserError
-from allhands.kvstore.compression import both_ways, compressible
-from allhands.kvstore.modes import Mode
+from allhands.kvstore.chunk_compression import both_ways, compressible
 from allhands.kvstore.optimizers import OptimizerSpec, spec_from
-from allhands.kvstore.states import StoreState, read_states, write_states
+from allhands.kvstore.store_modes import Mode
+from allhands.kvstore.store_state import StoreState, read_states, write_states
 from allhands.kvstore.values import (
     RowSparse,
     check_first_rows,

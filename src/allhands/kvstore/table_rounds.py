@@ -13,10 +13,10 @@ from allhands.comm.clipping import square_of
 from allhands.errors import UserError
 from allhands.kvstore.bucket import weight_factor
 from allhands.kvstore.chunks import Meta, lead_of, within
-from allhands.kvstore.frames import FrameError
 from allhands.kvstore.optimizers import OptimizerSpec
-from allhands.kvstore.rows import RowTable, sum_rows
+from allhands.kvstore.row_table import RowTable, sum_rows
 from allhands.kvstore.values import RowSparse
+from allhands.kvstore.wire_frames import FrameError
 
 _COUNT = struct.Struct("<Q")
 

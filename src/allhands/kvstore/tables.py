@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from allhands.kvstore.optimizers import OptimizerSpec
-from allhands.kvstore.rows import RowTable, sum_rows
+from allhands.kvstore.row_table import RowTable, sum_rows
 from allhands.kvstore.values import RowSparse
 
 Rows = tuple[torch.Tensor, torch.Tensor]

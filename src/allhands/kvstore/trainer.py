@@ -22,8 +22,8 @@ from allhands.kvstore.params import (
     state_of,
     written_spec,
 )
-from allhands.kvstore.states import read_states, write_states
 from allhands.kvstore.store import KVStore, Share, Step
+from allhands.kvstore.store_state import read_states, write_states
 from allhands.kvstore.values import sum_on_one_device
 
 # Under this key the workers add up their samples, where their gradients were added up by

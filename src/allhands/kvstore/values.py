@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from allhands.errors import UserError
-from allhands.kvstore.modes import Mode
+from allhands.kvstore.store_modes import Mode
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from allhands.comm.log import users_line
-from allhands.kvstore.frames import message
-from allhands.kvstore.link import FIRST
+from allhands.kvstore.server_link import FIRST
+from allhands.kvstore.wire_frames import message
 
 if TYPE_CHECKING:
     from allhands.kvstore.connected import Connected

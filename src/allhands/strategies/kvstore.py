@@ -16,13 +16,13 @@ from allhands.comm.compress import merged_old
 from allhands.errors import UserError
 from allhands.kvstore import KVStore as Store
 from allhands.kvstore import create, servers_of_job
+from allhands.kvstore.chunk_compression import both_ways
 from allhands.kvstore.collective import CollectiveStore
-from allhands.kvstore.compression import both_ways
-from allhands.kvstore.modes import mode_named
 from allhands.kvstore.optimizers import OptimizerSpec, hyper, spec_of_torch
 from allhands.kvstore.params import Slot, load_into, state_of
 from allhands.kvstore.rules import rules_of
 from allhands.kvstore.store import Share
+from allhands.kvstore.store_modes import mode_named
 from allhands.strategies.alike import check_weights_equal, make_buffers_equal, refuse_going_on
 from allhands.strategies.base import Strategy
 from allhands.world import World

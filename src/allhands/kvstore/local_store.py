@@ -13,12 +13,12 @@ import torch
 from allhands.comm.clipping import check_clip_norm, clip_factor, square_of
 from allhands.comm.codecs import NO_CODEC
 from allhands.errors import UserError
-from allhands.kvstore.bucket import Bucket, weight_factor
-from allhands.kvstore.modes import Mode
+from allhands.kvstore.bucket import KeyBucket, weight_factor
 from allhands.kvstore.narrow import Narrow
 from allhands.kvstore.optimizers import OptimizerSpec
-from allhands.kvstore.states import StoreState
 from allhands.kvstore.store import KVStore, Share, Step
+from allhands.kvstore.store_modes import Mode
+from allhands.kvstore.store_state import StoreState
 from allhands.kvstore.tables import Table
 from allhands.kvstore.values import RowSparse, check_rows
 
@@ -38,12 +38,12 @@ class LocalStore(KVStore):
     ) -> None:
         super().__init__(mode, rank, num_workers)
         self._device = device
-        self._buckets: dict[str, Bucket] = {}
+        self._buckets: dict[str, KeyBucket] = {}
         self._rows: dict[str, Table] = {}
         self._unread: set[str] = set()
         self._steps = 0
         self._present = num_workers
-        self._reduced: tuple[dict[str, Any], list[Bucket]] = {}, []
+        self._reduced: tuple[dict[str, Any], list[KeyBucket]] = {}, []
         self._narrow: Narrow | None = None
 
     # -------------------------------------------------------- what CollectiveStore does with others
@@ -64,11 +64,11 @@ class LocalStore(KVStore):
     def _take_first(self, values: torch.Tensor) -> None:
         """Overwrite `values` with those of rank 0."""
 
-    def _sum(self, values: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    def _sum(self, values: torch.Tensor, bucket: KeyBucket) -> torch.Tensor:
         """This rank's part of the sum over the workers, of a tensor as long as the bucket."""
         return values
 
-    def _gather(self, bucket: Bucket, part: torch.Tensor, whole: torch.Tensor) -> None:
+    def _gather(self, bucket: KeyBucket, part: torch.Tensor, whole: torch.Tensor) -> None:
         """Put the parts of all ranks together, which are cut as the bucket is."""
         if bucket.layout is not None:
             bucket.put_together(self._swap([part] * self.num_workers), whole)
@@ -126,15 +126,15 @@ class LocalStore(KVStore):
 
     def _bucket(
         self, values: Mapping[str, torch.Tensor], group: int, device: torch.device
-    ) -> Bucket:
+    ) -> KeyBucket:
         layout = self._narrow.layout(values) if self._narrow is not None else None
-        return Bucket(values, group, device, self.rank, self.num_workers, layout)
+        return KeyBucket(values, group, device, self.rank, self.num_workers, layout)
 
-    def _add(self, bucket: Bucket) -> None:
+    def _add(self, bucket: KeyBucket) -> None:
         for name in bucket.names:
             self._buckets[name] = bucket
 
-    def _buckets_of(self, names: Iterable[str]) -> list[Bucket]:
+    def _buckets_of(self, names: Iterable[str]) -> list[KeyBucket]:
         """The buckets that hold these keys and no others. A bucket that also holds others is cut in
         two for good.
 
@@ -151,7 +151,7 @@ class LocalStore(KVStore):
                 found.append(bucket)
         return found
 
-    def _cut(self, bucket: Bucket, pieces: Sequence[Sequence[str]]) -> list[Bucket]:
+    def _cut(self, bucket: KeyBucket, pieces: Sequence[Sequence[str]]) -> list[KeyBucket]:
         tensors, numbers = self._state_of(bucket)
         true = bucket.views
         if bucket.layout is not None:  # the workers have something else
@@ -175,7 +175,7 @@ class LocalStore(KVStore):
         return made
 
     def _state_of(
-        self, bucket: Bucket
+        self, bucket: KeyBucket
     ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, float]]:
         """The optimizer's state of a bucket: tensors by the state's name, then by key; and
         numbers."""
@@ -286,7 +286,7 @@ class LocalStore(KVStore):
 
     @torch.no_grad()
     def _combined(
-        self, bucket: Bucket, values: Mapping[str, torch.Tensor], factor: float
+        self, bucket: KeyBucket, values: Mapping[str, torch.Tensor], factor: float
     ) -> torch.Tensor:
         """This rank's part of the combined gradient; 1-D, to be changed at will."""
         filled = bucket.filled(values, bucket.room(0))
@@ -299,7 +299,7 @@ class LocalStore(KVStore):
 
     @torch.no_grad()
     def _apply(
-        self, bucket: Bucket, values: torch.Tensor, options: Mapping[str, Any] | None
+        self, bucket: KeyBucket, values: torch.Tensor, options: Mapping[str, Any] | None
     ) -> None:
         if self.optimizer is None:
             bucket.part.copy_(values)
@@ -307,7 +307,7 @@ class LocalStore(KVStore):
             bucket.step(values, self.optimizer, options)
         self._spread(bucket, bucket.part, self.optimizer is not None)
 
-    def _spread(self, bucket: Bucket, part: torch.Tensor, changes: bool) -> None:
+    def _spread(self, bucket: KeyBucket, part: torch.Tensor, changes: bool) -> None:
         """Give all workers the new values."""
         if bucket.layout is not None and self._narrow is not None and self._narrow.narrows_values:
             self._narrow.spread(bucket, part, changes, self._swap)
@@ -348,7 +348,7 @@ class LocalStore(KVStore):
             for name in bucket.names:
                 grads[name].copy_(bucket.views[name])
 
-    def _buckets_like(self, grads: Mapping[str, torch.Tensor]) -> list[Bucket]:
+    def _buckets_like(self, grads: Mapping[str, torch.Tensor]) -> list[KeyBucket]:
         """Buckets for these gradients; those of the last call when they are alike."""
         forms = {
             name: (grads[name].shape, grads[name].dtype, self._device or grads[name].device)
@@ -470,6 +470,6 @@ def _form(value: torch.Tensor | RowSparse, group: int = 0) -> str:
     return f"shape {list(value.shape)} of {value.dtype}" + (f" in group {group}" if group else "")
 
 
-def _each(buckets: Iterable[Bucket]) -> list[Bucket]:
+def _each(buckets: Iterable[KeyBucket]) -> list[KeyBucket]:
     """The buckets, each once."""
     return list({id(bucket): bucket for bucket in buckets}.values())

@@ -9,7 +9,7 @@ import torch
 
 from allhands.comm.codecs import Codec, codec_from
 from allhands.errors import UserError
-from allhands.kvstore.compression import Compressor, both_ways
+from allhands.kvstore.chunk_compression import ChunkCompressor, both_ways
 
 ALL: list[dict[str, Any]] = [
     {"name": "none"},
@@ -52,7 +52,7 @@ def test_sums_telescope_and_sizes_are_exact_for_every_count(options: dict[str, A
     assert codec_from(codec.options).options == codec.options == options
     generator = torch.Generator().manual_seed(3)
     for count in COUNTS:
-        compressor = Compressor(codec, count)
+        compressor = ChunkCompressor(codec, count)
         given, received = (
             torch.zeros(count, dtype=torch.float64),
             torch.zeros(count, dtype=torch.float64),
@@ -75,8 +75,8 @@ def test_sums_telescope_and_sizes_are_exact_for_every_count(options: dict[str, A
 def test_other_types_and_places_in_a_buffer_give_the_same_numbers(options: dict[str, Any]) -> None:
     codec = codec_from(options)
     values = torch.randn(37, generator=torch.Generator().manual_seed(4)).bfloat16()
-    data = Compressor(codec, 37).compress(values)
-    assert torch.equal(data, Compressor(codec, 37).compress(values.float()))
+    data = ChunkCompressor(codec, 37).compress(values)
+    assert torch.equal(data, ChunkCompressor(codec, 37).compress(values.float()))
     frame = torch.zeros(len(data) + 3, dtype=torch.uint8)
     frame[3:] = data
     out = torch.zeros(40)
@@ -111,7 +111,7 @@ def test_two_bits_are_those_of_mxnet_exactly() -> None:
     generator = torch.Generator().manual_seed(5)
     for count in (1, 16, 21, 333):
         codec = codec_from({"name": "2bit", "threshold": 0.3})
-        compressor, residual = Compressor(codec, count), np.zeros(count, np.float32)
+        compressor, residual = ChunkCompressor(codec, count), np.zeros(count, np.float32)
         for _ in range(8):
             values = torch.randn(count, generator=generator) / 2
             values[0] = 0.3 - float(compressor.state()[0])  # at the bound, or a rounding beside it
@@ -148,7 +148,7 @@ def test_topk_keeps_the_largest_exactly() -> None:
 @pytest.mark.parametrize(("kind", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_what_is_beyond_the_range_comes_later(kind: str, dtype: torch.dtype) -> None:
     codec, most = codec_from({"name": kind}), torch.finfo(dtype).max
-    compressor = Compressor(codec, 2)
+    compressor = ChunkCompressor(codec, 2)
     beyond = torch.tensor([most * 2.5 if kind == "fp16" else torch.finfo(torch.float32).max, -1.0])
     sent = [
         decoded(codec, compressor.compress(values), 2)
@@ -161,7 +161,7 @@ def test_what_is_beyond_the_range_comes_later(kind: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("options", ALL, ids=named)
 def test_nan_and_infinity_raise_and_change_nothing(options: dict[str, Any]) -> None:
-    compressor = Compressor(codec_from(options), 9)
+    compressor = ChunkCompressor(codec_from(options), 9)
     compressor.compress(torch.linspace(-1, 1, 9))
     residual = compressor.state().clone()
     for bad in (math.nan, math.inf, -math.inf):
@@ -170,7 +170,7 @@ def test_nan_and_infinity_raise_and_change_nothing(options: dict[str, Any]) -> N
         with pytest.raises(UserError, match="1 of 9 values for 'fc.weight' are NaN or infinite"):
             compressor.compress(values, "fc.weight")
         assert torch.equal(compressor.state(), residual)
-    twobit = Compressor(codec_from({"name": "2bit", "threshold": 0.5}), 1)
+    twobit = ChunkCompressor(codec_from({"name": "2bit", "threshold": 0.5}), 1)
     twobit.compress(torch.tensor([3e38]))
     with pytest.raises(UserError, match="grew beyond float32"):
         twobit.compress(torch.tensor([3e38]))
@@ -179,9 +179,9 @@ def test_nan_and_infinity_raise_and_change_nothing(options: dict[str, Any]) -> N
 def test_a_loaded_residual_goes_on_bit_for_bit() -> None:
     codec = codec_from({"name": "2bit", "threshold": 0.7})
     values = torch.randn(6, 50, generator=torch.Generator().manual_seed(6))
-    whole = Compressor(codec, 50)
+    whole = ChunkCompressor(codec, 50)
     expected = [whole.compress(one) for one in values]
-    first, second = Compressor(codec, 50), Compressor(codec, 50)
+    first, second = ChunkCompressor(codec, 50), ChunkCompressor(codec, 50)
     for one in values[:3]:
         first.compress(one)
     second.load(first.state())
@@ -206,11 +206,11 @@ def descended(options: dict[str, Any], feedback: bool, lr: float, steps: int = 6
     target = inputs @ solution + torch.randn(200, generator=generator)
     best = torch.linalg.lstsq(inputs, target[:, None]).solution[:, 0]
     weights, codec = torch.zeros(40), codec_from(options)
-    compressor, out = Compressor(codec, 40), torch.empty(40)
+    compressor, out = ChunkCompressor(codec, 40), torch.empty(40)
     for _ in range(steps):
         grad = inputs.T @ (inputs @ weights - target) / len(inputs)
         if not feedback:
-            compressor = Compressor(codec, 40)
+            compressor = ChunkCompressor(codec, 40)
         codec.decode(compressor.compress(grad), out)
         weights -= lr * out
     return float((weights - best).square().mean())

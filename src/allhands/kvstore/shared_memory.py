@@ -20,8 +20,8 @@ _ALIGNED = 64
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a chunk of `count` numbers lies in an arena of a worker's, in bytes.
+class ChunkOffsets:
+    """Where a chunk of `count` numbers lies in the memory that a worker shares, in bytes.
 
     Attributes:
         region: where values are copied on their way.
@@ -34,7 +34,7 @@ class Place:
     buffer: int | None = None
 
 
-class Arena:
+class SharedMemory:
     """Shared memory of `nbytes`; made new, or from a file that was received."""
 
     def __init__(self, nbytes: int = 0, fd: int | None = None) -> None:
@@ -50,7 +50,7 @@ class Arena:
             or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         ):
             os.close(fd)
-            raise ValueError("the shared memory is smaller than was said")
+            raise ValueError("the shared memory is smaller than announced")
         self.fd, self.nbytes = fd, nbytes
         self._bytes = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
 

@@ -17,8 +17,8 @@ class ServerLostError(AllhandsError):
     """A server is gone, and may come back; never reaches the user."""
 
 
-class Board:
-    """What the threads of one worker tell one another.
+class WaitState:
+    """What the threads of one worker wait for, and why a wait has failed.
 
     Attributes:
         changed: guards everything here, and is notified when something that is waited for has come.
@@ -75,8 +75,8 @@ class Board:
                     print(f"allhands: waiting for {waited:.0f} s: {what()}", flush=True)
 
 
-class Pending:
-    """Chunks, or an answer, that are waited for."""
+class PendingReply:
+    """Chunks, or an answer, that a thread waits for."""
 
     __slots__ = ("answer", "left")
 

@@ -15,11 +15,14 @@ from safetensors.torch import load, save
 
 from allhands import wire
 from allhands.errors import UserError
-from allhands.kvstore.arena import Arena, receive_file, send_file
+from allhands.kvstore.chunk_compression import ChunkCompressor
 from allhands.kvstore.chunks import Chunk, Meta
-from allhands.kvstore.compression import Compressor
-from allhands.kvstore.ear import Ear
-from allhands.kvstore.frames import (
+from allhands.kvstore.monitored_socket import MonitoredSocket
+from allhands.kvstore.shard import Shard
+from allhands.kvstore.shard_state import state_of
+from allhands.kvstore.shared_memory import SharedMemory, receive_file, send_file
+from allhands.kvstore.table_rounds import unpack_rows
+from allhands.kvstore.wire_frames import (
     HEADER_BYTES,
     LONGEST_ROWS,
     LONGEST_STATE,
@@ -34,15 +37,12 @@ from allhands.kvstore.frames import (
     read_header,
     read_message,
 )
-from allhands.kvstore.shard import Shard
-from allhands.kvstore.shard_state import state_of
-from allhands.kvstore.table_rounds import unpack_rows
 
 # What a worker may say before it knows that the servers have gone back to a snapshot.
 _ANY_TIME = ("mirrored", "snapshots", "back", "bye")
 
 
-class Session:
+class WorkerSession:
     """One worker, from its second connection to its end.
 
     Args:
@@ -64,7 +64,7 @@ class Session:
         local: bool,
     ) -> None:
         self.shard, self.rank, self.about, self.local = shard, rank, about, local
-        self.ear = Ear(up)
+        self.incoming = MonitoredSocket(up)
         self.again = False
         self.occasion = (
             ""  # the last time that this worker went back to a snapshot with the servers
@@ -160,7 +160,7 @@ class Session:
         assert chunk.sent is not None
         return chunk.sent.clone(), Flag.NONE
 
-    def _change(self, chunk: Chunk, down: Compressor) -> tuple[torch.Tensor, Flag]:
+    def _change(self, chunk: Chunk, down: ChunkCompressor) -> tuple[torch.Tensor, Flag]:
         """What has changed since this worker's last value: without rounds, each worker has another
         one."""
         sent = self._sent.get(chunk.number)
@@ -206,7 +206,7 @@ class Session:
         header = bytearray(HEADER_BYTES)
         try:
             while True:
-                frame = read_header(self.ear, header)
+                frame = read_header(self.incoming, header)
                 try:
                     self._handle(frame)
                 except UserError as error:
@@ -229,9 +229,9 @@ class Session:
         if frame.kind == Kind.BEAT:
             return
         if frame.kind == Kind.MESSAGE:
-            self._message(read_message(self.ear, frame.nbytes))
+            self._message(read_message(self.incoming, frame.nbytes))
         elif self._is_behind():
-            read_bytes(self.ear, frame.nbytes, LONGEST_ROWS)
+            read_bytes(self.incoming, frame.nbytes, LONGEST_ROWS)
         elif frame.kind == Kind.PUSH:
             chunk = shard.chunks[frame.chunk]
             meta = self._metas[frame.meta]
@@ -256,18 +256,18 @@ class Session:
         elif frame.kind == Kind.PUSH_ROWS:
             table, meta = shard.tables[frame.chunk], self._metas[frame.meta]
             ids, rows = unpack_rows(
-                read_bytes(self.ear, frame.nbytes, LONGEST_ROWS), table.table, True
+                read_bytes(self.incoming, frame.nbytes, LONGEST_ROWS), table.table, True
             )
             if meta is not None:
                 shard.push_rows(table, frame.round, meta, ids, rows)
         elif frame.kind == Kind.PULL_ROWS:
             table = shard.tables[frame.chunk]
             ids, _ = unpack_rows(
-                read_bytes(self.ear, frame.nbytes, LONGEST_ROWS), table.table, False
+                read_bytes(self.incoming, frame.nbytes, LONGEST_ROWS), table.table, False
             )
             table.pull(self, frame.meta, ids, frame.round, shard.rules, shard.members)
         elif frame.kind == Kind.STATE:
-            shard.load(load(bytes(read_bytes(self.ear, frame.nbytes, LONGEST_STATE))))
+            shard.load(load(bytes(read_bytes(self.incoming, frame.nbytes, LONGEST_STATE))))
             self.reply(frame.meta)
         else:
             raise FrameError(f"a worker does not send {frame.kind.name}")
@@ -292,14 +292,14 @@ class Session:
             raise FrameError(f"a push of {frame.nbytes} bytes for a chunk of {expected}")
         if codec is not None:
             data = torch.empty(expected, dtype=torch.uint8)
-            wire.read_into(self.ear, raw(data))
+            wire.read_into(self.incoming, raw(data))
             values = torch.empty(len(chunk.weights))
             codec.decode(data, values)
             return values.to(chunk.weights.dtype), None
         free = self._pool[expected]
         buffer = free.pop() if free else torch.empty(expected, dtype=torch.uint8)
         values = buffer.view(chunk.weights.dtype)
-        wire.read_into(self.ear, raw(values))
+        wire.read_into(self.incoming, raw(values))
         return values, buffer
 
     def _message(self, said: dict[str, Any]) -> None:
@@ -326,9 +326,9 @@ class Session:
                     self._region(said)
                     self.reply(request)
                 case "block":
-                    arena, chunks = shard.block(shard.chunks[said["chunk"]].block)
+                    memory, chunks = shard.block(shard.chunks[said["chunk"]].block)
                     self._out.put(
-                        [message({"op": "reply", "id": request, "chunks": chunks}), arena.fd]
+                        [message({"op": "reply", "id": request, "chunks": chunks}), memory.fd]
                     )
                 case "optimizer":
                     shard.set_optimizer(said["name"], said["groups"])
@@ -403,13 +403,13 @@ class Session:
 
     def _region(self, said: dict[str, Any]) -> None:
         """Memory of the worker's, in which its pushes lie."""
-        arena = Arena(said["nbytes"], receive_file(self._up))
-        arena.close_file()
+        memory = SharedMemory(said["nbytes"], receive_file(self._up))
+        memory.close_file()
         for number, region, buffer in said["chunks"]:
             weights = self.shard.chunks[number].weights
-            self._regions[number] = arena.view(region, len(weights), weights.dtype)
+            self._regions[number] = memory.view(region, len(weights), weights.dtype)
             if buffer is not None:
-                self._buffers[number] = arena.view(buffer, len(weights), weights.dtype)
+                self._buffers[number] = memory.view(buffer, len(weights), weights.dtype)
 
 
 def _nothing() -> None:

@@ -10,7 +10,7 @@ import tracemalloc
 
 import pytest
 
-from allhands.kvstore.frames import (
+from allhands.kvstore.wire_frames import (
     HEADER_BYTES,
     MAGIC,
     FrameError,

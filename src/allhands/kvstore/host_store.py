@@ -22,11 +22,11 @@ import torch
 from allhands.comm import all_gather_rows
 from allhands.errors import AllhandsError, UserError, WorldError
 from allhands.kvstore.host_group import HostGroup
-from allhands.kvstore.modes import Mode
 from allhands.kvstore.optimizers import OptimizerSpec
 from allhands.kvstore.served import ServedStore
-from allhands.kvstore.states import StoreState, packed, part_of, unpacked
 from allhands.kvstore.store import KVStore, Share, Step
+from allhands.kvstore.store_modes import Mode
+from allhands.kvstore.store_state import StoreState, packed, part_of, unpacked
 from allhands.kvstore.values import RowSparse, check_rows
 from allhands.launch import worker
 from allhands.world import World, init
@@ -409,7 +409,7 @@ class HostStore(KVStore):
         """A worker of this host is lost; called by a thread of the group."""
         for store in (self._dense, self._rows):
             if store is not None and not store._closed:
-                store._board.fail(error)
+                store._wait_state.fail(error)
                 for link in store.links:
                     link.abandon()
 
@@ -422,7 +422,7 @@ class HostStore(KVStore):
         atexit.unregister(self._leave)
         if self._rows is not None:
             self._rows.close()
-        while self._group.board.failure is None:
+        while self._group.wait_state.failure is None:
             said, weights = self._group.say([self._number, "close", None], 0.0)
             own = said[self._group.place]
             others = [one for one in said if one != own]

@@ -1,4 +1,4 @@
-"""How long a worker has been silent, as the one knows that listens to it."""
+"""Tracks how long a worker's connection has been silent."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import socket
 import time
 
 
-class Ear:
-    """A connection that knows since when its reader waits.
+class MonitoredSocket:
+    """A connection that tracks for how long its reader has waited.
 
     While a server works on what came, it reads no sign of life; and while a large frame comes, none
     can come between. Neither is the worker's silence.

@@ -10,7 +10,7 @@ from allhands.errors import UserError
 from allhands.kvstore.snapshots import Snapshots
 
 
-class Recovery:
+class ShardRecovery:
     """How a shard comes back, and the meeting of all workers when it does.
 
     Every worker asks every server to go back, with the same step and the same name of the occasion.

@@ -19,9 +19,10 @@ from safetensors.torch import load
 from allhands import wire
 from allhands.comm.codecs import Codec
 from allhands.errors import AllhandsError, UserError, WorldError
-from allhands.kvstore.arena import Arena, Place, copy, receive_file, send_file
-from allhands.kvstore.board import Board, Pending
-from allhands.kvstore.frames import (
+from allhands.kvstore.credentials import tls_contexts, token_from
+from allhands.kvstore.shared_memory import ChunkOffsets, SharedMemory, copy, receive_file, send_file
+from allhands.kvstore.wait_state import PendingReply, WaitState
+from allhands.kvstore.wire_frames import (
     HEADER_BYTES,
     LONGEST_ROWS,
     LONGEST_STATE,
@@ -36,7 +37,6 @@ from allhands.kvstore.frames import (
     read_header,
     read_message,
 )
-from allhands.kvstore.job import tls_contexts, token_from
 
 BEAT_EVERY = 1.0
 # Priorities of what goes before, and after, everything that waits to be sent.
@@ -48,7 +48,7 @@ TRANSPORT = "ALLHANDS_KVSTORE_TRANSPORT"
 TRANSPORTS = ("tcp", "unix", "shared")
 
 
-class Link:
+class ServerLink:
     """One server, as a worker sees it.
 
     Attributes:
@@ -62,17 +62,17 @@ class Link:
         self,
         number: int,
         where: Mapping[str, Any],
-        board: Board,
+        wait_state: WaitState,
         said: Mapping[str, Any],
         transport: str,
     ) -> None:
         self.transport = transport
         self.comes_back = False
-        self.number, self.where, self.board = number, where, board
+        self.number, self.where, self.wait_state = number, where, wait_state
         self.local = False
         self.again = False
         self.versions: dict[int, int] = {}
-        self.targets: dict[int, tuple[torch.Tensor, Pending]] = {}
+        self.targets: dict[int, tuple[torch.Tensor, PendingReply]] = {}
         self.down_codec: Codec | None = None
         self.base: dict[
             int, torch.Tensor
@@ -81,7 +81,7 @@ class Link:
         self.squares: dict[int, dict[int, float]] = {}
         self.done: dict[int, dict[str, Any] | None] = {}  # of the steps that are waited for
         self._requests = itertools.count(1)
-        self._answers: dict[int, Pending] = {}
+        self._answers: dict[int, PendingReply] = {}
         self._queue: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._regions: dict[int, torch.Tensor] = {}
@@ -89,7 +89,7 @@ class Link:
             int, int
         ] = {}  # where in this process the chunks of `KVStore.buffer` begin
         self._shared: dict[int, torch.Tensor] = {}
-        self._welcome = Pending(1)
+        self._welcome = PendingReply(1)
         self._closing = False
         self._ending = threading.Event()
         self._connect(said)
@@ -127,7 +127,7 @@ class Link:
         ]
         for thread in self._threads:
             thread.start()
-        self.board.wait(
+        self.wait_state.wait(
             lambda: self._welcome.left == 0,
             lambda: f"{self.name} has not answered",
             30.0,
@@ -183,24 +183,26 @@ class Link:
 
     def begin(
         self, op: str, fd: int | None = None, priority: int = FIRST, **fields: Any
-    ) -> Pending:
+    ) -> PendingReply:
         """Send a request."""
         number, pending = self.expect()
         handed = () if fd is None else (lambda: send_file(self._up, fd),)
         self.put(message({"op": op, "id": number, **fields}), *handed, priority=priority)
         return pending
 
-    def expect(self) -> tuple[int, Pending]:
+    def expect(self) -> tuple[int, PendingReply]:
         """The number of a request, and what waits for its answer."""
-        pending = Pending(1)
-        with self.board.changed:
+        pending = PendingReply(1)
+        with self.wait_state.changed:
             number = next(self._requests)
             self._answers[number] = pending
         return number, pending
 
-    def answer(self, pending: Pending, what: str, report: Callable[[], None] | None = None) -> Any:
-        """Wait for an answer; `report` is that of `Board.wait`."""
-        self.board.wait(
+    def answer(
+        self, pending: PendingReply, what: str, report: Callable[[], None] | None = None
+    ) -> Any:
+        """Wait for an answer; `report` is that of `WaitState.wait`."""
+        self.wait_state.wait(
             lambda: pending.left == 0,
             lambda: f"{self.name} has not answered to '{what}'",
             report=report,
@@ -274,7 +276,7 @@ class Link:
         except OSError:
             pass  # the reading thread sees the end too, and says so
         except AllhandsError as error:
-            self.board.fail(error)
+            self.wait_state.fail(error)
 
     def _beat(self) -> None:
         beat = pack(Kind.BEAT)
@@ -283,22 +285,22 @@ class Link:
 
     # ------------------------------------------------------------------ memory of both
 
-    def share(self, arena: Arena, chunks: Mapping[int, Place]) -> None:
+    def share(self, memory: SharedMemory, chunks: Mapping[int, ChunkOffsets]) -> None:
         """Map memory with the server for these chunks."""
         if not self.local or not chunks:
             return
         places = [[number, place.region, place.buffer] for number, place in chunks.items()]
-        self.ask("region", arena.fd, nbytes=arena.nbytes, chunks=places)
+        self.ask("region", memory.fd, nbytes=memory.nbytes, chunks=places)
         for number, place in chunks.items():
-            self._regions[number] = arena.view(place.region, place.count, place.dtype)
+            self._regions[number] = memory.view(place.region, place.count, place.dtype)
             if place.buffer is not None:
-                self._buffers[number] = arena.view(
+                self._buffers[number] = memory.view(
                     place.buffer, place.count, place.dtype
                 ).data_ptr()
         for number in chunks:
             if number not in self._shared:
                 told = self.ask("block", chunk=number)
-                block = told["arena"]
+                block = told["memory"]
                 for other, start, count in told["chunks"]:
                     if other in chunks:
                         self._shared[other] = block.view(start, count, chunks[other].dtype)
@@ -313,7 +315,7 @@ class Link:
         except (EOFError, OSError):
             self._ended()
         except (FrameError, ValueError, KeyError, TypeError) as error:
-            self.board.fail(
+            self.wait_state.fail(
                 WorldError(
                     f"{self.name} sent what is not understood: {type(error).__name__}: {error}"
                 )
@@ -323,11 +325,11 @@ class Link:
         if self._closing:
             return
         if not self.comes_back:
-            self.board.fail(WorldError(f"{self.name} is gone: its connection ended"))
+            self.wait_state.fail(WorldError(f"{self.name} is gone: its connection ended"))
             return
-        with self.board.changed:
-            self.board.broken.add(self.number)
-            self.board.changed.notify_all()
+        with self.wait_state.changed:
+            self.wait_state.broken.add(self.number)
+            self.wait_state.changed.notify_all()
 
     def _take(self, frame: Frame) -> None:
         if frame.kind == Kind.VALUE:
@@ -377,20 +379,20 @@ class Link:
                 wire.read_into(self._down, raw(target))
                 if self.down_codec is not None:
                     self.base[frame.chunk] = target.clone()
-        with self.board.changed:
+        with self.wait_state.changed:
             self.versions[frame.chunk] = frame.round
             pending.left -= 1
             if pending.left == 0:
-                self.board.changed.notify_all()
+                self.wait_state.changed.notify_all()
 
     def _told(self, said: dict[str, Any]) -> None:
         op = said["op"]
         if op == "reply":
             if "chunks" in said:
-                said["arena"] = Arena(fd=receive_file(self._down))
+                said["memory"] = SharedMemory(fd=receive_file(self._down))
             self._answered(said["id"], said)
             return
-        with self.board.changed:
+        with self.wait_state.changed:
             if op == "welcome":
                 self._welcome.answer, self._welcome.left = said, 0
             elif op == "squares":
@@ -401,14 +403,14 @@ class Link:
                 if said["step"] in self.done:
                     self.done[said["step"]] = said
             elif op == "failed":
-                self.board.failure = self.board.failure or _error(said["error"])
-            self.board.changed.notify_all()
+                self.wait_state.failure = self.wait_state.failure or _error(said["error"])
+            self.wait_state.changed.notify_all()
 
     def _answered(self, number: int, answer: Any) -> None:
-        with self.board.changed:
-            pending = self._answers.pop(number, None) or Pending(1)
+        with self.wait_state.changed:
+            pending = self._answers.pop(number, None) or PendingReply(1)
             pending.answer, pending.left = answer, 0
-            self.board.changed.notify_all()
+            self.wait_state.changed.notify_all()
 
     def forget(self) -> None:
         """Drop all that is queued or waited for: the servers go back to a snapshot."""
@@ -417,7 +419,7 @@ class Link:
                 self._queue.get_nowait()
             except queue.Empty:
                 break
-        with self.board.changed:
+        with self.wait_state.changed:
             self.targets.clear()
             self.squares.clear()
             self.done.clear()

@@ -13,8 +13,8 @@ from torch import nn
 
 from allhands.errors import UserError
 from allhands.kvstore import Share, Trainer, create
-from allhands.kvstore.modes import MODES, mode_named
 from allhands.kvstore.rules import rules_of
+from allhands.kvstore.store_modes import MODES, mode_named
 from tests.kvstore.serving import error_of, job, same, trained, weights_of
 from tests.kvstore.training import model
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 import allhands
 from allhands.errors import WorldError
-from allhands.kvstore import RowSparse, Trainer, create, hosts
+from allhands.kvstore import RowSparse, Trainer, create, host_store
 from allhands.kvstore.host_group import HostGroup
-from allhands.kvstore.hosts import HostStore
+from allhands.kvstore.host_store import HostStore
 from allhands.kvstore.served import ServedStore
 from allhands.kvstore.store import KVStore, Share
 from allhands.launch import spawn
@@ -331,7 +331,7 @@ def test_what_create_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     worker are refused."""
     monkeypatch.setenv("ALLHANDS_NUM_SERVERS", "1")
     alone = World(0, 0, 0, 1, 1, torch.device("cpu"), "none", "alone")
-    monkeypatch.setattr(hosts, "init", lambda: alone)
+    monkeypatch.setattr(host_store, "init", lambda: alone)
     numbers = itertools.count()
     with job(1) as made:
         monkeypatch.setattr(
@@ -352,7 +352,7 @@ def test_what_create_makes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert same(found[0], found[1])
         assert same(found[0], found[2])
         monkeypatch.setenv("ALLHANDS_ON_WORKER_FAILURE", "restart")
-        monkeypatch.setattr(hosts, "init", lambda: replace(alone, local_world_size=2))
+        monkeypatch.setattr(host_store, "init", lambda: replace(alone, local_world_size=2))
         assert "create('dist_sync'), where each worker is a member" in error_of(
             lambda: create("dist_device_sync")
         )

@@ -68,7 +68,7 @@ def check_finite(name: str, values: torch.Tensor) -> None:
         )
 
 
-class Compressor:
+class ChunkCompressor:
     """Encodes one chunk again and again; what one encoding loses is added to the next (error
     feedback).
 

@@ -8,7 +8,7 @@ import torch
 from allhands.errors import UserError
 from allhands.kvstore import specs
 from allhands.kvstore.optimizers import create
-from allhands.kvstore.rows import RowTable, first_rows, sum_rows
+from allhands.kvstore.row_table import RowTable, first_rows, sum_rows
 from allhands.kvstore.values import RowSparse
 
 HUGE = 2**40

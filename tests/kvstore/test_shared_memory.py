@@ -10,7 +10,7 @@ import torch
 
 from allhands import kvstore
 from allhands.errors import UserError
-from allhands.kvstore.arena import Arena, copy
+from allhands.kvstore.shared_memory import SharedMemory, copy
 from tests.kvstore.serving import job
 
 # Over two chunks on one server, over 64 on two.
@@ -144,8 +144,8 @@ def test_every_store_has_buffers_for_dense_keys() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_copies_of_any_size(dtype: torch.dtype) -> None:
-    arena = Arena(4000)
+    memory = SharedMemory(4000)
     for count in (0, 1, 999):
         values = torch.arange(count).to(dtype)
-        copy(arena.view(64, count, dtype), values)
-        assert torch.equal(arena.view(64, count, dtype), values)
+        copy(memory.view(64, count, dtype), values)
+        assert torch.equal(memory.view(64, count, dtype), values)

@@ -10,10 +10,10 @@ import time
 import pytest
 import torch
 
-from allhands.kvstore.ear import Ear
-from allhands.kvstore.frames import Kind, pack
+from allhands.kvstore.monitored_socket import MonitoredSocket
 from allhands.kvstore.shard import Shard
 from allhands.kvstore.store import Share
+from allhands.kvstore.wire_frames import Kind, pack
 from tests.kvstore.serving import job
 
 LEASE = 1.5  # a worker gives a sign of life every second
@@ -22,19 +22,19 @@ LEASE = 1.5  # a worker gives a sign of life every second
 def test_only_waiting_is_silence() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ear, got = Ear(ours), bytearray(1)
-        assert ear.silent(time.monotonic() + 99.0) == 0.0, "nobody listens yet"
-        reader = threading.Thread(target=ear.recv_into, args=(memoryview(got),))
+        incoming, got = MonitoredSocket(ours), bytearray(1)
+        assert incoming.silent(time.monotonic() + 99.0) == 0.0, "nobody listens yet"
+        reader = threading.Thread(target=incoming.recv_into, args=(memoryview(got),))
         began = time.monotonic()
         reader.start()
-        while not ear.silent(began + 5.0):
+        while not incoming.silent(began + 5.0):
             time.sleep(0.01)
-        assert 4.0 < ear.silent(began + 5.0) <= 5.0
-        ear.forgive(began + 4.0)
-        assert 0.9 < ear.silent(began + 5.0) < 1.1
+        assert 4.0 < incoming.silent(began + 5.0) <= 5.0
+        incoming.forgive(began + 4.0)
+        assert 0.9 < incoming.silent(began + 5.0) < 1.1
         theirs.send(b"x")
         reader.join()
-        assert (bytes(got), ear.silent(time.monotonic() + 99.0)) == (b"x", 0.0)
+        assert (bytes(got), incoming.silent(time.monotonic() + 99.0)) == (b"x", 0.0)
 
 
 def test_a_server_that_is_busy_takes_no_worker_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
