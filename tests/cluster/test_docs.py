@@ -19,6 +19,7 @@ def test_the_page_about_ssh(hosts: Hosts) -> None:
         assert "train.py" in hosts.run(host, "ls", f"{DISK}/job")
 
 
+@pytest.mark.rare
 def test_the_page_about_slurm() -> None:
     if reason := slurm.why_not():
         pytest.skip(reason)

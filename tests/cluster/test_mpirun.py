@@ -9,10 +9,17 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.hosts import Hosts
 from tests.cluster.launching import STEPS, Launch, shared_folder
 from tests.cluster.mpi import Mpi
 from tests.timeouts import patience
+
+# test_a_link_goes_down, and tests/comm/test_mpi.py, have both launchers in `make test`.
+either_mpi = pytest.mark.parametrize(
+    "mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.rare)], indirect=True
+)
 
 
 def launched(mpi: Mpi, hosts: Hosts, folder: Path, how: str) -> Launch:
@@ -36,6 +43,7 @@ def launched(mpi: Mpi, hosts: Hosts, folder: Path, how: str) -> Launch:
     return Launch(hosts, folder, *options, "steps.py", how, extra=extra)
 
 
+@either_mpi
 def test_a_rank_fails(mpi: Mpi, hosts: Hosts) -> None:
     causes = {
         "raise": "rank 1 on d2 raised ValueError: no such class: 11",
@@ -80,6 +88,7 @@ def test_a_link_goes_down(mpi: Mpi, hosts: Hosts) -> None:
     assert hosts.left(5) == []
 
 
+@either_mpi
 def test_the_launcher_is_ended(mpi: Mpi, hosts: Hosts) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         with launched(mpi, hosts, shared_folder(hosts, "mpi"), "no") as job:

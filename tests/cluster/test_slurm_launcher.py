@@ -52,7 +52,15 @@ def test_inside_an_allocation_workers_are_the_tasks_that_were_asked_for(slurm: S
     assert slurm.left(5) == []
 
 
-@pytest.mark.parametrize(("how", "cause", "code"), WORKER_FAILURES)
+@pytest.mark.parametrize(
+    ("how", "cause", "code"),
+    [
+        pytest.param(*failure, marks=pytest.mark.rare)
+        if failure[0] in ("exit", "kill")
+        else failure
+        for failure in WORKER_FAILURES
+    ],
+)
 def test_a_worker_fails(slurm: Slurm, how: str, cause: str, code: int) -> None:
     with Launch(
         slurm, prepared(slurm), "-n", "2", "--launcher", "slurm", "steps.py", how, within=ALLOCATION

@@ -70,7 +70,12 @@ def test_a_host_is_switched_off(hosts: Hosts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.rare),
+        (signal.SIGKILL, -9),
+    ],
 )
 def test_the_launcher_is_ended(hosts: Hosts, number: int, code: int) -> None:
     with Launch(hosts, prepared(hosts), "-n", "2", "-H", "hosts", "steps.py", "no") as job:

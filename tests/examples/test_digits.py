@@ -29,6 +29,7 @@ def test_the_demo_reaches_97_percent_and_says_where_to_look(tmp_path):
     assert (logdir / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.rare
 def test_the_run_file_reaches_97_percent(tmp_path):
     text = run_in(tmp_path, program("allhands"), "run", "-C", str(EXAMPLES / "digits" / "run.yml"))
     assert "ddp, 2 workers" in text
@@ -84,6 +85,7 @@ def test_cifar10_through_the_same_code(tmp_path, shared_data, monkeypatch):
     assert (tmp_path / "logs" / "cifar10" / "curves.png").exists()
 
 
+@pytest.mark.rare
 def test_cifar10_without_the_folder_says_what_to_do(tmp_path):
     env = {"ALLHANDS_DATA": str(tmp_path)}
     with pytest.raises(AssertionError, match="cifar10' was not found"):

@@ -95,7 +95,7 @@ def alone(
     return rounds(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("cohort", [3, 2, 1])
+@pytest.mark.parametrize("cohort", [3, pytest.param(2, marks=pytest.mark.rare), 1])
 def test_more_as_many_and_fewer_clients_than_processes(cohort, tmp_path, capsys, monkeypatch):
     together = start(tmp_path, 2, cohort)
     assert len(together) == 3, together

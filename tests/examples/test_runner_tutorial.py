@@ -34,7 +34,10 @@ sys.addaudithook(hook)
 """
 
 
-@pytest.mark.parametrize("name", list(SCRIPTS))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.rare) if name == "stage1" else name for name in SCRIPTS],
+)
 def test_script_as_it_is(name, tmp_path):
     counted = tmp_path / "runs"
     hooks = tmp_path / "hooks"

@@ -11,7 +11,7 @@ _KEPT: dict[int, Found] = {}
 
 @pytest.fixture(
     scope="session",
-    params=[1, 2, 3],
+    params=[1, pytest.param(2, marks=pytest.mark.rare), 3],
     ids=lambda workers: f"{workers} worker{'s' if workers > 1 else ''}",
 )
 def found(request: pytest.FixtureRequest) -> Found:

@@ -181,7 +181,7 @@ def interrupted_at_each_step(folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.rare), 3])
 @pytest.mark.slow
 def test_interrupted_at_every_step_and_resumed_equals_uninterrupted_bit_for_bit(
     tmp_path: Path, workers: int
@@ -246,7 +246,7 @@ def run_forked(logdir: Path, workers: int, step: int, action: Any) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.rare), 2])
 @pytest.mark.slow
 def test_killed_at_every_step_and_resumed_equals_uninterrupted_bit_for_bit(
     tmp_path: Path, workers: int
@@ -302,7 +302,9 @@ def by_step(ranks: list[Any]) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (4, 1)])
+@pytest.mark.parametrize(
+    ("before", "after"), [pytest.param(1, 2, marks=pytest.mark.rare), (2, 3), (4, 1)]
+)
 @pytest.mark.slow
 def test_another_number_of_workers_goes_on_with_the_same_samples_and_weights_to_rounding(
     tmp_path: Path, before: int, after: int

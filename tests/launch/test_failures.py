@@ -39,14 +39,14 @@ time.sleep(60)
     [
         ("raise ValueError('boom')", "raised ValueError: boom", 1),
         ("sys.exit(3)", "exit code 3", 3),
-        ("os._exit(4)", "exit code 4", 4),
+        pytest.param("os._exit(4)", "exit code 4", 4, marks=pytest.mark.rare),
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
             "killed by SIGKILL (out of memory? see `dmesg`)",
             137,
         ),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV", 139),
-        ("sys.exit('no way')", "exit code 1", 1),
+        pytest.param("sys.exit('no way')", "exit code 1", 1, marks=pytest.mark.rare),
     ],
 )
 def test_the_first_failure_is_named_last(job: Any, how: str, cause: str, code: int) -> None:
@@ -168,7 +168,9 @@ def start_stubborn(job: Any, *options: str) -> subprocess.Popen[bytes]:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.rare)]
+)
 def test_launcher_gets_a_signal(job: Any, number: signal.Signals) -> None:
     process = start_stubborn(job, "--grace", "1")
     process.send_signal(number)

@@ -140,7 +140,9 @@ def test_a_worker_that_does_not_follow_is_ended_after_the_grace(job: Any) -> Non
     assert err == [line]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.rare)]
+)
 def test_a_worker_that_a_signal_kills_has_failed(job: Any, number: signal.Signals) -> None:
     script = "import os, time\nprint('up', os.getpid(), flush=True)\ntime.sleep(60)"
     process, pids = start(job, script, "--no-preload")
@@ -366,7 +368,9 @@ def arrive() -> None:
 
 
 @pytest.mark.usefixtures("_defaults")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGUSR1, pytest.param(signal.SIGUSR2, marks=pytest.mark.rare)]
+)
 def test_a_signal_before_the_function_is_called_ends_the_caller(number: signal.Signals) -> None:
     with pytest.raises(SystemExit) as raised:
         spawn(print, (Slow(),), workers=2, on_message=lambda *_: os.kill(os.getpid(), number))
@@ -384,7 +388,9 @@ def fails_while_another_stops() -> None:
 
 
 @pytest.mark.usefixtures("_defaults")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.rare), signal.SIGUSR1]
+)
 def test_a_signal_while_workers_are_stopped_is_for_the_caller(
     number: signal.Signals,
     tmp_path: Path,

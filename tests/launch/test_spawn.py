@@ -102,7 +102,12 @@ def test_output_is_shown_and_logged(tmp_path: Path, capfd: pytest.CaptureFixture
     [
         (lambda: 1 / 0, "raised ZeroDivisionError: division by zero", 1),
         (lambda: os._exit(0), "left with exit code 0 before its function returned", 1),
-        (lambda: sys.exit(0), "left with exit code 0 before its function returned", 1),
+        pytest.param(
+            lambda: sys.exit(0),
+            "left with exit code 0 before its function returned",
+            1,
+            marks=pytest.mark.rare,
+        ),
         (lambda: sys.exit(5), "left with exit code 5 before its function returned", 5),
         (lambda: os.kill(os.getpid(), 9), "killed by SIGKILL", 137),
     ],

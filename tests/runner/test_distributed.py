@@ -71,7 +71,7 @@ def test_resumed_equals_uninterrupted_on_the_same_world(tmp_path: Path) -> None:
     assert history["valid"] == expected["valid"]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.rare), 3])
 def test_predict_gives_one_row_a_sample_in_order(workers: int) -> None:
     torch.manual_seed(0)
     model = classifier()
@@ -215,7 +215,14 @@ print("epochs", len(history["epoch"]))
 """
 
 
-@pytest.mark.parametrize("how", ["script", "-c", "stdin"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "script",
+        pytest.param("-c", marks=pytest.mark.rare),
+        pytest.param("stdin", marks=pytest.mark.rare),
+    ],
+)
 def test_no_main_guard_is_needed(how: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = {"script": ["script.py"], "-c": ["-c", SCRIPT], "stdin": ["-"]}[how]

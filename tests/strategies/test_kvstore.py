@@ -281,7 +281,9 @@ def in_world(folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("workers", "all_servers"), [(2, (0, 2)), (3, (0,))])
+@pytest.mark.parametrize(
+    ("workers", "all_servers"), [(2, (0, 2)), pytest.param(3, (0,), marks=pytest.mark.rare)]
+)
 def test_the_same_as_by_hand(workers: int, all_servers: tuple[int, ...], tmp_path: Path) -> None:
     seen = []
     for servers in all_servers:
