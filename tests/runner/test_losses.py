@@ -330,8 +330,8 @@ def check_over_batch(found: Any, workers: int) -> None:
                 float(contrast(model(x[rows]), y[rows])) * len(rows) / 17 for rows in parts
             )
         assert relative_difference(state, model.state_dict()) < 1e-5, name
-        assert train[-1] == pytest.approx(sum(losses[3:]), rel=1e-5), name
-        assert valid[-1] == pytest.approx(validated, rel=1e-5), name
+        assert train[-1] == pytest.approx(sum(losses[3:]), abs=1e-6), name  # of sums near 1
+        assert valid[-1] == pytest.approx(validated, abs=1e-6), name
 
 
 @pytest.mark.serial

@@ -3,7 +3,6 @@ eager steps, and of one GPU."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -184,12 +183,3 @@ def test_gradients_after_a_step_are_the_exchanged_ones() -> None:
         )
         norms.append(history["train"]["norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
-
-
-@pytest.mark.gpu(2)
-def test_what_cannot_be_recorded_on_several_cards() -> None:
-    with pytest.raises(
-        UserError,
-        match=re.escape("DDP(find_unused_parameters=True) decides on the host; write DDP()"),
-    ):
-        train("graph", 2, convolutions(), distributed=DDP(find_unused_parameters=True))

@@ -69,12 +69,13 @@ def tall() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(
         nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4)
-    )
+    ).double()  # AdamW makes much of the rounding of small gradients
 
 
 def samples() -> tuple[torch.Tensor, torch.Tensor]:
     drawn = torch.Generator().manual_seed(5)
-    return torch.randn(83, 6, generator=drawn), torch.randint(4, (83,), generator=drawn)
+    x = torch.randn(83, 6, generator=drawn, dtype=torch.float64)
+    return x, torch.randint(4, (83,), generator=drawn)
 
 
 def small_buckets() -> dict[str, torch.Tensor]:
@@ -111,7 +112,7 @@ def test_many_buckets_with_micro_batches_and_clipping() -> None:
         clip_norm=0.5,
     )
     first, second = in_world(2, recorded, small_buckets)
-    assert relative_difference(first, model.state_dict()) < 1e-6
+    assert relative_difference(first, model.state_dict()) < 1e-7
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -139,7 +140,7 @@ class CountsOnOne(nn.Linear):
 
 
 def one_is_eager() -> dict[str, torch.Tensor]:
-    model = nn.Sequential(tall(), nn.Tanh(), CountsOnOne(4, 4))
+    model = nn.Sequential(tall(), nn.Tanh(), CountsOnOne(4, 4)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     train(
         model,

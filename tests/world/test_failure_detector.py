@@ -83,6 +83,7 @@ def run(folder: Path, how: str, who: int, size: int = 3) -> tuple[list[int], str
             subprocess.Popen(
                 [
                     sys.executable,
+                    "-Wignore::DeprecationWarning",  # from Python 3.12 on, of a fork beside threads
                     str(folder / "rank.py"),
                     str(folder),
                     str(rank),

@@ -196,7 +196,7 @@ class Split(ABC):
 
     def local(self, parameter: Any) -> torch.Tensor:
         """This worker's part of a parameter, whose gradient is that of the part."""
-        return parameter.to_local()
+        return _part_of(parameter)
 
     def shadow(self, module: nn.Module, key: str, value: Any) -> None:
         """Let ``module.key`` be `value` during this forward pass: an object's own attribute comes
@@ -286,7 +286,7 @@ class Rowwise(Split):
     def local(self, parameter: Any) -> torch.Tensor:
         # With the sequence split, each worker's gradient of the bias is over its own positions.
         partial = self.sequence and parameter.placements[0].is_replicate()
-        return parameter.to_local(grad_placements=[Partial()] if partial else None)
+        return _part_of(parameter, [Partial()] if partial else None)
 
 
 class VocabRows(Split):
@@ -443,6 +443,23 @@ def _split_sequence(x: Any, mesh: DeviceMesh) -> Any:
     return _as_split(_move(x, mesh, x.shape, _WHOLE, _SPLIT, _SPLIT, _WHOLE), mesh, x.shape)
 
 
+def _part_of(parameter: Any, placements: list[Placement] | None = None) -> torch.Tensor:
+    """The local part of a DTensor, whose gradient is placed like `placements` (None: like it)."""
+    part: torch.Tensor = parameter.to_local(grad_placements=placements)
+    if part.requires_grad:
+        part.register_hook(_row_major)
+    return part
+
+
+def _row_major(gradient: torch.Tensor) -> torch.Tensor:
+    """The same numbers with the strides of a new tensor, also in dimensions of size 1.
+
+    DTensor derives the strides of the whole gradient from those of the part. Ranks whose strides
+    differ do not ask for the same collectives when PyTorch accumulates it.
+    """
+    return gradient.reshape(-1).view(gradient.shape)
+
+
 def _whole_sequence(x: Any) -> Any:
     """The inverse; anything else as it is."""
     if (
@@ -512,7 +529,12 @@ def _placed(
         part, mesh, [source], run_check=False, shape=shape, stride=_strides(shape)
     )
     local: Any = whole.redistribute(placements=[target]).to_local()
-    return local.wait() if hasattr(local, "wait") else local
+    local = local.wait() if hasattr(local, "wait") else local
+    if local.stride() != _strides(local.shape):
+        # An uneven part is a view of a padded one. PyTorch 2.11 refuses other strides in a pipeline
+        # than those that the stage gave on the device "meta", also in dimensions of size 1.
+        local = local.clone(memory_format=torch.contiguous_format)
+    return local
 
 
 _NOTHING = object()
