@@ -60,7 +60,7 @@ def test_without_servers_async_and_ssp_say_how_to_start_them(
         (
             "dist_ssp",
             {"staleness": -1},
-            "staleness=-1; it must be a whole number of steps, 0 or more",
+            "staleness=-1; it must be a whole number of steps, at least 0",
         ),
         ("dist_ssp", {"staleness": 1.5}, "staleness=1.5"),
         ("dist_ssp", {"staleness": True}, "staleness=True"),
@@ -71,7 +71,11 @@ def test_without_servers_async_and_ssp_say_how_to_start_them(
             {"stalenes": 3},
             "has no option 'stalenes'; its options are staleness, damping, on_worker_loss",
         ),
-        ("dist", {"on_worker_loss": "wait"}, "on_worker_loss='wait'; write 'stop' or 'continue'"),
+        (
+            "dist",
+            {"on_worker_loss": "wait"},
+            "'wait'; it must be one of 'stop', 'continue'",
+        ),
     ],
 )
 def test_options_that_cannot_be(name: str, options: dict[str, Any], part: str) -> None:

@@ -346,7 +346,7 @@ def test_restarts_are_counted_together_and_only_while_they_help() -> None:
         ),
         (
             {"on_worker_failure": "ignore", "servers": 1},
-            "'ignore': it must be one of stop, continue, restart",
+            "'ignore'; it must be one of 'stop', 'continue', 'restart'",
         ),
         (
             {"on_worker_failure": "continue"},

@@ -160,7 +160,7 @@ def test_a_user_error_stays_one() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"workers": 0}, "workers=0: it must be a whole number of at least 1"),
+        ({"workers": 0}, "workers=0; it must be a whole number of at least 1"),
         ({"workers": 1.5}, "workers=1.5"),
         ({"workers": 1, "grace": -1}, "grace=-1"),
         ({"workers": 1, "threads": 0}, "threads=0"),
@@ -359,5 +359,5 @@ def test_servers_serve_while_the_workers_run(
     out = capfd.readouterr().out
     assert out.count("[server 0] serving\n") == out.count("[server 1] serving\n") == 3
     assert not any(token in out for token in (first[0][1], second[0][1]))
-    with pytest.raises(UserError, match=r"^servers=-1: it must be a whole number of at least 0$"):
+    with pytest.raises(UserError, match=r"^servers=-1; it must be a whole number of at least 0$"):
         spawn(rank, workers=1, servers=-1)

@@ -88,7 +88,7 @@ def test_a_frozen_parameter_loses_its_last_gradient() -> None:
 
 
 def test_precision_is_checked() -> None:
-    with pytest.raises(UserError, match="'fp8' is not known"):
+    with pytest.raises(UserError, match="precision='fp8'; it must be one of"):
         Precision("fp8", ALONE.device)
 
 

@@ -138,11 +138,11 @@ def test_verify_measures_how_far_compression_drifts() -> None:
         ),
         (
             {"compress": {"name": "powersgd", "rank": 0}},
-            r"rank=0 of 'powersgd'; it must be a whole number, at least 1",
+            r"rank=0 of 'powersgd'; it must be a whole number of at least 1",
         ),
         (
             {"compress": {"name": "powersgd", "start": 2.5}},
-            r"start=2.5 of 'powersgd'; it must be a whole number, at least 0",
+            r"start=2.5 of 'powersgd'; it must be a whole number of at least 0",
         ),
         (
             {"compress": {"name": "bf16", "keep": 0.1}},

@@ -28,7 +28,7 @@ def world_of(size: int, rank: int = 0) -> World:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"every": 0}, "at least 1, such as every=32"),
+        ({"every": 0}, "every=0); it must be a whole number of steps, at least 1"),
         ({"every": 2.5}, "whole number of steps"),
         (
             {"outer": "adam"},
@@ -45,7 +45,7 @@ def world_of(size: int, rank: int = 0) -> World:
             {"outer": {"name": "nesterov", "momentum": 1.0}},
             "momentum must be at least 0 and below 1",
         ),
-        ({"fragments": 0}, "whole number, at least 1"),
+        ({"fragments": 0}, "whole number of at least 1"),
         ({"every": 2, "fragments": 3}, "set fragments to 2 or less, or every to 3"),
         ({"compress": "fp8"}, r"LocalSGD\(compress='fp8'\): there is no codec 'fp8'"),
         (

@@ -94,7 +94,7 @@ def test_vocabularies_of_any_size_are_split() -> None:
         ({"up": {"style": "rowwise", "parts": 3}}, "'rowwise' has no option 'parts'"),
         (
             {"up": {"style": "colwise", "parts": 0}},
-            "parts=0; it must be a whole number, at least 1",
+            "parts=0; it must be a whole number of at least 1",
         ),
     ],
 )

@@ -124,7 +124,12 @@ def test_adopts_the_callers_group(tmp_path: Path) -> None:
 REFUSED: list[tuple[dict[str, Any], dict[str, str], type[Exception], str]] = [
     ({"backend": "nccl"}, {}, UserError, "backend='nccl' needs a GPU"),
     ({"backend": "nccl", "device": "cpu"}, {}, UserError, "nccl"),
-    ({"backend": "ucc"}, {}, UserError, "backend='ucc' must be one of auto, gloo, nccl, mpi"),
+    (
+        {"backend": "ucc"},
+        {},
+        UserError,
+        "'ucc'; it must be one of 'auto', 'gloo', 'nccl', 'mpi'",
+    ),
     (
         {"backend": "mpi"},
         {},

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from allhands.checks import is_number
 from allhands.errors import UserError
 from allhands.world import World
 
@@ -25,8 +26,7 @@ _EPSILON = 1e-6  # clip_grad_norm_ adds it to the norm
 
 def check_clip_norm(clip_norm: Any) -> None:
     """Raise `UserError` unless it is a bound, or None."""
-    number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
-    if clip_norm is not None and not (number and clip_norm > 0):
+    if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
         raise UserError(
             f"clip_norm={clip_norm!r}; it must be a positive number, or None for no clipping"
         )

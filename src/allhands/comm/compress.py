@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from allhands.checks import is_number, is_whole
 from allhands.errors import UserError, did_you_mean, warn_renamed
 
 #: The codecs by name, and the defaults of their options.
@@ -115,14 +116,10 @@ def in_words(compress: Mapping[str, Any] | None) -> str:
 def _check_value(
     here: str, name: str, option: str, value: Any, least: int | None, at_most: float
 ) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if least is not None:
-        good, bound = (
-            isinstance(value, int) and number and value >= least,
-            f"a whole number, at least {least}",
-        )
+        good, bound = is_whole(value, least), f"a whole number of at least {least}"
     else:
-        good = number and 0 < value <= at_most and math.isfinite(value)
+        good = is_number(value) and 0 < value <= at_most and math.isfinite(value)
         bound = "a number above 0" + (f", at most {at_most}" if at_most < math.inf else "")
     if not good:
         raise UserError(f"{here}: {option}={value!r} of '{name}'; it must be {bound}")

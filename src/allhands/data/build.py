@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from allhands.checks import check_whole
 from allhands.data.agree import share_data
 from allhands.data.feed import Feed, InMemoryFeed
 from allhands.data.loaders import LoaderFeed
@@ -325,13 +326,8 @@ def _feed_of(
 ) -> Feed:
     name, dataset = source.name, source.dataset
     rank, size = place if place is not None else (world.rank, world.world_size)
-    if source.batch_sampler is None and (
-        not isinstance(source.batch_size, int) or source.batch_size < 1
-    ):
-        raise UserError(
-            f"loader {name!r} has batch_size={source.batch_size!r}; it must be a whole number of "
-            "at least 1"
-        )
+    if source.batch_sampler is None:
+        check_whole(f"loader {name!r} has batch_size", source.batch_size)
     deal = {
         "batch_size": source.batch_size if source.batch_sampler is None else 1,
         "world_size": size,

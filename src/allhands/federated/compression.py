@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from allhands.checks import check_flag
 from allhands.comm.codecs import Cast, Scaled, TopK, codec_from
 from allhands.comm.compress import CODECS, NO_MATRICES, NO_THRESHOLD, checked_compress
 from allhands.data import derive_seed
@@ -37,8 +38,7 @@ class Compression(ABC):
     name: str
 
     def __init__(self, feedback: bool = False) -> None:
-        if not isinstance(feedback, bool):
-            raise UserError(f"feedback={feedback!r}; it must be true or false")
+        check_flag("feedback", feedback)
         self.feedback = feedback
 
     def narrow(
@@ -100,8 +100,7 @@ class Coded(Compression):
         self.options = {option: value for option, value in given.items() if option != "name"}
         self._codec = codec_from(given, block=None)
         self._stochastic = self.options.get("stochastic", False)
-        if not isinstance(self._stochastic, bool):
-            raise UserError(f"stochastic={self._stochastic!r}; it must be true or false")
+        check_flag("stochastic", self._stochastic)
 
     def _narrow(self, updates: torch.Tensor, clients: Sequence[int], server: Server) -> None:
         codec = self._codec

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from allhands.checks import check_choice, check_whole
 from allhands.comm import all_gather_text
 from allhands.errors import AllhandsError, UserError
 from allhands.federated.algorithms.base import Trained
@@ -35,12 +36,8 @@ class ClientFailedError(AllhandsError, RuntimeError):
 
 def check_action(action: str, retries: int) -> None:
     """Raise `UserError` unless `Failures` takes both."""
-    if action not in ACTIONS:
-        raise UserError(
-            f"on_client_failure={action!r}; it must be one of {', '.join(map(repr, ACTIONS))}"
-        )
-    if not isinstance(retries, int) or isinstance(retries, bool) or retries < 1:
-        raise UserError(f"client_retries={retries!r}; it must be a whole number of at least 1")
+    check_choice("on_client_failure", action, ACTIONS)
+    check_whole("client_retries", retries)
 
 
 class Failures:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from allhands.checks import check_choice, check_whole
 from allhands.data import derive_seed
 from allhands.errors import UserError, kind_of
 from allhands.federated.layout import Layout
@@ -180,13 +181,8 @@ class LocalTraining:
                 "torch.nn.CrossEntropyLoss()"
             )
         for name in ("batch_size", "epochs", "steps"):
-            value = getattr(self, name)
-            if value is None and name != "epochs":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name}={value!r}; it must be a whole number of at least 1")
-        if self.precision not in CLIENT_PRECISIONS:
-            raise UserError(f"precision={self.precision!r}; it must be 'fp32' or 'bf16'")
+            check_whole(name, getattr(self, name), otherwise="" if name == "epochs" else "None")
+        check_choice("precision", self.precision, CLIENT_PRECISIONS)
 
     def sizes(self, samples: int) -> list[int]:
         """Samples in each step of one pass over a client's data."""

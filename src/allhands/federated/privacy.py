@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from allhands.checks import check_choice
 from allhands.data import derive_seed
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import Algorithm, Server, Trained, fraction
@@ -46,10 +47,7 @@ class Privacy:
         self.clip = fraction("clip", clip, open_low=True)
         self.noise_multiplier = fraction("noise_multiplier", noise_multiplier)
         self.delta = fraction("delta", delta, high=1.0, open_low=True)
-        if sampling not in SAMPLINGS:
-            raise UserError(
-                f"sampling={sampling!r}; it must be one of {', '.join(map(repr, SAMPLINGS))}"
-            )
+        check_choice("sampling", sampling, SAMPLINGS)
         self.sampling = sampling
         if self.noise_multiplier and not math.isfinite(self.clip):
             raise UserError(

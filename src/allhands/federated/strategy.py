@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from allhands.checks import check_whole
 from allhands.comm.compress import merged_old
 from allhands.errors import UserError, did_you_mean
 from allhands.federated.algorithms import ALGORITHMS, Algorithm
@@ -128,14 +129,7 @@ class Federated(Strategy):
             ("devices_per_client", devices_per_client),
         ):
             optional = name in ("clients", "per_round", "local_steps")
-            if (value is None and optional) or (
-                isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            ):
-                continue
-            raise UserError(
-                f"{name}={value!r}; it must be a whole number of at least "
-                f"1{', or None' if optional else ''}"
-            )
+            check_whole(name, value, otherwise="None" if optional else "")
         if clients is not None and per_round is not None and per_round > clients:
             raise UserError(
                 f"per_round={per_round} of clients={clients}; a round cannot have more clients "

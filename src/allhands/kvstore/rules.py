@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from allhands.checks import check_choice, check_flag, check_whole
 from allhands.errors import UserError
 from allhands.kvstore.store_modes import Mode
 
@@ -40,24 +41,14 @@ def rules_of(mode: Mode, options: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"create('{mode.name}', damping=True): synchronous steps are never stale; leave it out"
         )
-    if (
-        isinstance(rules["staleness"], bool)
-        or not isinstance(rules["staleness"], int)
-        or rules["staleness"] < 0
-    ):
-        raise UserError(
-            f"staleness={rules['staleness']!r}; it must be a whole number of steps, 0 or more"
-        )
+    check_whole("staleness", rules["staleness"], 0, unit="steps")
     if mode.wait == "ssp" and "staleness" not in options:
         raise UserError(
             "create('dist_ssp') needs staleness=…, how many steps the fastest worker may run ahead "
             "of the slowest"
         )
     every = rules["snapshot_every"]
-    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-        raise UserError(
-            f"snapshot_every={every!r}; it must be a whole number of steps, or 0 for none"
-        )
+    check_whole("snapshot_every", every, 0, unit="steps")
     if bool(every) != bool(rules["snapshot_dir"]):
         raise UserError(
             "snapshot_every=… and snapshot_dir=… belong together: how often the servers save "
@@ -66,13 +57,11 @@ def rules_of(mode: Mode, options: Mapping[str, Any]) -> dict[str, Any]:
     rules["snapshot_dir"] = (
         os.path.abspath(os.fspath(rules["snapshot_dir"])) if rules["snapshot_dir"] else ""
     )
-    if rules["on_worker_loss"] not in ("stop", "continue"):
-        raise UserError(f"on_worker_loss={rules['on_worker_loss']!r}; write 'stop' or 'continue'")
+    check_choice("on_worker_loss", rules["on_worker_loss"], ("stop", "continue"))
     wait = (
         "sync" if mode.wait == "ssp" and rules["staleness"] == 0 else mode.wait
     )  # nobody ahead of anyone is sync
-    if not isinstance(rules["mirror"], bool):
-        raise UserError(f"mirror={rules['mirror']!r}; write True or False")
+    check_flag("mirror", rules["mirror"])
     if rules["mirror"] and wait != "sync":
         raise UserError(
             f"create('{mode.name}', mirror=True): servers mirror one another in synchronous stores "

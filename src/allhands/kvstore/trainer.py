@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from allhands.checks import is_number
 from allhands.comm.clipping import check_clip_norm, clip_factor, square_of
 from allhands.errors import UserError, kind_of
 from allhands.kvstore import create
@@ -296,11 +297,7 @@ class Trainer:
             )
 
     def _batch(self, batch_size: float) -> float:
-        if (
-            isinstance(batch_size, bool)
-            or not isinstance(batch_size, (int, float))
-            or not 0 <= batch_size < math.inf
-        ):
+        if not is_number(batch_size) or not 0 <= batch_size < math.inf:
             raise UserError(
                 f"batch_size={batch_size!r}; it must be the number of samples of this worker, 0 or "
                 "more"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from allhands.checks import check_choice, check_whole
 from allhands.errors import UserError
 from allhands.launch.recovery import CHOICES, RESTART, STOP
 from allhands.launch.supervisor import HOST_TIMEOUT
@@ -97,8 +98,7 @@ class Options:
                 "servers=0; start some (-s 1), or write "
                 "max_restarts (--max-restarts), which starts all workers again"
             )
-        if chosen not in CHOICES:
-            raise UserError(f"on_worker_failure={chosen!r}: it must be one of {', '.join(CHOICES)}")
+        check_choice("on_worker_failure", chosen, CHOICES)
         if chosen != STOP and not self.servers:
             raise UserError(
                 f"on_worker_failure={chosen!r} needs parameter servers: workers that talk to one "
@@ -126,12 +126,8 @@ def check_numbers(
     Raises:
         UserError: naming the number and what it must be.
     """
-    if workers is not None and (
-        isinstance(workers, bool) or not isinstance(workers, int) or workers < 1
-    ):
-        raise UserError(f"workers={workers!r}: it must be a whole number of at least 1")
-    if isinstance(servers, bool) or not isinstance(servers, int) or servers < 0:
-        raise UserError(f"servers={servers!r}: it must be a whole number of at least 0")
+    check_whole("workers", workers, otherwise="None")
+    check_whole("servers", servers, 0)
     if grace < 0:
         raise UserError(f"grace={grace!r}: it must be 0 or more seconds")
     if heartbeat_timeout < 0:

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
+from allhands.checks import check_whole, is_number
 from allhands.errors import UserError, kind_of
 
 MODES = ("reflect", "constant")
@@ -59,10 +60,7 @@ class RandomCrop(PerImage):
 
     def __init__(self, padding: int, mode: str = "reflect") -> None:
         super().__init__()
-        if not isinstance(padding, int) or isinstance(padding, bool) or padding < 0:
-            raise UserError(
-                f"RandomCrop: padding={padding!r}; it must be a whole number of at least 0"
-            )
+        check_whole("RandomCrop: padding", padding, 0)
         if mode not in MODES:
             raise UserError(
                 f"RandomCrop: mode={mode!r}; it must be "
@@ -99,7 +97,7 @@ class RandomFlip(PerImage):
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
-        if not isinstance(p, (int, float)) or isinstance(p, bool):
+        if not is_number(p):
             raise UserError(
                 f"RandomFlip: p={p!r} is {kind_of(p)}; it must be a probability from 0 to 1"
             )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from allhands.checks import check_choice, check_whole, is_number
 from allhands.comm.clipping import check_clip_norm
 from allhands.data import Source, sources_from_datasets, sources_from_loaders
 from allhands.errors import UserError, kind_of
@@ -130,14 +131,8 @@ class TrainSettings:
 
     def _check_saving(self) -> None:
         every, minutes = self.save_every, self.save_minutes
-        if every is not None and (
-            not isinstance(every, int) or isinstance(every, bool) or every < 1
-        ):
-            raise UserError(
-                f"save_every={every!r}; it must be a whole number of optimizer steps, at least 1, "
-                "or None"
-            )
-        if minutes is not None and not (isinstance(minutes, (int, float)) and minutes > 0):
+        check_whole("save_every", every, unit="optimizer steps", otherwise="None")
+        if minutes is not None and not (is_number(minutes) and minutes > 0):
             raise UserError(
                 f"save_minutes={minutes!r}; it must be a positive number of minutes, or None"
             )
@@ -148,13 +143,7 @@ class TrainSettings:
                     "well"
                 )
         profile = self.profile
-        if profile is not None and (
-            not isinstance(profile, int) or isinstance(profile, bool) or profile < 1
-        ):
-            raise UserError(
-                f"profile={profile!r}; it must be a whole number of optimizer steps, at least 1, "
-                "or None"
-            )
+        check_whole("profile", profile, unit="optimizer steps", otherwise="None")
         if profile is not None and self.logdir is None:
             raise UserError(
                 f"profile={profile!r} writes a timeline, which needs a folder; pass logdir=… as "
@@ -208,27 +197,13 @@ class TrainSettings:
 
     def _check_numbers(self) -> None:
         for name in ("num_epochs", "accumulate", "log_every"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name}={value!r}; it must be a whole number of at least 1")
-        steps = self.steps_per_epoch
-        if steps is not None and (
-            not isinstance(steps, int) or isinstance(steps, bool) or steps < 1
-        ):
-            raise UserError(
-                f"steps_per_epoch={steps!r}; it must be a whole number of optimizer steps, at "
-                "least 1, or None"
-            )
+            check_whole(name, getattr(self, name))
+        check_whole(
+            "steps_per_epoch", self.steps_per_epoch, unit="optimizer steps", otherwise="None"
+        )
         check_clip_norm(self.clip_norm)
-        if self.precision not in PRECISIONS:
-            raise UserError(
-                f"precision={self.precision!r} is not known; write one of "
-                f"{', '.join(map(repr, PRECISIONS))}"
-            )
-        if self.step not in STEPS:
-            raise UserError(
-                f"step={self.step!r} is not known; write one of {', '.join(map(repr, STEPS))}"
-            )
+        check_choice("precision", self.precision, PRECISIONS)
+        check_choice("step", self.step, STEPS)
         asked = self.activation_checkpointing
         names = asked if isinstance(asked, (list, tuple)) else [asked]
         if not isinstance(asked, bool) and not (

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import allhands
+from allhands.checks import check_whole
 from allhands.comm import calls, hook_calls
 from allhands.errors import UserError, WorldError
 from allhands.launch import spawn, worker
@@ -111,8 +112,7 @@ def plan(distributed: bool | str | Strategy, count: int | None, device: str | No
         UserError: `distributed` or `count` cannot be honoured here.
     """
     strategy = _strategy(distributed)
-    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        raise UserError(f"workers={count!r}; it must be a whole number of at least 1")
+    check_whole("workers", count, otherwise="None")
     if strategy is not None and strategy.name not in ("single", "dp"):
         task = node_task()
         if task is not None:

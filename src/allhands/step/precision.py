@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from allhands.checks import check_choice
 from allhands.comm import all_reduce_sum
-from allhands.errors import UserError
 from allhands.world import World
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -29,10 +29,7 @@ class Precision:
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        if name not in PRECISIONS:
-            raise UserError(
-                f"precision={name!r} is not known; write one of {', '.join(map(repr, PRECISIONS))}"
-            )
+        check_choice("precision", name, PRECISIONS)
         self.name = name
         self._dtype = PRECISIONS[name]
         self._device_type = device.type

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
+from allhands.checks import is_whole
 from allhands.errors import UserError, kind_of
 from allhands.world import World
 
@@ -108,7 +109,7 @@ def read_degrees(pp: Any, dp: Any, tp: Any, shards: bool) -> Degrees:
 
 
 def _degree(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_whole(value):
         shown = repr(value) if isinstance(value, (int, float, str)) else kind_of(value)
         raise UserError(f"Mesh: {name} is {shown}; it must be a whole number of at least 1")
     return value

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from allhands.checks import check_choice, check_flag, is_whole
 from allhands.errors import UserError, warn_renamed
 from allhands.step.blocks import CONTAINERS, layers, named
 from allhands.step.recompute import recompute
@@ -87,18 +88,13 @@ class FSDP(Meshed):
             ("output_dtype", output_dtype),
             ("buffer_dtype", buffer_dtype),
         ):
-            if value is not None and value not in DTYPES:
-                raise UserError(
-                    f"FSDP({option}={value!r}); it must be one of {', '.join(map(repr, DTYPES))}, "
-                    "or None"
-                )
+            check_choice(option, value, DTYPES, of="FSDP", otherwise="None")
         for option, flag in (
             ("reshard_after_forward", reshard_after_forward),
             ("cpu_offload", cpu_offload),
             ("activation_checkpointing", activation_checkpointing),
         ):
-            if not isinstance(flag, bool):
-                raise UserError(f"FSDP({option}={flag!r}); it must be True or False")
+            check_flag(option, flag, of="FSDP")
         self.wrap = _wrapping(wrap)
         self.reshard_after_forward = reshard_after_forward
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
@@ -198,12 +194,7 @@ class FSDP(Meshed):
 def _wrapping(wrap: Any) -> str | list[str] | int:
     if isinstance(wrap, Mapping):
         number = wrap.get("min_params")
-        if (
-            set(wrap) != {"min_params"}
-            or isinstance(number, bool)
-            or not isinstance(number, int)
-            or number < 1
-        ):
+        if set(wrap) != {"min_params"} or not is_whole(number):
             raise UserError(
                 f"FSDP(wrap={dict(wrap)!r}); a dict must be {{'min_params': n}} with a whole "
                 "number n of at least 1"

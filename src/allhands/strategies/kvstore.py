@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from allhands.checks import check_choice, check_flag, check_whole
 from allhands.comm import all_gather_rows, all_reduce_sum, broadcast_tensors, sum_gradients
 from allhands.comm.codecs import NO_CODEC
 from allhands.comm.compress import merged_old
@@ -91,31 +92,16 @@ class KVStore(Strategy):
         mirror: bool = False,
         compress: str | Mapping[str, Any] | None = None,
     ) -> None:
-        if mode not in _MODES:
-            raise UserError(
-                f"KVStore(mode={mode!r}); it must be one of {', '.join(map(repr, _MODES))}"
-            )
-        if servers is not None and (
-            isinstance(servers, bool) or not isinstance(servers, int) or servers < 0
-        ):
-            raise UserError(
-                f"KVStore(servers={servers!r}); it must be a whole number, or None for those of "
-                "the job"
-            )
-        if mode == "ssp" and (
-            isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0
-        ):
-            raise UserError(
-                f"KVStore(mode='ssp', staleness={staleness!r}); it must be a whole number of "
-                "steps, 0 or more"
-            )
+        check_choice("mode", mode, _MODES, of="KVStore")
+        check_whole("servers", servers, 0, of="KVStore", otherwise="None for those of the job")
+        if mode == "ssp":
+            check_whole("mode='ssp', staleness", staleness, 0, of="KVStore", unit="steps")
         if mode != "ssp" and staleness is not None:
             raise UserError(
                 f"KVStore(mode={mode!r}, staleness={staleness!r}): only mode='ssp' bounds "
                 "staleness; leave it out"
             )
-        if update not in ("store", "worker"):
-            raise UserError(f"KVStore(update={update!r}); it must be 'store' or 'worker'")
+        check_choice("update", update, ("store", "worker"), of="KVStore")
         self.mode, self.servers, self.staleness, self.update = mode, servers, staleness, update
         self.alone = mode != "sync" and staleness != 0
         self.takes_step = self.parted = update == "store"
@@ -175,8 +161,7 @@ class KVStore(Strategy):
         mirror: bool,
     ) -> dict[str, Any]:
         """Those of `create`."""
-        if not isinstance(damping, bool):
-            raise UserError(f"KVStore(damping={damping!r}); it must be True or False")
+        check_flag("damping", damping, of="KVStore")
         if damping and not self.alone:
             given = f"mode={self.mode!r}" + (
                 "" if self.staleness is None else f", staleness={self.staleness}"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from allhands.checks import check_whole, is_number
 from allhands.comm import broadcast_tensors, calls, sum_gradients
 from allhands.comm.codecs import codec_from
 from allhands.comm.coded_sum import exchange, part_length
@@ -90,15 +91,8 @@ class LocalSGD(Strategy):
         mix: float = 0.0,
         compress: str | Mapping[str, Any] | None = None,
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise UserError(
-                f"LocalSGD(every={every!r}); it must be a whole number of steps, at least 1, such "
-                "as every=32"
-            )
-        if isinstance(fragments, bool) or not isinstance(fragments, int) or fragments < 1:
-            raise UserError(
-                f"LocalSGD(fragments={fragments!r}); it must be a whole number, at least 1"
-            )
+        check_whole("every", every, of="LocalSGD", unit="steps")
+        check_whole("fragments", fragments, of="LocalSGD")
         if fragments > every:
             raise UserError(
                 f"LocalSGD(every={every}, fragments={fragments}): each fragment has a step of its "
@@ -113,7 +107,7 @@ class LocalSGD(Strategy):
             wanted, "LocalSGD(compress=", {"powersgd": NO_MATRICES, "2bit": NO_THRESHOLD}
         )
         self._codec = codec_from(self.compress)
-        if isinstance(mix, bool) or not isinstance(mix, (int, float)) or not 0 <= mix < 1:
+        if not is_number(mix) or not 0 <= mix < 1:
             raise UserError(
                 f"LocalSGD(mix={mix!r}); it must be at least 0 and below 1; 0 takes the exchanged "
                 "weights alone"
@@ -533,6 +527,6 @@ def _checked_outer(given: Any) -> dict[str, Any]:
         "momentum": "at least 0 and below 1, such as 0.9",
     }
     for key, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not bounds[key](value):
+        if not is_number(value) or not bounds[key](value):
             raise UserError(f"LocalSGD(outer={given!r}): {key} must be {said[key]}")
     return {"name": "nesterov", **options}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from allhands.checks import check_choice, check_whole
 from allhands.comm import all_reduce_sum
 from allhands.data import share_of
 from allhands.errors import UserError, kind_of
@@ -87,18 +88,13 @@ class Pipeline(Meshed):
                 f"Pipeline(stages=…) is {kind_of(stages)}; write 'auto', a list of names of parts, "
                 "or a function"
             )
-        if schedule not in SCHEDULES:
-            raise UserError(f"Pipeline(schedule={schedule!r}): there are {', '.join(SCHEDULES)}")
-        if balance not in ("parameters", "measured"):
-            raise UserError(f"Pipeline(balance={balance!r}): there are parameters, measured")
+        check_choice("schedule", schedule, SCHEDULES, of="Pipeline")
+        check_choice("balance", balance, ("parameters", "measured"), of="Pipeline")
         for key, value in (
             ("microbatches", microbatches),
             ("stages_per_worker", stages_per_worker),
         ):
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int) or value < 1
-            ):
-                raise UserError(f"Pipeline({key}={value!r}) must be a whole number of at least 1")
+            check_whole(key, value, of="Pipeline", otherwise="None")
         if stages_per_worker not in (None, 1) and schedule in ("gpipe", "1f1b"):
             raise UserError(
                 f"Pipeline(schedule='{schedule}') has one stage a worker; write "

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from allhands.checks import check_choice
 from allhands.comm import broadcast_tensors, calls
-from allhands.errors import UserError
 from allhands.strategies.held import Held, dealt, held, nowhere
 from allhands.strategies.repoint import Read, Repointed, check_elementwise
 from allhands.world import World
@@ -24,11 +24,7 @@ _MESSAGE = 25 * 2**20  # bytes of parameters that travel together
 
 def check_state(optimizer_state: Any) -> None:
     """Raise `UserError` for a setting that there is not."""
-    if optimizer_state not in STATES:
-        raise UserError(
-            f"DDP(optimizer_state={optimizer_state!r}); it must be one of "
-            f"{', '.join(map(repr, STATES))}"
-        )
+    check_choice("optimizer_state", optimizer_state, STATES, of="DDP")
 
 
 def check_shardable(settings: Any) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from allhands.errors import UserError
+from allhands.checks import check_flag
 from allhands.step.loss import Criterion
 from allhands.strategies.degrees import Degrees
 from allhands.strategies.meshed import Meshed
@@ -63,8 +63,7 @@ class Tensor(Meshed):
             ("sequence_parallel", sequence_parallel),
             ("loss_parallel", loss_parallel),
         ):
-            if not isinstance(flag, bool):
-                raise UserError(f"Tensor({option}={flag!r}); it must be True or False")
+            check_flag(option, flag, of="Tensor")
         check_plan(plan)
         self.plan = dict(plan) if isinstance(plan, Mapping) else plan
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from allhands.checks import check_whole
 from allhands.errors import UserError, did_you_mean
 from allhands.models.images import MLP
 from allhands.models.transformer import GPT, Attention
@@ -150,11 +151,7 @@ def _style(pattern: str, given: Any) -> Style:
                 f"Tensor(plan={{{pattern!r}: …}}): '{kind}' has no option {option!r}; 'colwise' "
                 "has 'parts' and 'heads'"
             )
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(
-                f"Tensor(plan={{{pattern!r}: …}}): {option}={value!r}; it must be a whole number, "
-                "at least 1"
-            )
+        check_whole(f"Tensor(plan={{{pattern!r}: …}}): {option}", value)
     # 0 parts: not said, see _completed.
     return Style(kind, options.get("parts", 0), options.get("heads"))
 

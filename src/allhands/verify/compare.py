@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from allhands.checks import check_whole, is_whole
 from allhands.errors import AllhandsError, UserError, kind_of
 from allhands.launch import warm
 from allhands.runner import SupervisedRunner
@@ -114,10 +115,7 @@ def verify(
             f"{world_around()} already; run it "
             "in one process, without torchrun, srun, mpirun or `allhands launch`"
         )
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise UserError(
-            f"steps={steps!r}; it must be a whole number of optimizer steps, at least 1"
-        )
+    check_whole("steps", steps, unit="optimizer steps")
     if runner is not None and not isinstance(runner, SupervisedRunner):
         raise UserError(f"runner is {kind_of(runner)}; pass a SupervisedRunner, or leave it out")
     if plot is not None:
@@ -379,7 +377,7 @@ def _counts(given: Any) -> list[int]:
     if not items:
         raise UserError("workers is empty; write workers=(1, 2)")
     for item in items:
-        if not isinstance(item, int) or isinstance(item, bool) or item < 1:
+        if not is_whole(item):
             raise UserError(f"workers holds {item!r}; each must be a whole number of at least 1")
     return items
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from allhands.checks import check_choice
 from allhands.errors import UserError
 from allhands.world import mpilib
 
@@ -25,8 +26,7 @@ def choose_backend(backend: str, device: str) -> tuple[str, str]:
     import torch
     import torch.distributed as dist
 
-    if backend not in BACKENDS:
-        raise UserError(f"backend={backend!r} must be one of {', '.join(BACKENDS)}.")
+    check_choice("backend", backend, BACKENDS)
     if device not in {"auto", "cpu", "cuda"} and not re.fullmatch(r"cuda:\d+", device):
         raise UserError(
             f"device={device!r} must be 'auto', 'cpu', 'cuda' (one GPU a local rank) or 'cuda:N'."

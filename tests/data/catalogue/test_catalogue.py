@@ -270,16 +270,19 @@ def test_a_missing_data_set_says_where_it_comes_from(
     [
         ({"name": "cifar-10"}, "did you mean 'cifar10'"),
         ({"name": "imagenet"}, "which holds digits, mnist, cifar10, cifar100, shakespeare"),
-        ({"name": "digits", "split": "dev"}, "split='dev' must be one of train, valid, test"),
+        (
+            {"name": "digits", "split": "dev"},
+            "split='dev'; it must be one of 'train', 'valid'",
+        ),
         (
             {"name": "digits", "labels": "coarse"},
             "labels= does not belong to the data set 'digits'",
         ),
-        ({"name": "digits", "dtype": "float16"}, "dtype='float16' must be"),
+        ({"name": "digits", "dtype": "float16"}, "dtype='float16'; it must be"),
         ({"name": "digits", "dtype": "uint8", "normalize": True}, "normalize=True needs"),
-        ({"name": "digits", "limit": 0}, "limit=0 must be"),
-        ({"name": "cifar100", "labels": "superclass"}, "labels='superclass' must be"),
-        ({"name": "shakespeare", "block": -1}, "block=-1 must be"),
+        ({"name": "digits", "limit": 0}, "limit=0; it must be"),
+        ({"name": "cifar100", "labels": "superclass"}, "labels='superclass'; it must be"),
+        ({"name": "shakespeare", "block": -1}, "block=-1; it must be"),
         ({"name": "mnist", "root": "/no/such/folder"}, "root='/no/such/folder' is not a folder"),
     ],
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from allhands.checks import check_choice, check_whole
 from allhands.data.catalogue.cifar import CIFAR10, CIFAR100
 from allhands.data.catalogue.digits import DIGITS
 from allhands.data.catalogue.entry import Entry, Options, data_root
@@ -81,8 +82,7 @@ def load(
             or scikit-learn is missing for digits.
     """
     entry = info(name)
-    if split not in entry.splits:
-        raise UserError(f"split={split!r} must be one of {', '.join(entry.splits)}.")
+    check_choice("split", split, entry.splits)
     given = {"dtype": dtype, "normalize": normalize, "labels": labels, "block": block}
     asked: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     for key in asked:
@@ -91,17 +91,12 @@ def load(
                 f"{key}= does not belong to the data set {name!r}, which takes "
                 f"{', '.join(entry.options)}; leave it out."
             )
-    if dtype not in {None, "float32", "uint8"}:
-        raise UserError(f"dtype={dtype!r} must be 'float32' or 'uint8'.")
+    check_choice("dtype", dtype, ("float32", "uint8"), otherwise="None")
     if dtype == "uint8" and normalize:
         raise UserError(
             "normalize=True needs dtype='float32': bytes cannot hold normalised pixels."
         )
-    if labels not in {None, "fine", "coarse"}:
-        raise UserError(f"labels={labels!r} must be 'fine' or 'coarse'.")
+    check_choice("labels", labels, ("fine", "coarse"), otherwise="None")
     for key, value in (("limit", limit), ("block", block)):
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            raise UserError(f"{key}={value!r} must be a whole number of at least 1.")
+        check_whole(key, value, otherwise="None")
     return entry.reader(Options(split=split, root=data_root(root), limit=limit, **asked), entry)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from allhands.checks import check_whole
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import Algorithm, Server, Trained, fraction
 from allhands.federated.sums import Sums
@@ -70,13 +71,7 @@ class FedBuff(Algorithm):
         exponent: float = 0.5,
         average_buffers: bool = False,
     ) -> None:
-        if concurrency is not None and (
-            not isinstance(concurrency, int) or isinstance(concurrency, bool) or concurrency < 1
-        ):
-            raise UserError(
-                f"concurrency={concurrency!r}; it must be a whole number of at least 1, or None "
-                "for per_round"
-            )
+        check_whole("concurrency", concurrency, otherwise="None for per_round")
         self.concurrency, self.average_buffers = concurrency, average_buffers
         self.server_lr = fraction("server_lr", server_lr, open_low=True)
         self.exponent = fraction("exponent", exponent)

@@ -9,6 +9,7 @@ from abc import abstractmethod
 import torch
 import torch.distributed as dist
 
+from allhands.checks import check_whole
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import Algorithm, Server, Trained, fraction
 from allhands.federated.sums import Sums
@@ -152,8 +153,7 @@ class Krum(Robust):
     def __init__(self, byzantine: int = 1, select: int = 1, average_buffers: bool = False) -> None:
         super().__init__(average_buffers)
         for name, value, least in (("byzantine", byzantine, 0), ("select", select, 1)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UserError(f"{name}={value!r}; it must be a whole number of at least {least}")
+            check_whole(name, value, least)
         self.byzantine, self.chosen = byzantine, select
         self._length = 0
         #: Places in the cohort of those whose updates were taken in the last round, best first,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from allhands.checks import check_whole
 from allhands.comm.clipping import clip_rows
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import START_GRADIENT, Server, Trained
@@ -90,13 +91,7 @@ class Stacked(Executor):
         record: bool | None = None,
     ) -> None:
         super().__init__(work, server)
-        if chunk is not None and (
-            not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1
-        ):
-            raise UserError(
-                f"executor: chunk={chunk!r}; it must be a whole number of at least 1, or None for "
-                "what fits"
-            )
+        check_whole("executor: chunk", chunk, otherwise="None for what fits")
         if not isinstance(compile, bool) or not (record is None or isinstance(record, bool)):
             raise UserError(
                 f"executor: compile={compile!r}, record={record!r}; they must be True or False "

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from allhands.checks import check_choice, check_whole, is_number
 from allhands.errors import UserError
 
 BELOW = ("stop", "wait")
@@ -49,31 +50,20 @@ class Sites:
     def __post_init__(self) -> None:
         for name in ("names", "labels"):
             self._check_names(name, getattr(self, name))
-        if self.min is not None and (
-            not isinstance(self.min, int) or isinstance(self.min, bool) or self.min < 1
-        ):
-            raise UserError(
-                f"sites.min={self.min!r}; it must be a whole number of at least 1, or null for all "
-                "sites"
-            )
+        check_whole("sites.min", self.min, otherwise="null for all sites")
         self._check_min(None if self.names is None else len(self.names))
         for name in ("wait", "round_timeout", "max_norm"):
             value = getattr(self, name)
             if value is None and name == "max_norm":
                 continue
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not value >= 0 or (value == 0 and name != "wait"):
+            if not is_number(value) or not value >= 0 or (value == 0 and name != "wait"):
                 what = "of at least 0" if name == "wait" else "above 0"
                 raise UserError(
                     f"sites.{name}={value!r}; it must be a number "
                     f"{what}{', or null' if name == 'max_norm' else ''}"
                 )
         for name, known in (("below", BELOW), ("on_bad", ON_BAD)):
-            if getattr(self, name) not in known:
-                raise UserError(
-                    f"sites.{name}={getattr(self, name)!r}; it must be one of "
-                    f"{', '.join(map(repr, known))}"
-                )
+            check_choice(f"sites.{name}", getattr(self, name), known)
 
     @staticmethod
     def _check_names(what: str, given: Sequence[str] | None) -> None:
