@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 from allhands.errors import UserError
 
 
-def is_whole(value: Any, at_least: int = 1) -> bool:
+def is_whole(value: Any, at_least: int = 1) -> TypeGuard[int]:
     """Whether it is a whole number of at least `at_least`; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[int | float]:
     """Whether it is an int or a float; True and False are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 

@@ -28,7 +28,7 @@ def world_of(size: int, rank: int = 0) -> World:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"every": 0}, "every=0); it must be a whole number of steps, at least 1"),
+        ({"every": 0}, r"every=0\); it must be a whole number of steps, at least 1"),
         ({"every": 2.5}, "whole number of steps"),
         (
             {"outer": "adam"},
