@@ -386,7 +386,7 @@ ROWS = [
         plan={"encode": "colwise", "decode": "rowwise"},
     ),
     Row("teacher in the criterion", mlp, Distilled, regression, plan=PLAN),
-    Row("hooks on parameters", clamped, parts="calls", plan=PLAN),
+    Row("hooks on parameters", clamped, plan=PLAN),
     Row("hook before the optimizer's step", mlp, optimizer=clipped_before_step, plan=PLAN),
     Row("ignore_index", mlp, data=ignored, counted=counted_targets, plan=PLAN),
     Row(

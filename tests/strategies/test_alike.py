@@ -95,9 +95,11 @@ def test_an_expanded_buffer_gets_memory_of_its_own() -> None:
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_on_a_gradient_is_refused(kind: str) -> None:
     model = nn.Linear(2, 2)
-    check_parameter_hooks(model)
+    check_parameter_hooks(model, 2)
     getattr(model.bias, kind)(lambda gradient: None)
-    with pytest.raises(
-        UserError, match=r"'bias' has a hook on its gradient.*register_step_pre_hook"
-    ):
-        check_parameter_hooks(model)
+    for workers, part in ((2, "worker"), (1, "micro-batch")):
+        with pytest.raises(
+            UserError,
+            match=rf"'bias' has a hook on its gradient.*one {part}'s.*register_step_pre_hook",
+        ):
+            check_parameter_hooks(model, workers)

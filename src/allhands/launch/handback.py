@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allhands.launch import ship
+from allhands.launch.optimizer_state import whole_state
 from allhands.launch.unpicklable import global_names
 
 _NUMBERS = (type(None), bool, int, float, complex, str, bytes)
@@ -266,6 +267,10 @@ def _states_of_instance(value: Any, torch: Any) -> Iterator[_State]:
             kind,
             whole=False,
         )
+    elif (whole := whole_state(value)) is not None:
+        # The caller's own schedule wraps its `step`.
+        whole.pop("step", None)
+        yield _State("attributes", list(whole.items()), kind, whole=False)
     elif own_reduce and not isinstance(value, dict):
         return
     elif kind.__getstate__ is not plain.__getstate__:

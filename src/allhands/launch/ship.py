@@ -12,6 +12,7 @@ user and is only ever read by the processes that the writer started. What these 
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import ctypes
 import functools
 import importlib
@@ -32,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from allhands.errors import UserError
+from allhands.launch.optimizer_state import whole_state
 
 _MAGIC = b"allhands"
 _HEADER = struct.Struct(
@@ -168,6 +170,8 @@ def _pickler_class(with_torch: bool) -> Any:
                     (base, list(value.parametrizations)),
                     base.__getstate__(value),
                 )
+            if (state := whole_state(value)) is not None:
+                return copyreg.__newobj__, (type(value),), state  # type: ignore[attr-defined]
             return super().reducer_override(value)
 
         def keep_beside(self, buffer: pickle.PickleBuffer) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from allhands.errors import UserError
+from allhands.launch.optimizer_state import whole_state
 from allhands.launch.ship import can_pickle
 
 _DEEPEST = 30
@@ -117,7 +118,9 @@ def global_names(code: types.CodeType) -> Iterator[str]:
 def _parts_of_object(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     torch = sys.modules.get("torch")
     state = vars(value) if hasattr(value, "__dict__") else {}
-    if "__getstate__" in {name for kind in type(value).__mro__[:-1] for name in vars(kind)}:
+    if (whole := whole_state(value)) is not None:
+        state = whole
+    elif "__getstate__" in {name for kind in type(value).__mro__[:-1] for name in vars(kind)}:
         try:
             own = value.__getstate__()
             state = own if isinstance(own, dict) else state

@@ -329,8 +329,8 @@ class SupervisedRunner:
         check_recomputed(settings)
         check_meta(settings)
         own_memory(settings.model)
-        if plan.world_size > 1:
-            check_parameter_hooks(settings.model)
+        if plan.world_size > 1 or accumulate > 1:
+            check_parameter_hooks(settings.model, plan.world_size)
         settings.strategy.check_training(settings, plan.world_size)
         check_over_batch(criterion, settings.strategy, plan.world_size)
         # It takes half a second to import, so once for all workers.

@@ -28,15 +28,19 @@ def set_mode(optimizer: torch.optim.Optimizer, training: bool) -> bool:
     return True
 
 
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the user has replaced the `step` of this one optimizer. A schedule wraps it, too."""
+    step = vars(optimizer).get("step")
+    if getattr(step, "_wrapped_by_lr_sched", False):
+        return getattr(step, "__wrapped__", None) is not type(optimizer).step
+    return step is not None
+
+
 def update_function(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     """A function that does what ``optimizer.step()`` does."""
     labelled = type(optimizer).step
     bare = getattr(labelled, "__wrapped__", None)
-    instance_step = vars(optimizer).get("step")
-    replaced = instance_step is not None and not getattr(
-        instance_step, "_wrapped_by_lr_sched", False
-    )
-    if bare is None or not getattr(labelled, "hooked", False) or replaced:
+    if bare is None or not getattr(labelled, "hooked", False) or has_own_step(optimizer):
         return optimizer.step
     hooks = [
         getattr(owner, name, None)

@@ -67,18 +67,23 @@ def statistics_and_others(model: nn.Module) -> tuple[list[torch.Tensor], list[to
     return averaged, [b for b in model.buffers() if id(b) not in averaged_ids]
 
 
-def check_parameter_hooks(model: nn.Module) -> None:
+def check_parameter_hooks(model: nn.Module, workers: int) -> None:
     """Raise `UserError` for a parameter with a hook of the user's: it would see the gradient of one
-    rank's samples."""
+    rank's samples, or of one micro-batch's on one worker."""
+    part, seen = (
+        ("worker", "the exchanged ones with 'ddp'")
+        if workers > 1
+        else ("micro-batch", "those of the whole batch")
+    )
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UserError(
                 f"the parameter '{name}' has a hook on its gradient (register_hook, "
                 "register_post_accumulate_grad_hook), which "
-                "would see that of one worker's samples, and not that of the whole batch. Remove "
+                f"would see that of one {part}'s samples, and not that of the whole batch. Remove "
                 "the hook; clip_norm= bounds the "
-                "norm of all gradients, and optimizer.register_step_pre_hook sees the exchanged "
-                "ones with 'ddp'"
+                "norm of all gradients, and optimizer.register_step_pre_hook sees "
+                f"{seen}"
             )
 
 

@@ -24,6 +24,7 @@ from allhands.kvstore.params import Slot, load_into, state_of
 from allhands.kvstore.rules import rules_of
 from allhands.kvstore.store import Share
 from allhands.kvstore.store_modes import mode_named
+from allhands.step.update import has_own_step
 from allhands.strategies.alike import check_weights_equal, make_buffers_equal, refuse_going_on
 from allhands.strategies.base import Strategy
 from allhands.world import World
@@ -345,9 +346,10 @@ class KVStore(Strategy):
             *optimizer._optimizer_step_pre_hooks.values(),
             *optimizer._optimizer_step_post_hooks.values(),
         ]
-        if hooks:
+        if hooks or has_own_step(optimizer):
+            what = "step hooks" if hooks else "a step() that replaces the one of its class"
             raise UserError(
-                f"the {type(optimizer).__name__} has step hooks, and the store takes its steps "
+                f"the {type(optimizer).__name__} has {what}, and the store takes its steps "
                 "without calling them; remove "
                 "them, or write KVStore(update='worker')"
             )
