@@ -31,7 +31,8 @@ demo: $(DEMO)
 	$(BIN)/python examples/digits/train.py
 
 # Tests that start several processes come after all others, four files at a time, since they wait for much of it; those that need
-# hosts, Slurm or MPI are among them, each file with hosts of its own. All parts run, whatever the first one says.
+# hosts, Slurm or MPI are among them, each file with hosts of its own. Those of TensorFlow run beside them, and are shown after
+# them. All parts run, whatever the first one says.
 FILES := $(BIN)/python -m pytest -n 4 --dist loadfile
 QUICK = and not rare
 test-all:
@@ -41,8 +42,10 @@ test: export ALLHANDS_TEST_RUN := make-test-$(shell date +%s)-$(shell echo $$PPI
 test: $(DEV) $(TENSORFLOW)
 	@status=0; \
 	$(BIN)/python -m pytest -m "not serial and not cluster $(QUICK)" -n 3 --dist worksteal || status=1; \
+	$(TF_TESTS) > $(TF_OUTPUT) 2>&1 & tensorflow=$$!; \
 	$(FILES) -m "(serial or cluster) $(QUICK)" || status=1; \
-	$(TF_TESTS) || status=1; \
+	wait $$tensorflow || status=1; \
+	cat $(TF_OUTPUT); \
 	$(BIN)/python .ci/no_process_left.py || status=1; \
 	if [ $$status -eq 0 ]; then echo "make test: passed"; else echo "make test: FAILED, see above"; fi; \
 	exit $$status
@@ -50,6 +53,7 @@ test: $(DEV) $(TENSORFLOW)
 test-cluster: $(DEV)
 	$(FILES) -m cluster tests/cluster
 
+TF_OUTPUT := $(TF_VENV)/tests.txt
 TF_TESTS := $(TF_BIN)/python -m pytest tests/horovod/tensorflow
 test-tensorflow: $(TENSORFLOW)
 	$(TF_TESTS)
