@@ -360,7 +360,7 @@ def test_workers_that_do_not_wait(tmp_path: Path) -> None:
         ({"mode": "ssp", "servers": 1}, "staleness=None.*whole number of steps"),
         ({"staleness": 2}, "only mode='ssp'"),
         ({"servers": -1}, "whole number"),
-        ({"update": "server"}, "'store' or 'worker'"),
+        ({"update": "server"}, "one of 'store', 'worker'"),
         ({"mode": "async", "servers": 1, "update": "worker"}, "leave update out"),
         ({"mode": "async", "servers": 1, "find_unused_parameters": True}, "set mode to 'sync'"),
         ({"compress": True}, "write the name of a codec"),
@@ -400,7 +400,7 @@ def test_workers_that_do_not_wait(tmp_path: Path) -> None:
             {"on_worker_loss": "continue"},
             "set on_worker_loss to 'stop', or train with allhands.kvstore.Trainer",
         ),
-        ({"on_worker_loss": "restart"}, "write 'stop' or 'continue'"),
+        ({"on_worker_loss": "restart"}, "one of 'stop', 'continue'"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], said: str) -> None:
