@@ -201,5 +201,5 @@ def test_a_model_that_fails_in_bf16_is_refused_by_name():
 
 
 def test_other_formats_are_refused():
-    with pytest.raises(UserError, match="precision='fp16'.*'fp32' or 'bf16'"):
+    with pytest.raises(UserError, match="precision='fp16'.*'fp32', 'bf16'"):
         update("serial", "fp16")

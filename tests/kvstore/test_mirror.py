@@ -262,7 +262,7 @@ def test_values_and_rows_that_were_pushed_and_not_read_are_pushed_again() -> Non
             r"synchronous stores only; write create\('dist', mirror=True\)",
         ),
         ("dist_ssp", {"mirror": True, "staleness": 2}, "synchronous stores only"),
-        ("dist", {"mirror": 3}, "mirror=3; write True or False"),
+        ("dist", {"mirror": 3}, "mirror=3; it must be True or False"),
     ],
 )
 def test_options_that_cannot_be(kind: str, options: dict[str, Any], message: str) -> None:

@@ -251,7 +251,7 @@ def test_a_model_that_is_called_twice_is_refused() -> None:
     [
         (
             lambda: Pipeline(schedule="1F1B"),
-            "schedule='1F1B'.*there are gpipe, 1f1b, interleaved, zero_bubble",
+            "schedule='1F1B'.*one of 'gpipe', '1f1b', 'interleaved', 'zero_bubble'",
         ),
         (
             lambda: Pipeline(stages="layers.1"),
@@ -261,7 +261,7 @@ def test_a_model_that_is_called_twice_is_refused() -> None:
             lambda: Pipeline(stages=3),  # type: ignore[arg-type]
             "stages=….*is a int",
         ),
-        (lambda: Pipeline(balance="time"), "there are parameters, measured"),
+        (lambda: Pipeline(balance="time"), "one of 'parameters', 'measured'"),
         (lambda: Pipeline(microbatches=0), "microbatches=0.*at least 1"),
         (
             lambda: Pipeline(stages_per_worker=2),
@@ -285,7 +285,8 @@ def test_a_model_that_is_called_twice_is_refused() -> None:
         ),
         (
             lambda: Mesh(pp=2, dp={"shard": 2}, pipeline=Pipeline(schedule="zero_bubble")),
-            "past the hooks by which fully_shard exchanges them. Set schedule to 'interleaved'",
+            "past the hooks by which fully_shard exchanges them. Set schedule to 'interleaved'"
+            "|needs PyTorch 2.13",
         ),
     ],
 )
