@@ -26,14 +26,14 @@ def install() -> None:
     module = sys.modules.get(_MODULE)
     if module is not None:
         _provide(module)
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    elif not any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
         # Neither class is one of importlib.abc's, whose import takes longer than all of `import
         # allhands`.
-        finder: Any = _Finder()
+        finder: Any = _TorchFinder()
         sys.meta_path.insert(0, finder)
 
 
-class _Finder:
+class _TorchFinder:
     """Watches for the one module, once."""
 
     def find_spec(
@@ -45,12 +45,12 @@ class _Finder:
             sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            loader: Any = _Loader(spec.loader)
+            loader: Any = _TorchLoader(spec.loader)
             spec.loader = loader
         return spec
 
 
-class _Loader:
+class _TorchLoader:
     """Loads a module as its own loader does, which it gives back to it, and then provides the
     backend."""
 

@@ -17,7 +17,7 @@ from allhands.cli.main import run
 from allhands.doctor import Finding, Report, Request, allreduce, examination, examine
 from allhands.doctor.contact import Contact
 from allhands.doctor.finding import CHECKS
-from allhands.doctor.report import as_json, show
+from allhands.doctor.render import as_json, show
 from allhands.errors import HostError
 from allhands.launch.hosts import read_hosts
 from allhands.launch.local import LocalHost

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from allhands.launch import plan, warm
+from allhands.launch import idle_agents, plan
 from tests.timeouts import patience
 
 MARKER = "ALLHANDS_TEST_JOB"
@@ -51,7 +51,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 @pytest.fixture(autouse=True)
 def every_agent_ends_with_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ALLHANDS_KEEPER_IDLE", raising=False)
-    warm.end_all()  # those of earlier tests
+    idle_agents.end_all()  # those of earlier tests
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from allhands.errors import UserError
 from allhands.launch.options import Options
 from allhands.launch.output import Output
 from allhands.launch.recovery import Recovery
-from allhands.launch.report import Worker
+from allhands.launch.worker_report import Worker
 from tests.timeouts import patience
 
 from .conftest import Job, wait_until

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from allhands.errors import UserError, WorkerError
-from allhands.launch import ship, spawn, warm, worker
+from allhands.launch import idle_agents, ship, spawn, worker
 from allhands.launch.processes import children
 from tests.timeouts import patience
 
@@ -334,7 +334,7 @@ def test_servers_serve_while_the_workers_run(
         os.kill(told_servers(count)[-1]["pid"], 9)
         time.sleep(30)
 
-    with warm.kept(30):
+    with idle_agents.kept(30):
         first, second = (spawn(work, (2 * number,), workers=2, servers=2) for number in (1, 2))
         failed = pytest.raises(
             WorkerError, match=r"^server [01] \(.* failed first: killed by SIGKILL"

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import allhands
 from allhands import KVStore, UserError
-from allhands.cli.objects import train
+from allhands.cli.run_objects import train
 from allhands.config import read_run
 from allhands.runner import memory
 from tests.runner.problems import arguments, classification, classifier, fit

@@ -12,7 +12,7 @@ import typer
 
 from allhands.cli.launch import forwarded_variables
 from allhands.doctor import Request, examine
-from allhands.doctor.report import as_json, show
+from allhands.doctor.render import as_json, show
 from allhands.errors import UserError
 from allhands.launch.hosts import read_hosts
 

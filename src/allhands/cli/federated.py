@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from allhands.cli.certificates import certificates
-from allhands.cli.options import Overrides, RunFiles
+from allhands.cli.shared_options import Overrides, RunFiles
 from allhands.config import read_run
 from allhands.errors import UserError
 

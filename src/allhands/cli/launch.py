@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from allhands.errors import UserError, nearest
-from allhands.launch import horovod as alias
+from allhands.launch import horovod_alias as alias
 from allhands.launch.hosts import read_hosts
 from allhands.launch.job import Job
 from allhands.launch.job_nodes import Host

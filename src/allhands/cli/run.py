@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from allhands.cli.options import Overrides, RunFiles
+from allhands.cli.shared_options import Overrides, RunFiles
 from allhands.config import read_run
 
 
@@ -38,7 +38,7 @@ def run(
     if show:
         print(run_file.to_yaml(), end="")
         return 0
-    from allhands.cli.objects import train
+    from allhands.cli.run_objects import train
 
     train(run_file)
     return 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from allhands.cli.options import Overrides, RunFiles
+from allhands.cli.shared_options import Overrides, RunFiles
 from allhands.config import read_run
 from allhands.errors import UserError, WorkerError
 
@@ -57,13 +57,13 @@ def verify(
     names = None if strategies is None else _words(strategies, "--strategies")
     if plot is not None and not plot.absolute().parent.is_dir():
         raise UserError(f"--plot {plot}: there is no folder {plot.absolute().parent}")
-    from allhands.cli import objects
+    from allhands.cli import run_objects
     from allhands.verify.report import require_matplotlib
 
     if plot is not None:
         require_matplotlib()
     try:
-        report = objects.verify(run_file, names, counts, steps)
+        report = run_objects.verify(run_file, names, counts, steps)
     except WorkerError as error:
         # 1 says that the training differs.
         raise WorkerError(

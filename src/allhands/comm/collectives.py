@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from allhands.comm.layout import fused
+from allhands.comm.flat_layout import fused
 from allhands.errors import WorldError
 from allhands.world import World
 

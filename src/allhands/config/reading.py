@@ -83,7 +83,7 @@ def parse_override(text: str) -> tuple[KeyPath, Any]:
             "given with -C)"
         )
     try:
-        return tuple(match[1].split(".")), yaml.load(match[2], Loader=_Loader)
+        return tuple(match[1].split(".")), yaml.load(match[2], Loader=_YamlLoader)
     except yaml.YAMLError as error:
         raise UserError(
             f"the value in {text!r} is not YAML: {_problem(error)}; quote it: {match[1]}=\"'…'\""
@@ -101,7 +101,7 @@ def nearest(word: str, names: Iterable[str]) -> str:
 # ---------------------------------------------------------------------- YAML
 
 
-class _Loader(yaml.SafeLoader):
+class _YamlLoader(yaml.SafeLoader):
     """Safe loading by the rules of YAML 1.2: ``1e-3`` is a number, ``no`` is a string, a date is a
     string."""
 
@@ -136,9 +136,9 @@ _SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "merge": (r"<<", "<"),
 }
-_Loader.yaml_implicit_resolvers = {}
+_YamlLoader.yaml_implicit_resolvers = {}
 for _tag, (_pattern, _first) in _SCALARS.items():
-    _Loader.add_implicit_resolver(
+    _YamlLoader.add_implicit_resolver(
         f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first)
     )
 
@@ -152,7 +152,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         raise UserError(
             f"the run file {str(path)!r} cannot be read: {reason}{_similar(path)}"
         ) from None
-    loader = _Loader(text)
+    loader = _YamlLoader(text)
     try:
         node = loader.get_single_node()
         values = loader.construct_document(node) if node is not None else {}

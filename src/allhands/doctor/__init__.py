@@ -2,7 +2,7 @@
 do about it.
 
 `examine` asks a probe on each host (`probe`, `contact`), judges the answers (`machine`, `gpus`,
-`network`, `folder` turn facts into findings) and runs a real all-reduce (`allreduce`). `report`
+`network`, `job_folder` turn facts into findings) and runs a real all-reduce (`allreduce`). `render`
 writes the findings down.
 """
 

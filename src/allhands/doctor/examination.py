@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from allhands.doctor import allreduce, folder, gpus, machine, network
+from allhands.doctor import allreduce, gpus, job_folder, machine, network
 from allhands.doctor.contact import Contact
 from allhands.doctor.finding import CHECKS, TOGETHER, Finding, Report
 from allhands.errors import HostError
@@ -340,7 +340,7 @@ class _Examination:
         )
         for host, answer in told.items():
             if host != HERE or not self.request.hosts or answer["exists"]:
-                self.findings.append(folder.folder(host, answer, made_by_launch=copies))
+                self.findings.append(job_folder.folder(host, answer, made_by_launch=copies))
         used = {
             host: answer["used"]
             for host, answer in told.items()
@@ -360,7 +360,7 @@ class _Examination:
             host: [name for name in names if name != HERE] for host, names in by_host.items()
         }
         if len(by_host) > 1:
-            self.findings.append(folder.sharing(path, by_host, here, copies=copies))
+            self.findings.append(job_folder.sharing(path, by_host, here, copies=copies))
 
     # ------------------------------------------------------------------ all-reduce
 

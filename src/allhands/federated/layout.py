@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from allhands.comm.layout import FlatLayout, Place
+from allhands.comm.flat_layout import FlatLayout, Place
 from allhands.errors import UserError
 
 # Every tensor begins at a multiple of so many numbers: kernels for convolutions want aligned

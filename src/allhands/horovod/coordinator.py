@@ -19,7 +19,7 @@ from typing import Any
 from allhands import wire
 from allhands.horovod.checks import Ask, Key
 from allhands.horovod.matcher import Matcher
-from allhands.horovod.rounds import Parts
+from allhands.horovod.promise_rounds import Parts
 
 _LOOK_EVERY_S = 0.5
 _LONGEST = 2**26  # bytes of a line

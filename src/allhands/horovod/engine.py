@@ -1,8 +1,8 @@
 """The collective operations of one rank: submitted by any thread, matched by name over the ranks,
 run by one thread in one order.
 
-Beside them run rounds (see `rounds`), which are agreed as a whole and begun by whoever has their
-tensors.
+Beside them run rounds (see `promise_rounds`), which are agreed as a whole and begun by whoever has
+their tensors.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch.distributed as dist
 from allhands.errors import UserError
 from allhands.horovod import collectives
 from allhands.horovod.checks import Ask, Key
+from allhands.horovod.coordinator_link import CoordinatorLink
 from allhands.horovod.exceptions import HorovodInternalError, NotInitializedError
 from allhands.horovod.handles import Handle, OnGPU
-from allhands.horovod.jobs import Job, run, zeros
 from allhands.horovod.lanes import Lane
-from allhands.horovod.link import Link
+from allhands.horovod.local_operations import LocalOperation, run, zeros
 from allhands.horovod.matcher import GLOBAL_SET, Matcher
 from allhands.horovod.operations import Operations, Tensors
 from allhands.horovod.process_sets import ProcessSet, global_process_set
@@ -46,7 +46,7 @@ class Engine(Operations):
         self.world, self.settings = world, settings
         self.timeline = Timeline(world.rank)
         self._lock = threading.RLock()
-        self._jobs: dict[Key, Job] = {}
+        self._jobs: dict[Key, LocalOperation] = {}
         self._unnamed: Counter[tuple[int, str]] = Counter()
         self._sets: dict[int, ProcessSet] = {}
         self._lanes: dict[int, Lane] = {}
@@ -66,7 +66,7 @@ class Engine(Operations):
             )
         group = None if world.is_alone else self._new_group(list(range(world.world_size)))
         self._put_in_use(global_process_set, GLOBAL_SET, list(range(world.world_size)), group)
-        self._link = Link(world, store, matcher, settings.cache_capacity)
+        self._link = CoordinatorLink(world, store, matcher, settings.cache_capacity)
         self._thread = threading.Thread(target=self._run, name="allhands-horovod", daemon=True)
         self._thread.start()
         if settings.timeline:
@@ -205,7 +205,7 @@ class Engine(Operations):
                 ready = torch.cuda.Event()
                 ready.record()
             handle = Handle(f"{ask.kind} {own!r}")
-            self._jobs[key] = Job(
+            self._jobs[key] = LocalOperation(
                 ask, process_set, list(tensors), list(outputs), handle, ready, made_set
             )
         self.timeline.asked(key)
@@ -254,7 +254,7 @@ class Engine(Operations):
                 f"the engine of rank {self.world.rank} failed: {type(error).__name__}: {error}"
             )
 
-    def _take(self, key: Key) -> Job:
+    def _take(self, key: Key) -> LocalOperation:
         with self._lock:
             return self._jobs.pop(key)
 
@@ -311,7 +311,9 @@ class Engine(Operations):
             job.handle.finish(result, on_gpu)
         return None
 
-    def _run_jobs(self, jobs: list[Job], entries: list[dict[str, Any]], active: int) -> list[Any]:
+    def _run_jobs(
+        self, jobs: list[LocalOperation], entries: list[dict[str, Any]], active: int
+    ) -> list[Any]:
         job = jobs[0]
         if job.ask.kind == "add_set":
             assert job.made_set is not None

@@ -1,4 +1,4 @@
-"""A rank's side of rounds: see `rounds`."""
+"""A rank's side of rounds: see `promise_rounds`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from allhands.horovod.coordinator_link import CoordinatorLink
 from allhands.horovod.exceptions import HorovodInternalError
-from allhands.horovod.link import Link
-from allhands.horovod.rounds import Parts
+from allhands.horovod.promise_rounds import Parts
 
 _A_WHILE = timedelta(seconds=1)
 # what a GPU still has to do when nothing works any more is over by then, or waits for a rank that
@@ -62,7 +62,7 @@ class Lane:
             declined.
     """
 
-    def __init__(self, set_id: int, link: Link) -> None:
+    def __init__(self, set_id: int, link: CoordinatorLink) -> None:
         self._set_id, self._link = set_id, link
         self._error = ""
         self._promised: Round | None = None  # and not answered

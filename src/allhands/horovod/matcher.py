@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allhands.horovod.checks import Ask, Key, disagreement, ranks_text
-from allhands.horovod.rounds import Parts, Rounds
+from allhands.horovod.promise_rounds import Parts, PromiseRounds
 
 GLOBAL_SET = 0
 # Two ranks that wait for each other under one name, one in an allgather and one in an allreduce, or
@@ -63,7 +63,7 @@ class Matcher:
         self._broken = ""
         self._out: list[tuple[Iterable[int], dict[str, Any]]] = []
         self._ready: list[tuple[Key, dict[int, Ask]]] = []
-        self._rounds = Rounds(self._tell, size, clock)
+        self._rounds = PromiseRounds(self._tell, size, clock)
 
     # ------------------------------------------------------------------ what ranks say
 
@@ -93,7 +93,7 @@ class Matcher:
         return self._look_at(key)
 
     def promise(self, rank: int, set_id: int, parts: Parts) -> None:
-        """Rank `rank` promises a round (see `rounds`)."""
+        """Rank `rank` promises a round (see `promise_rounds`)."""
         if self._broken:
             return self._tell([rank], {"broken": self._broken})
         members = self.sets.get(set_id)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from allhands.comm.layout import FlatLayout
+from allhands.comm.flat_layout import FlatLayout
 from allhands.errors import UserError
 from allhands.kvstore.optimizers import ChunkOptimizer, OptimizerSpec
 from allhands.kvstore.placement import KeyPiece

@@ -1,7 +1,7 @@
 """A parameter-server process: listens, lets in who knows the job's token, and serves until the
 launcher ends it.
 
-`allhands launch -s 2` starts two of them beside the workers, one a host in turn. ParameterServer i
+`allhands launch -s 2` starts two of them beside the workers, one a host in turn. Server i
 says in the job's store, under ``allhands/server/i``, where it listens.
 """
 

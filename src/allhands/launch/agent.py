@@ -30,7 +30,7 @@ from allhands.launch.protocol import CHUNK, text_of, write_all
 from allhands.launch.python import as_python
 from allhands.launch.reach import reach, reachable_addresses
 from allhands.launch.setup import set_up
-from allhands.launch.store import StoreHost
+from allhands.launch.store_host import StoreHost
 from allhands.wire import LineReader, encode
 from allhands.world.interface import own_addresses
 

@@ -86,7 +86,7 @@ def _tensors_of(model: Any) -> dict[str, Any]:
 
 
 @dataclass
-class _State:
+class _ObjectState:
     """What one object has: `parts` by key. `whole`: it has no others."""
 
     kind: str
@@ -156,7 +156,7 @@ class _Writer:
             return number
 
         pickler = ship.pickler(body, blobs, refer, self._offset)
-        self._dump(pickler, None, _State("root", list(roots.items())), "")
+        self._dump(pickler, None, _ObjectState("root", list(roots.items())), "")
         done = 0
         while done < len(reached):
             value, owner = reached[done]
@@ -185,7 +185,7 @@ class _Writer:
             )
         )
 
-    def _dump(self, pickler: Any, value: Any, state: _State, owner: str) -> None:
+    def _dump(self, pickler: Any, value: Any, state: _ObjectState, owner: str) -> None:
         number = self.numbers.get(id(value), -1)
         kept = [key for key, _ in state.parts if (number, state.kind, _hashable(key)) in self.kept]
         parts = [
@@ -222,12 +222,12 @@ class _Writer:
         return offset if offset is not None and self.unchanged[offset] else None
 
 
-def _states(value: Any, by_value: bool) -> Iterator[_State]:
+def _states(value: Any, by_value: bool) -> Iterator[_ObjectState]:
     """What can change about one object, by the way in which it is put back."""
     torch = sys.modules["torch"]
     if isinstance(value, type):
         if by_value:
-            yield _State(
+            yield _ObjectState(
                 "class",
                 [(name, item) for name, item in vars(value).items() if _is_data(name, item)],
             )
@@ -236,32 +236,32 @@ def _states(value: Any, by_value: bool) -> Iterator[_State]:
             names = dict.fromkeys(
                 name for name in global_names(value.__code__) if name in value.__globals__
             )
-            yield _State("names", [(name, value.__globals__[name]) for name in names])
-            yield _State("closure", list(_closure(value).items()))
-            yield _State("attributes", list(vars(value).items()))
+            yield _ObjectState("names", [(name, value.__globals__[name]) for name in names])
+            yield _ObjectState("closure", list(_closure(value).items()))
+            yield _ObjectState("attributes", list(vars(value).items()))
     elif isinstance(value, torch.Tensor):
         if not value.is_meta:
-            yield _State("tensor", [("values", value.detach())], value.requires_grad)
+            yield _ObjectState("tensor", [("values", value.detach())], value.requires_grad)
     elif isinstance(value, sys.modules["numpy"].ndarray if "numpy" in sys.modules else ()):
-        yield _State("array", [("values", value.view())])
+        yield _ObjectState("array", [("values", value.view())])
     elif not isinstance(value, types.ModuleType):
         yield from _states_of_instance(value, torch)
 
 
-def _states_of_instance(value: Any, torch: Any) -> Iterator[_State]:
+def _states_of_instance(value: Any, torch: Any) -> Iterator[_ObjectState]:
     kind: Any = type(value)
     plain: Any = object
     if isinstance(value, dict):
-        yield _State("dict", list(value.items()))
+        yield _ObjectState("dict", list(value.items()))
     elif isinstance(value, (list, collections.deque, bytearray)):
-        yield _State("list", [("items", list(value))])
+        yield _ObjectState("list", [("items", list(value))])
     elif isinstance(value, set):
-        yield _State("set", [("items", list(value))])
+        yield _ObjectState("set", [("items", list(value))])
     own_reduce = (
         kind.__reduce_ex__ is not plain.__reduce_ex__ or kind.__reduce__ is not plain.__reduce__
     )
     if isinstance(value, torch.nn.Module) and own_reduce:
-        yield _State(
+        yield _ObjectState(
             "attributes",
             [(name, vars(value)[name]) for name in _PARTS_OF_MODULE],
             kind,
@@ -279,16 +279,16 @@ def _states_of_instance(value: Any, torch: Any) -> Iterator[_State]:
         except Exception:  # as that of parametrized modules
             state = dict(getattr(value, "__dict__", {}))
         if isinstance(state, dict):
-            yield _State("attributes", list(state.items()), kind, whole=False)
+            yield _ObjectState("attributes", list(state.items()), kind, whole=False)
     else:
         slots: dict[str, Any] = {}
         state = plain.__getstate__(value)
         if isinstance(state, tuple):
             state, slots = state
         if state or (hasattr(value, "__dict__") and not isinstance(value, _CONTAINERS)):
-            yield _State("attributes", list((state or {}).items()), kind)
+            yield _ObjectState("attributes", list((state or {}).items()), kind)
         if slots:
-            yield _State("slots", list(slots.items()), kind, whole=False)
+            yield _ObjectState("slots", list(slots.items()), kind, whole=False)
 
 
 _MISSING = object()

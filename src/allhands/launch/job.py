@@ -21,9 +21,9 @@ from allhands.launch.options import Options
 from allhands.launch.output import Output, show
 from allhands.launch.plan import Command, HostPart, new_token, tasks_of
 from allhands.launch.recovery import Recovery
-from allhands.launch.report import Worker, describe, describe_end_without, describe_stop
 from allhands.launch.signals import restore, stop_on_signals
 from allhands.launch.supervisor import Supervisor
+from allhands.launch.worker_report import Worker, describe, describe_end_without, describe_stop
 
 LOOPBACK = "127.0.0.1"
 PRELOAD = ("torch", "torch.distributed", "numpy")

@@ -16,7 +16,7 @@ from typing import Any
 from allhands.launch.handle import AgentHandle
 from allhands.launch.output import Output
 from allhands.launch.plan import SERVER_RESTART, WORKER_RESTART
-from allhands.launch.report import Worker, describe_excused
+from allhands.launch.worker_report import Worker, describe_excused
 
 # What may follow the failure of a worker.
 STOP, CONTINUE, RESTART = "stop", "continue", "restart"

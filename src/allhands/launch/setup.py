@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from allhands.errors import UserError
-from allhands.launch import horovod, processes
+from allhands.launch import horovod_alias, processes
 from allhands.launch.python import versions
 
 
@@ -39,7 +39,7 @@ def set_up(
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    horovod.provide()
+    horovod_alias.provide()
     if cwd is not None:
         try:
             os.chdir(cwd)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from allhands.errors import UserError, WorkerError
-from allhands.launch import records, results, warm
+from allhands.launch import idle_agents, records, results
 from allhands.launch.job import LOOPBACK, PRELOAD
 from allhands.launch.nodes import NodeFollower, other_agents
 from allhands.launch.options import check_numbers
@@ -17,10 +17,10 @@ from allhands.launch.output import Output, show
 from allhands.launch.plan import HostPart, new_token, tasks_of
 from allhands.launch.processes import REQUESTS
 from allhands.launch.rendezvous import Rendezvous
-from allhands.launch.report import Worker, describe
 from allhands.launch.shipment import Shipment
 from allhands.launch.signals import pass_signals_on, restore
 from allhands.launch.supervisor import Supervisor
+from allhands.launch.worker_report import Worker, describe
 
 
 def spawn(
@@ -107,15 +107,15 @@ def spawn(
     check_numbers(workers, grace, heartbeat_timeout, threads, servers)
     output = Output(prefix, log_dir)
     shipment = Shipment()
-    agent, key = warm.take(env, threads, workers)
+    agent, key = idle_agents.take(env, threads, workers)
     prepare: dict[str, Any] = {
-        "env": warm.changed(),
+        "env": idle_agents.changed(),
         "cwd": os.getcwd(),
         "parent": os.getpid(),
         "local_workers": workers,
         "threads": threads,
         "preload": [*PRELOAD, "cloudpickle", *preload],
-        "idle": warm.idle_seconds(),
+        "idle": idle_agents.idle_seconds(),
     }
 
     def hear(rank: int, message: dict[str, Any]) -> None:
@@ -186,7 +186,7 @@ def spawn(
             raise
         finally:
             # One that has an answer under way would give it to the next call.
-            if is_clean and rendezvous is None and warm.put_back(agent, key):
+            if is_clean and rendezvous is None and idle_agents.put_back(agent, key):
                 supervisor.remove(agent)
             supervisor.close()
             restore(before)

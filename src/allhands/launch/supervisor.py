@@ -15,7 +15,7 @@ from allhands.launch.handle import OVERDUE, AgentHandle
 from allhands.launch.output import Output
 from allhands.launch.protocol import CHUNK, bytes_of
 from allhands.launch.recovery import Recovery
-from allhands.launch.report import Worker
+from allhands.launch.worker_report import Worker
 
 # Importing torch from a cold network file system can take minutes.
 START_TIMEOUT = 300.0

@@ -261,7 +261,7 @@ def put(changes: Changes) -> None:
         sys.meta_path.insert(0, _finder)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _PatchFinder(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
         self.pending: Changes = {}
 
@@ -275,12 +275,12 @@ class _Finder(importlib.abc.MetaPathFinder):
             spec = finder.find_spec(name, path, target) if finder is not self else None
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self.pending[name])
+                    spec.loader = _PatchLoader(spec.loader, self.pending[name])
                 return spec
         return None
 
 
-class _Loader(importlib.abc.Loader):
+class _PatchLoader(importlib.abc.Loader):
     """Runs a module as its own loader does, and then sets its attributes."""
 
     def __init__(self, loader: Any, values: dict[str, Any]) -> None:
@@ -300,4 +300,4 @@ class _Loader(importlib.abc.Loader):
         vars(module).update(self.values)
 
 
-_finder = _Finder()
+_finder = _PatchFinder()

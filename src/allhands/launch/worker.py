@@ -280,7 +280,7 @@ def _beat() -> None:
 
 def _describe(error: BaseException) -> dict[str, Any]:
     from allhands.errors import UserError
-    from allhands.launch.frames import text_of
+    from allhands.launch.user_traceback import text_of
 
     kind = type(error)
     name = (

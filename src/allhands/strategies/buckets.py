@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from allhands.comm.layout import FlatLayout
+from allhands.comm.flat_layout import FlatLayout
 from allhands.errors import UserError
 from allhands.world import World
 

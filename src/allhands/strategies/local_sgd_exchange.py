@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from allhands.comm import all_gather_rows, all_reduce_sum
-from allhands.comm.layout import FlatLayout, joined
+from allhands.comm.flat_layout import FlatLayout, joined
 from allhands.world import World
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from allhands.comm import all_gather_text, broadcast_tensors, calls
 from allhands.comm.clipping import clip_parts
-from allhands.comm.layout import fused
+from allhands.comm.flat_layout import fused
 from allhands.errors import UserError, WorldError
 from allhands.step.precision import Scaler
 from allhands.step.update import update_function

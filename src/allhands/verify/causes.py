@@ -14,7 +14,7 @@ from torch import nn
 
 from allhands.errors import AllhandsError
 from allhands.strategies import Strategy
-from allhands.verify.noise import Finding, Noise, judge
+from allhands.verify.noise import Difference, Noise, judge
 from allhands.verify.probes import Probe, listed
 from allhands.verify.runs import Runs, Trace, Variation, frozen_modules
 
@@ -31,8 +31,8 @@ class Case:
     trace: Trace
     reference: Trace
     noise: Noise
-    refused: dict[str, Finding]
-    finding: Finding
+    refused: dict[str, Difference]
+    finding: Difference
     probe: Probe
     exact: bool
 
@@ -296,7 +296,7 @@ def _nothing_confirmed(case: Case) -> str:
     )
 
 
-def _measured(finding: Finding) -> str:
+def _measured(finding: Difference) -> str:
     return (
         finding.what
         if math.isnan(finding.difference)

@@ -12,14 +12,14 @@ from torch import nn
 
 from allhands.checks import check_whole, is_whole
 from allhands.errors import AllhandsError, UserError, kind_of
-from allhands.launch import warm
+from allhands.launch import idle_agents
 from allhands.runner import SupervisedRunner
 from allhands.runner.settings import Data
 from allhands.runner.workers import plan, world_around
 from allhands.step.closure import takes_closure
 from allhands.strategies import Strategy, strategy_named
 from allhands.verify import causes, probes
-from allhands.verify.noise import FACTOR, Finding, Noise, floor_of, judge, nearest
+from allhands.verify.noise import FACTOR, Difference, Noise, floor_of, judge, nearest
 from allhands.verify.recording import ALL_GRADIENTS, ALL_PARAMETERS
 from allhands.verify.report import DIFFERS, LOSSY, SAME, Report, Row, require_matplotlib
 from allhands.verify.runs import (
@@ -52,7 +52,7 @@ class Baseline:
     path: str
     trace: Trace
     noise: Noise
-    refused: dict[str, Finding] = field(default_factory=dict)
+    refused: dict[str, Difference] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -156,7 +156,7 @@ def verify(
     compared, notes = _steps_that_fit(model, steps)
 
     # Some runs follow one another: torch is imported once for all of them.
-    with leaves_on_sigterm(), warm.kept(60.0):
+    with leaves_on_sigterm(), idle_agents.kept(60.0):
         runs = Runs(objects, runner.device)
         try:
             report = _compare(runs, objects, chosen, counts, compared)
@@ -221,9 +221,9 @@ def _compare(
 
 def _row(
     strategy: Strategy, workers: int, trace: Trace, baseline: Baseline, exact: bool
-) -> tuple[Row, Finding | None]:
+) -> tuple[Row, Difference | None]:
     finding = judge(trace, baseline.trace, baseline.noise, exact)
-    shown: Finding | None
+    shown: Difference | None
     if finding is not None:
         verdict, shown = DIFFERS, finding
     elif exact:
@@ -232,7 +232,7 @@ def _row(
         last = trace.steps[-1]["distance"][ALL_PARAMETERS]
         number = len(trace.steps)
         verdict = LOSSY
-        shown = Finding(
+        shown = Difference(
             number,
             ALL_PARAMETERS,
             last,
@@ -334,12 +334,12 @@ def _within(trace: Trace, limit: float) -> bool:
     return first["loss"] <= limit and first[ALL_GRADIENTS] <= limit
 
 
-def _implausible(trace: Trace, limit: float) -> Finding | None:
+def _implausible(trace: Trace, limit: float) -> Difference | None:
     if _within(trace, limit):
         return None
     first = trace.steps[0]["distance"]
     what = "loss" if not first["loss"] <= limit else ALL_GRADIENTS
-    return Finding(1, what, first[what], limit / FACTOR, "rounding", [])
+    return Difference(1, what, first[what], limit / FACTOR, "rounding", [])
 
 
 # ---------------------------------------------------------------------- arguments

@@ -21,7 +21,7 @@ _FLOOR = 4.0
 
 
 @dataclass
-class Finding:
+class Difference:
     """Where a run first differs from its reference, or comes nearest to differing.
 
     Attributes:
@@ -100,7 +100,7 @@ def floor_of(model: torch.nn.Module) -> float:
     return _FLOOR * torch.finfo(kinds[0] if kinds else torch.float32).eps
 
 
-def judge(trace: Trace, reference: Trace, noise: Noise, exact: bool = True) -> Finding | None:
+def judge(trace: Trace, reference: Trace, noise: Noise, exact: bool = True) -> Difference | None:
     """Where a run first differs from its reference by more than rounding; None when it never does.
 
     Args:
@@ -115,17 +115,17 @@ def judge(trace: Trace, reference: Trace, noise: Noise, exact: bool = True) -> F
             return found
     ours, theirs = len(trace.steps), len(reference.steps)
     if ours != theirs:
-        return Finding(
+        return Difference(
             min(ours, theirs) + 1, "number of optimizer steps", abs(ours - theirs), 0.0, "equal", []
         )
     return None
 
 
-def nearest(trace: Trace, noise: Noise) -> Finding | None:
+def nearest(trace: Trace, noise: Noise) -> Difference | None:
     """The quantity that is the largest multiple of its noise; None when nothing differs in any
     bit."""
     found = [
-        Finding(number + 1, name, value, noise.at(number, name), "rounding", [])
+        Difference(number + 1, name, value, noise.at(number, name), "rounding", [])
         for number, step in enumerate(trace.steps)
         for name, value in step.get("distance", {}).items()
         if value
@@ -135,11 +135,11 @@ def nearest(trace: Trace, noise: Noise) -> Finding | None:
 
 def _differences(
     number: int, step: Step, other: Step, noise: Noise, exact: bool
-) -> Iterator[Finding]:
+) -> Iterator[Difference]:
     """What differs in one step, causes before what follows from them."""
     comparable = step["content"] is not None and other["content"] is not None
     if comparable and step["samples"] != other["samples"]:
-        yield Finding(
+        yield Difference(
             number + 1,
             "number of samples",
             abs(step["samples"] - other["samples"]),
@@ -148,10 +148,10 @@ def _differences(
             [],
         )
     if comparable and step["content"] != other["content"]:
-        yield Finding(number + 1, "samples", float("nan"), 0.0, "equal", [])
+        yield Difference(number + 1, "samples", float("nan"), 0.0, "equal", [])
     rates = [abs(a - b) for a, b in zip(step["rates"], other["rates"], strict=True)]
     if any(value > 1e-12 * abs(b) for value, b in zip(rates, other["rates"], strict=True)):
-        yield Finding(number + 1, "learning rate", max(rates), 0.0, "equal", [])
+        yield Difference(number + 1, "learning rate", max(rates), 0.0, "equal", [])
     if not exact:
         return
     distance = step.get("distance", {})
@@ -163,7 +163,7 @@ def _differences(
     )
     if step["apart"]["parameters"]:
         names = step["apart"]["parameters"]
-        yield Finding(
+        yield Difference(
             number + 1, f"parameter {names[0]} between ranks", float("nan"), 0.0, "ranks", names
         )
     yield from _beyond(
@@ -173,7 +173,7 @@ def _differences(
     )
     if step["apart"]["buffers"]:
         names = step["apart"]["buffers"]
-        yield Finding(
+        yield Difference(
             number + 1, f"buffer {names[0]} between ranks", float("nan"), 0.0, "ranks", names
         )
     yield from _beyond(
@@ -183,13 +183,13 @@ def _differences(
     )
 
 
-def _beyond(number: int, distance: dict[str, float], noise: Noise) -> Iterator[Finding]:
+def _beyond(number: int, distance: dict[str, float], noise: Noise) -> Iterator[Difference]:
     beyond = [
         name for name, value in distance.items() if not value <= FACTOR * noise.at(number, name)
     ]
     if beyond:
         first = beyond[0]
         names = [name.partition(" of ")[2] or name.partition(" ")[2] for name in beyond]
-        yield Finding(
+        yield Difference(
             number + 1, first, distance[first], noise.at(number, first), "rounding", names
         )

@@ -7,7 +7,7 @@ else needs to.
 
 from __future__ import annotations
 
-from allhands.comm.mpi.group import MPIGroup
-from allhands.comm.mpi.job import create, new_group
+from allhands.comm.mpi.mpi_job import create, new_group
+from allhands.comm.mpi.process_group import MPIGroup
 
 __all__ = ["MPIGroup", "create", "new_group"]

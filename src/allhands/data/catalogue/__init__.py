@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from allhands.checks import check_choice, check_whole
 from allhands.data.catalogue.cifar import CIFAR10, CIFAR100
 from allhands.data.catalogue.digits import DIGITS
-from allhands.data.catalogue.entry import Entry, Options, data_root
+from allhands.data.catalogue.entry import Entry, LoadOptions, data_root
 from allhands.data.catalogue.mnist import MNIST
 from allhands.data.catalogue.shakespeare import SHAKESPEARE, VOCABULARY, in_blocks
 from allhands.errors import UserError, did_you_mean
@@ -99,4 +99,4 @@ def load(
     check_choice("labels", labels, ("fine", "coarse"), otherwise="None")
     for key, value in (("limit", limit), ("block", block)):
         check_whole(key, value, otherwise="None")
-    return entry.reader(Options(split=split, root=data_root(root), limit=limit, **asked), entry)
+    return entry.reader(LoadOptions(split=split, root=data_root(root), limit=limit, **asked), entry)

@@ -10,7 +10,7 @@ import numpy as np
 
 from allhands.data.catalogue.entry import (
     Entry,
-    Options,
+    LoadOptions,
     check_labels,
     check_size,
     find_folder,
@@ -62,7 +62,7 @@ _VERSIONS = {
 }
 
 
-def _read(options: Options, entry: Entry) -> TensorDataset:
+def _read(options: LoadOptions, entry: Entry) -> TensorDataset:
     version, folder = _find(options.root, entry)
     train = options.split == "train"
     names = version.train if train else version.test

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from allhands.data.catalogue.entry import Entry, Options, image_dataset
+from allhands.data.catalogue.entry import Entry, LoadOptions, image_dataset
 from allhands.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _LARGEST = 16  # a pixel counts the dark points of a 4 x 4 square
 
 
-def _read(options: Options, entry: Entry) -> TensorDataset:
+def _read(options: LoadOptions, entry: Entry) -> TensorDataset:
     images, labels = _load_digits()
     # Sorted by class (keeping the order within one), every fifth sample is held out: a fixed split,
     # each class in proportion.

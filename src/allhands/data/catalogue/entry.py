@@ -18,7 +18,7 @@ ROOT_VARIABLE = "ALLHANDS_DATA"
 
 
 @dataclass(frozen=True)
-class Options:
+class LoadOptions:
     """What `load` was asked for, checked and completed. `limit` is a number of samples, `block` of
     characters."""
 
@@ -46,7 +46,7 @@ class Entry:
     input_shape: tuple[int, ...]
     sizes: dict[str, int]
     source: str
-    reader: Callable[[Options, Entry], TensorDataset] = field(repr=False)
+    reader: Callable[[LoadOptions, Entry], TensorDataset] = field(repr=False)
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
     classes: tuple[str, ...] = ()
@@ -129,7 +129,7 @@ def check_size(path: Path, expected: int, what: str) -> None:
 
 
 def image_dataset(
-    images: np.ndarray, labels: np.ndarray, options: Options, entry: Entry, scale: float = 255.0
+    images: np.ndarray, labels: np.ndarray, options: LoadOptions, entry: Entry, scale: float = 255.0
 ) -> TensorDataset:
     """Images (uint8, N x C x H x W, 0..`scale`) and labels (N) as a data set of the dtype that was
     asked for, labels int64."""

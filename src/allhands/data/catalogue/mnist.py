@@ -12,7 +12,7 @@ import numpy as np
 
 from allhands.data.catalogue.entry import (
     Entry,
-    Options,
+    LoadOptions,
     check_labels,
     find_folder,
     image_dataset,
@@ -34,7 +34,7 @@ def _names(part: str, what: str) -> list[str]:
     return plain + [f"{name}.gz" for name in plain]
 
 
-def _read(options: Options, entry: Entry) -> TensorDataset:
+def _read(options: LoadOptions, entry: Entry) -> TensorDataset:
     part = "train" if options.split == "train" else "t10k"
     marks = _names("t10k", "images") + _names("train", "images")
     folder = find_folder(options.root, _LAYOUTS, marks, entry)

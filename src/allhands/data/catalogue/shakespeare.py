@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from allhands.data.catalogue.entry import Entry, Options, check_size, find_folder, need_file
+from allhands.data.catalogue.entry import Entry, LoadOptions, check_size, find_folder, need_file
 from allhands.errors import UserError
 
 if TYPE_CHECKING:
     from torch.utils.data import TensorDataset
 
-_BLOCK = Options.block
+_BLOCK = LoadOptions.block
 _BYTES = 1_115_394
 _TRAIN_BYTES = _BYTES * 9 // 10  # the first 90 % of the text; the rest, later scenes, is held out
 # char-rnn calls the file input.txt, a name too common to look for in the root itself.
@@ -28,7 +28,7 @@ VOCABULARY = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz
 """The 65 characters of the text; a token is the place of its character here."""
 
 
-def _read(options: Options, entry: Entry) -> TensorDataset:
+def _read(options: LoadOptions, entry: Entry) -> TensorDataset:
     import torch
     from torch.utils.data import TensorDataset
 

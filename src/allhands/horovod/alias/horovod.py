@@ -44,7 +44,7 @@ _NAMES = {
 }
 
 
-class _Finder:
+class _AliasFinder:
     """Finds the modules of the table, and refuses the others by name."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
@@ -57,11 +57,11 @@ class _Finder:
                 "says what to use for the others)",
                 name=fullname,
             )
-        loader: Any = _Loader(_NAMES[fullname])
+        loader: Any = _AliasLoader(_NAMES[fullname])
         return ModuleSpec(fullname, loader, is_package=True)
 
 
-class _Loader:
+class _AliasLoader:
     """Gives the module that there is, and leaves it as it was."""
 
     def __init__(self, name: str) -> None:
@@ -88,8 +88,8 @@ def __getattr__(name: str) -> Any:
 
 
 if not any(
-    type(finder).__name__ == "_Finder" and type(finder).__module__ == __name__
+    type(finder).__name__ == "_AliasFinder" and type(finder).__module__ == __name__
     for finder in sys.meta_path
 ):
-    _finder: Any = _Finder()
+    _finder: Any = _AliasFinder()
     sys.meta_path.insert(0, _finder)

@@ -10,7 +10,7 @@ import torch
 from allhands.horovod.handles import Handle
 
 
-class Pending:
+class AsyncResult:
     """What the ``_async`` functions return: an engine's handle and what its result becomes."""
 
     def __init__(self, handle: Handle, finish: Callable[[Any], Any]) -> None:
@@ -21,12 +21,12 @@ class Pending:
         return self._finish(self.handle.wait())
 
 
-def poll(handle: Pending) -> bool:
+def poll(handle: AsyncResult) -> bool:
     """Whether `synchronize` would return at once."""
     return handle.handle.done()
 
 
-def synchronize(handle: Pending) -> Any:
+def synchronize(handle: AsyncResult) -> Any:
     """Wait for an operation that was begun, and return its result.
 
     Raises:

@@ -24,10 +24,10 @@ from allhands.horovod import engine
 from allhands.horovod.exceptions import HorovodInternalError
 from allhands.horovod.lanes import Lane, Round
 from allhands.horovod.process_sets import ProcessSet
+from allhands.horovod.promise_rounds import Parts
 from allhands.horovod.reduce_ops import ADDITIVE, Average, ReduceOp, Sum
-from allhands.horovod.rounds import Parts
-from allhands.horovod.torch.buckets import Bucket, Flat, grouped, of_one_sort
 from allhands.horovod.torch.compression import Compression
+from allhands.horovod.torch.optimizer_buckets import Flat, OptimizerBucket, grouped, of_one_sort
 from allhands.horovod.torch.reductions import sparse_allreduce_async
 
 # So many steps in a row that sent all buckets in the usual way come before the first that is
@@ -66,7 +66,7 @@ class Reducer:
         self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
         self._passes = passes
         self._names: dict[torch.nn.Parameter, str] = {}
-        self._buckets: list[Bucket] = []
+        self._buckets: list[OptimizerBucket] = []
         self.synchronized = False
         self._engine: engine.Engine | None = None  # that of the steps that are counted
         self._steady = 0
@@ -93,7 +93,9 @@ class Reducer:
         for members in of_one_sort(grouped(params, groups)):
             # In messages its first tensor's name says which it is; that the number alone matches
             # must not be enough.
-            bucket = Bucket(f"gradients.{len(self._buckets)}.{self._names[members[0]]}", members)
+            bucket = OptimizerBucket(
+                f"gradients.{len(self._buckets)}.{self._names[members[0]]}", members
+            )
             self._buckets.append(bucket)
             bucket.renew(self._passes)
             for place, param in enumerate(members):
@@ -121,7 +123,7 @@ class Reducer:
         """Whether gradients are on their way."""
         return self._round is not None or any(bucket.sent for bucket in self._buckets)
 
-    def _on_gradient(self, bucket: Bucket, place: int, param: torch.nn.Parameter) -> None:
+    def _on_gradient(self, bucket: OptimizerBucket, place: int, param: torch.nn.Parameter) -> None:
         self.synchronized = False
         left = bucket.left[place] - 1
         if left < 0 or bucket.sent:
@@ -145,7 +147,7 @@ class Reducer:
 
     # ------------------------------------------------------------------ bucket by bucket
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: OptimizerBucket) -> None:
         bucket.sent = True
         if self._round is None:
             return self._ask(bucket)
@@ -168,7 +170,7 @@ class Reducer:
                 bucket.ready.record()
             return self._leave(promised)
 
-    def _ask(self, bucket: Bucket) -> None:
+    def _ask(self, bucket: OptimizerBucket) -> None:
         """Give a bucket to the engine, by its name."""
         params = bucket.params
         gradients = [param.grad for param in params]
@@ -183,7 +185,7 @@ class Reducer:
         assert bucket.narrow is not None
         self._begin_by_name(bucket)
 
-    def _begin_by_name(self, bucket: Bucket) -> None:
+    def _begin_by_name(self, bucket: OptimizerBucket) -> None:
         flat, narrow = bucket.flat, bucket.narrow
         assert flat is not None
         assert narrow is not None
@@ -206,7 +208,7 @@ class Reducer:
 
     def _pack(
         self,
-        bucket: Bucket,
+        bucket: OptimizerBucket,
         params: list[torch.nn.Parameter],
         gradients: Sequence[torch.Tensor | None],
     ) -> Flat:
@@ -232,7 +234,7 @@ class Reducer:
             )
         return flat
 
-    def _send_sparse(self, bucket: Bucket) -> list[torch.nn.Parameter]:
+    def _send_sparse(self, bucket: OptimizerBucket) -> list[torch.nn.Parameter]:
         """Send the sparse gradients, or make them dense; returns the parameters that are left."""
         left = []
         for param in bucket.params:
@@ -314,7 +316,7 @@ class Reducer:
             if self._next == len(self._buckets):
                 lane.kept()
 
-    def _ask_packed(self, bucket: Bucket) -> None:
+    def _ask_packed(self, bucket: OptimizerBucket) -> None:
         """Give a bucket that was made for a round to the engine, by its name."""
         flat, narrow = bucket.flat, bucket.narrow
         assert flat is not None
@@ -344,7 +346,7 @@ class Reducer:
         assert self._engine is not None
         self._engine.timeline.ended([key for key, _ in self._parts])
 
-    def _unpack_round(self, buckets: list[Bucket]) -> None:
+    def _unpack_round(self, buckets: list[OptimizerBucket]) -> None:
         into: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for bucket in buckets:
@@ -414,7 +416,7 @@ class Reducer:
         # Hooks of two devices run in two threads.
         return len({bucket.params[0].device for bucket in self._buckets}) == 1
 
-    def _unpack(self, bucket: Bucket, absent: Sequence[int]) -> None:
+    def _unpack(self, bucket: OptimizerBucket, absent: Sequence[int]) -> None:
         flat = bucket.flat
         assert flat is not None
         whole = self._compression.decompress(bucket.narrow, bucket.context)

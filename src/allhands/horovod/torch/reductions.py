@@ -19,7 +19,7 @@ from allhands.horovod.handles import Handle
 from allhands.horovod.process_sets import ProcessSet, global_process_set
 from allhands.horovod.reduce_ops import Average, ReduceOp, checked
 from allhands.horovod.torch.compression import Compression
-from allhands.horovod.torch.pending import Pending, only, same
+from allhands.horovod.torch.pending import AsyncResult, only, same
 
 Tensors = Sequence[torch.Tensor]
 
@@ -32,9 +32,9 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Pending:
+) -> AsyncResult:
     """Begin to reduce tensors over the ranks, all or nothing; see `allreduce`."""
-    return Pending(
+    return AsyncResult(
         _reduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set, None),
         same,
     )
@@ -48,12 +48,12 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Pending:
+) -> AsyncResult:
     """Begin to reduce tensors over the ranks in place, all or nothing; see `allreduce`."""
     handle = _reduce(
         tensors, average, name, op, prescale_factor, postscale_factor, process_set, tensors
     )
-    return Pending(handle, lambda _: list(tensors))
+    return AsyncResult(handle, lambda _: list(tensors))
 
 
 def _reduce(
@@ -85,9 +85,9 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Pending:
+) -> AsyncResult:
     """Begin to reduce a tensor over the ranks; see `allreduce`."""
-    return Pending(
+    return AsyncResult(
         _reduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set, None),
         only,
     )
@@ -101,12 +101,12 @@ def allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Pending:
+) -> AsyncResult:
     """Begin to reduce a tensor over the ranks in place; see `allreduce`."""
     handle = _reduce(
         [tensor], average, name, op, prescale_factor, postscale_factor, process_set, [tensor]
     )
-    return Pending(handle, lambda _: tensor)
+    return AsyncResult(handle, lambda _: tensor)
 
 
 def allreduce_(
@@ -222,7 +222,7 @@ class _Allreduce(torch.autograd.Function):
 
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: Any, process_set: ProcessSet = global_process_set
-) -> Pending:
+) -> AsyncResult:
     """Begin to add up, or average, a sparse COO tensor over the ranks: all get the rows of all, not
     coalesced.
 
@@ -245,4 +245,4 @@ def sparse_allreduce_async(
         scaled = parts[1] / process_set.size() if chosen is Average else parts[1]
         return torch.sparse_coo_tensor(parts[0].t(), scaled, tensor.shape, check_invariants=False)
 
-    return Pending(handle, finish)
+    return AsyncResult(handle, finish)

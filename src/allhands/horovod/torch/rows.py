@@ -11,7 +11,7 @@ from allhands.horovod import engine
 from allhands.horovod.process_sets import ProcessSet, global_process_set
 from allhands.horovod.reduce_ops import Average, checked
 from allhands.horovod.torch.compression import Compression
-from allhands.horovod.torch.pending import Pending, only, same
+from allhands.horovod.torch.pending import AsyncResult, only, same
 from allhands.horovod.torch.reductions import allreduce_async, grouped_allreduce_async
 
 Tensors = Sequence[torch.Tensor]
@@ -19,16 +19,20 @@ Tensors = Sequence[torch.Tensor]
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Pending:
+) -> AsyncResult:
     """Begin to put all ranks' rows of each tensor together, all or nothing; see `allgather`."""
-    return Pending(engine.current().allgather(tensors, name=name, process_set=process_set), same)
+    return AsyncResult(
+        engine.current().allgather(tensors, name=name, process_set=process_set), same
+    )
 
 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Pending:
+) -> AsyncResult:
     """Begin to put all ranks' rows together; see `allgather`."""
-    return Pending(engine.current().allgather([tensor], name=name, process_set=process_set), only)
+    return AsyncResult(
+        engine.current().allgather([tensor], name=name, process_set=process_set), only
+    )
 
 
 def allgather(
@@ -85,9 +89,9 @@ def broadcast_async(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Pending:
+) -> AsyncResult:
     """Begin to give all ranks rank `root_rank`'s tensor; see `broadcast`."""
-    return Pending(
+    return AsyncResult(
         engine.current().broadcast([tensor], root_rank, name=name, process_set=process_set), only
     )
 
@@ -97,12 +101,12 @@ def broadcast_async_(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Pending:
+) -> AsyncResult:
     """Begin to overwrite the tensor with rank `root_rank`'s; see `broadcast`."""
     handle = engine.current().broadcast(
         [tensor], root_rank, name=name, process_set=process_set, outputs=[tensor]
     )
-    return Pending(handle, lambda _: tensor)
+    return AsyncResult(handle, lambda _: tensor)
 
 
 def broadcast_(
@@ -159,10 +163,10 @@ def alltoall_async(
     splits: Any = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Pending:
+) -> AsyncResult:
     """Begin to deal the tensor's rows out; see `alltoall`."""
     handle = engine.current().alltoall(tensor, splits, name=name, process_set=process_set)
-    return Pending(handle, same if splits is not None else _first)
+    return AsyncResult(handle, same if splits is not None else _first)
 
 
 def _first(pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -221,7 +225,7 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Pending:
+) -> AsyncResult:
     """Begin to reduce tensors and deal their rows out, all or nothing; see `reducescatter`."""
     handle = engine.current().reducescatter(
         tensors,
@@ -231,7 +235,7 @@ def grouped_reducescatter_async(
         postscale_factor=postscale_factor,
         process_set=process_set,
     )
-    return Pending(handle, same)
+    return AsyncResult(handle, same)
 
 
 def reducescatter_async(
@@ -241,12 +245,12 @@ def reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Pending:
+) -> AsyncResult:
     """Begin to reduce a tensor and deal its rows out; see `reducescatter`."""
     begun = grouped_reducescatter_async(
         [tensor], name, op, process_set, prescale_factor, postscale_factor
     )
-    return Pending(begun.handle, only)
+    return AsyncResult(begun.handle, only)
 
 
 def reducescatter(

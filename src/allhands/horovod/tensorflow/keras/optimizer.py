@@ -23,7 +23,7 @@ class _Variables(list[Any]):
         return self
 
 
-class _Passes:
+class _PassCounter:
     """Gradients of this rank that are added up until `every` backward passes are together."""
 
     def __init__(self, every: int, average: bool) -> None:
@@ -73,7 +73,7 @@ class _Distributed:
     """The methods that a distributed optimizer has over the optimizer that it was made of."""
 
     _reduction: GradientReduction
-    _passes: _Passes | None
+    _passes: _PassCounter | None
 
     @property
     def variables(self) -> _Variables:
@@ -200,7 +200,7 @@ def DistributedOptimizer(
     )
     several = backward_passes_per_step > 1
     made._passes = (
-        _Passes(backward_passes_per_step, average_aggregated_gradients) if several else None
+        _PassCounter(backward_passes_per_step, average_aggregated_gradients) if several else None
     )
     if optimizer.built:
         made.build(optimizer._trainable_variables)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allhands.comm.layout import FlatLayout, fused, joined
+from allhands.comm.flat_layout import FlatLayout, fused, joined
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from allhands.comm.mpi.group import MPIGroup
 from allhands.comm.mpi.moves import Moves
+from allhands.comm.mpi.process_group import MPIGroup
 from allhands.comm.mpi.work import Channel, Work, poller, watchdog
 from allhands.errors import UserError, WorldError
 from allhands.world import mpilib

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from allhands.comm.mpi.buffers import Wire, message, reduction
-from allhands.comm.mpi.checks import (
+from allhands.comm.mpi.futures import Callbacks, depth
+from allhands.comm.mpi.moves import Moves, check_length
+from allhands.comm.mpi.operand_checks import (
     at_root,
     check_parts,
     check_root,
@@ -19,8 +21,6 @@ from allhands.comm.mpi.checks import (
     dense,
     shape_of,
 )
-from allhands.comm.mpi.futures import Callbacks, depth
-from allhands.comm.mpi.moves import Moves, check_length
 from allhands.comm.mpi.work import Channel, Work, poller
 from allhands.errors import UserError, WorldError
 

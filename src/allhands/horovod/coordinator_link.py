@@ -16,7 +16,7 @@ from allhands.errors import WorldError
 from allhands.horovod.checks import Ask, Key
 from allhands.horovod.coordinator import Coordinator
 from allhands.horovod.matcher import Matcher
-from allhands.horovod.rounds import Parts
+from allhands.horovod.promise_rounds import Parts
 from allhands.world import World
 from allhands.world.interface import outward_addresses
 from allhands.world.membership import host_id
@@ -24,7 +24,7 @@ from allhands.world.membership import host_id
 _PATIENCE_S = 60.0
 
 
-class Link:
+class CoordinatorLink:
     """What this rank says and hears. Rank 0's holds the coordinator as well.
 
     Args:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from allhands.errors import UserError, WorkerError
-from allhands.launch import spawn, warm
+from allhands.launch import idle_agents, spawn
 from tests.timeouts import patience
 
 pytestmark = pytest.mark.serial
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.serial
 @pytest.fixture(autouse=True)
 def ends() -> Iterator[None]:
     yield
-    warm.end_all()
+    idle_agents.end_all()
 
 
 def agent() -> int:
@@ -34,7 +34,7 @@ def agent() -> int:
 def test_an_agent_is_used_again_only_where_nothing_that_it_fixed_differs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(warm.VARIABLE, "300")
+    monkeypatch.setenv(idle_agents.VARIABLE, "300")
     (first, other) = spawn(agent, workers=2)
     assert first == other
 
@@ -61,7 +61,7 @@ def test_an_agent_is_used_again_only_where_nothing_that_it_fixed_differs(
 def test_a_call_that_is_refused_leaves_no_answer_to_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(warm.VARIABLE, "300")
+    monkeypatch.setenv(idle_agents.VARIABLE, "300")
     for _ in range(2):
         with pytest.raises(UserError):
             spawn(
@@ -73,7 +73,7 @@ def test_a_call_that_is_refused_leaves_no_answer_to_the_next_one(
 def test_workers_are_as_clean_as_those_of_a_new_agent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    monkeypatch.setenv(warm.VARIABLE, "300")
+    monkeypatch.setenv(idle_agents.VARIABLE, "300")
 
     def soil() -> bool:
         import json
@@ -91,7 +91,7 @@ def test_workers_are_as_clean_as_those_of_a_new_agent(
 
 
 def test_it_ends_by_itself_and_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(warm.VARIABLE, "2.5")
+    monkeypatch.setenv(idle_agents.VARIABLE, "2.5")
     (pid,) = spawn(agent, workers=1)
     assert psutil.pid_exists(pid)
     deadline = time.monotonic() + patience(15)
@@ -99,8 +99,8 @@ def test_it_ends_by_itself_and_with_the_context(monkeypatch: pytest.MonkeyPatch)
         time.sleep(0.1)
     assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     assert spawn(agent, workers=1) != [pid], "one that has ended is not used"
-    monkeypatch.delenv(warm.VARIABLE)
-    with warm.kept(300):
+    monkeypatch.delenv(idle_agents.VARIABLE)
+    with idle_agents.kept(300):
         (pid,) = spawn(agent, workers=1)
         assert spawn(agent, workers=1) == [pid]
     assert not psutil.pid_exists(pid)
@@ -112,7 +112,7 @@ def test_it_ends_with_the_process_that_started_it() -> None:
     code += "print(spawn(os.getppid, workers=1)[0], flush=True)\nos.kill(os.getpid(), 9)"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, warm.VARIABLE: "60"},
+        env={**os.environ, idle_agents.VARIABLE: "60"},
         capture_output=True,
         check=False,
     )
@@ -128,7 +128,7 @@ def test_it_ends_with_the_process_that_started_it() -> None:
 
 
 def test_a_time_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(warm.VARIABLE, "soon")
+    monkeypatch.setenv(idle_agents.VARIABLE, "soon")
     with pytest.raises(
         UserError, match="ALLHANDS_KEEPER_IDLE='soon': it must be a number of seconds"
     ):

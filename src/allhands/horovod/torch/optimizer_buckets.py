@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from allhands.comm.layout import FlatLayout
+from allhands.comm.flat_layout import FlatLayout
 from allhands.horovod import engine
 from allhands.horovod.checks import Ask
 from allhands.horovod.handles import Handle
-from allhands.horovod.torch.pending import Pending
+from allhands.horovod.torch.pending import AsyncResult
 
 # As torch's DistributedDataParallel has them: the first one is small, so that it leaves early.
 _FIRST_BUCKET = 2**20
@@ -42,7 +42,7 @@ class Flat:
 
 
 @dataclass
-class Bucket:
+class OptimizerBucket:
     """Parameters of one dtype and device whose gradients travel together."""
 
     name: str
@@ -59,7 +59,7 @@ class Bucket:
     absent: list[int] = field(default_factory=list)  # places of parameters without a gradient here
     narrow: torch.Tensor | None = None  # what travels, and what the flat memory is made of it with
     context: Any = None
-    sparse: list[tuple[torch.nn.Parameter, Pending]] = field(default_factory=list)
+    sparse: list[tuple[torch.nn.Parameter, AsyncResult]] = field(default_factory=list)
     made_dense: bool = False  # a sparse gradient was
     # Of the usual case, in which all gradients are there and dense: made once.
     usual: Flat | None = None

@@ -1,5 +1,5 @@
-"""Rounds: sets of allreduces that come again in every step, agreed as a whole before their tensors
-are there.
+"""Rounds: sets of allreduces that come again in every step, agreed as a whole before their
+tensors are there.
 
 A rank promises a round: it will give all its parts, and nothing can keep it from it but a fault.
 When all ranks of the process
@@ -26,7 +26,7 @@ LATE_S = 5.0
 
 
 @dataclass
-class _Round:
+class _PromiseRound:
     since: float
     parts: Parts
     keys: frozenset[Key]
@@ -43,7 +43,7 @@ class _Round:
         return f"{kind} {name!r}" + (f" and {more} more of its round" if more else "")
 
 
-class Rounds:
+class PromiseRounds:
     """Of one world, on rank 0's side.
 
     Args:
@@ -59,8 +59,8 @@ class Rounds:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tell, self._size, self._clock = tell, size, clock
-        self._open: dict[int, _Round] = {}
-        self._running: dict[int, _Round] = {}
+        self._open: dict[int, _PromiseRound] = {}
+        self._running: dict[int, _PromiseRound] = {}
         self._lanes: set[int] = set()  # the process sets that have one
 
     def promise(
@@ -83,7 +83,7 @@ class Rounds:
             self.decline(set_id)
             return self._tell([rank], {"decline": set_id})
         if found is None:
-            found = self._open[set_id] = _Round(
+            found = self._open[set_id] = _PromiseRound(
                 self._clock(), parts, frozenset(key for key, _ in parts)
             )
         found.promised[rank] = None

@@ -14,7 +14,7 @@ from allhands.horovod.process_sets import ProcessSet
 
 
 @dataclass
-class Job:
+class LocalOperation:
     """What this rank has asked for; a rank that has joined makes one of zeros."""
 
     ask: Ask
@@ -26,18 +26,21 @@ class Job:
     made_set: ProcessSet | None = None
 
 
-def zeros(ask: Ask, process_set: ProcessSet, device: torch.device) -> Job:
+def zeros(ask: Ask, process_set: ProcessSet, device: torch.device) -> LocalOperation:
     """The part of a rank that has joined, in what the others ask for. `device` is the rank's."""
     there = device if ask.device == "cuda" else torch.device("cpu")
     described = zip(ask.shapes, ask.dtypes, strict=True)
     tensors = [
         torch.zeros(shape, dtype=getattr(torch, dtype), device=there) for shape, dtype in described
     ]
-    return Job(ask, process_set, tensors, tensors, Handle(ask.kind))
+    return LocalOperation(ask, process_set, tensors, tensors, Handle(ask.kind))
 
 
 def run(
-    jobs: list[Job], entries: list[dict[str, Any]], active: int, buffers: collectives.Buffers
+    jobs: list[LocalOperation],
+    entries: list[dict[str, Any]],
+    active: int,
+    buffers: collectives.Buffers,
 ) -> list[Any]:
     """Run operations on tensors, and return what each job's handle gives.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from allhands.launch import frames
+from allhands.launch import user_traceback
 from allhands.runner.callbacks import Callback, run_hooks
 
 
@@ -25,7 +25,7 @@ def broken() -> KeyError:
 
 
 def test_our_frames_are_left_out_and_the_chain_is_kept() -> None:
-    text = frames.text_of(broken())
+    text = user_traceback.text_of(broken())
     assert "callbacks.py" not in text.replace("test_frames.py", "")
     assert "in on_epoch_end" in text
     assert (
@@ -39,8 +39,8 @@ def test_our_frames_are_left_out_and_the_chain_is_kept() -> None:
 
 
 def test_all_frames_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(frames.FULL, "1")
-    assert "runner/callbacks.py" in frames.text_of(broken())
+    monkeypatch.setenv(user_traceback.FULL, "1")
+    assert "runner/callbacks.py" in user_traceback.text_of(broken())
 
 
 def test_an_error_of_our_own_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,4 +52,4 @@ def test_an_error_of_our_own_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -
         error.__traceback__ = error.__traceback__.tb_next
     assert error.__traceback__ is not None
     error.__traceback__.tb_next = None
-    assert "runner/callbacks.py" in frames.text_of(error)
+    assert "runner/callbacks.py" in user_traceback.text_of(error)

@@ -8,7 +8,7 @@ import pytest
 
 from allhands.horovod.checks import Ask, Key
 from allhands.horovod.matcher import Matcher
-from allhands.horovod.rounds import LATE_S, Parts
+from allhands.horovod.promise_rounds import LATE_S, Parts
 from tests.horovod.test_matcher import errors, key, names, reduce
 
 from .conftest import Clock

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from allhands.doctor.folder import folder, sharing
+from allhands.doctor.job_folder import folder, sharing
 
 GOOD = {
     "path": "/job",

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from allhands.launch.report import Worker, describe, describe_stop
+from allhands.launch.worker_report import Worker, describe, describe_stop
 
 
 def first(*workers: Worker) -> int | None:
