@@ -30,12 +30,12 @@ from torch import nn
 import allhands
 from allhands.federated.algorithms import FedAvg, Server
 from allhands.federated.clients import Clients
-from allhands.federated.executors import Work
-from allhands.federated.layout import Layout
-from allhands.federated.local import LocalOptimizer, LocalTraining
+from allhands.federated.executors import ExecutorContext
+from allhands.federated.federated_training import make_executor
+from allhands.federated.local_training import LocalOptimizer, LocalTraining
 from allhands.federated.rounds import Rounds
+from allhands.federated.row_layout import RowLayout
 from allhands.federated.samples import Samples
-from allhands.federated.training import make_executor
 from allhands.launch.spawn import spawn
 from allhands.models import ResNet18
 
@@ -91,11 +91,11 @@ def ours(
         LocalOptimizer.like(torch.optim.SGD(model.parameters(), lr=RATE), model),
         BATCH,
     )
-    layout = Layout(model, local.optimizer.groups)
+    layout = RowLayout(model, local.optimizer.groups)
     count = len(given[0]) // IMAGES
     server = Server(layout, layout.read(model), layout.read_integers(model), device, count, SEED)
     clients = Clients([range(i * IMAGES, (i + 1) * IMAGES) for i in range(count)])
-    work = Work(model, local, FedAvg(), Samples(given, device), clients, SEED)
+    work = ExecutorContext(model, local, FedAvg(), Samples(given, device), clients, SEED)
     return Rounds(
         work, server, make_executor(executor, work, server), world, per_round=cohort, rounds=1 << 30
     )

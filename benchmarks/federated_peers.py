@@ -69,23 +69,23 @@ def _ours(args: dict[str, Any]) -> list[float]:
     import allhands
     from allhands.federated.algorithms import FedAvg, Server
     from allhands.federated.clients import Clients
-    from allhands.federated.executors import Work
-    from allhands.federated.layout import Layout
-    from allhands.federated.local import LocalOptimizer, LocalTraining
+    from allhands.federated.executors import ExecutorContext
+    from allhands.federated.federated_training import make_executor
+    from allhands.federated.local_training import LocalOptimizer, LocalTraining
     from allhands.federated.rounds import Rounds
+    from allhands.federated.row_layout import RowLayout
     from allhands.federated.samples import Samples
-    from allhands.federated.training import make_executor
 
     torch.set_num_threads(1)
     world, model = allhands.init(device="cpu"), build(args["model"])
     optimizer = LocalOptimizer.like(torch.optim.SGD(model.parameters(), lr=RATE), model)
     local = LocalTraining(nn.CrossEntropyLoss(), optimizer, BATCH)
-    layout = Layout(model, optimizer.groups)
+    layout = RowLayout(model, optimizer.groups)
     server = Server(
         layout, layout.read(model), layout.read_integers(model), world.device, CLIENTS, SEED
     )
     clients = Clients([range(i * IMAGES, (i + 1) * IMAGES) for i in range(CLIENTS)])
-    work = Work(model, local, FedAvg(), Samples(data(), world.device), clients, SEED)
+    work = ExecutorContext(model, local, FedAvg(), Samples(data(), world.device), clients, SEED)
     rounds = Rounds(
         work,
         server,

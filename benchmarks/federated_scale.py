@@ -31,13 +31,13 @@ def one(clients: int, rounds: int) -> dict[str, Any]:
 
     import allhands
     from allhands.federated.algorithms import FedAvg, Server
-    from allhands.federated.executors import Work
-    from allhands.federated.layout import Layout
-    from allhands.federated.local import LocalOptimizer, LocalTraining
+    from allhands.federated.executors import ExecutorContext
+    from allhands.federated.federated_training import make_executor
+    from allhands.federated.local_training import LocalOptimizer, LocalTraining
     from allhands.federated.partitions import iid
     from allhands.federated.rounds import Rounds
+    from allhands.federated.row_layout import RowLayout
     from allhands.federated.samples import Samples
-    from allhands.federated.training import make_executor
 
     world = allhands.init(device="cpu")
     torch.set_num_threads(1)
@@ -50,11 +50,11 @@ def one(clients: int, rounds: int) -> dict[str, Any]:
         LocalOptimizer.like(torch.optim.SGD(model.parameters(), lr=0.1), model),
         5,
     )
-    layout = Layout(model)
+    layout = RowLayout(model)
     server = Server(
         layout, layout.read(model), layout.read_integers(model), world.device, clients, 0
     )
-    work = Work(
+    work = ExecutorContext(
         model, local, FedAvg(), Samples(data, world.device), iid(clients * SAMPLES, clients), 0
     )
     made = Rounds(

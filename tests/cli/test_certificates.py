@@ -10,7 +10,7 @@ pytest.importorskip("flwr")
 
 from allhands.cli.main import run
 from allhands.federated.sites.certificates import check_server
-from allhands.federated.sites.keys import read_allow_list, read_site_key
+from allhands.federated.sites.site_keys import read_allow_list, read_site_key
 
 
 def test_what_it_makes_is_what_server_and_sites_take(

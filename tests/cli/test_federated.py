@@ -10,7 +10,7 @@ from allhands.cli import main
 from allhands.errors import UserError
 
 pytest.importorskip("flwr")
-from allhands.federated.sites import server, supervision, trial_keys
+from allhands.federated.sites import sites_server, supervision, trial_keys
 
 RUN = "data: digits\nstrategy: {name: federated, sites: {names: [north, south]}}\nlogdir: logs\n"
 
@@ -27,9 +27,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 SECURE = [
     "--certificate",
-    "keys/server.crt",
+    "keys/sites_server.crt",
     "--key",
-    "keys/server.key",
+    "keys/sites_server.key",
     "--authority",
     "keys/authority.crt",
 ]
@@ -115,7 +115,7 @@ def test_the_app_is_written_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not an empty folder" in capsys.readouterr().err
 
 
-def options(**changes: object) -> server.ServerOptions:
+def options(**changes: object) -> sites_server.ServerOptions:
     """A server with the trial's certificate."""
     keys = Path("keys").absolute()
     given = {
@@ -124,14 +124,14 @@ def options(**changes: object) -> server.ServerOptions:
         "host": "127.0.0.1",
         "port": 8000,
         "state": Path("state").absolute(),
-        "certificate": keys / "server.crt",
-        "key": keys / "server.key",
+        "certificate": keys / "sites_server.crt",
+        "key": keys / "sites_server.key",
         "authority": keys / "authority.crt",
         "sites": keys / "sites.txt",
         "tokens": None,
         "data": None,
     }
-    return server.ServerOptions(**(given | changes))
+    return sites_server.ServerOptions(**(given | changes))
 
 
 @pytest.mark.parametrize(
@@ -140,10 +140,10 @@ def options(**changes: object) -> server.ServerOptions:
 )
 def test_the_servers_own_processes_use_a_name_of_the_certificate(host: str, own: str) -> None:
     if host == "10.1.2.3":  # not of the certificate, and no loopback
-        assert server.own_host(options(host=host)) in ("127.0.0.1", "localhost")
-        assert server.own_host(options(host=host, certificate=None)) == host
+        assert sites_server.own_host(options(host=host)) in ("127.0.0.1", "localhost")
+        assert sites_server.own_host(options(host=host, certificate=None)) == host
         return
-    assert server.own_host(options(host=host)) == own
+    assert sites_server.own_host(options(host=host)) == own
 
 
 def test_a_port_that_is_taken_is_refused_by_name() -> None:
@@ -155,13 +155,13 @@ def test_a_port_that_is_taken_is_refused_by_name() -> None:
         port = taken.getsockname()[1]
         with (
             pytest.raises(UserError, match=f"--port {port} cannot be listened on"),
-            server.Server(options(port=port), "", {}),
+            sites_server.SitesServer(options(port=port), "", {}),
         ):
             raise AssertionError("it listens on a port of another")
 
 
 def test_what_the_server_writes_down_is_for_its_owner_only() -> None:
-    with server.Server(options(), "", {}):
+    with sites_server.SitesServer(options(), "", {}):
         assert Path("state").stat().st_mode & 0o777 == 0o700
-        for name in (server.SETTINGS, supervision.SECRET):
+        for name in (sites_server.SETTINGS, supervision.SECRET):
             assert (Path("state") / name).stat().st_mode & 0o777 == 0o600

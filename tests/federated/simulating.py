@@ -14,12 +14,12 @@ from torch import nn
 from allhands.federated.algorithms import FedAvg, Server
 from allhands.federated.algorithms.base import Algorithm
 from allhands.federated.clients import Clients
-from allhands.federated.executors import Work
-from allhands.federated.layout import Layout
-from allhands.federated.local import LocalOptimizer, LocalTraining
+from allhands.federated.executors import ExecutorContext
+from allhands.federated.federated_training import make_executor
+from allhands.federated.local_training import LocalOptimizer, LocalTraining
 from allhands.federated.rounds import Rounds
+from allhands.federated.row_layout import RowLayout
 from allhands.federated.samples import Samples
-from allhands.federated.training import make_executor
 from allhands.world import World, current_world, init
 
 CPU = torch.device("cpu")
@@ -81,9 +81,11 @@ def rounds(
     training = LocalTraining(criterion or nn.MSELoss(), LocalOptimizer.like(made, net), **local)
     algorithm = algorithm or FedAvg()
     who, training, per_round = algorithm.prepare(who, training, per_round or len(who))
-    layout = Layout(net, training.optimizer.groups)
+    layout = RowLayout(net, training.optimizer.groups)
     server = Server(layout, layout.read(net), layout.read_integers(net), device, len(who), seed)
-    work = Work(copy.deepcopy(net), training, algorithm, Samples(given, device), who, seed)
+    work = ExecutorContext(
+        copy.deepcopy(net), training, algorithm, Samples(given, device), who, seed
+    )
     world = world or current_world() or init(device="cpu")
     return kind(
         work,

@@ -12,8 +12,8 @@ import allhands
 from allhands.errors import UserError
 from allhands.federated import Federated
 from allhands.federated.algorithms import FedAvg, Median, Scaffold
-from allhands.federated.compression import Coded
 from allhands.federated.privacy import Privacy
+from allhands.federated.update_compression import Coded
 from tests.federated import simulating as sim
 
 

@@ -12,9 +12,9 @@ from allhands.errors import UserError
 from allhands.federated import Federated
 from allhands.federated.algorithms import FedAvg
 from allhands.federated.clients import Clients
-from allhands.federated.compression import Coded, plain_bytes
 from allhands.federated.privacy import Privacy
 from allhands.federated.systems import Systems, coala_delays
+from allhands.federated.update_compression import Coded, plain_bytes
 from tests.federated import simulating as sim
 
 SIZES = sim.SIZES  # 10, 25, 17, 3

@@ -15,7 +15,7 @@ from allhands.errors import UserError
 
 if TYPE_CHECKING:
     from allhands.config import RunFile
-    from allhands.federated.sites.server import ServerOptions
+    from allhands.federated.sites.sites_server import ServerOptions
 
 app = typer.Typer(
     help="Train across real sites, on Flower: a server, and at each site a process beside its "
@@ -78,7 +78,7 @@ def server(
     """
     from allhands.cli.sites import serve, server_plan
     from allhands.federated.sites import flower
-    from allhands.federated.sites.server import ServerOptions
+    from allhands.federated.sites.sites_server import ServerOptions
 
     flower.require()
     run_file = read_run(config or (), [*(overrides or ()), *_data(data)])
@@ -142,8 +142,8 @@ def site(
 
     flower.require()
     from allhands.cli.sites import site_plan, take_part
-    from allhands.federated.sites.keys import check_name
     from allhands.federated.sites.site import SiteOptions
+    from allhands.federated.sites.site_keys import check_name
 
     run_file = read_run(config or (), [*(overrides or ()), *_data(data)])
     if insecure and (key is not None or authority is not None):

@@ -26,8 +26,8 @@ from allhands.runner.workers import plan
 from allhands.step import MuonAdamW
 from allhands.strategies import STRATEGIES, Strategy, strategy_named
 from allhands.verify.compare import verify as compare
+from allhands.verify.federated_rounds import RoundsReport, verify_rounds
 from allhands.verify.report import Report
-from allhands.verify.rounds import RoundsReport, verify_rounds
 
 # Short names; beside them the classes of torch.nn whose name ends in Loss.
 _CRITERIA = {

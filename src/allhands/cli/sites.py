@@ -9,14 +9,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from allhands.config import RunFile
-from allhands.federated.sites import server as sites_server
 from allhands.federated.sites import site as sites_site
+from allhands.federated.sites import sites_server
 from allhands.federated.sites.certificates import check_server
 from allhands.federated.sites.display import Display
-from allhands.federated.sites.events import Follower
-from allhands.federated.sites.keys import fingerprint, read_allow_list, read_site_key, read_tokens
-from allhands.federated.sites.server import Server, ServerOptions
+from allhands.federated.sites.event_log import EventReader
 from allhands.federated.sites.site import SiteOptions
+from allhands.federated.sites.site_keys import (
+    fingerprint,
+    read_allow_list,
+    read_site_key,
+    read_tokens,
+)
+from allhands.federated.sites.sites_server import ServerOptions, SitesServer
 from allhands.federated.sites.supervision import Stopped, signals
 
 #: What a site sends, for the plan; docs/federated_sites.md says it in full.
@@ -69,7 +74,7 @@ def serve(options: ServerOptions, run_file: RunFile) -> int:
     events, keys = events_of(run_file), check_files(options)
     if options.insecure:
         print("INSECURE: plain text, and whoever reaches the port can take part", flush=True)
-    started, news = time.time(), Follower(events)
+    started, news = time.time(), EventReader(events)
 
     def show(display: Display) -> None:
         for event in news.news():
@@ -77,7 +82,11 @@ def serve(options: ServerOptions, run_file: RunFile) -> int:
                 display.take(event)
 
     try:
-        with signals(), Server(options, run_file.to_yaml(), keys) as server, Display() as display:
+        with (
+            signals(),
+            SitesServer(options, run_file.to_yaml(), keys) as server,
+            Display() as display,
+        ):
             display.say(
                 f"server for {options.host}:{options.port}, {len(keys) or 'any'} sites; its files "
                 f"are in {options.state}"

@@ -13,7 +13,7 @@ from allhands.errors import UserError, WorkerError
 
 if TYPE_CHECKING:
     from allhands.verify import Report
-    from allhands.verify.rounds import RoundsReport
+    from allhands.verify.federated_rounds import RoundsReport
 
 
 def verify(

@@ -20,7 +20,7 @@ from allhands.data.loaders import reading, with_processes
 from allhands.data.order import Dealer
 from allhands.data.prefetch import StepBatch, ahead
 from allhands.data.random import derive_seed
-from allhands.data.seeded import Samples, StreamGenerators, seeded_collate
+from allhands.data.seeded import SeededBatch, StreamGenerators, seeded_collate
 from allhands.errors import UserError
 from allhands.world import World
 
@@ -143,7 +143,7 @@ class _DealtStream(IterableDataset[Any]):
         share = self.dealer.share(0, len(block), self.rank)
         collate = self.collate or default_collate
         batches = [
-            collate(Samples(self.seed, position, part))
+            collate(SeededBatch(self.seed, position, part))
             for position, part in cut(block, share, first)
         ]
         return batches, share.sizes, share.total, _fingerprint([block[0], block[-1]])

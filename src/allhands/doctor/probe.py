@@ -46,7 +46,7 @@ NVIDIA_SMI = {
 }
 
 
-class Probe:
+class HostProbe:
     """Answers the questions of one examination; each `on_…` method is one of them."""
 
     def __init__(self) -> None:
@@ -460,7 +460,7 @@ def main() -> None:
     for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit())  # through `finally` below
     signal.alarm(LIFE_S)
-    probe = Probe()
+    probe = HostProbe()
     rest = b""
     try:
         while data := os.read(0, 65536):

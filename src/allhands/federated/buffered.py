@@ -9,9 +9,9 @@ import torch
 
 from allhands.errors import UserError
 from allhands.federated.algorithms.fedbuff import UNDER_WAY, Events, FedBuff
-from allhands.federated.executors.base import Job
+from allhands.federated.client_schedule import longest_first
+from allhands.federated.executors.base import CohortMember
 from allhands.federated.rounds import Rounds
-from allhands.federated.schedule import longest_first
 from allhands.federated.sums import Sums
 
 
@@ -75,7 +75,7 @@ class BufferedRounds(Rounds):
         )
         return selected
 
-    def distribute(self, cohort: Sequence[int]) -> list[Job]:
+    def distribute(self, cohort: Sequence[int]) -> list[CohortMember]:
         steps = [
             self.work.local.num_steps(self.clients.size(cohort[slot])) for slot in self.trained
         ]
@@ -88,9 +88,9 @@ class BufferedRounds(Rounds):
         self.states.move(
             {cohort[slot]: leader(team) for team, slots in enumerate(dealt) for slot in slots}
         )
-        return [Job(cohort[slot], slot) for slot in dealt[self.team.number]]
+        return [CohortMember(cohort[slot], slot) for slot in dealt[self.team.number]]
 
-    def train(self, jobs: Sequence[Job], sums: Sums) -> None:
+    def train(self, jobs: Sequence[CohortMember], sums: Sums) -> None:
         # First what has been kept: its client may train again in this round.
         for slot, (client, version) in enumerate(self.events.arrivals):
             if version < self.server.round and self.states.owner.get(client) == self.world.rank:

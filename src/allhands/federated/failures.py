@@ -14,9 +14,9 @@ from allhands.checks import check_choice, check_whole
 from allhands.comm import all_gather_text
 from allhands.errors import AllhandsError, UserError
 from allhands.federated.algorithms.base import Trained
+from allhands.federated.client_schedule import common_store
 from allhands.federated.clients import Clients
-from allhands.federated.executors.base import ClientError, Executor, Job, Sink, States
-from allhands.federated.schedule import common_store
+from allhands.federated.executors.base import ClientError, CohortMember, Executor, Sink, States
 from allhands.federated.sums import Sums
 from allhands.federated.team import Team, TeammateError
 from allhands.world import World
@@ -92,7 +92,7 @@ class Failures:
     def train(
         self,
         executor: Executor,
-        jobs: Sequence[Job],
+        jobs: Sequence[CohortMember],
         states: States,
         sink: Sink,
         name: Callable[[int], str],
@@ -160,7 +160,7 @@ class Failures:
         self._looked = time.monotonic()
         return bool(self._store.check(["over"]))
 
-    def broke(self, error: Exception, jobs: Sequence[Job]) -> None:
+    def broke(self, error: Exception, jobs: Sequence[CohortMember]) -> None:
         """Something other than a client's own training failed on this rank, which tells the others
         and then ends.
 

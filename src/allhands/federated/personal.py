@@ -10,16 +10,18 @@ from torch import nn
 
 from allhands.errors import UserError, did_you_mean
 from allhands.federated.algorithms.base import OWN_LAYERS, Server, Trained
+from allhands.federated.client_states import ClientStates
 from allhands.federated.clients import Clients
-from allhands.federated.executors.base import Work
-from allhands.federated.layout import Layout
+from allhands.federated.executors.base import ExecutorContext
+from allhands.federated.row_layout import RowLayout
 from allhands.federated.samples import Samples
-from allhands.federated.states import ClientStates
 from allhands.step import Precision
 from allhands.world import World
 
 
-def own_numbers(patterns: Sequence[str], model: nn.Module, layout: Layout) -> torch.Tensor | None:
+def own_numbers(
+    patterns: Sequence[str], model: nn.Module, layout: RowLayout
+) -> torch.Tensor | None:
     """Places in a row of the weights and floating-point buffers that patterns name: int64; None for
     none.
 
@@ -85,7 +87,7 @@ def keep_own(trained: Trained, server: Server) -> None:
 
 
 def evaluate_clients(
-    work: Work, server: Server, states: ClientStates, tests: Clients, world: World
+    work: ExecutorContext, server: Server, states: ClientStates, tests: Clients, world: World
 ) -> dict[str, float]:
     """The mean loss of every client's own model on its own test samples, weighted by samples;
     called on every rank.
@@ -114,7 +116,7 @@ def evaluate_clients(
 
 
 def measure(
-    work: Work,
+    work: ExecutorContext,
     server: Server,
     state: dict[str, torch.Tensor],
     client: int,

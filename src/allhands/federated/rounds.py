@@ -20,17 +20,17 @@ from allhands.federated.algorithms.base import (
     Server,
     Trained,
 )
+from allhands.federated.client_schedule import Costs, Queue, deal, longest_first
+from allhands.federated.client_states import ClientStates
 from allhands.federated.clients import Clients
-from allhands.federated.compression import RESIDUAL, Compression, Traffic
-from allhands.federated.executors.base import Executor, Job, Work
+from allhands.federated.executors.base import CohortMember, Executor, ExecutorContext
 from allhands.federated.failures import Failures
 from allhands.federated.personal import evaluate_clients, keep_own, own_numbers
 from allhands.federated.privacy import Privacy
-from allhands.federated.schedule import Costs, Queue, deal, longest_first
-from allhands.federated.states import ClientStates
 from allhands.federated.sums import Sums
 from allhands.federated.systems import NOTED, Systems
 from allhands.federated.team import Team
+from allhands.federated.update_compression import RESIDUAL, Traffic, UpdateCompression
 from allhands.world import World
 
 #: Takes the row of the global model (in `Server`) to the values of each evaluated loader; called on
@@ -84,7 +84,7 @@ class Rounds:
 
     def __init__(
         self,
-        work: Work,
+        work: ExecutorContext,
         server: Server,
         executor: Executor,
         world: World,
@@ -98,7 +98,7 @@ class Rounds:
         on_client_failure: str = "stop",
         client_retries: int = 2,
         tests: Clients | None = None,
-        compression: Compression | None = None,
+        compression: UpdateCompression | None = None,
         privacy: Privacy | None = None,
         systems: Systems | None = None,
         team: Team | None = None,
@@ -219,7 +219,7 @@ class Rounds:
             selected if self.systems is None else self.systems.run(selected, round_, self.per_round)
         )
 
-    def distribute(self, cohort: Sequence[int]) -> list[Job]:
+    def distribute(self, cohort: Sequence[int]) -> list[CohortMember]:
         """The part of the cohort that this rank trains; what is in no rank's part lies in
         `queue`."""
         steps = [self.work.local.num_steps(self.clients.size(client)) for client in cohort]
@@ -240,16 +240,17 @@ class Rounds:
         else:
             dealt, groups = deal(costs, devices)
             self.queue.begin(
-                self.server.round, [[Job(cohort[slot], slot) for slot in group] for group in groups]
+                self.server.round,
+                [[CohortMember(cohort[slot], slot) for slot in group] for group in groups],
             )
         if self.states:
             leader = self.team.leader
             self.states.move(
                 {cohort[slot]: leader(team) for team, slots in enumerate(dealt) for slot in slots}
             )
-        return [Job(cohort[slot], slot) for slot in dealt[self.team.number]]
+        return [CohortMember(cohort[slot], slot) for slot in dealt[self.team.number]]
 
-    def train(self, jobs: Sequence[Job], sums: Sums) -> None:
+    def train(self, jobs: Sequence[CohortMember], sums: Sums) -> None:
         """Train this rank's part of the cohort and add it to the sums."""
 
         def states(clients: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -403,11 +404,11 @@ class Rounds:
         self._note(round_, selected, figures, values, time.perf_counter() - began)
         return values
 
-    def _train_all(self, jobs: Sequence[Job], sums: Sums) -> None:
+    def _train_all(self, jobs: Sequence[CohortMember], sums: Sums) -> None:
         """Train this rank's part, and then what is left in the queue. Whatever fails, the rank goes
         on to the round's sum, where the others wait for it."""
         self.failures.begin()
-        part: Sequence[Job] | None = jobs
+        part: Sequence[CohortMember] | None = jobs
         try:
             while part is not None and not self.failures.fatal:
                 jobs = part

@@ -15,15 +15,15 @@ from allhands.errors import UserError, did_you_mean
 from allhands.federated.algorithms import ALGORITHMS, Algorithm
 from allhands.federated.algorithms.fedbuff import FedBuff
 from allhands.federated.buffered import BufferedRounds
-from allhands.federated.compression import Compression, chosen
 from allhands.federated.executors.choice import parse
 from allhands.federated.failures import check_action
-from allhands.federated.local import CLIENT_PRECISIONS
+from allhands.federated.local_training import CLIENT_PRECISIONS
 from allhands.federated.privacy import Privacy
 from allhands.federated.rounds import Rounds
 from allhands.federated.sites.settings import Sites
 from allhands.federated.systems import Systems
 from allhands.federated.team import check_size
+from allhands.federated.update_compression import UpdateCompression, chosen
 from allhands.runner.callbacks import is_overridden
 from allhands.strategies import Strategy
 from allhands.world import World
@@ -80,7 +80,8 @@ class Federated(Strategy):
             ``{"names": […], "min": 3}``, or a `Sites`. A simulation checks it, and that it has as
             many clients as there are names.
         compress: what clients send is narrowed: "fp16", "bf16", "int8", "1bit", "topk", ``{"name":
-            "topk", "keep": 0.01, "feedback": True}``, or a `Compression`; None: they send all.
+            "topk", "keep": 0.01, "feedback": True}``, or an `UpdateCompression`; None: they send
+            all.
 
     Of the other arguments of `SupervisedRunner.train`, these mean something of their own here: a
     `scheduler` steps once a round, on the clients' learning rate; callbacks take rounds for epochs,
@@ -111,13 +112,13 @@ class Federated(Strategy):
         on_client_failure: str = "stop",
         client_retries: int = 2,
         devices_per_client: int = 1,
-        compression: str | dict[str, Any] | Compression | None = None,
+        compression: str | dict[str, Any] | UpdateCompression | None = None,
         privacy: dict[str, Any] | Privacy | None = None,
         systems: dict[str, Any] | Systems | None = None,
         test_fraction: float | None = None,
         stages: type[Rounds] = Rounds,
         sites: dict[str, Any] | Sites | None = None,
-        compress: str | dict[str, Any] | Compression | None = None,
+        compress: str | dict[str, Any] | UpdateCompression | None = None,
     ) -> None:
         for name, value in (
             ("clients", clients),
@@ -261,7 +262,7 @@ class Federated(Strategy):
         return model
 
     def train_instead(self) -> Callable[..., Any] | None:
-        from allhands.federated.training import train
+        from allhands.federated.federated_training import train
 
         return train
 

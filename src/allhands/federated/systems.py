@@ -19,8 +19,8 @@ from allhands.data import derive_seed
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import fraction
 from allhands.federated.clients import Clients
-from allhands.federated.compression import Traffic
-from allhands.federated.local import LocalTraining
+from allhands.federated.local_training import LocalTraining
+from allhands.federated.update_compression import Traffic
 
 _TRIES = 100  # clients looked at for each one that is wanted, before a round goes on with fewer
 

@@ -346,7 +346,7 @@ def _implausible(trace: Trace, limit: float) -> Difference | None:
 
 NOT_STEPS = (
     "federated training is compared by its rounds and not by optimizer steps: use "
-    "allhands.verify.rounds.verify_rounds, or "
+    "allhands.verify.federated_rounds.verify_rounds, or "
     "`allhands verify` on a run file; or verify the model and the data with the strategy ddp"
 )
 

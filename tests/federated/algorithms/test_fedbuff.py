@@ -12,10 +12,10 @@ from allhands.errors import UserError
 from allhands.federated import Federated
 from allhands.federated.algorithms import FedAvg, FedBuff
 from allhands.federated.buffered import BufferedRounds
-from allhands.federated.compression import Coded
 from allhands.federated.privacy import Privacy
 from allhands.federated.rounds import Rounds
 from allhands.federated.systems import Systems
+from allhands.federated.update_compression import Coded
 from tests.federated import simulating as sim
 from tests.worlds import in_world
 

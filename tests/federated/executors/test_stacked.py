@@ -14,7 +14,7 @@ from allhands.errors import UserError
 from allhands.federated.executors import ClientError
 from allhands.federated.executors.stack import Stack
 from allhands.federated.executors.unfolded import UnfoldedConv2d, unfold_convolutions
-from allhands.federated.local import LocalOptimizer, restart
+from allhands.federated.local_training import LocalOptimizer, restart
 from allhands.federated.strategy import Federated
 from tests.federated import simulating as sim
 from tests.federated.executors.comparing import SIZES, Pulled, difference, images, network, trained

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from allhands.federated.sites.definition import Definition
-from allhands.federated.sites.training import Across, SiteRunner, across_sites
-from allhands.federated.sites.warm import SiteWorker
+from allhands.federated.sites.site_training import Across, SiteRunner, across_sites
+from allhands.federated.sites.site_worker import SiteWorker
 from allhands.federated.strategy import Federated
 from allhands.runner import SupervisedRunner
 from tests.federated.sites.fake_grid import FakeGrid

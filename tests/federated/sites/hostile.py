@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import allhands
-from allhands.federated.sites import training
-from allhands.federated.sites.events import Events
-from allhands.federated.sites.training import Across
+from allhands.federated.sites import site_training
+from allhands.federated.sites.event_log import EventLog
+from allhands.federated.sites.site_training import Across
 from tests.federated.sites import across as trial
 from tests.federated.sites.fake_grid import FakeGrid
 
@@ -57,7 +57,7 @@ def run(
     with (
         pytest.MonkeyPatch.context() as patch
     ):  # events alone: a logdir would have checkpoints written
-        patch.setattr(training, "Events", lambda _: Events(path))
+        patch.setattr(site_training, "EventLog", lambda _: EventLog(path))
         model, history = trial.serve(
             grid, sites={"min": 3, **sites}, rounds=rounds, **BRIEF, **(options or {})
         )

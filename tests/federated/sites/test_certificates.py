@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
 from allhands.errors import UserError
-from allhands.federated.sites import keys, trial_keys
+from allhands.federated.sites import site_keys, trial_keys
 from allhands.federated.sites.certificates import (
     check_authority,
     check_server,
@@ -108,9 +108,10 @@ def test_what_is_made_fits_together_and_only_its_owner_reads_what_is_private(tri
     assert set(names_of(server)) == {"fl.example.org", "10.1.2.3", "localhost", "127.0.0.1"}
     for name in ("authority.key", "server.key", "sites/north.key", "sites/south.key"):
         assert stat.S_IMODE((trial / name).stat().st_mode) == 0o600
-    allowed = keys.read_allow_list(trial / "sites.txt")
+    allowed = site_keys.read_allow_list(trial / "sites.txt")
     assert allowed == {
-        name: keys.read_site_key(trial / "sites" / f"{name}.key") for name in ("north", "south")
+        name: site_keys.read_site_key(trial / "sites" / f"{name}.key")
+        for name in ("north", "south")
     }
     assert (
         datetime.timedelta(days=364)
@@ -137,7 +138,7 @@ def test_a_folder_grows_and_nothing_in_it_is_overwritten(tmp_path):
     trial_keys.make(tmp_path, ["b.example"], ["west"])  # signed by the authority that was there
     assert (tmp_path / "authority.crt").read_bytes() == before[tmp_path / "authority.crt"]
     check(tmp_path)
-    assert list(keys.read_allow_list(tmp_path / "sites.txt")) == ["north", "south", "west"]
+    assert list(site_keys.read_allow_list(tmp_path / "sites.txt")) == ["north", "south", "west"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from allhands.federated.sites.display import Board, Display
+from allhands.federated.sites.display import Display, StatusTable
 
 BEGIN = {
     "kind": "begin",
@@ -58,7 +58,7 @@ EVENTS = [
 
 
 def test_every_event_is_counted_and_said():
-    board = Board()
+    board = StatusTable()
     said = [board.take({"time": 0.0, **event}) for event in EVENTS]
     assert said == [
         "2 sites, 3 rounds of fedavg; a round needs 2",
@@ -114,4 +114,4 @@ def test_a_name_that_a_peer_has_made_up_is_text_and_gets_no_row_beside_the_sites
         )
     assert "[/x] is refused: [/y] [red]" in out.getvalue()
     assert "[/z] is refused: it is called '[/z]'" in out.getvalue()
-    assert list(display.board.rows) == ["a", "b", "[/x]"]
+    assert list(display.status.rows) == ["a", "b", "[/x]"]

@@ -14,11 +14,11 @@ pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from allhands.errors import UserError
-from allhands.federated.layout import Layout
 from allhands.federated.rounds import BadUpdateError
-from allhands.federated.sites import training
+from allhands.federated.row_layout import RowLayout
+from allhands.federated.sites import site_training
 from allhands.federated.sites.arrays import pack
-from allhands.federated.sites.training import Across
+from allhands.federated.sites.site_training import Across
 from tests.federated.sites.across import NAMES, grid, net, same, serve, simulate, site
 from tests.federated.sites.fake_grid import FakeGrid
 
@@ -199,13 +199,13 @@ def test_too_few_sites_are_waited_for_where_that_is_asked_for(tmp_path):
 
 
 def test_waiting_for_sites_is_no_part_of_a_rounds_seconds(tmp_path, monkeypatch):
-    real = training.Roll.wait_for
+    real = site_training.Roll.wait_for
 
     def slow(self):
         time.sleep(0.4)
         real(self)
 
-    monkeypatch.setattr(training.Roll, "wait_for", slow)
+    monkeypatch.setattr(site_training.Roll, "wait_for", slow)
     given = grid(tmp_path)
     began = time.perf_counter()
     _, history = serve(given)
@@ -313,7 +313,7 @@ def test_replies_that_come_twice_count_once(tmp_path):
 
 def test_memory_is_that_of_one_reply_however_many_sites_there_are(monkeypatch):
     given, names, alive, most = FakeGrid(), [f"site{number}" for number in range(40)], [], []
-    length = Layout(net()).length
+    length = RowLayout(net()).length
 
     def handler(name):
         def handle(request):
@@ -331,13 +331,13 @@ def test_memory_is_that_of_one_reply_however_many_sites_there_are(monkeypatch):
 
         return handle
 
-    real = training.SiteExecutor._trained
+    real = site_training.SiteExecutor._trained
 
     def counted(self, job, arrays, figures):
         alive.extend(weakref.ref(array) for array in arrays.values())
         return real(self, job, arrays, figures)
 
-    monkeypatch.setattr(training.SiteExecutor, "_trained", counted)
+    monkeypatch.setattr(site_training.SiteExecutor, "_trained", counted)
     for number, name in enumerate(names):
         given.add(number, handler(name))
     # Whenever the next one is pulled; without help of the collector.

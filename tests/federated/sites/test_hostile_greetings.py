@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
-from allhands.federated.sites import keys
-from allhands.federated.sites.training import Across
+from allhands.federated.sites import site_keys
+from allhands.federated.sites.site_training import Across
 from tests.federated.sites import across as trial
 from tests.federated.sites.fake_grid import FakeGrid
 from tests.federated.sites.hostile import (
@@ -146,15 +146,15 @@ def pairs(tmp_path) -> dict[str, bytes]:
     """Public keys of the four sites and of a stranger."""
     made = {}
     for name in (*trial.NAMES, "stranger"):
-        keys.make_site_key(tmp_path / f"{name}.key", name)
-        made[name] = keys.read_site_key(tmp_path / f"{name}.key")
+        site_keys.make_site_key(tmp_path / f"{name}.key", name)
+        made[name] = site_keys.read_site_key(tmp_path / f"{name}.key")
     return made
 
 
 def test_nodes_whose_keys_are_not_on_the_list(tmp_path, pairs):
     honest = trial.site(3, tmp_path / "west", rounds=ROUNDS, **BRIEF).handle
     strangers = {
-        pairs["stranger"]: keys.fingerprint(pairs["stranger"]),
+        pairs["stranger"]: site_keys.fingerprint(pairs["stranger"]),
         b"": "no key",
         b"north": "no key",
         NOISE: "no key",
@@ -193,7 +193,7 @@ def with_token(
         if request["allhands"]["kind"] == "hello" and token is not None:
             known = dict(reply["allhands"])
             proof = (
-                keys.prove(token, request["allhands"]["challenge"], known["site"])
+                site_keys.prove(token, request["allhands"]["challenge"], known["site"])
                 if isinstance(token, str)
                 else token
             )

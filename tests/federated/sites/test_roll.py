@@ -11,11 +11,11 @@ pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from allhands.errors import UserError
-from allhands.federated.sites.events import Events
-from allhands.federated.sites.keys import prove
+from allhands.federated.sites.event_log import EventLog
 from allhands.federated.sites.post import Post
 from allhands.federated.sites.roll import Roll
 from allhands.federated.sites.settings import Sites
+from allhands.federated.sites.site_keys import prove
 from tests.federated.sites.fake_grid import FakeGrid
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -54,7 +54,7 @@ def make(tmp_path):
 class Here:
     def __init__(self, folder, allowed=None, tokens=None, **settings):
         self.grid, self.path = FakeGrid(), folder / "events.jsonl"
-        self.events = events = Events(self.path)
+        self.events = events = EventLog(self.path)
         settings = Sites(**{"wait": 0.05, **settings})
         self.roll = Roll(
             self.grid,

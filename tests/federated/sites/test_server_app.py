@@ -14,7 +14,7 @@ from allhands.cli.run_objects import definition
 from allhands.config import read_run
 from allhands.errors import UserError
 from allhands.federated.sites import server_app
-from allhands.federated.sites.warm import SiteWorker
+from allhands.federated.sites.site_worker import SiteWorker
 from tests.federated.sites.fake_grid import FakeGrid
 
 pytestmark = pytest.mark.usefixtures("quick")

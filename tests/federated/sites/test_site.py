@@ -21,8 +21,8 @@ from flwr.app.message import make_message
 from allhands.cli.run_objects import definition
 from allhands.config import read_run
 from allhands.errors import UserError
-from allhands.federated.layout import Layout
-from allhands.federated.local import LocalOptimizer
+from allhands.federated.local_training import LocalOptimizer
+from allhands.federated.row_layout import RowLayout
 from allhands.federated.sites import client_app, message_process, site, supernode, warm_process
 from allhands.federated.sites.arrays import pack
 from allhands.federated.sites.local_socket import SocketError, ask
@@ -86,7 +86,7 @@ def options(tmp_path, **changed):
 
 def train_request(run_file, round_=0):
     made = definition(read_run([run_file]))
-    layout = Layout(made.model, LocalOptimizer.like(made.optimizer, made.model).groups)
+    layout = RowLayout(made.model, LocalOptimizer.like(made.optimizer, made.model).groups)
     config = {
         "kind": "train",
         "run": "trial",

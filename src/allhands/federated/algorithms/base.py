@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from allhands.errors import UserError
-from allhands.federated.layout import Layout
+from allhands.federated.row_layout import RowLayout
 from allhands.federated.sums import Sums
 
 if TYPE_CHECKING:
     from allhands.federated.clients import Clients
-    from allhands.federated.local import LocalTraining
+    from allhands.federated.local_training import LocalTraining
     from allhands.world import World
 
 #: Figures of a client that every algorithm's sums carry; `ok` is 1 for a client that has trained,
@@ -49,7 +49,7 @@ class Server:
         own: places in a row of the numbers that each client keeps as its own, int64; None: none.
     """
 
-    layout: Layout
+    layout: RowLayout
     weights: torch.Tensor
     integers: torch.Tensor
     device: torch.device

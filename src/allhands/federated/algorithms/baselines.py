@@ -10,7 +10,7 @@ from torch import nn
 from allhands.federated.algorithms.base import Algorithm, Server, Trained
 from allhands.federated.algorithms.fedavg import FedAvg
 from allhands.federated.clients import Clients
-from allhands.federated.local import LocalTraining
+from allhands.federated.local_training import LocalTraining
 from allhands.federated.sums import Sums
 
 

@@ -10,7 +10,7 @@ import torch
 
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import Algorithm, Server, Trained, fraction
-from allhands.federated.local import LocalOptimizer
+from allhands.federated.local_training import LocalOptimizer
 from allhands.federated.sums import Sums
 
 

@@ -21,12 +21,12 @@ from allhands.federated.coala.client import BaseClient, check_client, trains_its
 from allhands.federated.coala.config import Config, check
 from allhands.federated.coala.datasets import FederatedDataset, as_federated, load, split
 from allhands.federated.coala.pool import Objects, Pool
-from allhands.federated.coala.rounds import ServerRounds, Uploads
 from allhands.federated.coala.server import BaseServer, check_server, overridden
-from allhands.federated.executors import Executor, Work
-from allhands.federated.layout import Layout
-from allhands.federated.local import LocalOptimizer, LocalTraining
-from allhands.federated.training import make_executor
+from allhands.federated.coala.server_rounds import ServerRounds, Uploads
+from allhands.federated.executors import Executor, ExecutorContext
+from allhands.federated.federated_training import make_executor
+from allhands.federated.local_training import LocalOptimizer, LocalTraining
+from allhands.federated.row_layout import RowLayout
 from allhands.world import World
 
 
@@ -382,7 +382,7 @@ def _build(federation: _Federation) -> tuple[BaseServer, ServerRounds, Pool]:
     optimizer = LocalOptimizer.of(
         conf.client.optimizer.type, model, **conf.client.optimizer.options()
     )
-    layout = Layout(model, optimizer.groups)
+    layout = RowLayout(model, optimizer.groups)
     if conf.server.aggregation_content == "parameters" and (layout.buffers or layout.integers):
         raise UserError(
             "server.aggregation_content = 'parameters': the model has buffers, such as "
@@ -414,7 +414,9 @@ def _build(federation: _Federation) -> tuple[BaseServer, ServerRounds, Pool]:
         batch_size=conf.client.batch_size,
         epochs=conf.client.local_epoch,
     )
-    work = Work(copy.deepcopy(model), local, algorithm, train.samples, train.clients, seed)
+    work = ExecutorContext(
+        copy.deepcopy(model), local, algorithm, train.samples, train.clients, seed
+    )
     executor: Executor
     if objects:
         if conf.executor != "auto":

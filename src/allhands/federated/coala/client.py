@@ -11,7 +11,7 @@ from torch import nn
 from allhands.errors import UserError
 from allhands.federated.coala.config import ClientConfig
 from allhands.federated.coala.datasets import FederatedDataset, Loader
-from allhands.federated.local import LocalOptimizer
+from allhands.federated.local_training import LocalOptimizer
 
 #: Names under which COALA's remote clients do their work, and its clients that sleep.
 _NOT_CALLED = {

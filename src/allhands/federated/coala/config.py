@@ -39,14 +39,14 @@ def _only(default: Any, reason: str) -> Any:
     )
 
 
-class Section(BaseModel):
+class CoalaSection(BaseModel):
     """A part of the configuration; unknown keys, and values that nothing here can honour, are
     refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @model_validator(mode="after")
-    def _honoured(self) -> Section:
+    def _honoured(self) -> CoalaSection:
         refused = []
         for name, field in type(self).model_fields.items():
             extra = field.json_schema_extra
@@ -60,7 +60,7 @@ class Section(BaseModel):
         return self
 
 
-class Data(Section):
+class CoalaData(CoalaSection):
     """Which data set, and which client gets what."""
 
     root: str | None = Field(
@@ -120,7 +120,7 @@ class Data(Section):
     )
 
     @model_validator(mode="after")
-    def _agrees(self) -> Data:
+    def _agrees(self) -> CoalaData:
         given, split = self.model_fields_set, self.split_type
         default = {name: field.default for name, field in type(self).model_fields.items()}
         for name, wanted in (
@@ -152,7 +152,7 @@ class Data(Section):
         return self
 
 
-class Optimizer(Section):
+class CoalaOptimizer(CoalaSection):
     """A client's optimizer, made anew in every round."""
 
     type: str = Field(
@@ -187,7 +187,7 @@ class Optimizer(Section):
         return options
 
 
-class ServerOptimizer(Section):
+class ServerOptimizer(CoalaSection):
     """Of COALA's semi-supervised and split learning only."""
 
     type: Any = _only("Adam", "the server has no optimizer in FedAvg")
@@ -196,7 +196,7 @@ class ServerOptimizer(Section):
     weight_decay: Any = _only(0.0005, "the server has no optimizer in FedAvg")
 
 
-class ServerConfig(Section):
+class ServerConfig(CoalaSection):
     """The rounds."""
 
     track: Any = _only(False, "the history is in what run() returns")
@@ -239,7 +239,7 @@ class ServerConfig(Section):
     optimizer: ServerOptimizer = ServerOptimizer()
 
 
-class ClientConfig(Section):
+class ClientConfig(CoalaSection):
     """A client's training."""
 
     track: Any = _only(False, "the clients' loss is in the history that run() returns")
@@ -248,7 +248,7 @@ class ClientConfig(Section):
     local_epoch: Count = Field(
         default=10, description="times that a client goes through its samples in a round"
     )
-    optimizer: Optimizer = Optimizer()
+    optimizer: CoalaOptimizer = CoalaOptimizer()
     seed: Whole = Field(
         default=0, description="changes the order of the clients' samples, and nothing else"
     )
@@ -261,7 +261,7 @@ class ClientConfig(Section):
     )
 
 
-class Distributed(Section):
+class Distributed(CoalaSection):
     """The processes. Nothing needs to be set under torchrun, srun, mpirun or `allhands launch`."""
 
     backend: Literal["auto", "nccl", "gloo", "mpi"] = Field(
@@ -277,7 +277,7 @@ class Distributed(Section):
     )
 
 
-class Tracking(Section):
+class Tracking(CoalaSection):
     """What is told."""
 
     database: Any = _only("", "the history is in what run() returns")
@@ -289,7 +289,7 @@ class Tracking(Section):
     save_every: Any = _only(1, "COALA never reads it; write server.save_model_every")
 
 
-class Heterogeneity(Section):
+class Heterogeneity(CoalaSection):
     """Which process trains which client, and slow clients: in virtual time, where COALA sleeps."""
 
     simulate: Flag = Field(
@@ -350,11 +350,11 @@ class Heterogeneity(Section):
         )
 
 
-class Config(Section):
+class Config(CoalaSection):
     """The whole configuration."""
 
     task_id: str = Field(default="", description="name in what is printed and of saved models")
-    data: Data = Data()
+    data: CoalaData = CoalaData()
     model: str = Field(
         default="lenet",
         description="lenet, simple_cnn, vgg9, resnet18, rnn, mlp; others through register_model",

@@ -16,7 +16,7 @@ from allhands.data import catalogue, derive_seed
 from allhands.data.catalogue.entry import data_root
 from allhands.errors import UserError, kind_of
 from allhands.federated.clients import Clients
-from allhands.federated.coala.config import Data
+from allhands.federated.coala.config import CoalaData
 from allhands.federated.partitions import partition_of
 from allhands.federated.samples import Samples
 
@@ -322,7 +322,7 @@ def divide(
     )
 
 
-def split(train: FederatedDataset, data: Data, seed: int) -> None:
+def split(train: FederatedDataset, data: CoalaData, seed: int) -> None:
     """Deal a data set out as the configuration says, unless it comes divided."""
     train.divide(seed)
     if train.clients is None:
@@ -330,7 +330,7 @@ def split(train: FederatedDataset, data: Data, seed: int) -> None:
         train.clients = divide(train.samples, seed=seed, **options)
 
 
-def load(data: Data, seed: int) -> tuple[FederatedDataset, FederatedDataset, int]:
+def load(data: CoalaData, seed: int) -> tuple[FederatedDataset, FederatedDataset, int]:
     """The data set of the configuration: to train on, to test on, and the number of classes.
 
     Raises:
@@ -365,7 +365,7 @@ def load(data: Data, seed: int) -> tuple[FederatedDataset, FederatedDataset, int
     return train, test, classes
 
 
-def _writers(data: Data, seed: int) -> tuple[FederatedDataset, FederatedDataset]:
+def _writers(data: CoalaData, seed: int) -> tuple[FederatedDataset, FederatedDataset]:
     """MNIST with its writers; those of the test set are others."""
     entry, made = catalogue.info("mnist"), []
     for part in ("train", "test"):
@@ -380,7 +380,7 @@ def _writers(data: Data, seed: int) -> tuple[FederatedDataset, FederatedDataset]
     return _by_name(train, names), FederatedDataset(TensorDataset(test_x, test_y))
 
 
-def _speakers(data: Data, seed: int) -> tuple[FederatedDataset, FederatedDataset]:
+def _speakers(data: CoalaData, seed: int) -> tuple[FederatedDataset, FederatedDataset]:
     """Shakespeare by speaker: 80 characters, and the one that comes next."""
     with _arrays(data, "shakespeare_speakers.npz", "tokens, start and names") as arrays:
         tokens, start, speakers = (
@@ -412,7 +412,7 @@ def _speakers(data: Data, seed: int) -> tuple[FederatedDataset, FederatedDataset
     return FederatedDataset(taken(train)), FederatedDataset(taken(np.flatnonzero(tests)))
 
 
-def _chosen(owners: np.ndarray, data: Data, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _chosen(owners: np.ndarray, data: CoalaData, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Whole clients with at least `min_size` samples, drawn until `data_amount` of all samples is
     reached: the samples' places, and their owners."""
     _, place, sizes = np.unique(owners, return_inverse=True, return_counts=True)
@@ -436,7 +436,7 @@ def _by_name(dataset: TensorDataset, owners: np.ndarray) -> FederatedDataset:
     )
 
 
-def _arrays(data: Data, name: str, needed: str) -> Any:
+def _arrays(data: CoalaData, name: str, needed: str) -> Any:
     root = data_root(data.root)
     file = None if root is None else Path(root) / name
     if file is None or not file.is_file():

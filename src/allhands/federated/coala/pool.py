@@ -17,7 +17,7 @@ from allhands.federated.algorithms import Server, Trained
 from allhands.federated.coala.client import BaseClient
 from allhands.federated.coala.config import ClientConfig
 from allhands.federated.coala.datasets import FederatedDataset
-from allhands.federated.executors import ClientError, Executor, Job, Work
+from allhands.federated.executors import ClientError, CohortMember, Executor, ExecutorContext
 from allhands.federated.executors.base import Sink, States
 
 
@@ -68,12 +68,12 @@ class Objects(Executor):
 
     name = "objects"
 
-    def __init__(self, work: Work, server: Server, pool: Pool) -> None:
+    def __init__(self, work: ExecutorContext, server: Server, pool: Pool) -> None:
         super().__init__(work, server)
         self.pool = pool
         self.model = work.model.to(server.device)
 
-    def train(self, jobs: Sequence[Job], states: States, sink: Sink) -> None:
+    def train(self, jobs: Sequence[CohortMember], states: States, sink: Sink) -> None:
         for job in jobs:
             began, client = time.perf_counter(), self.pool[job.client]
             client.round, client.seed = self.server.round, self.work.seed
@@ -100,7 +100,9 @@ class Objects(Executor):
         self.server.layout.write_integers(self.server.integers, self.model)
         return self.model
 
-    def _trained(self, job: Job, client: BaseClient, learnt: Any, start: torch.Tensor) -> Trained:
+    def _trained(
+        self, job: CohortMember, client: BaseClient, learnt: Any, start: torch.Tensor
+    ) -> Trained:
         layout, size = self.server.layout, self.work.clients.size(job.client)
         if not isinstance(learnt, nn.Module):
             raise TypeError(

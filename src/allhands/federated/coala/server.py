@@ -14,7 +14,7 @@ from allhands.federated.coala.config import Config
 from allhands.federated.coala.datasets import FederatedDataset
 
 if TYPE_CHECKING:
-    from allhands.federated.coala.rounds import ServerRounds
+    from allhands.federated.coala.server_rounds import ServerRounds
 
 #: Names under which COALA's servers work over a network, measure speeds and keep uploads.
 _NOT_CALLED = {

@@ -3,7 +3,7 @@ once."""
 
 from __future__ import annotations
 
-from allhands.federated.executors.base import ClientError, Executor, Job, Work
+from allhands.federated.executors.base import ClientError, CohortMember, Executor, ExecutorContext
 from allhands.federated.executors.choice import EXECUTORS, Auto
 from allhands.federated.executors.graph import Graph
 from allhands.federated.executors.serial import Serial
@@ -13,10 +13,10 @@ __all__ = [
     "EXECUTORS",
     "Auto",
     "ClientError",
+    "CohortMember",
     "Executor",
+    "ExecutorContext",
     "Graph",
-    "Job",
     "Serial",
     "Stacked",
-    "Work",
 ]

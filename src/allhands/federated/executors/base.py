@@ -12,12 +12,12 @@ from torch import nn
 
 from allhands.federated.algorithms.base import Algorithm, Server, Trained
 from allhands.federated.clients import Clients
-from allhands.federated.local import LocalTraining
+from allhands.federated.local_training import LocalTraining
 from allhands.federated.samples import Samples
 
 
 @dataclass(frozen=True)
-class Job:
+class CohortMember:
     """One client of the cohort: its number among all clients, and its place in the cohort."""
 
     client: int
@@ -32,7 +32,7 @@ Sink = Callable[[Trained, float], None]
 
 
 @dataclass
-class Work:
+class ExecutorContext:
     """What an executor is made for: everything that does not change between rounds.
 
     `model` is the executor's own to bind and change.
@@ -55,17 +55,17 @@ class Executor(ABC):
     #: a cohort are better than many.
     together: bool = False
 
-    def __init__(self, work: Work, server: Server) -> None:
+    def __init__(self, work: ExecutorContext, server: Server) -> None:
         self.work = work
         self.server = server
 
     @classmethod
-    def refuses(cls, work: Work, server: Server) -> str | None:
+    def refuses(cls, work: ExecutorContext, server: Server) -> str | None:
         """Why it cannot train these clients, as the end of a sentence; None when it can."""
         return None
 
     @abstractmethod
-    def train(self, jobs: Sequence[Job], states: States, sink: Sink) -> None:
+    def train(self, jobs: Sequence[CohortMember], states: States, sink: Sink) -> None:
         """Train each client from `server.weights`, in any order; each is handed to `sink` once.
 
         Raises:
@@ -76,7 +76,7 @@ class Executor(ABC):
 class ClientError(RuntimeError):
     """A client failed. `job` is who; the cause is chained."""
 
-    def __init__(self, job: Job, message: str) -> None:
+    def __init__(self, job: CohortMember, message: str) -> None:
         super().__init__(message)
         self.job = job
 

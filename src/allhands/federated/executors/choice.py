@@ -14,7 +14,14 @@ import torch.distributed as dist
 
 from allhands.errors import UserError, did_you_mean
 from allhands.federated.algorithms.base import Server, Trained
-from allhands.federated.executors.base import Executor, Job, Sink, States, Work, wait_for
+from allhands.federated.executors.base import (
+    CohortMember,
+    Executor,
+    ExecutorContext,
+    Sink,
+    States,
+    wait_for,
+)
 from allhands.federated.executors.graph import Graph
 from allhands.federated.executors.serial import Serial
 from allhands.federated.executors.stacked import Stacked
@@ -37,19 +44,19 @@ class Auto(Executor):
 
     name = "auto"
 
-    def __init__(self, work: Work, server: Server) -> None:
+    def __init__(self, work: ExecutorContext, server: Server) -> None:
         super().__init__(work, server)
         self.chosen: Executor | None = (
             Serial(work, server) if server.device.type != "cuda" else None
         )
 
-    def train(self, jobs: Sequence[Job], states: States, sink: Sink) -> None:
+    def train(self, jobs: Sequence[CohortMember], states: States, sink: Sink) -> None:
         if self.chosen is None:
             self.chosen = self._try(jobs, states)
             self.together = self.chosen.together
         self.chosen.train(jobs, states, sink)
 
-    def _try(self, jobs: Sequence[Job], states: States) -> Executor:
+    def _try(self, jobs: Sequence[CohortMember], states: States) -> Executor:
         kinds: list[type[Executor]] = [Serial, Graph, Stacked]
         seconds, said = [], []
         for kind in kinds:
@@ -73,7 +80,9 @@ class Auto(Executor):
     def _made(self, kind: type[Executor]) -> Executor:
         return kind(replace(self.work, model=copy.deepcopy(self.work.model)), self.server)
 
-    def _time(self, kind: type[Executor], jobs: list[Job], states: States) -> tuple[float, str]:
+    def _time(
+        self, kind: type[Executor], jobs: list[CohortMember], states: States
+    ) -> tuple[float, str]:
         """Seconds a step of a client, when they are trained for the second time; infinite with the
         reason where it cannot."""
 

@@ -8,8 +8,8 @@ import torch
 
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import Server
-from allhands.federated.executors.base import Job, Work
-from allhands.federated.executors.recording import Recorder
+from allhands.federated.executors.base import CohortMember, ExecutorContext
+from allhands.federated.executors.graph_capture import GraphCapture
 from allhands.federated.executors.serial import Serial
 from allhands.federated.executors.trial import why_not_fixed
 from allhands.step import LossRule
@@ -28,7 +28,7 @@ class Graph(Serial):
 
     name = "graph"
 
-    def __init__(self, work: Work, server: Server) -> None:
+    def __init__(self, work: ExecutorContext, server: Server) -> None:
         super().__init__(work, server)
         named = dict(work.model.named_parameters())
         self._weights = [named[place.name] for place in server.layout.parameters]
@@ -38,11 +38,11 @@ class Graph(Serial):
         ]
         self._keys = torch.zeros(len(self.noise.names), dtype=torch.int32, device=server.device)
         self._loss = torch.zeros((), dtype=torch.float64, device=server.device)
-        self._recorder = Recorder(server.device)
+        self._recorder = GraphCapture(server.device)
         self._recorded: dict[int, tuple[torch.Tensor, Callable[[], None]]] = {}
 
     @classmethod
-    def refuses(cls, work: Work, server: Server) -> str | None:
+    def refuses(cls, work: ExecutorContext, server: Server) -> str | None:
         if server.device.type != "cuda":
             return (
                 f"it records CUDA graphs, and the device is '{server.device.type}'; write "
@@ -55,7 +55,7 @@ class Graph(Serial):
             self._recorded[size] = self._record(size)
 
     def _gradient(
-        self, job: Job, step: int, batch: torch.Tensor, keys: torch.Tensor
+        self, job: CohortMember, step: int, batch: torch.Tensor, keys: torch.Tensor
     ) -> torch.Tensor:
         indices, replay = self._recorded[len(batch)]
         indices.copy_(batch)

@@ -10,11 +10,18 @@ import torch
 from allhands.comm.clipping import clip_rows
 from allhands.data import derive_seed, preserved_generators
 from allhands.federated.algorithms.base import START_GRADIENT, Server, Trained
-from allhands.federated.executors.base import ClientError, Executor, Job, Sink, States, Work
+from allhands.federated.executors.base import (
+    ClientError,
+    CohortMember,
+    Executor,
+    ExecutorContext,
+    Sink,
+    States,
+)
 from allhands.federated.executors.gathering import Gathered
 from allhands.federated.executors.starting import measuring
-from allhands.federated.local import restart
-from allhands.federated.noise import Noise
+from allhands.federated.keyed_noise import KeyedNoise
+from allhands.federated.local_training import restart
 from allhands.step import LossRule, Precision
 
 
@@ -27,13 +34,13 @@ class Serial(Executor):
 
     name = "serial"
 
-    def __init__(self, work: Work, server: Server) -> None:
+    def __init__(self, work: ExecutorContext, server: Server) -> None:
         super().__init__(work, server)
         layout = server.layout
         self.rows = torch.zeros(1, layout.length, dtype=layout.dtype, device=server.device)
         self.gradients = torch.zeros(1, layout.trained, dtype=layout.dtype, device=server.device)
         work.model.to(server.device)
-        self.noise = Noise(work.model, server.device)
+        self.noise = KeyedNoise(work.model, server.device)
         layout.bind(work.model, self.rows[0], self.gradients[0])
         self.rule = LossRule(work.local.criterion)
         self.precision = Precision(work.local.precision, server.device)
@@ -45,7 +52,7 @@ class Serial(Executor):
             else optimizer.over(dict(work.model.named_parameters()))
         )
 
-    def train(self, jobs: Sequence[Job], states: States, sink: Sink) -> None:
+    def train(self, jobs: Sequence[CohortMember], states: States, sink: Sink) -> None:
         self.work.local.optimizer.set_rates(self.optimizer)
         self.work.model.train()
         gathered = Gathered(self.rows, self._room)
@@ -65,7 +72,7 @@ class Serial(Executor):
             finally:
                 gathered.give(sink)
 
-    def _train(self, job: Job, own: dict[str, torch.Tensor]) -> Trained:
+    def _train(self, job: CohortMember, own: dict[str, torch.Tensor]) -> Trained:
         work, server, local = self.work, self.server, self.work.local
         numbers = server.layout.trained
         start, indices = server.start(own), work.clients.samples(job.client)
@@ -121,7 +128,7 @@ class Serial(Executor):
         """Called with a client's batches before its weights are in the row."""
 
     def _gradient(
-        self, job: Job, step: int, batch: torch.Tensor, keys: torch.Tensor
+        self, job: CohortMember, step: int, batch: torch.Tensor, keys: torch.Tensor
     ) -> torch.Tensor:
         """Leave the gradient of the mean loss of a batch (indices of samples) in `gradients`;
         returns the loss."""
@@ -141,7 +148,7 @@ class Serial(Executor):
         loss.backward()
         return loss.detach()
 
-    def _start_loss(self, indices: torch.Tensor, job: Job) -> torch.Tensor:
+    def _start_loss(self, indices: torch.Tensor, job: CohortMember) -> torch.Tensor:
         """The mean loss of the model as it lies in the row over a client's data: float64, shape
         ``[1]``."""
         model, local = self.work.model, self.work.local
@@ -151,7 +158,7 @@ class Serial(Executor):
                 total += self._measured(batch, job) * len(batch)
         return (total / len(indices)).reshape(1)
 
-    def _start_gradient(self, indices: torch.Tensor, job: Job) -> torch.Tensor:
+    def _start_gradient(self, indices: torch.Tensor, job: CohortMember) -> torch.Tensor:
         """The gradient of the mean loss of the model as it lies in the row over a client's data:
         shape ``[1, trained]``."""
         model, local = self.work.model, self.work.local
@@ -161,7 +168,7 @@ class Serial(Executor):
                 (self._measured(batch, job) * (len(batch) / len(indices))).backward()
         return self.gradients.clone()
 
-    def _measured(self, batch: torch.Tensor, job: Job) -> torch.Tensor:
+    def _measured(self, batch: torch.Tensor, job: CohortMember) -> torch.Tensor:
         work = self.work
         taken = work.samples.take(batch, work.seed, "start", job.client)
         with self.precision.autocast():

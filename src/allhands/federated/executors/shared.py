@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import Server
-from allhands.federated.executors.base import Job, Work
+from allhands.federated.executors.base import CohortMember, ExecutorContext
 from allhands.federated.executors.serial import Serial
 from allhands.federated.executors.trial import look
 from allhands.federated.team import Team, TeammateError
@@ -35,7 +35,7 @@ class Shared(Serial):
 
     name = "shared"
 
-    def __init__(self, work: Work, server: Server, team: Team) -> None:
+    def __init__(self, work: ExecutorContext, server: Server, team: Team) -> None:
         super().__init__(work, server)
         self.team = team
         self.rule.use_samples_if_equal(work.samples.targets())
@@ -71,7 +71,7 @@ class Shared(Serial):
         return None
 
     def _gradient(
-        self, job: Job, step: int, batch: torch.Tensor, keys: torch.Tensor
+        self, job: CohortMember, step: int, batch: torch.Tensor, keys: torch.Tensor
     ) -> torch.Tensor:
         work, failed = self.work, None
         self.gradients.zero_()

@@ -12,11 +12,11 @@ from torch.func import functional_call, vmap
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import Server
 from allhands.federated.executors import unfolded
-from allhands.federated.executors.base import Work
+from allhands.federated.executors.base import ExecutorContext
+from allhands.federated.executors.graph_capture import GraphCapture
 from allhands.federated.executors.masked import MaskedLoss
 from allhands.federated.executors.narrowed import autocast, widened
-from allhands.federated.executors.recording import Recorder
-from allhands.federated.noise import Noise
+from allhands.federated.keyed_noise import KeyedNoise
 from allhands.step import LossRule, Precision
 
 
@@ -28,10 +28,10 @@ class Losses(nn.Module):
         server: says where weights lie.
     """
 
-    def __init__(self, work: Work, server: Server) -> None:
+    def __init__(self, work: ExecutorContext, server: Server) -> None:
         super().__init__()
         self.model = work.model
-        self.noise = Noise(work.model, server.device)
+        self.noise = KeyedNoise(work.model, server.device)
         if server.device.type in unfolded.DEVICES:
             unfolded.unfold_convolutions(work.model)
         self.masked = MaskedLoss(work.local.criterion)
@@ -82,7 +82,7 @@ class Stack:
         losses: Losses,
         count: int,
         pads: bool,
-        recorder: Recorder | None,
+        recorder: GraphCapture | None,
         compile: bool,
         flat: bool,
     ) -> None:

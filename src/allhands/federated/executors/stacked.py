@@ -19,20 +19,20 @@ from allhands.errors import UserError
 from allhands.federated.algorithms.base import START_GRADIENT, Server, Trained
 from allhands.federated.executors.base import (
     ClientError,
+    CohortMember,
     Executor,
-    Job,
+    ExecutorContext,
     Sink,
     States,
-    Work,
     wait_for,
 )
+from allhands.federated.executors.graph_capture import GraphCapture
 from allhands.federated.executors.masked import MaskedLoss
-from allhands.federated.executors.recording import Recorder
 from allhands.federated.executors.stack import Losses, Stack
 from allhands.federated.executors.starting import in_parts, measuring
 from allhands.federated.executors.trial import look, some_samples, why_not_fixed
-from allhands.federated.layout import Layout
-from allhands.federated.local import LocalOptimizer, restart
+from allhands.federated.local_training import LocalOptimizer, restart
+from allhands.federated.row_layout import RowLayout
 from allhands.federated.samples import Samples
 
 _MOST = 64  # clients of a chunk: more of them rarely go faster, and their activations need memory
@@ -41,7 +41,7 @@ _GRAPHS = 4
 
 
 @dataclass
-class Plan:
+class ChunkPlan:
     """What the clients of a chunk do, step by step; made on the processor while the device is busy
     with the chunk before.
 
@@ -54,7 +54,7 @@ class Plan:
         keys: of dropout layers, int32, shape ``[steps, rows, layers]``.
     """
 
-    jobs: list[Job]
+    jobs: list[CohortMember]
     steps: list[int]
     samples: list[int]
     indices: list[torch.Tensor]
@@ -84,7 +84,7 @@ class Stacked(Executor):
 
     def __init__(
         self,
-        work: Work,
+        work: ExecutorContext,
         server: Server,
         chunk: int | None = None,
         compile: bool = False,
@@ -110,11 +110,11 @@ class Stacked(Executor):
         self.pads = self.losses.masked.masks and not look(work, server).couples
         sizes = int(work.clients.sizes.max())
         self.largest = min(work.local.batch_size or sizes, sizes)  # samples of a full batch
-        self._recorder = Recorder(server.device) if self.record else None
+        self._recorder = GraphCapture(server.device) if self.record else None
         self._stacks: dict[int, Stack] = {}
 
     @classmethod
-    def refuses(cls, work: Work, server: Server) -> str | None:
+    def refuses(cls, work: ExecutorContext, server: Server) -> str | None:
         if not work.local.optimizer.flat:
             return (
                 f"{work.local.optimizer.kind.__name__} updates a number by others' gradients too, "
@@ -124,14 +124,14 @@ class Stacked(Executor):
         refusal = why_not_fixed(work, server)
         return refusal if refusal is not None else _differs(work, server)
 
-    def train(self, jobs: Sequence[Job], states: States, sink: Sink) -> None:
+    def train(self, jobs: Sequence[CohortMember], states: States, sink: Sink) -> None:
         if not jobs:
             return
         self.work.model.train()
         if self.chunk is None:
             self.chunk = self._fitting()
         waiting = deque(self._chunks(jobs))
-        plan: Plan | None = self._plan(waiting.popleft())
+        plan: ChunkPlan | None = self._plan(waiting.popleft())
         while plan is not None:
             following, done, began = None, 0, time.perf_counter()
             training: Iterator[Trained] | None = self._train(plan, states)
@@ -166,7 +166,7 @@ class Stacked(Executor):
                 following = self._plan(waiting.popleft())
             plan = following
 
-    def _blame(self, jobs: list[Job], states: States, sink: Sink) -> None:
+    def _blame(self, jobs: list[CohortMember], states: States, sink: Sink) -> None:
         """Train clients of a chunk that failed one by one, so that the one that fails is named."""
         for job in jobs:
             began = time.perf_counter()
@@ -180,11 +180,11 @@ class Stacked(Executor):
 
     # -------------------------------------------------------------- which clients, and what they do
 
-    def _chunks(self, jobs: Sequence[Job]) -> list[list[Job]]:
+    def _chunks(self, jobs: Sequence[CohortMember]) -> list[list[CohortMember]]:
         """Jobs that are trained together, those with the most steps first, in chunks of about the
         same size."""
         assert self.chunk is not None
-        local, groups = self.work.local, dict[Any, list[Job]]()
+        local, groups = self.work.local, dict[Any, list[CohortMember]]()
         size = {job: self.work.clients.size(job.client) for job in jobs}
         for job in sorted(
             jobs, key=lambda job: (-local.num_steps(size[job]), -size[job], job.slot)
@@ -197,7 +197,7 @@ class Stacked(Executor):
             chunks += [group[a:b] for a, b in itertools.pairwise(bounds)]
         return chunks
 
-    def _plan(self, jobs: list[Job]) -> Plan:
+    def _plan(self, jobs: list[CohortMember]) -> ChunkPlan:
         work, server = self.work, self.server
         orders, sizes = zip(
             *(
@@ -241,7 +241,7 @@ class Stacked(Executor):
             server.device, non_blocking=True
         )
         placed = [part.view(rows, -1) for part in flat.split([rows * width for width in widths])]
-        return Plan(
+        return ChunkPlan(
             jobs,
             [len(own) for own in sizes],
             [work.clients.size(job.client) for job in jobs],
@@ -272,7 +272,7 @@ class Stacked(Executor):
             )
         return self._stacks[rows]
 
-    def _train(self, plan: Plan, states: States) -> Iterator[Trained]:
+    def _train(self, plan: ChunkPlan, states: States) -> Iterator[Trained]:
         """Train a chunk; yields clients after their last steps."""
         work, server = self.work, self.server
         algorithm, local, numbers = work.algorithm, work.local, server.layout.trained
@@ -318,7 +318,7 @@ class Stacked(Executor):
                 )
                 left = first
 
-    def _start_loss(self, stack: Stack, plan: Plan) -> torch.Tensor:
+    def _start_loss(self, stack: Stack, plan: ChunkPlan) -> torch.Tensor:
         """Mean losses over each client's data of the models as they lie in the rows: float64, shape
         ``[rows]``."""
         held, sizes = self._held(stack, plan)
@@ -331,7 +331,7 @@ class Stacked(Executor):
                 total += torch.where(counts > 0, losses * counts, 0.0)
         return total / sizes
 
-    def _start_gradient(self, stack: Stack, plan: Plan) -> torch.Tensor:
+    def _start_gradient(self, stack: Stack, plan: ChunkPlan) -> torch.Tensor:
         """Gradients of the mean losses over each client's data, of the models as they lie in the
         rows: ``[rows, trained]``."""
         held, sizes = self._held(stack, plan)
@@ -348,7 +348,7 @@ class Stacked(Executor):
                 total += stack.differentiate(indices, counts.clamp(min=1.0), counts / sizes)
         return total
 
-    def _held(self, stack: Stack, plan: Plan) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def _held(self, stack: Stack, plan: ChunkPlan) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The samples of each row's client, and how many they are: float64, shape ``[rows]``."""
         held = [self.work.clients.samples(job.client) for job in plan.jobs]
         held += held[:1] * (len(stack.rows) - len(held))
@@ -397,11 +397,11 @@ class Stacked(Executor):
             print(f"executor stacked: out of memory, going on with chunk={chunk}", flush=True)
         self._stacks.clear()
         if self._recorder is not None:
-            self._recorder = Recorder(self.server.device)
+            self._recorder = GraphCapture(self.server.device)
         torch.cuda.empty_cache()
 
 
-def _differs(work: Work, server: Server) -> str | None:
+def _differs(work: ExecutorContext, server: Server) -> str | None:
     """Why a stacked step does not give the numbers of single ones, by a trial on a few samples;
     None when it does.
 
@@ -442,11 +442,11 @@ def _differs(work: Work, server: Server) -> str | None:
     )
 
 
-def _in_float64(work: Work, server: Server) -> tuple[Work, Server]:
+def _in_float64(work: ExecutorContext, server: Server) -> tuple[ExecutorContext, Server]:
     model, criterion = copy.deepcopy(work.model).double(), copy.deepcopy(work.local.criterion)
     if isinstance(criterion, torch.nn.Module):
         criterion.double()
-    layout = Layout(model, work.local.optimizer.groups)
+    layout = RowLayout(model, work.local.optimizer.groups)
     assert work.samples.tensors is not None
     tensors = tuple(t.double() if t.is_floating_point() else t for t in work.samples.tensors)
     return (
@@ -460,7 +460,7 @@ def _in_float64(work: Work, server: Server) -> tuple[Work, Server]:
     )
 
 
-def _compared(work: Work, server: Server, pads: bool, tolerance: float) -> str | None:
+def _compared(work: ExecutorContext, server: Server, pads: bool, tolerance: float) -> str | None:
     """What differs between two stacked clients and two single ones, whose data are all samples of
     `work`."""
     losses, layout = Losses(work, server), server.layout

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from allhands.data import preserved_generators
 from allhands.federated.algorithms.base import Server
-from allhands.federated.executors.base import Work
-from allhands.federated.noise import Noise
+from allhands.federated.executors.base import ExecutorContext
+from allhands.federated.keyed_noise import KeyedNoise
 
 
 @dataclass
@@ -32,11 +32,11 @@ class Look:
     couples: bool
 
 
-def look(work: Work, server: Server) -> Look:
+def look(work: ExecutorContext, server: Server) -> Look:
     """Run the model forward on a few real samples, and on the same ones with others behind them."""
     model = copy.deepcopy(work.model).to(server.device).train()
     server.layout.write(server.weights, model)
-    noise = Noise(model, server.device)
+    noise = KeyedNoise(model, server.device)
     indices = some_samples(work)
     with preserved_generators(), torch.no_grad():
         outside = repr(random.getstate()), repr(np.random.get_state())
@@ -58,7 +58,7 @@ def look(work: Work, server: Server) -> Look:
     return Look(draws, buffers or not _begins_with(longer, alone, len(indices)))
 
 
-def some_samples(work: Work) -> torch.Tensor:
+def some_samples(work: ExecutorContext) -> torch.Tensor:
     """The first batch of the first client that has samples: int64, at least 2 numbers."""
     client = next(client for client in range(len(work.clients)) if work.clients.size(client))
     indices = work.clients.samples(client)[: work.local.batch_size]
@@ -66,7 +66,7 @@ def some_samples(work: Work) -> torch.Tensor:
 
 
 def _forward(
-    model: nn.Module, noise: Noise, work: Work, indices: torch.Tensor
+    model: nn.Module, noise: KeyedNoise, work: ExecutorContext, indices: torch.Tensor
 ) -> tuple[list[Any], bool]:
     """Output and target as a list of tensors, and whether floating-point buffers have changed."""
     before = {
@@ -133,7 +133,7 @@ def _no_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return False
 
 
-def why_not_fixed(work: Work, server: Server) -> str | None:
+def why_not_fixed(work: ExecutorContext, server: Server) -> str | None:
     """Why a step cannot be one fixed sequence of operations on data that lie in memory; None when
     it can."""
     if work.samples.tensors is None:

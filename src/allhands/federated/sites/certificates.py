@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import NameOID
 
 from allhands.errors import UserError
-from allhands.federated.sites.keys import read_file
+from allhands.federated.sites.site_keys import read_file
 
 AUTHORITY = "authority.crt"
 _AGAIN = "make a new one by `allhands federated certificates --out DIR --host HOST`"

@@ -13,16 +13,16 @@ from torch import nn
 
 import allhands
 from allhands.federated.algorithms.base import Server
-from allhands.federated.compression import Coded
-from allhands.federated.executors.base import Work
+from allhands.federated.executors.base import ExecutorContext
 from allhands.federated.strategy import Federated
+from allhands.federated.update_compression import Coded
 
 Description = dict[str, Any]
 _AT_MOST = 5  # differences that are told
 
 
 def describe(
-    work: Work, server: Server, strategy: Federated, labels: Sequence[str] | None = None
+    work: ExecutorContext, server: Server, strategy: Federated, labels: Sequence[str] | None = None
 ) -> Description:
     """A training as plain values that JSON can carry: the version, the model's tensors, how clients
     train, and the classes.

@@ -20,7 +20,7 @@ _KEPT = 8  # lines under the table
 
 
 @dataclass
-class Row:
+class SiteRow:
     """What is known of a site. `state` is what it does now, `rounds` how many of its updates are in
     the model."""
 
@@ -36,11 +36,11 @@ class Row:
     late: int = 0
 
 
-class Board:
+class StatusTable:
     """The sites and the rounds, as far as events have told."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, SiteRow] = {}
         self.round, self.rounds = 0, 0
         self.values: Mapping[str, Any] = {}
         self.reason: str | None = None
@@ -49,14 +49,16 @@ class Board:
     def take(self, event: Mapping[str, Any]) -> str | None:
         """Take an event in; the line that it is worth, or None."""
         kind, site = event["kind"], event.get("site", "")
-        row = self.rows.get(site) or Row()
+        row = self.rows.get(site) or SiteRow()
         if (
             site and not self.rounds
         ):  # once the sites are known, whoever has another name gets a line and no row
             row = self.rows.setdefault(site, row)
         where = f"round {event['round'] + 1}: " if isinstance(event.get("round"), int) else ""
         if kind == "begin":
-            self.rows = {name: self.rows.get(name, Row()) for name in event["sites"]} | self.rows
+            self.rows = {
+                name: self.rows.get(name, SiteRow()) for name in event["sites"]
+            } | self.rows
             self.round, self.rounds = event["round"], event["rounds"]
             return (
                 f"{len(event['sites'])} sites, {event['rounds']} rounds of "
@@ -64,7 +66,7 @@ class Board:
             )
         if kind == "waiting":
             for name in event["missing"]:
-                self.rows.setdefault(name, Row()).state = "missing"
+                self.rows.setdefault(name, SiteRow()).state = "missing"
             return f"waiting for {', '.join(event['missing'])} ({event['seconds']:.0f} s)"
         if kind == "stranger":
             return f"a node that is no site of this run: {event['reason']}"
@@ -80,7 +82,7 @@ class Board:
         if kind == "round":
             self.round = event["round"]
             for name in event["cohort"]:
-                self.rows.setdefault(name, Row()).state = "training"
+                self.rows.setdefault(name, SiteRow()).state = "training"
             absent = event.get("absent")
             return f"{where}without {', '.join(absent)}, which are not there" if absent else None
         if kind == "update":
@@ -112,7 +114,7 @@ class Board:
             return f"the run has ended: {event['reason']}"
         return None
 
-    def _amiss(self, row: Row, event: Mapping[str, Any], who: str) -> str:
+    def _amiss(self, row: SiteRow, event: Mapping[str, Any], who: str) -> str:
         row.state = event["kind"]
         if event["kind"] == "late":
             row.late += 1
@@ -170,7 +172,7 @@ class Display:
         self.console = console or Console(
             highlight=False, width=None if sys.stdout.isatty() else 140
         )
-        self.board = Board()
+        self.status = StatusTable()
         self._lines: deque[str] = deque(maxlen=_KEPT)
         self._live: Live | None = None
 
@@ -190,12 +192,12 @@ class Display:
     ) -> None:
         if self._live is not None:
             self._live.stop()
-        elif self.board.rows:
-            self.console.print(self.board.table())
+        elif self.status.rows:
+            self.console.print(self.status.table())
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Show an event."""
-        line = self.board.take(event)
+        line = self.status.take(event)
         if line is not None:
             self.say(line, event["time"])
         elif self._live is not None:
@@ -211,7 +213,7 @@ class Display:
         self._live.update(self._picture())
 
     def _picture(self) -> Group:
-        return Group(self.board.table(), Text("\n".join(self._lines)))
+        return Group(self.status.table(), Text("\n".join(self._lines)))
 
 
 def _short(value: float | None) -> str:

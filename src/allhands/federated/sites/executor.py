@@ -12,13 +12,19 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from allhands.federated.algorithms.base import Server, Trained
-from allhands.federated.executors.base import Executor, Job, Sink, States, Work
+from allhands.federated.executors.base import CohortMember, Executor, ExecutorContext, Sink, States
 from allhands.federated.sites.arrays import BadUpdate, pack, unpack
-from allhands.federated.sites.events import Events
-from allhands.federated.sites.guard import INTEGERS, UPDATE, Guard, check_measured, norm_of
+from allhands.federated.sites.event_log import EventLog
 from allhands.federated.sites.post import RECORD, Post, Reply, last_line
 from allhands.federated.sites.roll import Roll
 from allhands.federated.sites.settings import Sites
+from allhands.federated.sites.update_validator import (
+    INTEGERS,
+    UPDATE,
+    UpdateValidator,
+    check_measured,
+    norm_of,
+)
 
 MODEL, FIGURES = "model", "figures"  # the names of records
 # Options of a group that schedules change beside the learning rate.
@@ -42,8 +48,9 @@ class SiteExecutor(Executor):
         settings: how long a round lasts.
 
     Attributes:
-        guard: judges what arrives; to be made anew where sites keep layers of their own, or clip.
-        bad, failed: of the last call of `train`: places in the cohort of those whose update was
+        validator: judges what arrives; to be made anew where sites keep layers of their own, or
+        clip. bad, failed: of the last call of `train`: places in the cohort of those whose update
+        was
             refused, and of those that have sent none, with the reason.
         sent, received: bytes of arrays of the last call, all sites together.
         taken: the last round of each site (by its number) whose update has entered the model.
@@ -53,21 +60,27 @@ class SiteExecutor(Executor):
     together = True
 
     def __init__(
-        self, work: Work, server: Server, roll: Roll, post: Post, events: Events, settings: Sites
+        self,
+        work: ExecutorContext,
+        server: Server,
+        roll: Roll,
+        post: Post,
+        events: EventLog,
+        settings: Sites,
     ) -> None:
         super().__init__(work, server)
         self.roll, self.post, self.events, self.settings = roll, post, events, settings
-        self.guard = Guard(server.layout, settings, len(server.integers))
+        self.validator = UpdateValidator(server.layout, settings, len(server.integers))
         self.bad: dict[int, str] = {}
         self.failed: dict[int, str] = {}
         self.sent = self.received = 0
         self.taken: dict[int, int] = {}
 
-    def train(self, jobs: Sequence[Job], states: States, sink: Sink) -> None:
+    def train(self, jobs: Sequence[CohortMember], states: States, sink: Sink) -> None:
         self.bad, self.failed, self.sent, self.received = {}, {}, 0, 0
         nodes, round_ = self.roll.connected(), self.server.round
         by_site = {self.roll.names[job.client]: job for job in jobs}
-        self.guard.begin(self.server.weights)
+        self.validator.begin(self.server.weights)
         model = self._model(self.work.algorithm.beside(self.server))
         contents = [
             (
@@ -115,7 +128,7 @@ class SiteExecutor(Executor):
 
     # ------------------------------------------------------------------ what arrives
 
-    def _take(self, reply: Reply, job: Job, sink: Sink) -> None:
+    def _take(self, reply: Reply, job: CohortMember, sink: Sink) -> None:
         """Hand one reply over, or say why not."""
         sent, config = reply.sent, reply.config
         if reply.content is None and not reply.error:
@@ -133,7 +146,7 @@ class SiteExecutor(Executor):
         else:
             self._judge(reply, job, sink)
 
-    def _judge(self, reply: Reply, job: Job, sink: Sink) -> None:
+    def _judge(self, reply: Reply, job: CohortMember, sink: Sink) -> None:
         content, site, round_ = reply.content, reply.sent.site, reply.sent.round
         assert content is not None
         figures, samples = _figures(content), self.work.clients.size(job.client)
@@ -143,7 +156,7 @@ class SiteExecutor(Executor):
                 raise BadUpdate("there is no update in its reply")
             size = record.count_bytes()
             arrays = unpack(record, self._expected())
-            reason = self.guard.check(
+            reason = self.validator.check(
                 site, arrays, figures, samples, self.work.local.num_steps(samples)
             )
             if (
@@ -186,7 +199,7 @@ class SiteExecutor(Executor):
         return {**expected, INTEGERS: (torch.int64, (numbers,))} if numbers else expected
 
     def _trained(
-        self, job: Job, arrays: Mapping[str, torch.Tensor], figures: Mapping[str, float]
+        self, job: CohortMember, arrays: Mapping[str, torch.Tensor], figures: Mapping[str, float]
     ) -> Trained:
         """What a client in a simulation would have handed over, as far as the server's arithmetic
         looks at it."""
@@ -211,7 +224,7 @@ class SiteExecutor(Executor):
             integers=arrays[INTEGERS].to(server.device)[None] if INTEGERS in arrays else None,
         )
 
-    def _fail(self, job: Job, round_: int, site: str, reason: str) -> None:
+    def _fail(self, job: CohortMember, round_: int, site: str, reason: str) -> None:
         self.failed[job.slot] = reason
         self.events.say("failed", site=site, round=round_, reason=reason)
         self._print(site, round_, reason)

@@ -9,7 +9,7 @@ from typing import Any
 
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from allhands.federated.sites.events import Events
+from allhands.federated.sites.event_log import EventLog
 
 RECORD = "allhands"  # the name of the record that says what a message is about
 _INTERVAL = 0.2  # seconds between two looks at the beginning
@@ -65,7 +65,7 @@ class Post:
         dropped: replies so far that nobody waited for any more: late, or twice.
     """
 
-    def __init__(self, grid: Any, events: Events) -> None:
+    def __init__(self, grid: Any, events: EventLog) -> None:
         self.grid, self.events = grid, events
         self.dropped = 0
         self._late: dict[

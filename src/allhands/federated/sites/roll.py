@@ -15,10 +15,10 @@ from typing import Any
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from allhands.errors import UserError
-from allhands.federated.sites.events import Events
-from allhands.federated.sites.keys import check_key, check_token
+from allhands.federated.sites.event_log import EventLog
 from allhands.federated.sites.post import RECORD, Post, Reply, Sent, last_line
 from allhands.federated.sites.settings import Sites
+from allhands.federated.sites.site_keys import check_key, check_token
 
 _INTERVAL = 0.5  # seconds between two looks while waiting
 _SAY = 10.0  # seconds between two lines about those that are missing
@@ -74,7 +74,7 @@ class Roll:
         allowed: Mapping[str, bytes] | None,
         tokens: Path | None,
         settings: Sites,
-        events: Events,
+        events: EventLog,
         post: Post,
         description: str,
     ) -> None:

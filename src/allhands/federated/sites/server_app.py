@@ -19,8 +19,8 @@ from flwr.serverapp import Grid, ServerApp
 
 from allhands.config import read_run
 from allhands.errors import UserError
-from allhands.federated.sites.keys import read_allow_list
-from allhands.federated.sites.training import Across, SiteRunner, across_sites
+from allhands.federated.sites.site_keys import read_allow_list
+from allhands.federated.sites.site_training import Across, SiteRunner, across_sites
 
 #: The variable that names the server's state folder, and the file in it that says what to run.
 STATE, SETTINGS = "ALLHANDS_SITES_STATE", "server.json"

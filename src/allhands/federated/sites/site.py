@@ -19,7 +19,7 @@ from allhands import wire
 from allhands.errors import UserError
 from allhands.federated.sites import client_app, flower
 from allhands.federated.sites.certificates import check_authority, probe
-from allhands.federated.sites.keys import check_name, fingerprint, read_site_key, site_token
+from allhands.federated.sites.site_keys import check_name, fingerprint, read_site_key, site_token
 from allhands.federated.sites.supervision import (
     SECRET,
     Stopped,

@@ -25,7 +25,7 @@ from allhands.federated.sites.certificates import (
     read_certificates,
     read_private_key,
 )
-from allhands.federated.sites.keys import check_name, make_site_key, write_new
+from allhands.federated.sites.site_keys import check_name, make_site_key, write_new
 
 AUTHORITY_KEY = "authority.key"
 SERVER, SERVER_KEY = "server.crt", "server.key"

@@ -22,7 +22,7 @@ from allhands.config import read_run
 from allhands.errors import UserError
 from allhands.federated.sites import local_socket
 from allhands.federated.sites.definition import resolve
-from allhands.federated.sites.keys import site_token
+from allhands.federated.sites.site_keys import site_token
 
 _MISTAKE = 2  # the exit code for what the user has to change, as the command line's
 
@@ -33,7 +33,7 @@ def run(settings: dict[str, Any]) -> None:
     Raises:
         UserError: the run file or the data cannot be used.
     """
-    from allhands.federated.sites.warm import SiteWorker
+    from allhands.federated.sites.site_worker import SiteWorker
 
     state = Path(settings["state"])
     token = site_token(settings["token_file"], os.environ)

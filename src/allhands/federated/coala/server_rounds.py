@@ -20,7 +20,7 @@ from allhands.federated.coala.config import Config
 from allhands.federated.coala.pool import Pool, fresh
 from allhands.federated.coala.server import BaseServer, overridden
 from allhands.federated.coala.testing import gather, measure, together
-from allhands.federated.executors import Executor, Job, Work
+from allhands.federated.executors import CohortMember, Executor, ExecutorContext
 from allhands.federated.rounds import Rounds
 from allhands.federated.sums import Sums
 from allhands.world import World
@@ -74,7 +74,7 @@ class ServerRounds(Rounds):
 
     def __init__(
         self,
-        work: Work,
+        work: ExecutorContext,
         server: Server,
         executor: Executor,
         world: World,
@@ -98,7 +98,7 @@ class ServerRounds(Rounds):
         self.conf, self.coala, self.pool = conf, coala, pool
         self.template = template
         self.objects = trains_itself(pool.kind)
-        self._jobs: Sequence[Job] = ()
+        self._jobs: Sequence[CohortMember] = ()
         self._handed = False
         self._sums: Sums | None = None
         coala._rounds = self
@@ -191,13 +191,15 @@ class ServerRounds(Rounds):
         self.coala.compression()
         return cohort
 
-    def distribute(self, cohort: Sequence[int]) -> list[Job]:
+    def distribute(self, cohort: Sequence[int]) -> list[CohortMember]:
         ranks, rank = self.world.world_size, self.world.rank
         self._handed = False
         self.queue.begin(self.server.round, [])
         if self.objects:  # an object that is trained here now must be trained here again
             return [
-                Job(client, slot) for slot, client in enumerate(cohort) if client % ranks == rank
+                CohortMember(client, slot)
+                for slot, client in enumerate(cohort)
+                if client % ranks == rank
             ]
         strategy, slots = (
             self.conf.resource_heterogeneous.grouping_strategy,
@@ -210,9 +212,11 @@ class ServerRounds(Rounds):
         else:
             slots.sort(key=lambda slot: (self.clients.size(cohort[slot]), slot))
         share = -(-len(slots) // ranks)
-        return [Job(cohort[slot], slot) for slot in slots[rank * share : (rank + 1) * share]]
+        return [
+            CohortMember(cohort[slot], slot) for slot in slots[rank * share : (rank + 1) * share]
+        ]
 
-    def train(self, jobs: Sequence[Job], sums: Sums) -> None:
+    def train(self, jobs: Sequence[CohortMember], sums: Sums) -> None:
         if self._handed:  # clients that were left for whoever is ready first
             super().train(jobs, sums)
             return

@@ -17,7 +17,7 @@ from allhands.errors import UserError
 from allhands.federated import Federated
 from allhands.runner import workers
 from allhands.verify.compare import verify
-from allhands.verify.rounds import verify_rounds
+from allhands.verify.federated_rounds import verify_rounds
 from tests.federated import simulating as sim
 
 STRATEGY = Federated(clients=6, per_round=4, rounds=3, executor="serial")

@@ -21,13 +21,13 @@ from allhands.comm.compress import CODECS, NO_MATRICES, NO_THRESHOLD, checked_co
 from allhands.data import derive_seed
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import Algorithm, Server, Trained
-from allhands.federated.noise import hashed
+from allhands.federated.keyed_noise import hashed
 
 #: The name of what was lost, among what a client keeps.
 RESIDUAL = "residual"
 
 
-class Compression(ABC):
+class UpdateCompression(ABC):
     """One way of narrowing updates.
 
     Args:
@@ -74,15 +74,15 @@ class Compression(ABC):
         """Bytes of one client's update."""
 
 
-class Coded(Compression):
+class Coded(UpdateCompression):
     """Updates in one of the codecs of `allhands.comm.codecs`; int8 and 1bit have one scale a
     tensor.
 
     Args:
         compress: a name, or ``{"name": …, option: …}``. Besides the codec's own options there are
-            "feedback" (see `Compression`; true for 1bit, and false for the others), and for int8
-            "stochastic": round at random, so that the mean is right (QSGD, NeurIPS 2017), or to the
-            nearest.
+            "feedback" (see `UpdateCompression`; true for 1bit, and false for the others), and for
+            int8 "stochastic": round at random, so that the mean is right (QSGD, NeurIPS 2017), or
+            to the nearest.
 
     Attributes:
         options: of the codec, by name.
@@ -145,10 +145,12 @@ class Coded(Compression):
         )
 
 
-def chosen(compress: Any) -> Compression | None:
-    """What ``compress=`` says: a `Compression` as it is, a codec's name or options as `Coded`; None
-    for None."""
-    return compress if compress is None or isinstance(compress, Compression) else Coded(compress)
+def chosen(compress: Any) -> UpdateCompression | None:
+    """What ``compress=`` says: an `UpdateCompression` as it is, a codec's name or options as
+    `Coded`; None for None."""
+    return (
+        compress if compress is None or isinstance(compress, UpdateCompression) else Coded(compress)
+    )
 
 
 def numbers(server: Server) -> int:
@@ -180,7 +182,7 @@ class Traffic:
     """
 
     def __init__(
-        self, algorithm: Algorithm, server: Server, compression: Compression | None
+        self, algorithm: Algorithm, server: Server, compression: UpdateCompression | None
     ) -> None:
         self.compression = compression
         gets, sends = algorithm.beside_model(server)

@@ -6,12 +6,12 @@ import json
 import threading
 import time
 
-from allhands.federated.sites.events import Events, Follower, follow
+from allhands.federated.sites.event_log import EventLog, EventReader, follow
 
 
 def test_what_was_said_is_read_in_order(tmp_path):
     path = tmp_path / "logs" / "events.jsonl"
-    events = Events(path)
+    events = EventLog(path)
     events.say("greeted", site="süd", samples=3)
     events.say(
         "round_end",
@@ -30,7 +30,7 @@ def test_what_was_said_is_read_in_order(tmp_path):
 
 def test_a_line_that_is_not_whole_comes_later(tmp_path):
     path = tmp_path / "events.jsonl"
-    follower = Follower(path)
+    follower = EventReader(path)
     assert follower.news() == []
     path.write_bytes(b'{"kind": "a"}\n{"kind"')
     assert follower.news() == [{"kind": "a"}]
@@ -38,14 +38,14 @@ def test_a_line_that_is_not_whole_comes_later(tmp_path):
     with path.open("ab") as file:
         file.write(b': "b"}\n')
     assert follower.news() == [{"kind": "b"}]
-    assert Follower(path, from_end=True).news() == []
+    assert EventReader(path, from_end=True).news() == []
 
 
 def test_following_ends_with_the_end(tmp_path):
     path = tmp_path / "events.jsonl"
 
     def write() -> None:
-        events = Events(path)
+        events = EventLog(path)
         for number in range(3):
             events.say("round_end", round=number)
             time.sleep(0.02)
@@ -60,5 +60,5 @@ def test_following_ends_with_the_end(tmp_path):
 
 
 def test_without_a_file_nothing_is_kept(tmp_path):
-    Events(None).say("begin")
+    EventLog(None).say("begin")
     assert list(tmp_path.iterdir()) == []

@@ -16,12 +16,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from allhands.errors import UserError
 from allhands.federated.algorithms import Server, Trained
 from allhands.federated.algorithms.base import FIGURES
-from allhands.federated.layout import Layout
+from allhands.federated.row_layout import RowLayout
 from allhands.federated.sites.arrays import pack, unpack
 from allhands.federated.sites.definition import Definition
 from allhands.federated.sites.describe import describe
-from allhands.federated.sites.keys import prove
-from allhands.federated.sites.warm import SiteWorker
+from allhands.federated.sites.site_keys import prove
+from allhands.federated.sites.site_worker import SiteWorker
 from allhands.federated.strategy import Federated
 from allhands.federated.sums import Sums
 from allhands.runner import SupervisedRunner
@@ -112,7 +112,7 @@ class Serving:
             for client, name in enumerate(NAMES)
         ]
         self.algorithm, local = strategy.algorithm, self.sites[0].local
-        layout = Layout(model, local.optimizer.groups)
+        layout = RowLayout(model, local.optimizer.groups)
         self.server = Server(
             layout,
             layout.read(model),

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import torch
 
-from allhands.federated import states as module
-from allhands.federated.states import ClientStates
+from allhands.federated import client_states as module
+from allhands.federated.client_states import ClientStates
 from tests.federated.simulating import CPU
 
 

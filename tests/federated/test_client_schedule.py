@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import allhands
-from allhands.federated.schedule import Costs, Queue, deal, longest_first
+from allhands.federated.client_schedule import Costs, Queue, deal, longest_first
 from tests.federated import simulating as sim
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from allhands.checks import check_choice, check_whole
 from allhands.data import derive_seed
 from allhands.errors import UserError, kind_of
-from allhands.federated.layout import Layout
+from allhands.federated.row_layout import RowLayout
 
 #: fp16 needs its losses scaled by a factor that follows the training, which clients that begin anew
 #: every round do not have.
@@ -90,7 +90,7 @@ class LocalOptimizer:
         )
 
     def make(
-        self, layout: Layout, rows: torch.Tensor, gradients: torch.Tensor
+        self, layout: RowLayout, rows: torch.Tensor, gradients: torch.Tensor
     ) -> torch.optim.Optimizer:
         """The optimizer over rows of shape ``[clients, length]``, whose gradients are ``[clients,
         trained]``; both stay where they are and are changed in place."""

@@ -143,7 +143,7 @@ def commands(options: ServerOptions) -> dict[str, list[str]]:
     }
 
 
-class Server:
+class SitesServer:
     """A SuperLink with our ServerApp in it. Everything that it started ends with the context.
 
     Args:
@@ -157,7 +157,7 @@ class Server:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._run = 0
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> SitesServer:
         state = self.options.state
         with contextlib.ExitStack() as stack:
             stack.enter_context(alone(state, "server"))

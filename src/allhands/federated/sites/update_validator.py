@@ -1,9 +1,9 @@
 """What may enter the average: every update of a site is looked at before it does, and refused in
 plain words.
 
-A site that is wrong, or wants the others ill, can still send a plausible update: the guard keeps
-out what no honest training would give. Against sites that lie plausibly, choose an algorithm whose
-mean bears them (``median``, ``trimmed_mean``, ``krum``).
+A site that is wrong, or wants the others ill, can still send a plausible update: the validator
+keeps out what no honest training would give. Against sites that lie plausibly, choose an algorithm
+whose mean bears them (``median``, ``trimmed_mean``, ``krum``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from allhands.errors import UserError
-from allhands.federated.layout import Layout
+from allhands.federated.row_layout import RowLayout
 from allhands.federated.sites.settings import Sites
 
 #: Without `Sites.max_norm`, an update may be so many times as long as the median of those that were
@@ -33,7 +33,7 @@ _LARGEST_COUNT = 2**40
 _BLOCK = 1 << 16
 
 
-class Guard:
+class UpdateValidator:
     """Judges what sites send, and remembers the norms of the updates that it let pass.
 
     Args:
@@ -48,7 +48,7 @@ class Guard:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: RowLayout,
         settings: Sites,
         integers: int = 0,
         own: torch.Tensor | None = None,

@@ -23,23 +23,23 @@ from allhands.data.build import Source, sources_from_datasets
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import Server, Trained
 from allhands.federated.clients import Clients
-from allhands.federated.executors import ClientError, Executor, Job, Work
-from allhands.federated.layout import Layout
-from allhands.federated.personal import keep_own, measure
-from allhands.federated.rounds import Rounds
-from allhands.federated.samples import Samples
-from allhands.federated.sites.arrays import BadUpdate, Expected, check_dtype, pack, unpack
-from allhands.federated.sites.definition import Definition
-from allhands.federated.sites.describe import describe, differences
-from allhands.federated.sites.keys import prove
-from allhands.federated.sites.site_state import SiteState
-from allhands.federated.training import (
+from allhands.federated.executors import ClientError, CohortMember, Executor, ExecutorContext
+from allhands.federated.federated_training import (
     local_training,
     make_executor,
     number_of_rounds,
     samples_of,
     trained_source,
 )
+from allhands.federated.personal import keep_own, measure
+from allhands.federated.rounds import Rounds
+from allhands.federated.row_layout import RowLayout
+from allhands.federated.samples import Samples
+from allhands.federated.sites.arrays import BadUpdate, Expected, check_dtype, pack, unpack
+from allhands.federated.sites.definition import Definition
+from allhands.federated.sites.describe import describe, differences
+from allhands.federated.sites.site_keys import prove
+from allhands.federated.sites.site_state import SiteState
 from allhands.world import current_world, init
 
 _ABSENT = object()
@@ -115,7 +115,7 @@ class SiteWorker:
         self.local = local_training(
             definition, strategy, self.source, definition.runner.handle_batch
         )
-        self.layout = Layout(model, self.local.optimizer.groups)
+        self.layout = RowLayout(model, self.local.optimizer.groups)
         check_dtype(self.layout.parameters[0].name, self.layout.dtype)
         self.placed = self._place(0, 1)  # until a request says which client this is
         work, server = self.placed.rounds.work, self.placed.rounds.server
@@ -169,7 +169,7 @@ class SiteWorker:
             clients,
             definition.seed,
         )
-        work = Work(
+        work = ExecutorContext(
             copy.deepcopy(model),
             self.local,
             copy.deepcopy(strategy.algorithm),
@@ -199,7 +199,7 @@ class SiteWorker:
         which the server names the site."""
         kind = "message"
         try:
-            asked = _Asked(request)
+            asked = _Request(request)
             kind = asked.text("kind")
             if kind not in ("hello", "train", "evaluate"):
                 raise _Refusal(
@@ -217,7 +217,7 @@ class SiteWorker:
         self.say(f"{kind} refused: {reason}")
         return self._reply({"status": "refused", "reason": reason})
 
-    def _hello(self, asked: _Asked) -> RecordDict:
+    def _hello(self, asked: _Request) -> RecordDict:
         try:
             theirs = json.loads(asked.text("description"))
         except ValueError:
@@ -245,7 +245,7 @@ class SiteWorker:
         )
         return self._reply(config, {"samples": self.num_samples, "tests": self.num_tests})
 
-    def _train(self, asked: _Asked) -> RecordDict:
+    def _train(self, asked: _Request) -> RecordDict:
         placed, round_ = self._begin(asked)
         rounds, server = placed.rounds, placed.rounds.server
         run, since = asked.text("run"), asked.number("since", None)
@@ -264,7 +264,7 @@ class SiteWorker:
         def sink(trained: Trained, seconds: float) -> None:
             made.append(self._made(rounds, trained, seconds))
 
-        placed.executor.train([Job(placed.client, 0)], states.get, sink)
+        placed.executor.train([CohortMember(placed.client, 0)], states.get, sink)
         ((update, figures),) = made
         if states:
             placed.state.save(run, round_, since, states.kept[placed.client])
@@ -319,7 +319,7 @@ class SiteWorker:
             figures["start_loss"] = float(trained.start_loss)
         return update, figures
 
-    def _evaluate(self, asked: _Asked) -> RecordDict:
+    def _evaluate(self, asked: _Request) -> RecordDict:
         placed, round_ = self._begin(asked)
         if placed.tests is None:
             raise _Refusal(
@@ -352,7 +352,7 @@ class SiteWorker:
 
     # ------------------------------------------------------------------ parts
 
-    def _begin(self, asked: _Asked) -> tuple[_Place, int]:
+    def _begin(self, asked: _Request) -> tuple[_Place, int]:
         """Take over the server's model and what its algorithm sends beside, for the round that is
         asked for."""
         client, clients, round_ = (
@@ -390,7 +390,7 @@ class SiteWorker:
         server.round = round_
         return placed, round_
 
-    def _set_rates(self, asked: _Asked) -> None:
+    def _set_rates(self, asked: _Request) -> None:
         """Let the optimizer have what the server's schedule has made of its options."""
         options = self.local.optimizer.options
         rates = asked.get("lr")
@@ -428,7 +428,7 @@ class SiteWorker:
         return reply
 
 
-class _Asked:
+class _Request:
     """A request, read without believing that anything is there."""
 
     def __init__(self, request: RecordDict) -> None:

@@ -151,7 +151,7 @@ def _keyed(module: nn.Module) -> Keyed | None:
     return KeyedImages(module) if isinstance(module, PerImage) and type(module) in _IMAGES else None
 
 
-class Noise:
+class KeyedNoise:
     """The layers of a model that draw, replaced by ones with keys.
 
     Args:

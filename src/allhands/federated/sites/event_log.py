@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 
-class Events:
+class EventLog:
     """Appends to the file; every line is whole and on its way to the disk when `say` returns.
 
     Args:
@@ -81,7 +81,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-class Follower:
+class EventReader:
     """Reads the file while it grows, from its beginning or from its present end.
 
     Args:
@@ -117,7 +117,7 @@ def follow(path: Path, interval: float = 0.2, from_end: bool = False) -> Iterato
         interval: seconds between two looks.
         from_end: pass over what is in it already.
     """
-    follower = Follower(path, from_end)
+    follower = EventReader(path, from_end)
     while True:
         for event in follower.news():
             yield event

@@ -22,7 +22,7 @@ from allhands.errors import UserError
 _ALIGN = 32
 
 
-class Layout:
+class RowLayout:
     """The places of a model's weights and buffers in a row.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 
-class Recorder:
+class GraphCapture:
     """Records functions that read and write the same memory at every call. All its graphs share one
     pool of memory, for which none may leave a result in memory that it has allocated itself.
 

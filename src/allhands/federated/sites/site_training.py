@@ -1,5 +1,5 @@
 """What `SupervisedRunner.train` does on the server of a run across sites, in place of
-`allhands.federated.training.train`."""
+`allhands.federated.federated_training.train`."""
 
 from __future__ import annotations
 
@@ -18,23 +18,28 @@ from allhands.data import preserved_generators
 from allhands.data.build import Source, sources_from_datasets
 from allhands.errors import UserError
 from allhands.federated.algorithms import Server
-from allhands.federated.executors import Work
-from allhands.federated.layout import Layout
+from allhands.federated.executors import ExecutorContext
+from allhands.federated.federated_training import (
+    evaluation,
+    local_training,
+    number_of_rounds,
+    trained_source,
+)
 from allhands.federated.rounds import Evaluate
+from allhands.federated.row_layout import RowLayout
 from allhands.federated.samples import Samples
 from allhands.federated.session import Session
 from allhands.federated.sites.arrays import check_dtype
 from allhands.federated.sites.definition import check
 from allhands.federated.sites.describe import describe
-from allhands.federated.sites.events import Events
+from allhands.federated.sites.event_log import EventLog
 from allhands.federated.sites.executor import SiteExecutor
-from allhands.federated.sites.guard import Guard
 from allhands.federated.sites.post import Post
 from allhands.federated.sites.roll import Roll
-from allhands.federated.sites.rounds import SiteClients, SiteRounds
 from allhands.federated.sites.settings import Sites
+from allhands.federated.sites.site_rounds import SiteClients, SiteRounds
+from allhands.federated.sites.update_validator import UpdateValidator
 from allhands.federated.strategy import Federated
-from allhands.federated.training import evaluation, local_training, number_of_rounds, trained_source
 from allhands.runner.reporter import Reporter
 from allhands.runner.settings import TrainSettings
 from allhands.runner.supervised import SupervisedRunner
@@ -152,7 +157,7 @@ def train(
         )
     settings.save_every = settings.save_every or (1 if settings.logdir is not None else None)
     sites = strategy.sites or Sites()
-    events = Events(None if settings.logdir is None else settings.logdir / EVENTS)
+    events = EventLog(None if settings.logdir is None else settings.logdir / EVENTS)
     home = next(model.parameters()).device
     try:
         with preserved_generators():
@@ -206,14 +211,14 @@ def _rounds(
     runner: Any,
     settings: TrainSettings,
     world: World,
-    events: Events,
+    events: EventLog,
     source: Source,
     evaluate: Evaluate | None,
 ) -> SiteRounds:
     strategy: Any = settings.strategy
     model, clients = settings.model, SiteClients(across.names(sites))
     local = local_training(settings, strategy, source, runner.handle_batch)
-    layout = Layout(model, local.optimizer.groups)
+    layout = RowLayout(model, local.optimizer.groups)
     check_dtype(layout.parameters[0].name, layout.dtype)
     server = Server(
         layout,
@@ -223,7 +228,7 @@ def _rounds(
         len(clients),
         settings.seed,
     )
-    work = Work(
+    work = ExecutorContext(
         copy.deepcopy(model),
         local,
         strategy.algorithm,
@@ -261,5 +266,5 @@ def _rounds(
         measures=strategy.test_fraction is not None or evaluate is None,
     )
     clip = None if strategy.privacy is None else strategy.privacy.clip
-    executor.guard = Guard(layout, sites, len(server.integers), server.own, clip)
+    executor.validator = UpdateValidator(layout, sites, len(server.integers), server.own, clip)
     return rounds

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import allhands
 from allhands.errors import UserError
-from allhands.federated.noise import KeyedDropout, Noise
+from allhands.federated.keyed_noise import KeyedDropout, KeyedNoise
 from allhands.models import RandomCrop, RandomFlip
 from tests.federated.executors.comparing import augmented, difference, trained
 
@@ -34,9 +34,9 @@ def masks(
     return torch.stack(made)
 
 
-def keyed(layer: nn.Module) -> tuple[KeyedDropout, Noise]:
+def keyed(layer: nn.Module) -> tuple[KeyedDropout, KeyedNoise]:
     net = nn.Sequential(layer).train()
-    noise = Noise(net, CPU)
+    noise = KeyedNoise(net, CPU)
     return net[0], noise
 
 
@@ -62,7 +62,7 @@ def test_masks_of_different_keys_and_positions_are_not_correlated():
 
 
 def test_keys_depend_on_seed_round_client_step_and_layer_only():
-    noise = Noise(nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2), nn.Dropout2d(0.5)), CPU)
+    noise = KeyedNoise(nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2), nn.Dropout2d(0.5)), CPU)
     keys = noise.keys(7, 3, 5, 4)
     assert keys.shape == (4, 2)
     assert len(set(keys.flatten().tolist())) == 8
@@ -120,7 +120,7 @@ def test_calls_again_in_the_backward_pass_are_only_served_when_unambiguous():
         layer(x)
 
     net = nn.Sequential(nn.Linear(4, 50), nn.Dropout(0.5), nn.Linear(50, 1)).double()
-    noise = Noise(net, CPU)
+    noise = KeyedNoise(net, CPU)
     noise.set(noise.keys(1, 0, 0, 1)[0])
     gradients = []
     for again in (False, True):
@@ -138,7 +138,7 @@ def test_layers_are_replaced_without_a_trace_in_the_state():
         nn.Linear(2, 2), inner, nn.Sequential(inner, nn.AlphaDropout(0.1), nn.Dropout1d(1.0))
     )
     before = copy.deepcopy(net.state_dict())
-    noise = Noise(net, CPU)
+    noise = KeyedNoise(net, CPU)
     assert list(net.state_dict()) == list(before)
     assert noise.names == ["1", "2.2"]
     assert net[1] is net[2][0]
@@ -153,7 +153,7 @@ def test_layers_are_replaced_without_a_trace_in_the_state():
 def test_crops_and_flips_are_a_function_of_the_key_and_the_place_in_the_batch():
     net = nn.Sequential(RandomCrop(2), nn.Sequential(RandomFlip())).train()
     before = list(net.state_dict())
-    noise = Noise(net, CPU)
+    noise = KeyedNoise(net, CPU)
     assert (noise.names, list(net.state_dict())) == (["0", "1.0"], before)
     x = torch.arange(5 * 7.0).view(1, 1, 5, 7).expand(40, 2, 5, 7)
 
@@ -175,7 +175,7 @@ def test_crops_and_flips_are_a_function_of_the_key_and_the_place_in_the_batch():
 
 def test_keyed_crops_and_flips_are_evenly_spread():
     net = nn.Sequential(RandomCrop(1), RandomFlip()).train()
-    noise = Noise(net, CPU)
+    noise = KeyedNoise(net, CPU)
     x = torch.arange(12.0).view(1, 1, 3, 4).expand(64, 1, 3, 4)
     seen: dict[bytes, int] = {}
     for keys in noise.keys(2, 0, 0, 100):
@@ -191,7 +191,7 @@ def test_keyed_crops_and_flips_are_evenly_spread():
 
 def test_under_vmap_each_client_crops_and_flips_for_itself():
     net = nn.Sequential(RandomCrop(2, mode="constant"), RandomFlip()).train()
-    noise = Noise(net, CPU)
+    noise = KeyedNoise(net, CPU)
     keys, x = noise.keys(1, 0, 0, 3), torch.rand(3, 6, 2, 5, 5)
 
     def one(keys: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

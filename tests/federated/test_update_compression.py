@@ -11,14 +11,14 @@ import allhands
 from allhands.errors import UserError
 from allhands.federated import Federated
 from allhands.federated.algorithms import Scaffold, Server
-from allhands.federated.compression import Coded, numbers, plain_bytes
-from allhands.federated.layout import Layout
+from allhands.federated.row_layout import RowLayout
+from allhands.federated.update_compression import Coded, numbers, plain_bytes
 from tests.federated import simulating as sim
 
 
 @pytest.fixture
 def server() -> Server:
-    layout = Layout(sim.model())
+    layout = RowLayout(sim.model())
     return Server(
         layout,
         torch.zeros(layout.length, dtype=torch.float64),

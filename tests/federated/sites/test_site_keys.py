@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from allhands.errors import UserError
-from allhands.federated.sites import keys
+from allhands.federated.sites import site_keys
 
 OPENSSH = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
 SECRET = "0123456789abcdef0123"
@@ -26,12 +26,14 @@ needs_ssh_keygen = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(keys, "_EDITED", 0.0)
+    monkeypatch.setattr(site_keys, "_EDITED", 0.0)
 
 
 def check(file: Path, site: str, token: str) -> str | None:
     """What the server says to a site that has this token."""
-    return keys.check_token(file, site, keys.prove(token, "a challenge", site), "a challenge")
+    return site_keys.check_token(
+        file, site, site_keys.prove(token, "a challenge", site), "a challenge"
+    )
 
 
 def write(path: Path, text: str | bytes, mode: int = 0o600) -> Path:
@@ -51,7 +53,7 @@ def private(key: object, form: str = "OpenSSH") -> bytes:
 @pytest.fixture
 def north(tmp_path) -> tuple[Path, str]:
     path = tmp_path / "north.key"
-    return path, keys.make_site_key(path, "north")
+    return path, site_keys.make_site_key(path, "north")
 
 
 def test_a_pair_is_what_flower_takes(north, tmp_path):
@@ -61,13 +63,13 @@ def test_a_pair_is_what_flower_takes(north, tmp_path):
     assert isinstance(read, ec.EllipticCurvePrivateKey)
     assert isinstance(read.curve, ec.SECP384R1)
     asymmetric = pytest.importorskip("flwr.supercore.primitives.asymmetric")
-    public = keys.read_site_key(path)
+    public = site_keys.read_site_key(path)
     assert public == asymmetric.public_key_to_bytes(read.public_key())
-    allowed = keys.read_allow_list(
+    allowed = site_keys.read_allow_list(
         write(tmp_path / "sites.txt", f"# ours\n\n{line} made today\n", 0o644)
     )
     assert allowed == {"north": public}
-    assert keys.check_key(allowed, public) == ("north", "")
+    assert site_keys.check_key(allowed, public) == ("north", "")
     registered = pytest.importorskip("flwr.cli.supernode.register").try_load_public_key(
         tmp_path / "north.key.pub"
     )
@@ -80,29 +82,29 @@ def test_keys_are_never_overwritten(north, tmp_path):
     with pytest.raises(
         UserError, match="north.key.pub' exists already, and keys are never overwritten"
     ):
-        keys.make_site_key(path, "north")
+        site_keys.make_site_key(path, "north")
     (tmp_path / "north.key.pub").unlink()
     with pytest.raises(UserError, match="north.key' exists already"):
-        keys.make_site_key(path, "north")
+        site_keys.make_site_key(path, "north")
     assert path.read_bytes() == before
 
 
 def test_a_key_that_is_not_on_the_list_is_named_by_its_fingerprint(north, tmp_path):
     _, line = north
     other = tmp_path / "other.key"
-    keys.make_site_key(other, "other")
-    allowed = keys.read_allow_list(write(tmp_path / "sites.txt", line))
-    name, reason = keys.check_key(allowed, keys.read_site_key(other))
+    site_keys.make_site_key(other, "other")
+    allowed = site_keys.read_allow_list(write(tmp_path / "sites.txt", line))
+    name, reason = site_keys.check_key(allowed, site_keys.read_site_key(other))
     assert name is None
-    assert keys.fingerprint(keys.read_site_key(other)) in reason
+    assert site_keys.fingerprint(site_keys.read_site_key(other)) in reason
     assert "not on the list of sites" in reason
     for junk in (
         b"",
         b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n",
         os.urandom(50),
     ):
-        assert keys.check_key(allowed, junk)[0] is None
-        assert keys.fingerprint(junk) == "no key"
+        assert site_keys.check_key(allowed, junk)[0] is None
+        assert site_keys.fingerprint(junk) == "no key"
 
 
 @needs_ssh_keygen
@@ -111,7 +113,7 @@ def test_a_fingerprint_is_that_of_ssh_keygen(north):
     said = subprocess.run(
         ["ssh-keygen", "-lf", f"{path}.pub"], capture_output=True, text=True
     ).stdout
-    assert keys.fingerprint(keys.read_site_key(path)) in said
+    assert site_keys.fingerprint(site_keys.read_site_key(path)) in said
 
 
 def test_private_keys_that_cannot_be_used_are_refused_with_what_to_do(north, tmp_path):
@@ -134,14 +136,14 @@ def test_private_keys_that_cannot_be_used_are_refused_with_what_to_do(north, tmp
         if data is not None:
             write(file, data)
         with pytest.raises(UserError, match=words) as refused:
-            keys.read_site_key(file)
+            site_keys.read_site_key(file)
         assert "--key" in str(refused.value)
         assert "case.key" in str(refused.value)
     with pytest.raises(UserError, match="cannot be read"):
-        keys.read_site_key(tmp_path)
+        site_keys.read_site_key(tmp_path)
     write(path, good, 0o640)
     with pytest.raises(UserError, match=f"mode 0640.*chmod 600 {path}"):
-        keys.read_site_key(path)
+        site_keys.read_site_key(path)
 
 
 @needs_ssh_keygen
@@ -157,14 +159,14 @@ def test_a_passphrase_is_named_and_what_the_message_says_helps(tmp_path):
         else:
             write(path, data)
         with pytest.raises(UserError, match=f"ssh-keygen -p -N '' -f {path}") as refused:
-            keys.read_site_key(path)
+            site_keys.read_site_key(path)
         encrypted = name == "mine"
         assert ("is protected by a passphrase" in str(refused.value)) == encrypted
         old = ["-P", "a word"] if encrypted else []  # ssh-keygen would ask for it
         subprocess.run(
             ["ssh-keygen", "-p", *old, "-N", "", "-f", str(path)], check=True, capture_output=True
         )
-        assert keys.fingerprint(keys.read_site_key(path)).startswith("SHA256:")
+        assert site_keys.fingerprint(site_keys.read_site_key(path)).startswith("SHA256:")
 
 
 def test_lists_of_sites_that_are_wrong_are_refused_by_line(north, tmp_path):
@@ -183,9 +185,9 @@ def test_lists_of_sites_that_are_wrong_are_refused_by_line(north, tmp_path):
     }
     for words, text in cases.items():
         with pytest.raises(UserError, match=words):
-            keys.read_allow_list(write(tmp_path / "sites.txt", text))
+            site_keys.read_allow_list(write(tmp_path / "sites.txt", text))
     with pytest.raises(UserError, match=r"the list of sites \(--sites\): there is no file"):
-        keys.read_allow_list(tmp_path / "none.txt")
+        site_keys.read_allow_list(tmp_path / "none.txt")
 
 
 def test_a_token_that_is_taken_away_is_refused_at_once(tmp_path):
@@ -193,16 +195,16 @@ def test_a_token_that_is_taken_away_is_refused_at_once(tmp_path):
     assert check(file, "north", SECRET) is None
     assert "is not the one" in check(file, "north", SECRET + "s")  # another site's
     assert "is not the one" in check(file, "north", SECRET[:-1])
-    proof = keys.prove(SECRET, "a challenge", "north")
+    proof = site_keys.prove(SECRET, "a challenge", "north")
     assert SECRET not in proof
-    assert "is not the one" in keys.check_token(file, "north", proof, "another challenge")
-    assert "is not the one" in keys.check_token(file, "south", proof, "a challenge")
-    assert "is not the one" in keys.check_token(
+    assert "is not the one" in site_keys.check_token(file, "north", proof, "another challenge")
+    assert "is not the one" in site_keys.check_token(file, "south", proof, "a challenge")
+    assert "is not the one" in site_keys.check_token(
         file, "north", SECRET, "a challenge"
     )  # the token itself proves nothing
-    assert "is not the one" in keys.check_token(file, "north", "é", "a challenge")
+    assert "is not the one" in site_keys.check_token(file, "north", "é", "a challenge")
     for nothing in (None, "", 7):
-        assert "it has no token" in keys.check_token(file, "north", nothing, "a challenge")
+        assert "it has no token" in site_keys.check_token(file, "north", nothing, "a challenge")
     assert "no token of 'west'" in check(file, "west", SECRET)
     assert "no token of 'west'" in check(file, "west", "")
     write(file, f"south {SECRET}s\n")
@@ -215,7 +217,7 @@ def test_a_token_that_is_taken_away_is_refused_at_once(tmp_path):
 
 def test_a_file_of_tokens_that_is_just_being_written_refuses_nobody(tmp_path, monkeypatch):
     file = write(tmp_path / "tokens", "")
-    monkeypatch.setattr(keys.time, "sleep", lambda _: write(file, f"north {SECRET}"))
+    monkeypatch.setattr(site_keys.time, "sleep", lambda _: write(file, f"north {SECRET}"))
     assert check(file, "north", SECRET) is None
 
 
@@ -229,7 +231,7 @@ def test_no_message_holds_a_token(tmp_path):
     for text in bad:
         file = write(tmp_path / "tokens", text)
         with pytest.raises(UserError) as refused:
-            keys.read_tokens(file)
+            site_keys.read_tokens(file)
         assert SECRET not in str(refused.value)
         assert "short" not in str(refused.value).replace("at least", "")
         assert SECRET not in check(file, "north", SECRET)
@@ -242,32 +244,32 @@ def test_no_message_holds_a_token(tmp_path):
 
 def test_a_sites_own_token_comes_from_a_file_or_the_environment(tmp_path):
     file = write(tmp_path / "token", f"{SECRET}\n")
-    assert keys.site_token(file, {}) == SECRET
-    assert keys.site_token(None, {keys.TOKEN: f" {SECRET}\n"}) == SECRET
-    assert keys.site_token(None, {}) is None
+    assert site_keys.site_token(file, {}) == SECRET
+    assert site_keys.site_token(None, {site_keys.TOKEN: f" {SECRET}\n"}) == SECRET
+    assert site_keys.site_token(None, {}) is None
     for path, environ, words in [
-        (file, {keys.TOKEN: SECRET}, "leave one of them out"),
-        (None, {keys.TOKEN: "short"}, "at least 16"),
+        (file, {site_keys.TOKEN: SECRET}, "leave one of them out"),
+        (None, {site_keys.TOKEN: "short"}, "at least 16"),
         (write(tmp_path / "two", f"north {SECRET}"), {}, "holds 2 words"),
         (write(tmp_path / "none", ""), {}, "is empty"),
         (write(tmp_path / "open", SECRET, 0o644), {}, "chmod 600"),
         (tmp_path / "missing", {}, "there is no file"),
     ]:
         with pytest.raises(UserError, match=words) as refused:
-            keys.site_token(path, environ)
+            site_keys.site_token(path, environ)
         assert SECRET not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "-a", ".a", "a/b", "x" * 64, "é", "a\n"])
 def test_names_that_are_none(name):
     with pytest.raises(UserError, match="write letters, digits"):
-        keys.check_name(name)
-    assert keys.check_name("St-Mary_2.north") == "St-Mary_2.north"
+        site_keys.check_name(name)
+    assert site_keys.check_name("St-Mary_2.north") == "St-Mary_2.north"
 
 
 def test_importing_keys_and_certificates_imports_no_torch():
     code = (
-        "import sys, allhands.federated.sites.keys, allhands.federated.sites.certificates; "
+        "import sys, allhands.federated.sites.site_keys, allhands.federated.sites.certificates; "
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

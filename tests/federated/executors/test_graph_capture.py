@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import allhands
-from allhands.federated.executors import ClientError, Graph, Job, Stacked
+from allhands.federated.executors import ClientError, CohortMember, Graph, Stacked
 from tests.federated import simulating as sim
 from tests.federated.executors.comparing import SIZES, Pulled, images, network
 
@@ -116,7 +116,7 @@ def test_clients_before_one_that_fails_are_handed_over_too(monkeypatch):
     made.work.samples.tensors[1][40] = 7  # of client 2, beyond the classes
     with pytest.raises(ClientError, match="client 2"):
         made.executor.train(
-            [Job(client, client) for client in range(5)],
+            [CohortMember(client, client) for client in range(5)],
             made.states.get,
             lambda trained, seconds: done.extend(trained.clients),
         )

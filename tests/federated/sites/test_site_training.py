@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 pytest.importorskip("flwr")
 
 from allhands.errors import UserError
-from allhands.federated.sites.training import Across
+from allhands.federated.sites.site_training import Across
 from tests.federated.sites.across import data, grid, same, serve, simulate
 from tests.federated.sites.fake_grid import FakeGrid
 

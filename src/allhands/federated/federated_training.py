@@ -17,14 +17,14 @@ from allhands.data.epochs import EpochListeners
 from allhands.errors import UserError
 from allhands.federated.algorithms import Server
 from allhands.federated.clients import Clients
-from allhands.federated.executors import Executor, Work
+from allhands.federated.executors import Executor, ExecutorContext
 from allhands.federated.executors.choice import parse
 from allhands.federated.executors.shared import Shared
-from allhands.federated.layout import Layout
-from allhands.federated.local import Forward as LocalForward
-from allhands.federated.local import LocalOptimizer, LocalTraining
+from allhands.federated.local_training import Forward as LocalForward
+from allhands.federated.local_training import LocalOptimizer, LocalTraining
 from allhands.federated.partitions import partition_of
 from allhands.federated.rounds import Evaluate
+from allhands.federated.row_layout import RowLayout
 from allhands.federated.samples import Samples
 from allhands.federated.session import Session
 from allhands.federated.strategy import Federated
@@ -73,7 +73,7 @@ def train(
         if isinstance(settings.criterion, nn.Module):
             settings.criterion.to(world.device)
         broadcast_tensors([*model.parameters(), *model.buffers()], world)
-        layout = Layout(model, local.optimizer.groups)
+        layout = RowLayout(model, local.optimizer.groups)
         server = Server(
             layout,
             layout.read(model),
@@ -83,7 +83,7 @@ def train(
             settings.seed,
         )
         # The executor's own: it binds the weights into rows and replaces layers of dropout.
-        work = Work(
+        work = ExecutorContext(
             copy.deepcopy(model), local, strategy.algorithm, samples, clients, settings.seed
         )
         team = Team.of(world, strategy.devices_per_client)
@@ -165,7 +165,7 @@ def number_of_rounds(settings: Any, strategy: Federated) -> int:
     return min(3, strategy.rounds) if settings.check else strategy.rounds
 
 
-def make_executor(given: str | dict[str, Any], work: Work, server: Server) -> Executor:
+def make_executor(given: str | dict[str, Any], work: ExecutorContext, server: Server) -> Executor:
     """The executor of a name, or of ``{"name": …, option: …}``. Raises `UserError` when it cannot
     train these clients."""
     kind, options = parse(given)

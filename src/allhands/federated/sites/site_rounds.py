@@ -14,11 +14,11 @@ import torch
 from allhands.data import derive_seed
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import Trained
+from allhands.federated.client_states import ClientStates
 from allhands.federated.clients import Clients
-from allhands.federated.executors.base import Job
+from allhands.federated.executors.base import CohortMember
 from allhands.federated.rounds import _INTEGERS, BadUpdateError, Rounds
 from allhands.federated.sites.executor import SiteExecutor
-from allhands.federated.states import ClientStates
 from allhands.federated.sums import Sums
 
 
@@ -120,10 +120,10 @@ class SiteRounds(Rounds):
             print(f"round {round_}: without {', '.join(named[1])}, not connected", flush=True)
         return cohort
 
-    def distribute(self, cohort: Sequence[int]) -> list[Job]:
-        return [Job(client, slot) for slot, client in enumerate(cohort)]
+    def distribute(self, cohort: Sequence[int]) -> list[CohortMember]:
+        return [CohortMember(client, slot) for slot, client in enumerate(cohort)]
 
-    def train(self, jobs: Sequence[Job], sums: Sums) -> None:
+    def train(self, jobs: Sequence[CohortMember], sums: Sums) -> None:
         def sink(trained: Trained, seconds: float) -> None:
             if trained.integers is not None:
                 sums.add(_INTEGERS, trained.integers - self.server.integers, trained.samples)
@@ -150,7 +150,7 @@ class SiteRounds(Rounds):
                 values["clients"] = measured
         return values
 
-    def _train_all(self, jobs: Sequence[Job], sums: Sums) -> None:
+    def _train_all(self, jobs: Sequence[CohortMember], sums: Sums) -> None:
         # No other rank waits for this one: what fails here, such as the SuperLink, ends the run as
         # what it is.
         self.train(jobs, sums)
@@ -211,7 +211,7 @@ class SiteRounds(Rounds):
             "taken": torch.tensor(
                 [taken.get(client, -1) for client in range(len(self.clients))], dtype=torch.int64
             ),
-            "guard": self.executor.guard.state_dict(),
+            "guard": self.executor.validator.state_dict(),
             "secret": None if self.privacy is None else self.privacy.secret,
         }
         return {**super().state_dict(), "sites": across}
@@ -240,6 +240,6 @@ class SiteRounds(Rounds):
             if taken >= 0:
                 self.executor.taken[client] = taken
         self.server.num_samples = len(self.clients.indices)
-        self.executor.guard.load_state_dict(across["guard"])
+        self.executor.validator.load_state_dict(across["guard"])
         if self.privacy is not None and across["secret"] is not None:
             self.privacy.secret = across["secret"]

@@ -1,4 +1,4 @@
-"""What the guard lets into the average, and in which words it refuses the rest."""
+"""What the validator lets into the average, and in which words it refuses the rest."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from allhands.errors import UserError
-from allhands.federated.layout import Layout
-from allhands.federated.sites.guard import FIRST, Guard, check_measured
+from allhands.federated.row_layout import RowLayout
 from allhands.federated.sites.settings import Sites
+from allhands.federated.sites.update_validator import FIRST, UpdateValidator, check_measured
 
 
-def layout(dtype: torch.dtype = torch.float32) -> Layout:
-    return Layout(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to(dtype))
+def layout(dtype: torch.dtype = torch.float32) -> RowLayout:
+    return RowLayout(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to(dtype))
 
 
 PLACES = layout()
@@ -30,20 +30,20 @@ def row(norm: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return made * (norm / float(torch.linalg.vector_norm(made)))
 
 
-def judge(guard: Guard, update: object = None, **figures: object) -> str | None:
+def judge(validator: UpdateValidator, update: object = None, **figures: object) -> str | None:
     sent = {"update": row() if update is None else update, "integers": torch.tensor([4])}
-    return guard.check("north", sent, {**FIGURES, **figures}, 40, 4)
+    return validator.check("north", sent, {**FIGURES, **figures}, 40, 4)
 
 
-def guard(**options: object) -> Guard:
-    made = Guard(PLACES, Sites(**options), integers=1)
+def validator(**options: object) -> UpdateValidator:
+    made = UpdateValidator(PLACES, Sites(**options), integers=1)
     made.begin(torch.zeros(PLACES.length))
     return made
 
 
 def test_an_honest_update_passes():
-    assert judge(guard()) is None
-    assert judge(guard(), start_loss=0.7) is None
+    assert judge(validator()) is None
+    assert judge(validator(), start_loss=0.7) is None
 
 
 @pytest.mark.parametrize(
@@ -53,19 +53,19 @@ def test_numbers_that_are_none_are_refused_with_the_name_of_their_weight(value, 
     bad = row()
     place = next(place for place in PLACES.parameters if place.name == "1.weight")
     bad[place.start + 1] = value
-    assert f"{word} in '1.weight'" in judge(guard(), bad)
+    assert f"{word} in '1.weight'" in judge(validator(), bad)
     both = row()
     both[0], both[1] = math.inf, -math.inf  # whose sum hides what they are
-    assert "Inf in '0.weight'" in judge(guard(), both)
+    assert "Inf in '0.weight'" in judge(validator(), both)
 
 
 def test_large_numbers_whose_sum_overflows_are_no_infinity_but_an_absurd_norm():
-    made = Guard(layout(torch.float64), Sites())
+    made = UpdateValidator(layout(torch.float64), Sites())
     made.begin(torch.zeros(PLACES.length, dtype=torch.float64))
     huge = torch.zeros(PLACES.length, dtype=torch.float64)
     huge[:2] = 1.7e308
     assert "norm inf" in made.check("north", {"update": huge}, FIGURES, 40, 4)
-    without_limit = Guard(layout(torch.float64), Sites(max_norm=math.inf))
+    without_limit = UpdateValidator(layout(torch.float64), Sites(max_norm=math.inf))
     assert "norm inf" in without_limit.check("north", {"update": huge}, FIGURES, 40, 4)
 
 
@@ -81,18 +81,18 @@ def test_large_numbers_whose_sum_overflows_are_no_infinity_but_an_absurd_norm():
     ],
 )
 def test_another_shape_or_dtype_is_refused(update, words):
-    assert words in judge(guard(), update)
+    assert words in judge(validator(), update)
 
 
 def test_arrays_that_are_missing_or_that_nobody_asked_for_are_refused():
-    made = guard()
+    made = validator()
     assert made.check("north", {"update": row()}, FIGURES, 40, 4) == "it sent no array 'integers'"
     assert made.check("north", {}, FIGURES, 40, 4) == "it sent no array 'update'"
     more = {"update": row(), "integers": torch.tensor([1]), "gift": row()}
     assert "it sent an array 'gift'" in made.check("north", more, FIGURES, 40, 4)
     counted = {"update": row(), "integers": torch.tensor([2**62])}
     assert str(2**62) in made.check("north", counted, FIGURES, 40, 4)
-    without = Guard(PLACES, Sites())
+    without = UpdateValidator(PLACES, Sites())
     assert "'integers'" in without.check(
         "north", {"update": row(), "integers": torch.tensor([1])}, FIGURES, 40, 4
     )
@@ -117,28 +117,28 @@ def test_arrays_that_are_missing_or_that_nobody_asked_for_are_refused():
     ],
 )
 def test_figures_that_cannot_be_are_refused(figures, words):
-    made = guard()
+    made = validator()
     assert words in judge(made, **figures)
     assert made.state_dict()["now"] == []  # what was refused sets no measure
 
 
 def test_figures_that_are_missing_are_refused():
-    made = guard()
+    made = validator()
     for name in ("samples", "steps", "loss"):
         left = {key: value for key, value in FIGURES.items() if key != name}
         assert judge_only(made, left) == f"it sent no figure '{name}'"
 
 
-def judge_only(made: Guard, figures: dict[str, object]) -> str | None:
+def judge_only(made: UpdateValidator, figures: dict[str, object]) -> str | None:
     return made.check("north", {"update": row(), "integers": torch.tensor([4])}, figures, 40, 4)
 
 
 def test_the_gaps_of_a_row_and_the_layers_of_sites_stay_empty():
     bad = row()
     bad[PLACES.places[0].stop] = 1e-3
-    assert "the gaps between weights" in judge(guard(), bad)
+    assert "the gaps between weights" in judge(validator(), bad)
     place = next(place for place in PLACES.parameters if place.name == "1.bias")
-    made = Guard(PLACES, Sites(), integers=1, own=torch.arange(place.start, place.stop))
+    made = UpdateValidator(PLACES, Sites(), integers=1, own=torch.arange(place.start, place.stop))
     made.begin(torch.zeros(PLACES.length))
     assert judge(made) is None
     bad = row()
@@ -147,7 +147,7 @@ def test_the_gaps_of_a_row_and_the_layers_of_sites_stay_empty():
 
 
 def test_a_set_bound_is_the_only_one():
-    made = guard(max_norm=5.0)
+    made = validator(max_norm=5.0)
     assert judge(made, row(4.99)) is None
     reason = judge(made, row(5.01))
     assert "sites.max_norm is 5" in reason
@@ -158,7 +158,7 @@ def test_a_set_bound_is_the_only_one():
 
 
 def test_from_the_third_on_the_median_is_the_measure():
-    made = guard()
+    made = validator()
     assert judge(made, row(1.0)) is None
     assert judge(made, row(9 * 10.0)) is None  # there is no median yet
     assert judge(made, row(1.1)) is None
@@ -171,17 +171,17 @@ def test_from_the_third_on_the_median_is_the_measure():
 
 
 def test_before_the_third_an_update_is_measured_by_the_model():
-    made = guard()
+    made = validator()
     assert judge(made, row(FIRST * 0.99)) is None
-    assert "1000 times that of the model" in judge(guard(), row(FIRST * 1.01))
-    large = guard()
+    assert "1000 times that of the model" in judge(validator(), row(FIRST * 1.01))
+    large = validator()
     large.begin(row(50.0))
     assert judge(large, row(FIRST * 49)) is None
     assert judge(large, row(FIRST * 51)) is not None
 
 
 def test_a_site_with_more_steps_may_bring_a_longer_update():
-    made = guard()
+    made = validator()
     for _ in range(3):
         assert judge(made, row(1.0)) is None
     sent = {"update": row(50.0), "integers": torch.tensor([4])}
@@ -190,14 +190,14 @@ def test_a_site_with_more_steps_may_bring_a_longer_update():
 
 
 def test_updates_that_are_all_zero_do_not_shut_out_what_follows():
-    made = guard()
+    made = validator()
     for _ in range(3):
         assert judge(made, row(0.0)) is None
     assert judge(made, row(1.0)) is None
 
 
 def test_the_measure_is_of_this_round_and_the_last():
-    made = guard()
+    made = validator()
     for norm in (1.0, 1.0, 1.0):
         assert judge(made, row(norm)) is None
     made.begin(torch.zeros(PLACES.length))
@@ -212,13 +212,13 @@ def test_the_measure_is_of_this_round_and_the_last():
 
 
 def test_an_update_that_was_not_clipped_breaks_the_guarantee():
-    made = Guard(PLACES, Sites(max_norm=100.0), integers=1, clip=1.0)
+    made = UpdateValidator(PLACES, Sites(max_norm=100.0), integers=1, clip=1.0)
     assert judge(made, row(1.0)) is None
     assert "has not clipped it" in judge(made, row(1.01))
 
 
 def test_the_norms_are_part_of_a_checkpoint():
-    made, again = guard(), guard()
+    made, again = validator(), validator()
     for _ in range(3):
         judge(made, row(1.0))
     again.load_state_dict(json.loads(json.dumps(made.state_dict())))
