@@ -374,7 +374,7 @@ def started(token: str, meeting: TCPStore) -> subprocess.Popen[bytes]:
         "ALLHANDS_KVSTORE_TOKEN": token,
         "OMP_NUM_THREADS": "1",
     }
-    return subprocess.Popen([sys.executable, "-m", "allhands.kvstore.server"], env=env)
+    return subprocess.Popen([sys.executable, "-m", "allhands.kvstore.parameter_server"], env=env)
 
 
 def soak(seconds: float, seed: int, attackers: int, folder: str) -> list[str]:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,52 @@ def test_third_party_imports_are_declared():
                 - {"allhands"}
             ):
                 assert modules.get(name, name) in declared, f"{path}:{statement.lineno}: {name}"
+
+
+# Names that stand twice on purpose, each with the reason.
+CLASSES_TWICE = {
+    "Compression": "Horovod has it for torch and for TensorFlow",
+    "Data": "a section of a run file has the name of what it configures",
+    "EarlyStopping": "a section of a run file has the name of what it configures",
+    "Mesh": "a section of a run file has the name of what it configures",
+    "Strategy": "a section of a run file has the name of what it configures",
+    "KVStore": "MXNet's store, and the strategy that trains with it",
+    "Report": "what the documented `verify` and `examine` return",
+    "Trial": "local to a function",
+    "_Measured": "carries a measurement out of handle_batch, in two strategies",
+    "_Summing": "private: a file with a checksum, and a criterion that sums",
+}
+MODULES_TWICE = {
+    "__init__": "packages",
+    "base": "the interface of a package's parts",
+    "callbacks": "those of the runner, and Horovod's names for Keras",
+    "certificates": "a subcommand and what it calls",
+    "collectives": "the same operations under three libraries' names",
+    "compression": "Horovod's names for torch and for TensorFlow",
+    "elastic": "Horovod's names for torch, TensorFlow and Keras",
+    "mpi": "how MPI starts processes, and what it tells them",
+    "optimizer": "Horovod's names for torch and for Keras",
+    "report": "the documented reports of `verify` and of federated runs",
+    "settings": "the settings of a package",
+    "slurm": "how Slurm starts processes, what it tells them, and the public `allhands.slurm`",
+    "sync_batch_norm": "Horovod's names for torch and for TensorFlow",
+    "values": "what a store holds, and a strategy's values",
+}
+
+
+def test_no_class_and_no_module_has_a_name_twice():
+    """Who searches for a name finds one thing. A new double gets a name of its own, or a reason
+    above."""
+    source = ROOT / "src" / "allhands"
+    modules = Counter(path.stem for path in source.rglob("*.py"))
+    classes = Counter(
+        node.name
+        for path in source.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in classes.items() if count > 1} <= set(CLASSES_TWICE)
+    assert {name for name, count in modules.items() if count > 1} <= set(MODULES_TWICE)
 
 
 def test_the_tests_mirror_the_source():

@@ -16,9 +16,9 @@ from torch import nn
 
 from allhands.errors import UserError, WorldError
 from allhands.kvstore import Trainer
+from allhands.kvstore.parameter_server import ParameterServer
 from allhands.kvstore.rules import rules_of
 from allhands.kvstore.served import ServedStore
-from allhands.kvstore.server import ParameterServer
 from allhands.kvstore.store_modes import mode_named
 from tests.kvstore.training import OPTIMIZERS, SIZES, model, take_steps
 

@@ -15,9 +15,9 @@ import torch
 
 from allhands.errors import UserError, WorldError
 from allhands.kvstore import comeback
+from allhands.kvstore.parameter_server import ParameterServer
 from allhands.kvstore.rules import rules_of
 from allhands.kvstore.served import ServedStore
-from allhands.kvstore.server import ParameterServer
 from allhands.kvstore.store import Share
 from allhands.kvstore.store_modes import mode_named
 from tests.kvstore.serving import TOKEN, Job, job

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from allhands.errors import UserError, WorldError
+from allhands.kvstore.parameter_server import ParameterServer
 from allhands.kvstore.rules import check_servers, rules_of
 from allhands.kvstore.served import ServedStore
-from allhands.kvstore.server import ParameterServer
 from allhands.kvstore.store import Share
 from allhands.kvstore.store_modes import mode_named
 from allhands.kvstore.values import RowSparse

@@ -246,7 +246,7 @@ def servers(mark: str, tmp_path: Path) -> Iterator[list[dict[str, Any]]]:  # noq
             "OMP_NUM_THREADS": "1",
         }.items():
             patch.setenv(name, value)
-        command = [sys.executable, "-m", "allhands.kvstore.server"]
+        command = [sys.executable, "-m", "allhands.kvstore.parameter_server"]
         started = [
             subprocess.Popen(command, env={**os.environ, "ALLHANDS_SERVER": str(number)})
             for number in range(2)

@@ -13,7 +13,7 @@ from torch import nn
 from allhands.errors import AllhandsError
 from allhands.kvstore import Share, Trainer
 from allhands.kvstore.chunks import Chunk, Meta
-from allhands.kvstore.server import ParameterServer
+from allhands.kvstore.parameter_server import ParameterServer
 from allhands.kvstore.shard import Shard
 from tests.kvstore.serving import error_of, job
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from allhands.verify.noise import FACTOR, Noise, floor_of, judge, nearest
-from allhands.verify.recording import ALL_GRADIENTS, ALL_PARAMETERS
+from allhands.verify.recorder import ALL_GRADIENTS, ALL_PARAMETERS
 from allhands.verify.runs import Trace
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from allhands.launch.protocol import MARK
 
 # What a parameter-server process runs.
-SERVER = "allhands.kvstore.server"
+SERVER = "allhands.kvstore.parameter_server"
 # By this variable the workers and servers of a job prove to one another that they belong to it.
 TOKEN = "ALLHANDS_KVSTORE_TOKEN"
 # What the launcher does when a worker fails, and how often this very process was started again for

@@ -20,7 +20,7 @@ from allhands.step.closure import takes_closure
 from allhands.strategies import Strategy, strategy_named
 from allhands.verify import causes, probes
 from allhands.verify.noise import FACTOR, Difference, Noise, floor_of, judge, nearest
-from allhands.verify.recording import ALL_GRADIENTS, ALL_PARAMETERS
+from allhands.verify.recorder import ALL_GRADIENTS, ALL_PARAMETERS
 from allhands.verify.report import DIFFERS, LOSSY, SAME, Report, Row, require_matplotlib
 from allhands.verify.runs import (
     Runs,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from allhands.verify.recording import ALL_PARAMETERS, Step
+from allhands.verify.recorder import ALL_PARAMETERS, Step
 from allhands.verify.runs import Trace
 
 #: A difference is real when it is more than so many times the noise. docs/verify.md has the figures

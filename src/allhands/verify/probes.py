@@ -21,7 +21,7 @@ from allhands.errors import UserError
 from allhands.launch import ship
 from allhands.runner.evaluation import Forward, loss_rule
 from allhands.step import LossRule
-from allhands.verify.recording import tensors_of
+from allhands.verify.recorder import tensors_of
 from allhands.world import World, current_world, finalize, init
 
 # Relative differences above this are no rounding.

@@ -26,7 +26,7 @@ from allhands.runner.settings import Data, TrainSettings
 from allhands.runner.training import Training
 from allhands.runner.workers import Plan, plan
 from allhands.strategies import Single, Strategy
-from allhands.verify.recording import Recorder, Step, tensors_of
+from allhands.verify.recorder import Recorder, Step, tensors_of
 from allhands.world import World
 
 _DROPOUTS = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)

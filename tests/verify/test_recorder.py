@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from allhands.verify.recording import row_checksums
+from allhands.verify.recorder import row_checksums
 
 
 def test_checksums_of_rows_do_not_depend_on_how_a_batch_is_cut() -> None:
