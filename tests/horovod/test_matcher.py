@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from allhands.horovod.checks import Ask
 from allhands.horovod.matcher import CROSSED_S, Matcher
+from allhands.horovod.operation_request import OperationRequest
 
 from .conftest import Clock
 
 
-def reduce(shape: tuple[int, ...] = (4,), dtype: str = "float32", **more: Any) -> Ask:
-    return Ask("allreduce", (shape,), (dtype,), **{"op": "Average", **more})
+def reduce(shape: tuple[int, ...] = (4,), dtype: str = "float32", **more: Any) -> OperationRequest:
+    return OperationRequest("allreduce", (shape,), (dtype,), **{"op": "Average", **more})
 
 
 def key(name: str, kind: str = "allreduce", set_id: int = 0) -> tuple[int, str, str]:
@@ -82,7 +82,7 @@ def test_allreduces_of_one_sort_travel_together_up_to_the_threshold(matcher: Mat
     ],
 )
 def test_what_does_not_agree_fails_on_all_ranks(
-    matcher: Matcher, first: Ask, second: Ask, text: str
+    matcher: Matcher, first: OperationRequest, second: OperationRequest, text: str
 ) -> None:
     for rank in range(3):
         matcher.ask(rank, key("loss"), second if rank else first)
@@ -99,7 +99,7 @@ def test_what_does_not_agree_fails_on_all_ranks(
 def test_a_tensor_of_a_group_is_named(matcher: Matcher) -> None:
     for rank in range(3):
         shapes = ((2,), (5 + (rank == 2),))
-        ask = Ask(
+        ask = OperationRequest(
             "allreduce", shapes, ("float32", "float32"), ("layer.weight", "layer.bias"), op="Sum"
         )
         matcher.ask(rank, key("gradients.0"), ask)
@@ -112,8 +112,12 @@ def test_a_tensor_of_a_group_is_named(matcher: Matcher) -> None:
 
 def test_only_the_first_dimension_of_rows_may_differ(matcher: Matcher) -> None:
     for rank in range(3):
-        matcher.ask(rank, key("x", "allgather"), Ask("allgather", ((rank, 2),), ("int8",)))
-        matcher.ask(rank, key("y", "allgather"), Ask("allgather", ((1, 2 + rank),), ("int8",)))
+        matcher.ask(
+            rank, key("x", "allgather"), OperationRequest("allgather", ((rank, 2),), ("int8",))
+        )
+        matcher.ask(
+            rank, key("y", "allgather"), OperationRequest("allgather", ((1, 2 + rank),), ("int8",))
+        )
     out = matcher.take()
     assert next(message for _, message in out if "run" in message)["run"][0]["rows"] == [[0, 1, 2]]
     assert "rank 0 gave shape without its first dimension [2]" in errors(out)[0]
@@ -125,9 +129,9 @@ def test_a_joined_rank_gives_zeros_and_is_told_what(matcher: Matcher) -> None:
         matcher.ask(rank, key("x"), reduce())
     ((ranks, message),) = matcher.take()
     assert (list(ranks), message["active"]) == ([0, 1, 2], 2)
-    assert Ask.read(message["run"][0]["ask"]) == reduce()
+    assert OperationRequest.read(message["run"][0]["ask"]) == reduce()
     for rank in (0, 2):
-        matcher.ask(rank, key("y", "allgather"), Ask("allgather", ((1,),), ("int8",)))
+        matcher.ask(rank, key("y", "allgather"), OperationRequest("allgather", ((1,),), ("int8",)))
         matcher.ask(rank, key("z"), reduce(op="Min"))
     found = matcher.take()
     assert (
@@ -190,7 +194,7 @@ def test_two_ranks_in_two_operations_of_one_name_do_not_wait_for_each_other(
     matcher: Matcher, clock: Clock
 ) -> None:
     matcher.ask(0, key("x"), reduce())
-    matcher.ask(1, key("x", "allgather"), Ask("allgather", ((1,),), ("int8",)))
+    matcher.ask(1, key("x", "allgather"), OperationRequest("allgather", ((1,),), ("int8",)))
     matcher.look()
     assert matcher.take() == []
     clock.now = CROSSED_S
@@ -208,7 +212,7 @@ def test_two_ranks_in_two_operations_of_one_name_do_not_wait_for_each_other(
 def test_another_process_set_is_named(clock: Clock) -> None:
     matcher = Matcher(2, 1000, 60, 600, clock)
     for rank in range(2):
-        matcher.ask(rank, key("0,1", "add_set"), Ask("add_set", splits=(0, 1)))
+        matcher.ask(rank, key("0,1", "add_set"), OperationRequest("add_set", splits=(0, 1)))
     assert matcher.take()[0][1]["run"][0]["set"] == 1
     matcher.ask(0, key("x"), reduce())
     matcher.ask(1, key("x", set_id=1), reduce())
@@ -237,7 +241,7 @@ def test_a_rank_that_is_gone_ends_what_waits_for_it(matcher: Matcher) -> None:
 
 def test_gradients_that_no_rank_has_are_told(matcher: Matcher) -> None:
     for rank in range(3):
-        ask = Ask(
+        ask = OperationRequest(
             "allreduce", ((1,),) * 3, ("float32",) * 3, op="Sum", absent=(0, 2) if rank else (0, 1)
         )
         matcher.ask(rank, key("g"), ask)
@@ -247,7 +251,7 @@ def test_gradients_that_no_rank_has_are_told(matcher: Matcher) -> None:
 def test_an_ask_survives_json() -> None:
     import json
 
-    ask = Ask(
+    ask = OperationRequest(
         "alltoall",
         ((3, 2), ()),
         ("float32", "int8"),
@@ -260,4 +264,4 @@ def test_an_ask_survives_json() -> None:
         1,
         (1, 2),
     )
-    assert Ask.read(json.loads(json.dumps(ask.message()))) == ask
+    assert OperationRequest.read(json.loads(json.dumps(ask.message()))) == ask

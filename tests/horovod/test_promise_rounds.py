@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from allhands.horovod.checks import Ask, Key
 from allhands.horovod.matcher import Matcher
+from allhands.horovod.operation_request import Key, OperationRequest
 from allhands.horovod.promise_rounds import LATE_S, Parts
 from tests.horovod.test_matcher import errors, key, names, reduce
 
@@ -143,7 +143,7 @@ def test_a_rank_that_is_gone_before_it_kept_its_promise_ends_all(matcher: Matche
 
 def test_process_sets_have_rounds_of_their_own(matcher: Matcher) -> None:
     for rank in range(3):
-        matcher.ask(rank, key("0,2", "add_set"), Ask("add_set", splits=(0, 2)))
+        matcher.ask(rank, key("0,2", "add_set"), OperationRequest("add_set", splits=(0, 2)))
     matcher.take()
     called: Key = (1, "allreduce", "a")
     for rank in (0, 2):

@@ -17,8 +17,8 @@ import time
 from typing import Any
 
 from allhands import wire
-from allhands.horovod.checks import Ask, Key
 from allhands.horovod.matcher import Matcher
+from allhands.horovod.operation_request import Key, OperationRequest
 from allhands.horovod.promise_rounds import Parts
 
 _LOOK_EVERY_S = 0.5
@@ -32,7 +32,7 @@ class _Peer:
         self.out = bytearray()
         self.waits_to_write = False
         self.known: dict[
-            int, tuple[Key, Ask]
+            int, tuple[Key, OperationRequest]
         ] = {}  # what it has asked for before, by its own numbers
         self.rounds: dict[int, tuple[int, Parts]] = {}  # and what it has promised before
 
@@ -151,7 +151,7 @@ class Coordinator:
             self._matcher.ask(peer.rank, *peer.known[int(message["again"])])
         elif "ask" in message:
             set_id, kind, name = message["key"]
-            known = ((int(set_id), str(kind), str(name)), Ask.read(message["ask"]))
+            known = ((int(set_id), str(kind), str(name)), OperationRequest.read(message["ask"]))
             if message["number"] is not None:
                 peer.known[int(message["number"])] = known
             self._matcher.ask(peer.rank, *known)
@@ -159,7 +159,7 @@ class Coordinator:
             number = int(message["promise"])
             if "parts" in message:
                 parts = tuple(
-                    ((int(key[0]), str(key[1]), str(key[2])), Ask.read(ask))
+                    ((int(key[0]), str(key[1]), str(key[2])), OperationRequest.read(ask))
                     for key, ask in message["parts"]
                 )
                 peer.rounds[number] = (int(message["set"]), self._parts.setdefault(parts, parts))

@@ -13,9 +13,9 @@ from typing import Any
 
 from allhands import wire
 from allhands.errors import WorldError
-from allhands.horovod.checks import Ask, Key
 from allhands.horovod.coordinator import Coordinator
 from allhands.horovod.matcher import Matcher
+from allhands.horovod.operation_request import Key, OperationRequest
 from allhands.horovod.promise_rounds import Parts
 from allhands.world import World
 from allhands.world.interface import outward_addresses
@@ -40,7 +40,7 @@ class CoordinatorLink:
         self._coordinator: Coordinator | None = None
         self._lock = threading.Lock()
         self._slots = slots
-        self._known: OrderedDict[tuple[Key, Ask], int] = OrderedDict()
+        self._known: OrderedDict[tuple[Key, OperationRequest], int] = OrderedDict()
         self._rounds: dict[Parts, int] = {}
         if matcher is not None:
             token = secrets.token_hex(32)
@@ -67,7 +67,7 @@ class CoordinatorLink:
             ]
         self._socket = _connect(addresses, port, world.rank, token.encode())
 
-    def ask(self, key: Key, ask: Ask, remember: bool) -> None:
+    def ask(self, key: Key, ask: OperationRequest, remember: bool) -> None:
         """This rank is ready for an operation. `remember`: it is likely to come again."""
         number = None
         with self._lock:

@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from allhands.errors import UserError
 from allhands.horovod import collectives
-from allhands.horovod.checks import Ask, Key
 from allhands.horovod.coordinator_link import CoordinatorLink
 from allhands.horovod.exceptions import HorovodInternalError, NotInitializedError
 from allhands.horovod.handles import Handle, OnGPU
 from allhands.horovod.lanes import Lane
 from allhands.horovod.local_operations import LocalOperation, run, zeros
 from allhands.horovod.matcher import GLOBAL_SET, Matcher
+from allhands.horovod.operation_request import Key, OperationRequest
 from allhands.horovod.operations import Operations, Tensors
 from allhands.horovod.process_sets import ProcessSet, global_process_set
 from allhands.horovod.settings import Settings
@@ -123,7 +123,12 @@ class Engine(Operations):
             )
         # Without a name, so that ranks which give different ones are told at once.
         self.begin(
-            None, Ask("add_set", splits=tuple(ranks)), global_process_set, [], [], process_set
+            None,
+            OperationRequest("add_set", splits=tuple(ranks)),
+            global_process_set,
+            [],
+            [],
+            process_set,
         ).wait()
         return process_set
 
@@ -132,7 +137,7 @@ class Engine(Operations):
         if process_set.process_set_id in (None, GLOBAL_SET):
             return False
         number = process_set.process_set_id
-        ask = Ask("remove_set", root=number or 0, splits=tuple(process_set._members()))
+        ask = OperationRequest("remove_set", root=number or 0, splits=tuple(process_set._members()))
         self.begin(str(number), ask, global_process_set, [], [], process_set).wait()
         return True
 
@@ -182,7 +187,7 @@ class Engine(Operations):
     def begin(
         self,
         name: str | None,
-        ask: Ask,
+        ask: OperationRequest,
         process_set: ProcessSet,
         tensors: Tensors,
         outputs: Tensors,
@@ -281,7 +286,9 @@ class Engine(Operations):
             jobs.append(
                 job
                 if job is not None
-                else zeros(Ask.read(entry["ask"]), self._sets[key[0]], self.world.device)
+                else zeros(
+                    OperationRequest.read(entry["ask"]), self._sets[key[0]], self.world.device
+                )
             )
         self.timeline.began(keys)
         on_gpu = None

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from allhands.horovod import collectives
-from allhands.horovod.checks import Ask
 from allhands.horovod.handles import Handle
+from allhands.horovod.operation_request import OperationRequest
 from allhands.horovod.process_sets import ProcessSet
 
 
@@ -17,7 +17,7 @@ from allhands.horovod.process_sets import ProcessSet
 class LocalOperation:
     """What this rank has asked for; a rank that has joined makes one of zeros."""
 
-    ask: Ask
+    ask: OperationRequest
     set: ProcessSet
     tensors: list[torch.Tensor]
     outputs: list[torch.Tensor]
@@ -26,7 +26,7 @@ class LocalOperation:
     made_set: ProcessSet | None = None
 
 
-def zeros(ask: Ask, process_set: ProcessSet, device: torch.device) -> LocalOperation:
+def zeros(ask: OperationRequest, process_set: ProcessSet, device: torch.device) -> LocalOperation:
     """The part of a rank that has joined, in what the others ask for. `device` is the rank's."""
     there = device if ask.device == "cuda" else torch.device("cpu")
     described = zip(ask.shapes, ask.dtypes, strict=True)

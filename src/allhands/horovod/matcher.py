@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from allhands.horovod.checks import Ask, Key, disagreement, ranks_text
+from allhands.horovod.operation_request import Key, OperationRequest, disagreement, ranks_text
 from allhands.horovod.promise_rounds import Parts, PromiseRounds
 
 GLOBAL_SET = 0
@@ -26,7 +26,7 @@ CROSSED_S = 5.0
 @dataclass
 class _Pending:
     since: float
-    asks: dict[int, Ask] = field(default_factory=dict)
+    asks: dict[int, OperationRequest] = field(default_factory=dict)
     warned: bool = False
 
 
@@ -62,12 +62,12 @@ class Matcher:
         self._gone: dict[int, str] = {}
         self._broken = ""
         self._out: list[tuple[Iterable[int], dict[str, Any]]] = []
-        self._ready: list[tuple[Key, dict[int, Ask]]] = []
+        self._ready: list[tuple[Key, dict[int, OperationRequest]]] = []
         self._rounds = PromiseRounds(self._tell, size, clock)
 
     # ------------------------------------------------------------------ what ranks say
 
-    def ask(self, rank: int, key: Key, ask: Ask) -> None:
+    def ask(self, rank: int, key: Key, ask: OperationRequest) -> None:
         """Rank `rank` has its part of an operation ready."""
         if self._broken:
             return self._tell([rank], {"broken": self._broken})
@@ -274,7 +274,7 @@ class Matcher:
     def _fuse(self) -> None:
         """Put what is ready into messages; neighbouring allreduces of one sort become one."""
         ready, self._ready = self._ready, []
-        batch: list[tuple[Key, dict[int, Ask]]] = []
+        batch: list[tuple[Key, dict[int, OperationRequest]]] = []
         sort: Any = None
         held = 0
         for key, asks in ready:
@@ -292,7 +292,7 @@ class Matcher:
         if batch:
             self._send(batch)
 
-    def _send(self, batch: list[tuple[Key, dict[int, Ask]]]) -> None:
+    def _send(self, batch: list[tuple[Key, dict[int, OperationRequest]]]) -> None:
         members = self.sets[batch[0][0][0]]
         away = [rank for rank in members if rank in self._joined]
         entries = []

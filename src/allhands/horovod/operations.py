@@ -10,8 +10,8 @@ import torch
 
 from allhands.errors import UserError
 from allhands.horovod import objects
-from allhands.horovod.checks import Ask
 from allhands.horovod.handles import Handle
+from allhands.horovod.operation_request import OperationRequest
 from allhands.horovod.process_sets import ProcessSet, global_process_set
 from allhands.horovod.reduce_ops import Adasum, Average, ReduceOp, Sum
 from allhands.world import World
@@ -33,7 +33,7 @@ class Operations(ABC):
     def begin(
         self,
         name: str | None,
-        ask: Ask,
+        ask: OperationRequest,
         process_set: ProcessSet,
         tensors: Tensors,
         outputs: Tensors,
@@ -78,7 +78,7 @@ class Operations(ABC):
         process_set: ProcessSet,
         names: Sequence[str] = (),
         absent: Sequence[int] = (),
-    ) -> Ask:
+    ) -> OperationRequest:
         """What `allreduce` asks for, to be given to `begin` again and again, with tensors like
         these or with one that holds them all, one after another. `absent` are the places of tensors
         that this rank has no value for, and gives zeros.
@@ -190,7 +190,7 @@ class Operations(ABC):
 
     def barrier(self, process_set: ProcessSet = global_process_set) -> None:
         """Wait until all ranks have come here."""
-        self.begin(None, Ask("barrier"), process_set, [], []).wait()
+        self.begin(None, OperationRequest("barrier"), process_set, [], []).wait()
 
     def broadcast_object(
         self,
@@ -233,7 +233,9 @@ class Operations(ABC):
         lengths, whole = handle.wait()
         return [objects.unpack(part) for part in whole.split(lengths.tolist())]
 
-    def _ask(self, kind: str, tensors: Tensors, names: Sequence[str] = (), **more: Any) -> Ask:
+    def _ask(
+        self, kind: str, tensors: Tensors, names: Sequence[str] = (), **more: Any
+    ) -> OperationRequest:
         if not tensors:
             raise UserError(f"{kind}: the list of tensors is empty; give at least one tensor")
         for place, tensor in enumerate(tensors):
@@ -270,7 +272,7 @@ class Operations(ABC):
             )
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         dtypes = tuple(str(tensor.dtype)[6:] for tensor in tensors)
-        return Ask(kind, shapes, dtypes, tuple(names), device=devices.pop(), **more)
+        return OperationRequest(kind, shapes, dtypes, tuple(names), device=devices.pop(), **more)
 
 
 def _need_rows(kind: str, tensors: Tensors) -> None:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from allhands.horovod.checks import Ask, Key, ranks_text
+from allhands.horovod.operation_request import Key, OperationRequest, ranks_text
 
-Parts = tuple[tuple[Key, Ask], ...]
+Parts = tuple[tuple[Key, OperationRequest], ...]
 # A rank that waits so long for the others' promises asks by name, so that whoever does something
 # else is told of it by name. As long after all have promised, they are asked whether they have kept
 # it, and again and again.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from allhands.errors import UserError
-from allhands.horovod.checks import Key
+from allhands.horovod.operation_request import Key
 
 
 class Timeline:

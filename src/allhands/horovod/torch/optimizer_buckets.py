@@ -10,8 +10,8 @@ import torch
 
 from allhands.comm.flat_layout import FlatLayout
 from allhands.horovod import engine
-from allhands.horovod.checks import Ask
 from allhands.horovod.handles import Handle
+from allhands.horovod.operation_request import OperationRequest
 from allhands.horovod.torch.pending import AsyncResult
 
 # As torch's DistributedDataParallel has them: the first one is small, so that it leaves early.
@@ -63,7 +63,7 @@ class OptimizerBucket:
     made_dense: bool = False  # a sparse gradient was
     # Of the usual case, in which all gradients are there and dense: made once.
     usual: Flat | None = None
-    usual_ask: Ask | None = None
+    usual_ask: OperationRequest | None = None
 
     @property
     def was_usual(self) -> bool:

@@ -27,7 +27,7 @@ _WIDTH = {
 
 
 @dataclass(frozen=True)
-class Ask:
+class OperationRequest:
     """One rank's part in an operation on a group of tensors (a single tensor is a group of one).
 
     Attributes:
@@ -87,10 +87,10 @@ class Ask:
         ]
 
     @staticmethod
-    def read(message: list[Any]) -> Ask:
+    def read(message: list[Any]) -> OperationRequest:
         """The inverse of `message`."""
         kind, shapes, dtypes, names, absent, op, pre, post, device, root, splits = message
-        return Ask(
+        return OperationRequest(
             str(kind),
             tuple(tuple(map(int, shape)) for shape in shapes),
             tuple(map(str, dtypes)),
@@ -112,7 +112,10 @@ def ranks_text(ranks: Any) -> str:
 
 
 def disagreement(
-    name: str, asks: Mapping[int, Ask], joined: Mapping[int, Any], members: tuple[int, ...]
+    name: str,
+    asks: Mapping[int, OperationRequest],
+    joined: Mapping[int, Any],
+    members: tuple[int, ...],
 ) -> str | None:
     """Why the ranks' asks of this name cannot be one operation; None when they can.
 
@@ -181,7 +184,9 @@ def _as_list(shape: tuple[int, ...]) -> str:
     return str(list(shape))
 
 
-def _differ(asks: Mapping[int, Ask], value: Any, what: str, show: Any = str) -> str | None:
+def _differ(
+    asks: Mapping[int, OperationRequest], value: Any, what: str, show: Any = str
+) -> str | None:
     groups: dict[Any, list[int]] = defaultdict(list)
     for rank, ask in asks.items():
         groups[value(ask)].append(rank)
