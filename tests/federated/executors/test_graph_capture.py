@@ -18,7 +18,7 @@ from tests.federated.executors.comparing import SIZES, Pulled, images, network
 
 
 class Replayed:
-    """As `Recorder`: runs the function before it records, which overwrites what the executor has
+    """As `GraphCapture`: runs the function before it records, which overwrites what the executor has
     not yet loaded."""
 
     def __init__(self, device: torch.device) -> None:
@@ -32,8 +32,8 @@ class Replayed:
 
 @pytest.fixture(autouse=True)
 def _world(monkeypatch):
-    monkeypatch.setattr("allhands.federated.executors.graph.Recorder", Replayed)
-    monkeypatch.setattr("allhands.federated.executors.stacked.Recorder", Replayed)
+    monkeypatch.setattr("allhands.federated.executors.graph.GraphCapture", Replayed)
+    monkeypatch.setattr("allhands.federated.executors.stacked.GraphCapture", Replayed)
     yield allhands.init(device="cpu")
     allhands.finalize()
 
