@@ -270,7 +270,7 @@ def _states_of_instance(value: Any, torch: Any) -> Iterator[_ObjectState]:
     elif (whole := whole_state(value)) is not None:
         # The caller's own schedule wraps its `step`.
         whole.pop("step", None)
-        yield _State("attributes", list(whole.items()), kind, whole=False)
+        yield _ObjectState("attributes", list(whole.items()), kind, whole=False)
     elif own_reduce and not isinstance(value, dict):
         return
     elif kind.__getstate__ is not plain.__getstate__:

@@ -18,8 +18,8 @@ from tests.federated.executors.comparing import SIZES, Pulled, images, network
 
 
 class Replayed:
-    """As `GraphCapture`: runs the function before it records, which overwrites what the executor has
-    not yet loaded."""
+    """As `GraphCapture`: runs the function before it records, which overwrites what the executor
+    has not yet loaded."""
 
     def __init__(self, device: torch.device) -> None:
         self.recorded = 0
