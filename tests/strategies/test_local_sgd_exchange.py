@@ -3,6 +3,7 @@ bits."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,3 +241,29 @@ def test_the_run_file_chooses_it() -> None:
         run_objects._strategy(read_run(overrides=["strategy.name=local_sgd", "strategy.every=0"]))
     with pytest.raises(UserError, match="local_sgd has no such option; .*every"):
         run_objects._strategy(read_run(overrides=["strategy.name=local_sgd", "strategy.evry=8"]))
+
+
+@pytest.mark.parametrize(
+    ("every", "optimizer", "clip_norm", "notes"),
+    [
+        (1, torch.optim.SGD, None, 0),
+        (1, torch.optim.Adam, None, 1),
+        (1, torch.optim.SGD, 1.0, 1),
+        (4, torch.optim.Adam, None, 0),
+    ],
+)
+def test_a_note_says_where_it_is_not_the_training_of_one_process(
+    every: int, optimizer: Any, clip_norm: float | None, notes: int
+) -> None:
+    strategy = LocalSGD(every=every)
+    strategy.check_settings(
+        SimpleNamespace(
+            optimizer=optimizer(nn.Linear(2, 2).parameters(), lr=0.1),
+            clip_norm=clip_norm,
+            precision="fp32",
+            criterion=nn.MSELoss(),
+        )
+    )
+    strategy.world = SimpleNamespace(world_size=2)  # type: ignore[assignment]
+    assert len(strategy.notes()) == notes
+    assert all("another training" in note for note in strategy.notes())

@@ -114,6 +114,7 @@ class LocalSGD(Strategy):
             )
         self.every, self.fragments, self.mix = every, fragments, float(mix)
         self.outer = _checked_outer(outer)
+        self._note = ""
 
     def exact_for(self, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> bool:
         averages = (
@@ -148,6 +149,15 @@ class LocalSGD(Strategy):
                 "over its own part alone; "
                 "write reduction='mean'"
             )
+        if self.every == 1 and not self.exact_for(settings.optimizer, settings.clip_norm):
+            self._note = (
+                "note: local_sgd lets each worker take its own step before weights are averaged, "
+                "which with these settings is another training than that of one process; write "
+                "distributed='ddp' for the same one"
+            )
+
+    def notes(self) -> list[str]:
+        return [self._note] if self._note and self.world.world_size > 1 else []
 
     def over_batch_refused(self, workers: int) -> str | None:
         if self.every == 1 or workers == 1:
