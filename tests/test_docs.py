@@ -56,6 +56,19 @@ def test_the_first_examples_are_the_same():
     assert blocks(ROOT / "README.md", "python") == blocks(ROOT / "docs" / "index.md", "python")
 
 
+def test_files_and_layers_that_the_architecture_names_exist():
+    source, pyproject = ROOT / "src" / "allhands", (ROOT / "pyproject.toml").read_text()
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    paths = re.findall(r"`([a-z_]+(?:/[a-z_]+)*(?:/|\.py))`", page)
+    assert len(paths) > 25
+    assert [path for path in paths if not (source / path).exists()] == []
+    (shown,) = blocks(ROOT / "docs" / "idea.md", "text")
+    layers = re.findall(r'^    "([^"]+)",$', pyproject.split("layers = [")[1].split("]")[0], re.M)
+    assert [set(re.split(r"\W+", line.split("  ")[0])) for line in shown.splitlines()][:-1] == [
+        set(re.findall(r"allhands\.(\w+)", layer)) for layer in layers[:-2]
+    ]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_python_blocks_compile(page):
     for code in blocks(page, "python"):
