@@ -1,9 +1,9 @@
 """Workers that wait for one another for ever: each reports a long wait to server 0, which finds
-those that are in a circle.
+those that are in a cycle.
 
 A report says what its worker waits for, and how far that worker has come itself. While it waits it
 comes no further, so that
-a circle of reports is final, however old each of them is: none of its workers can have got what the
+a cycle of reports is final, however old each of them is: none of its workers can have got what the
 next one has not given.
 """
 
@@ -116,12 +116,10 @@ class Waits:
             self._waits[rank] = _Wait(
                 str(said["call"]), str(said["line"]), needs, said["reached"], absent
             )
-            circle = self._circle(rank)
-            lowest = circle.index(min(circle)) if circle else 0
-            circle = circle[lowest:] + circle[:lowest]
-            return (
-                _text([(one, self._waits[one], need) for one, need in circle]) if circle else None
-            )
+            cycle = self._cycle(rank)
+            lowest = cycle.index(min(cycle)) if cycle else 0
+            cycle = cycle[lowest:] + cycle[:lowest]
+            return _text([(one, self._waits[one], need) for one, need in cycle]) if cycle else None
 
     def remove(self, rank: int) -> None:
         """A worker is gone."""
@@ -133,8 +131,8 @@ class Waits:
         with self._lock:
             self._waits.clear()
 
-    def _circle(self, first: int) -> list[tuple[int, Need]]:
-        """The shortest circle through a worker: each rank, and what it needs of the next one."""
+    def _cycle(self, first: int) -> list[tuple[int, Need]]:
+        """The shortest cycle through a worker: each rank, and what it needs of the next one."""
         paths: dict[int, list[tuple[int, Need]]] = {first: []}
         for rank in (ranks := [first]):
             for other in sorted(self._waits):
@@ -162,10 +160,10 @@ class Waits:
         return None
 
 
-def _text(circle: Sequence[tuple[int, _Wait, Need]]) -> str:
+def _text(cycle: Sequence[tuple[int, _Wait, Need]]) -> str:
     parts = []
     for (rank, wait, (kind, key, _)), (other, *_) in zip(
-        circle, [*circle[1:], circle[0]], strict=True
+        cycle, [*cycle[1:], cycle[0]], strict=True
     ):
         what = {
             "push": f"pushes '{key}'",
@@ -176,8 +174,8 @@ def _text(circle: Sequence[tuple[int, _Wait, Need]]) -> str:
             f"worker {rank} is in {wait.call} ({wait.line}) and waits until worker {other} {what}"
         )
     advice = "make the same calls in the same order on all workers"
-    if all(kind == "push" for _, _, (kind, _, _) in circle):
-        keys = sorted({key for _, _, (_, key, _) in circle})
+    if all(kind == "push" for _, _, (kind, _, _) in cycle):
+        keys = sorted({key for _, _, (_, key, _) in cycle})
         advice = (
             "exchange keys in the same order on all workers, or push all of them before the first "
             "is pulled: "
