@@ -150,12 +150,12 @@ def test_sigterm_saves_and_leaves_with_143(tmp_path):
 
 
 def test_save_every_counts_rounds(tmp_path, monkeypatch):
-    from allhands.federated.checkpoint import RoundMemory
+    from allhands.federated.checkpoint import RoundCheckpoints
 
     saved = []
-    whole = RoundMemory.save_round
+    whole = RoundCheckpoints.save_round
     monkeypatch.setattr(
-        RoundMemory,
+        RoundCheckpoints,
         "save_round",
         lambda self, *given: (saved.append(self.session.epoch), whole(self, *given))[1],
     )

@@ -151,8 +151,8 @@ def definition(run_file: RunFile) -> Definition:
 
 def _shares(strategy: Strategy, workers: int | None, device: str | None) -> int:
     chosen = plan(strategy, workers, device)
-    if chosen.circle is not None:
-        chosen.circle.close()
+    if chosen.rendezvous is not None:
+        chosen.rendezvous.close()
     return chosen.strategy.shares(chosen.world_size)
 
 

@@ -12,7 +12,7 @@ import torch
 from allhands.comm import calls
 from allhands.errors import UserError
 from allhands.runner import checkpoint
-from allhands.runner.memory import Memory
+from allhands.runner.training_checkpoints import TrainingCheckpoints
 
 if TYPE_CHECKING:
     from allhands.federated.session import Session
@@ -21,7 +21,7 @@ _FORMAT = 1
 _STATES = "states/"
 
 
-class RoundMemory(Memory):
+class RoundCheckpoints(TrainingCheckpoints):
     """The checkpoints of one federated training. All ranks call every method together.
 
     The epochs in their names are finished rounds. Weights, the algorithm's state, costs and history

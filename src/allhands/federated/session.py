@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from allhands.errors import UserError
-from allhands.federated.checkpoint import RoundMemory
+from allhands.federated.checkpoint import RoundCheckpoints
 from allhands.federated.report import report
 from allhands.federated.rounds import History, Rounds
 from allhands.runner import checkpoint
@@ -64,7 +64,7 @@ class Session:
         self._stop_reason: str | None = None
         self._signal = 0
         self._pace = Pace()
-        self.memory = RoundMemory(self)
+        self.checkpoints = RoundCheckpoints(self)
         minutes = settings.save_minutes
         self.agreement = Agreement(
             world,
@@ -132,11 +132,11 @@ class Session:
         """
         settings = self.settings
         with self.agreement:
-            self.memory.restore()
+            self.checkpoints.restore()
             rounds = self.num_epochs
             note = self.schedule.check_length(rounds, rounds, self.epoch, self.epoch, epoch="round")
             self._set_options()
-            self.memory.open()
+            self.checkpoints.open()
             loggers = Loggers(
                 settings.logdir if self.world.rank == 0 else None,
                 len(self.history["round"]),
@@ -147,7 +147,7 @@ class Session:
             try:
                 self._train(loggers)
             except BaseException:
-                self.memory.close(failed=True)
+                self.checkpoints.close(failed=True)
                 raise
             finally:
                 loggers.close()
@@ -156,7 +156,7 @@ class Session:
                 self._leave_for_signal()
             if settings.load_best_on_end:
                 self._load_best()
-            self.memory.close()
+            self.checkpoints.close()
         self._write_report()
         return self.history
 
@@ -246,11 +246,11 @@ class Session:
             self._signal = decision.signal
             due = due or decision.save or bool(decision.signal)
         if due:
-            self.memory.save_round(improved, values)
+            self.checkpoints.save_round(improved, values)
             self.agreement.saved()
 
     def _leave_for_signal(self) -> None:
-        self.memory.close()
+        self.checkpoints.close()
         name = signal.Signals(self._signal).name
         self.reporter.line(
             f"stopped by {name} after round {self.epoch}: saved in {self.settings.logdir}; go on "
@@ -292,9 +292,9 @@ class Session:
     def _load_best(self) -> None:
         if self.best is None:
             return
-        if self.memory.folder is not None:
-            self.memory.wait()
-            self._best_state = checkpoint.load(self.memory.folder / "best")["model"]
+        if self.checkpoints.folder is not None:
+            self.checkpoints.wait()
+            self._best_state = checkpoint.load(self.checkpoints.folder / "best")["model"]
         if self._best_state is not None:
             self.model.load_state_dict(self._best_state)
             self.reporter.line(f"loaded the weights of the best round, {self.best_round}")

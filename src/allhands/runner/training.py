@@ -40,7 +40,6 @@ from allhands.runner.evaluation import (
 from allhands.runner.handed_back import gather
 from allhands.runner.logged import Logged
 from allhands.runner.loggers import Loggers
-from allhands.runner.memory import Memory
 from allhands.runner.metrics import LoaderMetrics
 from allhands.runner.passes import Passes
 from allhands.runner.position import Position
@@ -50,6 +49,7 @@ from allhands.runner.reporter import Pace, Reporter
 from allhands.runner.running import running
 from allhands.runner.schedule import Schedule, learning_rates
 from allhands.runner.settings import TrainSettings, check_sync_batch_norm
+from allhands.runner.training_checkpoints import TrainingCheckpoints
 from allhands.step import OptimizerStep, Precision
 from allhands.step.closure import ClosureStep, takes_closure
 from allhands.step.update import set_mode
@@ -169,7 +169,7 @@ class Training:
             self.profile = Profile(
                 settings.profile, settings.logdir / "profile", world, reporter.line
             )
-        self.memory = Memory(self)
+        self.checkpoints = TrainingCheckpoints(self)
         saves = settings.logdir is not None
         minutes = settings.save_minutes
         # Ctrl-C reaches the caller, who passes it on and waits for what is handed back.
@@ -242,7 +242,7 @@ class Training:
                 "saved anyway"
             )
         hook_calls.together(("saving a checkpoint after optimizer step", self.step))
-        self.memory.save(self.position)
+        self.checkpoints.save(self.position)
 
     def run(self) -> History:
         """Train, and give back the history. The user's own random generators are left as they were
@@ -261,12 +261,12 @@ class Training:
             running(self),
         ):
             peak.start(self.world)
-            self.memory.restore()
+            self.checkpoints.restore()
             schedule_note = self._check_schedule()
             settings.strategy.begin(self.optimizer, self.step)
             if self.recorded is not None:
                 self.recorded.begin()
-            self.memory.open()
+            self.checkpoints.open()
             loggers = Loggers(
                 settings.logdir if self.world.rank == 0 else None,
                 len(self.history["epoch"]),
@@ -277,7 +277,7 @@ class Training:
             try:
                 where = self._train(loggers)
             except BaseException:
-                self.memory.close(failed=True)
+                self.checkpoints.close(failed=True)
                 raise
             finally:
                 if self.recorded is not None:
@@ -297,7 +297,7 @@ class Training:
                     if settings.logdir is not None
                     else ""
                 )
-                self.memory.close()
+                self.checkpoints.close()
                 self.reporter.line(
                     f"interrupted {where}: the model and the optimizer are as that left them{saved}"
                 )
@@ -307,7 +307,7 @@ class Training:
             self.reporter.line(peak.said(self.world))
             if settings.load_best_on_end:
                 self._load_best()
-            self.memory.close()
+            self.checkpoints.close()
         return self.history
 
     def _check_schedule(self) -> str:
@@ -343,7 +343,7 @@ class Training:
 
     def _leave_for_signal(self, where: str) -> None:
         name = signal.Signals(self._signal).name
-        self.memory.close()
+        self.checkpoints.close()
         self.reporter.line(
             f"stopped by {name} {where}: saved in {self.settings.logdir}; go on with resume='auto'"
         )
@@ -398,7 +398,7 @@ class Training:
         if self.schedule.each_epoch:
             self.schedule.step(values[self.valid_loader][self.settings.main_metric])
         if self.settings.logdir is not None:
-            self.memory.save(None, improved, values)
+            self.checkpoints.save(None, improved, values)
             self.agreement.saved()
             self._signal = self.agreement.ask(self.step + self._evaluated).signal
         elif improved and self.settings.load_best_on_end:
@@ -453,7 +453,7 @@ class Training:
         next_check = self.step + check_every if check_every else math.inf
         next_save = (self.step // save_every + 1) * save_every if save_every else math.inf
         if resumed:
-            self.memory.continue_epoch(position)
+            self.checkpoints.continue_epoch(position)
         for batches, counts, total, idle in self._steps_of(feed, position):
             if together:
                 calls.note(("optimizer step", self.step + 1))
@@ -551,7 +551,7 @@ class Training:
         if self.measuring is not None:
             # weights that a NaN has reached must not become the newest checkpoint
             self.measuring.check_finite()
-        self.memory.save(self.position)
+        self.checkpoints.save(self.position)
         self.agreement.saved()
 
     def _agree(self) -> None:
@@ -624,12 +624,12 @@ class Training:
     def _load_best(self) -> None:
         if self.best is None:
             return
-        if self.memory.folder is not None:
-            self.memory.wait()
-            self.memory.load_weights(self.memory.folder / "best")
+        if self.checkpoints.folder is not None:
+            self.checkpoints.wait()
+            self.checkpoints.load_weights(self.checkpoints.folder / "best")
         elif self._best_state is not None:
             self.settings.strategy.restore_weights(self.model, self._best_state)
-        if self.memory.folder is not None or self._best_state is not None:
+        if self.checkpoints.folder is not None or self._best_state is not None:
             self.reporter.line(f"loaded the weights of the best epoch, {self.best_epoch}")
 
     # ------------------------------------------------------------------ small things

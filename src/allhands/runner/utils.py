@@ -43,10 +43,10 @@ def distributed_cmd_run(
     """
     task = node_task() if distributed else None
     if task is not None:
-        count, circle = gather_nodes(task, workers, None)
-        if circle is not None:
+        count, rendezvous = gather_nodes(task, workers, None)
+        if rendezvous is not None:
             return spawn(
-                _call_in_world, (worker_fn, args, kwargs), workers=count, rendezvous=circle
+                _call_in_world, (worker_fn, args, kwargs), workers=count, rendezvous=rendezvous
             )[0]
     if not distributed or world_around():
         return worker_fn(*args, **kwargs)

@@ -44,7 +44,7 @@ class Plan:
     strategy: Strategy
     count: int
     device: str | None
-    circle: Rendezvous | None = (
+    rendezvous: Rendezvous | None = (
         None  # the tasks of other nodes that start their part of the workers
     )
 
@@ -52,8 +52,8 @@ class Plan:
     def world_size(self) -> int:
         """How many processes take part."""
         return (
-            sum(self.circle.counts)
-            if self.circle is not None
+            sum(self.rendezvous.counts)
+            if self.rendezvous is not None
             else self.count or world_around() or 1
         )
 
@@ -95,7 +95,7 @@ class Plan:
                 workers=self.count,
                 on_message=lambda rank, message: replay(message, console),
                 grace=SAVE_GRACE,
-                rendezvous=self.circle,
+                rendezvous=self.rendezvous,
                 preload=[*preload, *(name for name in SLOW_IMPORTS if name in sys.modules)],
                 servers=self.strategy.servers_to_start(),
                 hands_back=hands_back,
@@ -116,8 +116,8 @@ def plan(distributed: bool | str | Strategy, count: int | None, device: str | No
     if strategy is not None and strategy.name not in ("single", "dp"):
         task = node_task()
         if task is not None:
-            count, circle = gather_nodes(task, count, device)
-            return Plan(strategy, 0 if circle is None else count, device, circle)
+            count, rendezvous = gather_nodes(task, count, device)
+            return Plan(strategy, 0 if rendezvous is None else count, device, rendezvous)
     around = world_around()
     if strategy is not None and around:
         strategy.check_size(around)
@@ -173,7 +173,7 @@ def gather_nodes(
     """How many workers this node starts, and the tasks of the other nodes; to be called on all of
     them.
 
-    No circle when every node has one: then the tasks are the workers.
+    No rendezvous when every node has one: then the tasks are the workers.
 
     Args:
         task: what `node_task` gave.
@@ -185,15 +185,15 @@ def gather_nodes(
     meeting = slurm.meeting_of_nodes(os.environ, task)
     assert task.node_rank is not None
     assert meeting.job_key is not None
-    circle = gather(
+    rendezvous = gather(
         task.node_rank, meeting.hosts, meeting.job_key, here, _more_than_gpus(here, gpus)
     )
-    alone = set(circle.counts) == {1}
-    if circle.node == 0:
+    alone = set(rendezvous.counts) == {1}
+    if rendezvous.node == 0:
         each = (
             "one worker each"
             if alone
-            else "workers " + ", ".join(map("{} on {}".format, circle.counts, circle.hosts))
+            else "workers " + ", ".join(map("{} on {}".format, rendezvous.counts, rendezvous.hosts))
         )
         hint = (
             "; no GPU is seen, workers=N starts N on each node"
@@ -201,13 +201,14 @@ def gather_nodes(
             else ""
         )
         print(
-            f"allhands: srun started one task on each of {len(circle.counts)} nodes: {each}{hint}",
+            f"allhands: srun started one task on each of {len(rendezvous.counts)} nodes: "
+            f"{each}{hint}",
             flush=True,
         )
     if alone:
-        circle.close()
+        rendezvous.close()
         return 1, None
-    return here, circle
+    return here, rendezvous
 
 
 def _strategy(distributed: bool | str | Strategy) -> Strategy | None:

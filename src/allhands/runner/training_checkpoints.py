@@ -30,7 +30,7 @@ FORMAT = 2
 _JOB_FILE = "job"
 
 
-class Memory:
+class TrainingCheckpoints:
     """The checkpoints of one training. All ranks call every method together."""
 
     def __init__(self, training: Training) -> None:
