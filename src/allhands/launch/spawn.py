@@ -56,9 +56,11 @@ def spawn(
     Args:
         fn: what to call. Inside it `allhands.init()` and `torch.distributed.init_process_group()`
             find the others.
-        args: positional arguments. kwargs: keyword arguments. workers: how many processes. servers:
-        how many parameter servers to start beside them, with a rendezvous one a node in turn.
-            They serve until the last worker has ended, and the death of one is a failure.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        workers: how many processes.
+        servers: how many parameter servers to start beside them, with a rendezvous one a node in
+            turn. They serve until the last worker has ended, and the death of one is a failure.
             `allhands.kvstore.create("dist_sync")` finds them.
         env: variables to set, or with None to remove, in all workers.
         log_dir: folder for one `rank-N.log` each.

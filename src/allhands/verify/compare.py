@@ -88,10 +88,10 @@ def verify(
 
     Args:
         model: the bare module; None takes the runner's.
-        criterion, optimizer, scheduler, loaders, datasets, accumulate, clip_norm, precision, seed:
-        as for
-            `SupervisedRunner.train`. Loaders that are not trained on are left out, unless
+        criterion, optimizer, scheduler: as for `SupervisedRunner.train`.
+        loaders, datasets: as there; those that are not trained on are left out, unless
             ReduceLROnPlateau needs one.
+        accumulate, clip_norm, precision, seed: as there.
         runner: for a `handle_batch` of your own, or another device.
         strategies: names of strategies or `Strategy` objects, one or several.
         workers: numbers of workers, one or several. "single" and "dp" are one process and take only

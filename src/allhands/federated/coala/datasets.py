@@ -148,7 +148,7 @@ class FederatedTensorDataset(FederatedDataset):
         do_simulate: deal the samples out, as the following say; False: they stay together, as for a
             test set.
         num_of_clients, simulation_method, weights, alpha, min_size, class_per_client: as in the
-        configuration.
+            configuration.
 
     Raises:
         UserError: the data have another form.
