@@ -67,7 +67,7 @@ class Task:
         self.steps = -(-self.samples // (self.batch * workers))
         self.warm = (
             1 if quick else 2
-        )  # epochs that are not counted: kernels are chosen, compiled and recorded in them
+        )  # epochs that are not counted: kernels are chosen, compiled and captured in them
         self.epochs = self.warm + (1 if quick else 2 if kind == "gpt" else 4)
 
     def parts(self, device: torch.device) -> Parts:

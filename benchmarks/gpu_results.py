@@ -13,7 +13,7 @@ CONTENDERS = {
     "ddp": "DDP, by hand",
     "ddp-compile": "DDP, by hand, compiled",
     "allhands-eager": "allhands, eager",
-    "allhands-graph": "allhands, recorded",
+    "allhands-graph": "allhands, captured",
     "allhands-compile": "allhands, compiled",
     "lightning": "Lightning",
     "accelerate": "Accelerate",
@@ -120,7 +120,7 @@ def for_readme(folder: Path) -> list[list[Any]]:
     for machine, files in machines(folder).items():
         for case in cases_of(files):
             found = case["contenders"]
-            # step="auto" records where it can, and is eager elsewhere.
+            # step="auto" captures where it can, and is eager elsewhere.
             default = (
                 "allhands-graph" if "ratio" in found.get("allhands-graph", {}) else "allhands-eager"
             )

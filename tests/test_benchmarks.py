@@ -107,7 +107,7 @@ def test_what_was_not_measured_is_not_shown(tables, tmp_path):
     page = tables.gpu(tmp_path)
     assert "| linear regression, batch 32, 1 GPU | 1,000 (1.00) | | 50 (20.00) |" in page
     assert "| linear regression, batch 32, 2 GPUs | 0.50 |" in page
-    assert "| linear regression, batch 32, 2 GPUs | allhands, recorded | UserError: no |" in page
+    assert "| linear regression, batch 32, 2 GPUs | allhands, captured | UserError: no |" in page
     assert "Lightning" not in page.split("\n\n", 1)[1]
 
 

@@ -303,7 +303,7 @@ def test_names_of_the_users_script_are_seen_by_the_compiler(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 2e-2)])
-def test_on_a_gpu_compiled_steps_are_recorded(
+def test_on_a_gpu_compiled_steps_are_captured(
     precision: str, tolerance: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given: dict[str, Any] = {
@@ -319,7 +319,7 @@ def test_on_a_gpu_compiled_steps_are_recorded(
     said = capsys.readouterr().out
     print(said)
     assert "step: the whole model and the loss compiled" in said
-    assert "recorded in a CUDA graph" in said
+    assert "captured in a CUDA graph" in said
     if (
         precision == "fp32"
         # what is compiled rounds to bf16 less often than what is eager, and its weights are 0.1

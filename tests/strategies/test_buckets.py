@@ -1,4 +1,4 @@
-"""The exchange of gradients in buckets, eager and where steps are recorded: the same training, on
+"""The exchange of gradients in buckets, eager and where steps are captured: the same training, on
 gloo workers."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 import allhands
 from allhands import DDP, UserError
 from allhands.runner import training
-from allhands.step import RecordedSteps
+from allhands.step import CapturedSteps
 from allhands.strategies.buckets import Buckets, _grouped
 from tests.reference import global_batches, relative_difference, train_by_hand
 from tests.strategies.test_ddp import check_counted_trainings, counted_trainings, slopes, train
@@ -24,18 +24,18 @@ from tests.worlds import in_world
 several = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 
 
-def recorded(run: Callable[..., Any], *args: Any) -> Any:
-    """Run with steps recorded as on a GPU, where a record is the function itself."""
+def with_capture(run: Callable[..., Any], *args: Any) -> Any:
+    """Run with steps captured as on a GPU, where a graph is the function itself."""
 
-    def steps(of: Any, shows: bool) -> RecordedSteps:
+    def steps(of: Any, shows: bool) -> CapturedSteps:
         def capture(function: Callable[[], None]) -> Callable[[], None]:
             def replay() -> None:
-                with made.optimizer.recordable():
+                with made.optimizer.capturable():
                     function()
 
             return replay
 
-        made = RecordedSteps(
+        made = CapturedSteps(
             of.model,
             of.criterion,
             of.optimizer,
@@ -48,8 +48,8 @@ def recorded(run: Callable[..., Any], *args: Any) -> Any:
         )
         return made
 
-    training.records_steps = lambda *_: True  # type: ignore[assignment]
-    training.recorded_steps = steps  # type: ignore[assignment]
+    training.captures_steps = lambda *_: True  # type: ignore[assignment]
+    training.captured_steps = steps  # type: ignore[assignment]
     return run(*args)
 
 
@@ -58,11 +58,11 @@ class TestOnWorkers:
     pytestmark = several
 
     def test_gradients_are_sums_over_samples(self, workers: int) -> None:
-        for found in in_world(workers, recorded, slopes):
+        for found in in_world(workers, with_capture, slopes):
             assert found == pytest.approx([3.0, 5.5, 1.0, 10.0])
 
     def test_what_the_criterion_counts_is_what_is_averaged(self, workers: int) -> None:
-        check_counted_trainings(in_world(workers, recorded, counted_trainings))
+        check_counted_trainings(in_world(workers, with_capture, counted_trainings))
 
 
 def tall() -> nn.Module:
@@ -111,7 +111,7 @@ def test_many_buckets_with_micro_batches_and_clipping() -> None:
         18,
         clip_norm=0.5,
     )
-    first, second = in_world(2, recorded, small_buckets)
+    first, second = in_world(2, with_capture, small_buckets)
     assert relative_difference(first, model.state_dict()) < 1e-7
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -130,7 +130,7 @@ def test_a_loss_that_is_not_finite_ends_the_training_on_all_ranks() -> None:
 
 
 class CountsOnOne(nn.Linear):
-    """Its steps cannot be recorded on rank 1."""
+    """Its steps cannot be captured on rank 1."""
 
     calls = 0
 
@@ -157,7 +157,7 @@ def one_is_eager() -> dict[str, torch.Tensor]:
 @pytest.mark.serial
 @pytest.mark.usefixtures("preloaded")
 def test_a_rank_whose_steps_cannot_be_recorded_keeps_the_weights_of_the_others() -> None:
-    first, second = in_world(2, recorded, one_is_eager)
+    first, second = in_world(2, with_capture, one_is_eager)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 

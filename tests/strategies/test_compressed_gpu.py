@@ -1,4 +1,4 @@
-"""Compressed gradients and measured buckets under nccl, where steps are recorded and where they are
+"""Compressed gradients and measured buckets under nccl, where steps are captured and where they are
 not."""
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ def test_bf16_is_the_same_recorded_and_eager_and_on_processors(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     strategy: dict[str, Any] = {"compress": "bf16", "bucket_cap_mb": 0.1, "check_weights_every": 1}
-    recorded = train(DDP(**strategy), step="graph")
-    assert "step: recorded in a CUDA graph" in capfd.readouterr().out
+    captured = train(DDP(**strategy), step="graph")
+    assert "step: captured in a CUDA graph" in capfd.readouterr().out
     exact = train(DDP(), step="eager")
-    drift = relative_difference(recorded, exact)
+    drift = relative_difference(captured, exact)
     assert 1e-6 < drift < 0.05, drift
     for name, other in (
         ("eager", train(DDP(**strategy), step="eager")),
         ("cpu", train(DDP(**strategy), "cpu")),
     ):
-        found = relative_difference(recorded, other)
+        found = relative_difference(captured, other)
         assert found < 1e-2, (name, found, drift)
 
 

@@ -115,7 +115,7 @@ def by_own_buckets(world: Any) -> tuple[float, list[str]]:
     ranks' in bf16."""
     model, strategy = Normalised().eval(), DDP(bucket_cap_mb="measured", compress="bf16")
     x = classification(50).tensors[0][world.rank :: world.world_size]
-    strategy.records, strategy.try_on = True, lambda module, _: module(x)
+    strategy.captures, strategy.try_on = True, lambda module, _: module(x)
     strategy.prepare(model, world)
     strategy.try_on = None
     strategy.begin(torch.optim.SGD(model.parameters()), 0)

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from allhands.world import World
 
 #: What the parts of a step are called, in a trace and in the summary.
-PHASES = ("data", "forward", "backward", "exchange", "optimizer", "recorded step")
+PHASES = ("data", "forward", "backward", "exchange", "optimizer", "captured step")
 _SKIPPED = 5  # first steps, in which libraries set themselves up
 # Events of an exchange between ranks, which run beside the rest of a step.
 _MESSAGES = ("gloo:", "nccl:", "ncclDevKernel", "ncclKernel", "mpi:")

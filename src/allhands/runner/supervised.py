@@ -254,11 +254,11 @@ class SupervisedRunner:
                 ends of epochs only.
             save_minutes: minutes after which a checkpoint is due within an epoch; None never asks
                 for one.
-            step: how an optimizer step is taken on a GPU. "graph" records it in a CUDA graph for
+            step: how an optimizer step is taken on a GPU. "graph" captures it in a CUDA graph for
                 each shape of a batch, after three steps, and replays it; "eager" asks for its
-                operations anew each time; "auto" records where that can be done, and says why where
-                it cannot. "compile", on CPUs too, compiles the model with torch.compile, and then
-                does as "auto" does.
+                operations anew each time; "auto" captures where that can be done, and says why
+                where it cannot. "compile", on CPUs too, compiles the model with torch.compile, and
+                then does as "auto" does.
             profile: record a timeline of so many optimizer steps, after the first five, into
                 ``logdir/profile``, a file a rank in Chrome's trace format, and print where a step's
                 time goes; None records none.

@@ -29,6 +29,7 @@ from allhands.runner import peak
 from allhands.runner.agreement import SIGNALS, Agreement, requeue_if_asked
 from allhands.runner.announce import announce, report_epoch
 from allhands.runner.callbacks import overridden, run_hooks
+from allhands.runner.capturing import captured_steps, captures_steps
 from allhands.runner.compiling import compiling
 from allhands.runner.evaluation import (
     Forward,
@@ -44,7 +45,6 @@ from allhands.runner.metrics import LoaderMetrics
 from allhands.runner.passes import Passes
 from allhands.runner.position import Position
 from allhands.runner.recomputing import recomputing
-from allhands.runner.recording import recorded_steps, records_steps
 from allhands.runner.reporter import Pace, Reporter
 from allhands.runner.running import running
 from allhands.runner.schedule import Schedule, learning_rates
@@ -123,7 +123,7 @@ class Training:
         settings.strategy.scaler = scaler = self.precision.scaler
         if scaler is not None and settings.strategy.parted and world.world_size > 1:
             scaler.together = world
-        settings.strategy.records = records_steps(self, not runner.plain_batches)
+        settings.strategy.captures = captures_steps(self, not runner.plain_batches)
         settings.strategy.seed = settings.seed
         settings.strategy.try_on = partial(
             try_on, runner, self.trained[0], self.precision, world.device
@@ -160,7 +160,7 @@ class Training:
             if feed.own_collate
         }
         self._step_hooks = overridden(settings.callbacks, "on_step_end")
-        self.recorded = recorded_steps(self, bool(self._step_hooks))
+        self.captured = captured_steps(self, bool(self._step_hooks))
         self.logged = Logged(world)
         self.profile = None
         if settings.profile is not None and settings.logdir is not None:
@@ -264,8 +264,8 @@ class Training:
             self.checkpoints.restore()
             schedule_note = self._check_schedule()
             settings.strategy.begin(self.optimizer, self.step)
-            if self.recorded is not None:
-                self.recorded.begin()
+            if self.captured is not None:
+                self.captured.begin()
             self.checkpoints.open()
             loggers = Loggers(
                 settings.logdir if self.world.rank == 0 else None,
@@ -280,8 +280,8 @@ class Training:
                 self.checkpoints.close(failed=True)
                 raise
             finally:
-                if self.recorded is not None:
-                    self.recorded.finish()
+                if self.captured is not None:
+                    self.captured.finish()
                 if self.profile is not None:
                     self.profile.close()
                 if self.passes is not None:
@@ -444,9 +444,9 @@ class Training:
         total_steps = self.steps_of_epoch(feed)
         check_every, save_every = settings.strategy.check_weights_every, settings.save_every or 0
         steps_hooked = bool(self._step_hooks) or self.schedule.each_step
-        together, recorded = world.world_size > 1, self.recorded
-        if recorded is not None:
-            recorded.look()
+        together, captured = world.world_size > 1, self.captured
+        if captured is not None:
+            captured.look()
         pace, rows = Pace(), self.rows.get(feed.name)
         first = self.step - position.steps
         next_log = self.step + settings.log_every
@@ -457,10 +457,10 @@ class Training:
         for batches, counts, total, idle in self._steps_of(feed, position):
             if together:
                 calls.note(("optimizer step", self.step + 1))
-            if recorded is None:
+            if captured is None:
                 take(batches, counts, total, idle)
             else:
-                recorded(take, batches, counts, total, idle)
+                captured(take, batches, counts, total, idle)
             self.step = step = self.step + 1
             if profile is not None:
                 profile.step()
@@ -471,8 +471,8 @@ class Training:
             position.steps += 1
             if steps_hooked:
                 self._after_step()
-                if recorded is not None and self._step_hooks:
-                    recorded.look()
+                if captured is not None and self._step_hooks:
+                    captured.look()
             if reporter.shows_bar and step - first >= pace.next_look and pace.due(step - first):
                 reporter.progress(
                     f"{number}/{self.num_epochs} {feed.name}",

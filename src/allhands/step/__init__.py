@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from allhands.step.captured import STEPS, CapturedSteps, cannot_capture
 from allhands.step.counted import ModelLoss, PerTarget, batch_loss
 from allhands.step.loss import LossRule, NonFiniteLossError
 from allhands.step.muon import MuonAdamW
 from allhands.step.optimizer_step import OptimizerStep
 from allhands.step.over_batch import OverBatch, WholeBatch
 from allhands.step.precision import PRECISIONS, Precision
-from allhands.step.recorded import STEPS, RecordedSteps, cannot_record
 
 __all__ = [
     "PRECISIONS",
     "STEPS",
+    "CapturedSteps",
     "LossRule",
     "ModelLoss",
     "MuonAdamW",
@@ -21,8 +22,7 @@ __all__ = [
     "OverBatch",
     "PerTarget",
     "Precision",
-    "RecordedSteps",
     "WholeBatch",
     "batch_loss",
-    "cannot_record",
+    "cannot_capture",
 ]

@@ -1,4 +1,4 @@
-"""An optimizer whose update can be recorded: it never waits for the device, and reads the learning
+"""An optimizer whose update can be captured: it never waits for the device, and reads the learning
 rate there."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Capturable:
     """Fused updates of SGD, Adam and AdamW, with each group's learning rate in a tensor.
 
     The optimizer's own options and learning rates stay as schedulers, callbacks and checkpoints
-    know them; they are replaced only within `recordable`. Between two steps, `changed` carries a
+    know them; they are replaced only within `capturable`. Between two steps, `changed` carries a
     new learning rate over.
 
     Args:
@@ -31,11 +31,11 @@ class Capturable:
         self._options: list[dict[str, Any]] = []
 
     def look(self) -> str | None:
-        """Why this optimizer cannot be recorded, as the end of a sentence; None when it can."""
+        """Why this optimizer cannot be captured, as the end of a sentence; None when it can."""
         kind = type(self.optimizer)
         if kind not in _KINDS:
             return (
-                f"the update of {kind.__name__} cannot be recorded (that of SGD, Adam and AdamW "
+                f"the update of {kind.__name__} cannot be captured (that of SGD, Adam and AdamW "
                 "can)"
             )
         for group in self.optimizer.param_groups:
@@ -45,7 +45,7 @@ class Capturable:
             if named is not None:
                 return (
                     f"the optimizer was made with {named}=True, and its fused update is what "
-                    "can be recorded"
+                    "can be captured"
                 )
         hooks = [
             getattr(self.optimizer, name, None)
@@ -80,7 +80,7 @@ class Capturable:
                     yield group, state
 
     def changed(self) -> bool:
-        """Whether an option that a record holds by value has changed; learning rates are brought to
+        """Whether an option that a graph holds by value has changed; learning rates are brought to
         the device."""
         groups = self.optimizer.param_groups
         for number, group in enumerate(groups):
@@ -94,8 +94,8 @@ class Capturable:
         return True
 
     @contextmanager
-    def recordable(self) -> Iterator[None]:
-        """Within, the optimizer updates in a way that can be recorded."""
+    def capturable(self) -> Iterator[None]:
+        """Within, the optimizer updates in a way that can be captured."""
         groups = self.optimizer.param_groups
         names: list[str] = [
             name for name in ("lr", "fused", "foreach", "capturable") if name in groups[0]

@@ -59,8 +59,8 @@ class Strategy(ABC):
     try_on: Callable[[nn.Module, int], Any] | None = None
     #: The training's seed, set before `prepare`.
     seed: int = 42
-    #: Set for `prepare`: the trainer records steps in CUDA graphs, if it can.
-    records: bool = False
+    #: Set for `prepare`: the trainer captures steps in CUDA graphs, if it can.
+    captures: bool = False
     #: Set for `prepare`: scales the losses of an fp16 training, and is to be asked before each step
     #: that the strategy takes.
     scaler: Scaler | None = None
@@ -101,11 +101,11 @@ class Strategy(ABC):
         """Raise `UserError` for a model (of `TrainSettings`) that it cannot train with so many
         workers, before any is started."""
 
-    def recording_refused(self, model: nn.Module, world: World) -> str | None:
-        """Why steps cannot be recorded in CUDA graphs, as the end of a sentence, before `prepare`;
+    def capture_refused(self, model: nn.Module, world: World) -> str | None:
+        """Why steps cannot be captured in CUDA graphs, as the end of a sentence, before `prepare`;
         None where they can."""
         return (
-            f"strategy '{self.name}' is not among those whose steps are recorded ('single' and "
+            f"strategy '{self.name}' is not among those whose steps are captured ('single' and "
             "'ddp')"
         )
 

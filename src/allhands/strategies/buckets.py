@@ -2,8 +2,8 @@
 its.
 
 The layout is fixed by the order of the parameters, and every operation is in order with a stream,
-so that a CUDA graph can record the exchange. An eager step and a recorded one ask for the same
-collectives in the same order, so that ranks need not agree on which of them records. The model
+so that a CUDA graph can capture the exchange. An eager step and a captured one ask for the same
+collectives in the same order, so that ranks need not agree on which of them captures. The model
 itself is not wrapped: any part of it may be called.
 """
 

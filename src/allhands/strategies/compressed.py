@@ -36,7 +36,7 @@ def sum_rounded(
     next loss tells.
 
     All operations are in order with the current stream and none looks at a value, so that a CUDA
-    graph can record them.
+    graph can capture them.
     """
     size = dist.get_world_size(group)
     if size == 1:

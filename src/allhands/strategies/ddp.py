@@ -114,7 +114,7 @@ class DDP(Strategy):
         if self.compress is not None and workers > 1:
             check_compressible(self.compress, settings.model, settings.precision)
 
-    def recording_refused(self, model: nn.Module, world: World) -> str | None:
+    def capture_refused(self, model: nn.Module, world: World) -> str | None:
         if world.world_size == 1:
             return None
         if self.sync_batchnorm:
@@ -122,7 +122,7 @@ class DDP(Strategy):
         if self._shards:
             return (
                 "DDP(optimizer_state='sharded') shares what each worker has updated, which is "
-                "not recorded; write DDP()"
+                "not captured; write DDP()"
             )
         if self.compress is not None and cast_dtype(self.compress) is None:
             name = self.compress["name"]

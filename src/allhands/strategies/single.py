@@ -22,7 +22,7 @@ class Single(Strategy):
                 "write distributed='ddp', or start the script once"
             )
 
-    def recording_refused(self, model: nn.Module, world: World) -> str | None:
+    def capture_refused(self, model: nn.Module, world: World) -> str | None:
         return None
 
     def compiled(self, workers: int) -> str | None:

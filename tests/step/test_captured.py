@@ -1,5 +1,5 @@
-"""Recorded optimizer steps: what is looked for before a step is recorded, and that a replay is the
-step. On a processor a record is the function itself; on a GPU (marked so) it is a CUDA graph."""
+"""Captured optimizer steps: what is looked for before a step is captured, and that a replay is the
+step. On a processor a graph is the function itself; on a GPU (marked so) it is a CUDA graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from allhands import UserError
-from allhands.step import LossRule, OptimizerStep, Precision, RecordedSteps
+from allhands.step import CapturedSteps, LossRule, OptimizerStep, Precision
 from allhands.strategies import Single
 from allhands.world import World
 
@@ -41,7 +41,7 @@ def network() -> nn.Module:
 
 
 class Trained:
-    """A model with an optimizer, and its steps recorded or not."""
+    """A model with an optimizer, and its steps captured or not."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Trained:
         kind: Any,
         options: dict[str, Any],
         device: torch.device = CPU,
-        recorded: bool = True,
+        captured: bool = True,
         insist: bool = False,
         capture: Callable[..., Any] | None = None,
         clip: float | None = 0.5,
@@ -59,7 +59,7 @@ class Trained:
         self.losses: list[float] = []
         self.outputs: list[torch.Tensor] = []
         self.said: list[str] = []
-        self.captured = 0
+        self.captures = 0
         strategy = Single()
         world = world_on(device)
         strategy.prepare(self.model, world)
@@ -70,14 +70,14 @@ class Trained:
             self.losses.append(float(loss.detach()) * factor)
             self.outputs.append(output.detach())
 
-        def record(function: Callable[[], None]) -> Callable[[], None]:
-            self.captured += 1
+        def keep(function: Callable[[], None]) -> Callable[[], None]:
+            self.captures += 1
 
             def replay() -> None:
-                assert self.recorded is not None
+                assert self.captured is not None
                 with (
-                    self.recorded.optimizer.recordable()
-                ):  # a graph keeps what the optimizer was when it was recorded
+                    self.captured.optimizer.capturable()
+                ):  # a graph keeps what the optimizer was when it was captured
                     function()
 
             return replay
@@ -94,10 +94,10 @@ class Trained:
             lambda batch: batch[1].to(device),
             clip,
         )
-        self.recorded = None
-        if recorded:
-            given = capture or (record if device.type == "cpu" else None)
-            self.recorded = RecordedSteps(
+        self.captured = None
+        if captured:
+            given = capture or (keep if device.type == "cpu" else None)
+            self.captured = CapturedSteps(
                 self.model,
                 None,
                 self.optimizer,
@@ -108,18 +108,18 @@ class Trained:
                 self.said.append,
                 given,
             )
-            self.recorded.begin()
+            self.captured.begin()
         self.take = self.make()
 
     def steps(self, batches: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> None:
-        if self.recorded is not None:
-            self.recorded.look()
+        if self.captured is not None:
+            self.captured.look()
         for micro in batches:
             counts = [len(batch[0]) for batch in micro]
-            if self.recorded is None:
+            if self.captured is None:
                 self.take(micro, counts, sum(counts), False)
             else:
-                self.recorded(self.take, micro, counts, sum(counts), False)
+                self.captured(self.take, micro, counts, sum(counts), False)
 
 
 def data(
@@ -151,43 +151,43 @@ def without_dropout() -> nn.Module:
 def test_a_layer_that_is_unfrozen_later_begins_its_momentum() -> None:
     """Fused SGD takes momentum of all parameters or of none."""
     batches = data(16)
-    recorded, plain = (
-        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, recorded=r) for r in (True, False)
+    captured, plain = (
+        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, captured=r) for r in (True, False)
     )
-    for one in (recorded, plain):
+    for one in (captured, plain):
         one.model[0].requires_grad_(False)  # type: ignore[index, union-attr]
         one.take = one.make()
         one.steps(batches[:6])
         one.model[0].requires_grad_(True)  # type: ignore[index, union-attr]
         one.take = one.make()
         one.steps(batches[6:])
-    assert apart(recorded.model, plain.model) < 1e-6
+    assert apart(captured.model, plain.model) < 1e-6
 
 
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
 def test_a_replay_is_the_step(kind: Any, options: dict[str, Any]) -> None:
     batches = data(12, (8, 5)) + data(1, (3,)) + data(6, (8, 5), seed=1)
-    recorded, plain = (Trained(without_dropout(), kind, options, recorded=r) for r in (True, False))
-    for one in (recorded, plain):
+    captured, plain = (Trained(without_dropout(), kind, options, captured=r) for r in (True, False))
+    for one in (captured, plain):
         one.steps(batches[:10])
         for group in one.optimizer.param_groups:
             group["lr"] = 0.01
         one.steps(batches[10:])
-    assert recorded.captured == 1
-    assert recorded.said == ["step: recorded in a CUDA graph, and replayed from here on"]
-    assert apart(recorded.model, plain.model) < 1e-6
-    assert recorded.losses == pytest.approx(plain.losses, rel=1e-5)
-    assert len(recorded.outputs) == len(plain.outputs)
+    assert captured.captures == 1
+    assert captured.said == ["step: captured in a CUDA graph, and replayed from here on"]
+    assert apart(captured.model, plain.model) < 1e-6
+    assert captured.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert len(captured.outputs) == len(plain.outputs)
     assert all(
-        (a - b).abs().max() < 1e-5 for a, b in zip(recorded.outputs, plain.outputs, strict=True)
+        (a - b).abs().max() < 1e-5 for a, b in zip(captured.outputs, plain.outputs, strict=True)
     )
 
 
 def test_the_optimizer_stays_as_its_owner_knows_it() -> None:
     trained = Trained(without_dropout(), torch.optim.AdamW, {"lr": 1e-3})
     trained.steps(data(8))
-    assert trained.recorded is not None
-    trained.recorded.finish()
+    assert trained.captured is not None
+    trained.captured.finish()
     group = trained.optimizer.param_groups[0]
     assert (group["lr"], group["fused"], group["foreach"]) == (1e-3, None, None)
     assert all(
@@ -196,9 +196,9 @@ def test_the_optimizer_stays_as_its_owner_knows_it() -> None:
     )
 
 
-def test_a_changed_option_or_a_frozen_weight_is_recorded_anew() -> None:
+def test_a_changed_option_or_a_frozen_weight_is_captured_anew() -> None:
     trained, plain = (
-        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, recorded=r) for r in (True, False)
+        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, captured=r) for r in (True, False)
     )
     for one in (trained, plain):
         one.steps(data(6))
@@ -207,7 +207,7 @@ def test_a_changed_option_or_a_frozen_weight_is_recorded_anew() -> None:
         one.model[0].weight.requires_grad_(False)
         one.take = one.make()
         one.steps(data(6, seed=2))
-    assert trained.captured == 3
+    assert trained.captures == 3
     assert apart(trained.model, plain.model) < 1e-6
 
 
@@ -237,19 +237,19 @@ class Draws(nn.Linear):
 )
 def test_what_a_step_does_on_the_host_keeps_it_eager(layer: Any, reason: str) -> None:
     made = []
-    for recorded in (True, False):
+    for captured in (True, False):
         torch.manual_seed(3)
         random.seed(3)
-        one = Trained(nn.Sequential(layer(6, 3)), torch.optim.SGD, MOMENTUM, recorded=recorded)
+        one = Trained(nn.Sequential(layer(6, 3)), torch.optim.SGD, MOMENTUM, captured=captured)
         one.steps(data(8))
         made.append(one)
     assert made[0].said == [f"step: eager, since {reason}"]
-    assert made[0].captured == 0
+    assert made[0].captures == 0
     assert apart(made[0].model, made[1].model) < 1e-6
     assert made[0].losses == pytest.approx(made[1].losses, rel=1e-6)
     with pytest.raises(
         UserError,
-        match="step='graph': the step cannot be recorded, since .*; change that, or write "
+        match="step='graph': the step cannot be captured, since .*; change that, or write "
         "step='auto'",
     ):
         Trained(nn.Sequential(layer(6, 3)), torch.optim.SGD, MOMENTUM, insist=True).steps(data(8))
@@ -269,9 +269,9 @@ def test_hooks_keep_it_eager_unless_it_is_asked_for() -> None:
     computes = Trained(
         nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 3))), torch.optim.SGD, MOMENTUM
     )
-    for recorded in (asked, computes):
-        recorded.steps(data(6))
-        assert recorded.captured == 1
+    for captured in (asked, computes):
+        captured.steps(data(6))
+        assert captured.captures == 1
 
 
 def test_too_many_shapes() -> None:
@@ -282,12 +282,12 @@ def test_too_many_shapes() -> None:
     assert len(trained.losses) == 40
 
 
-def test_too_little_memory_for_a_record() -> None:
+def test_too_little_memory_for_a_graph() -> None:
     def capture(function: Callable[[], None]) -> Callable[[], None]:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     trained, plain = (
-        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, recorded=r, capture=capture)
+        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, captured=r, capture=capture)
         for r in (True, False)
     )
     for one in (trained, plain):
@@ -298,7 +298,7 @@ def test_too_little_memory_for_a_record() -> None:
     assert apart(trained.model, plain.model) < 1e-6
     with pytest.raises(
         UserError,
-        match="step='graph': the step cannot be recorded, since the GPU's memory is too small",
+        match="step='graph': the step cannot be captured, since the GPU's memory is too small",
     ):
         Trained(without_dropout(), torch.optim.SGD, MOMENTUM, insist=True, capture=capture).steps(
             data(8)
@@ -308,7 +308,7 @@ def test_too_little_memory_for_a_record() -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (torch.optim.Adagrad, "the update of Adagrad cannot be recorded"),
+        (torch.optim.Adagrad, "the update of Adagrad cannot be captured"),
         (
             lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1)),
             "the optimizer's learning rate is a tensor; pass a number",
@@ -316,11 +316,11 @@ def test_too_little_memory_for_a_record() -> None:
         (lambda p: torch.optim.Adam(p, foreach=True), "made with foreach=True"),
     ],
 )
-def test_optimizers_that_cannot_be_recorded(make: Any, reason: str) -> None:
+def test_optimizers_that_cannot_be_captured(make: Any, reason: str) -> None:
     trained = Trained(network(), make, {})
     trained.steps(data(5))
     assert reason in trained.said[0]
-    assert trained.captured == 0
+    assert trained.captures == 0
     assert len(trained.losses) == 5
 
 
@@ -335,15 +335,15 @@ def test_weights_after_fifty_steps_equal_eager_ones(
 ) -> None:
     device = torch.device("cuda", 0)
     made = []
-    for recorded in (True, False):
+    for captured in (True, False):
         torch.backends.cuda.matmul.allow_tf32 = False
-        one = Trained(network(), kind, options, device, recorded=recorded)
+        one = Trained(network(), kind, options, device, captured=captured)
         torch.cuda.manual_seed(5)  # dropout draws the same in a replay
         one.steps(data(50, sizes))
         one.optimizer.param_groups[0]["lr"] *= 0.5
         one.steps(data(1, (3,)) + data(20, sizes, seed=2))
         made.append(one)
-    assert made[0].said == ["step: recorded in a CUDA graph, and replayed from here on"]
+    assert made[0].said == ["step: captured in a CUDA graph, and replayed from here on"]
     assert apart(made[0].model, made[1].model) < 2e-5
     assert made[0].losses == pytest.approx(made[1].losses, rel=1e-4)
 
@@ -352,7 +352,7 @@ def test_weights_after_fifty_steps_equal_eager_ones(
 def test_gradients_are_those_of_the_last_step() -> None:
     device = torch.device("cuda", 0)
     trained, plain = (
-        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, device, recorded=r)
+        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, device, captured=r)
         for r in (True, False)
     )
     for batches in (data(6), data(1, (3,), seed=1), data(1, seed=2)):
@@ -381,21 +381,21 @@ class Branches(nn.Linear):
 def test_a_model_that_waits_for_the_device_trains_eagerly_and_names_the_line(layer: Any) -> None:
     device = torch.device("cuda", 0)
     made = []
-    for recorded in (True, False):
+    for captured in (True, False):
         torch.manual_seed(4)
         one = Trained(
             nn.Sequential(nn.BatchNorm1d(6), layer(6, 3)),
             torch.optim.SGD,
             MOMENTUM,
             device,
-            recorded=recorded,
+            captured=captured,
         )
         one.steps(data(9))
         made.append(one)
     assert "it waits for the device at" in made[0].said[0]
-    assert "test_recorded.py" in made[0].said[0]
+    assert "test_captured.py" in made[0].said[0]
     assert apart(made[0].model, made[1].model) < 1e-6
-    with pytest.raises(UserError, match=r"step='graph'.*test_recorded\.py"):
+    with pytest.raises(UserError, match=r"step='graph'.*test_captured\.py"):
         Trained(nn.Sequential(layer(6, 3)), torch.optim.SGD, MOMENTUM, device, insist=True).steps(
             data(9)
         )

@@ -1,9 +1,9 @@
-"""Optimizer steps that are recorded in a CUDA graph once and replayed, so that nobody asks for each
+"""Optimizer steps that are captured in a CUDA graph once and replayed, so that nobody asks for each
 kernel again.
 
-A step of a small model takes a GPU less time than Python takes to ask for it. What is recorded is
+A step of a small model takes a GPU less time than Python takes to ask for it. What is captured is
 the whole of it: forward and backward passes of all micro-batches, the exchange between workers,
-clipping and the optimizer's update. Batches are copied to where the recorded step reads them;
+clipping and the optimizer's update. Batches are copied to where the captured step reads them;
 losses and outputs are observed after each replay, as they are after an eager step.
 """
 
@@ -26,30 +26,30 @@ STEPS = ("auto", "eager", "compile", "graph")
 # steps of a shape before the one that is looked at: libraries set themselves up in the first ones
 _EAGER = 2
 _GRAPHS = (
-    8  # shapes that are recorded; more of them mean that nearly every step has a shape of its own
+    8  # shapes that are captured; more of them mean that nearly every step has a shape of its own
 )
 
 #: Records what a function asks a device to do, without doing it, and returns what replays it.
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 
-def cannot_record(reason: str) -> UserError:
+def cannot_capture(reason: str) -> UserError:
     """The error where ``step="graph"`` was asked for; `reason` is the end of a sentence."""
     return UserError(
-        f"step='graph': the step cannot be recorded, since {reason}; change that, or write "
+        f"step='graph': the step cannot be captured, since {reason}; change that, or write "
         "step='auto'"
     )
 
 
-class RecordedSteps:
-    """Takes optimizer steps, from records where there is one for the shapes of the micro-batches.
+class CapturedSteps:
+    """Takes optimizer steps, from a CUDA graph where there is one for the micro-batches' shapes.
 
     The first two steps of a shape are eager. In the third, waits for the device and what the step
     changes on the host (plain attributes of modules, Python's, NumPy's and PyTorch's random
-    generators) are looked for: a replay would do neither. From then on the shape is recorded. A
+    generators) are looked for: a replay would do neither. From then on the shape is captured. A
     step that cannot be is taken eagerly, as are all that follow, and the reason is said once.
 
-    With several workers the exchange is part of the record. Each rank records for itself: recorded
+    With several workers the exchange is part of the graph. Each rank captures for itself: captured
     or eager, a step asks for the same collectives in the same order, and the optimizer's update
     rounds alike, so that the ranks' weights stay equal.
 
@@ -63,7 +63,7 @@ class RecordedSteps:
         shows: gradients are looked at after a step, so that they have to lie in the parameters.
         insist: raise `UserError` instead of going on eagerly.
         say: takes a line to print.
-        capture: how a step is recorded; None: in a CUDA graph.
+        capture: how a step is captured; None: in a CUDA graph.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class RecordedSteps:
         self.optimizer = Capturable(optimizer, device)
         self.reason: str | None = None
         self._capture = capture or _CudaGraphs(device)
-        self._records: dict[Any, _Record] = {}
+        self._captured: dict[Any, _CapturedStep] = {}
         self._eager: dict[Any, int] = {}
         self._taken: dict[
             Any, OptimizerStep
         ] = {}  # the step object that has taken this shape eagerly before
         self._good: set[Any] = set()  # shapes that have been looked at
         self._form: Any = None
-        self._adapts = True  # the optimizer updates in the way that can be recorded
+        self._adapts = True  # the optimizer updates in the way that can be captured
         self._unfit(self.optimizer.look())
 
     def begin(self) -> None:
@@ -101,11 +101,11 @@ class RecordedSteps:
 
     def finish(self) -> None:
         """The training has ended: the optimizer is as the user made it."""
-        self._records.clear()
+        self._captured.clear()
         self.optimizer.finish()
 
     def look(self) -> None:
-        """What records hold by address or by value may have changed: where it has, forget them. To
+        """What graphs hold by address or by value may have changed: where it has, forget them. To
         be called when code of the user's has run between two steps."""
         if self._adapts:
             self._unfit(self.optimizer.look())
@@ -144,38 +144,38 @@ class RecordedSteps:
         if self.optimizer.changed():
             self._forget()
         if self.reason is not None:
-            with self.optimizer.recordable():
+            with self.optimizer.capturable():
                 take(batches, counts, total, idle)
             return
         leaves, tree = pytree.tree_flatten(batches)
         key = (tree, tuple(_form_of(leaf) for leaf in leaves), tuple(counts), total, idle)
-        record = self._records.get(key)
-        if record is not None:
-            with take.label("recorded step"):
-                record.replay(take, leaves)
+        captured = self._captured.get(key)
+        if captured is not None:
+            with take.label("captured step"):
+                captured.replay(take, leaves)
             return
         seen = self._eager[key] = self._eager.get(key, 0) + 1
-        with self.optimizer.recordable(), self._capture_stream():
+        with self.optimizer.capturable(), self._capture_stream():
             leaves = [_on(leaf, self.device) for leaf in leaves]
             batches = pytree.tree_unflatten(leaves, tree)
             if seen <= _EAGER or self._taken.get(key) is not take:
                 take(
                     batches, counts, total, idle
-                )  # in a new epoch by a new object: what it makes once is not for a record
+                )  # in a new epoch by a new object: what it makes once is not for a graph
             elif key not in self._good:
                 self._looked_at(take, batches, counts, total, idle)
                 self._good.add(key)
             else:
-                record = self._record(take, leaves, tree, counts, total, idle)
+                captured = self._capture_step(take, leaves, tree, counts, total, idle)
         self._taken[key] = take
-        if record is not None:
-            self._records[key] = record
-            record.replay(take, leaves)
+        if captured is not None:
+            self._captured[key] = captured
+            captured.replay(take, leaves)
 
     # ------------------------------------------------------------------ trying
 
     def _looked_at(self, take: OptimizerStep, *step: Any) -> None:
-        """An eager step in which whatever could not be recorded is found; it counts as any other,
+        """An eager step in which whatever could not be captured is found; it counts as any other,
         and is taken once only, since other ranks take it too."""
         host = HostState(self.module, self.criterion)
         observed: list[tuple[Any, ...]] = []
@@ -191,16 +191,16 @@ class RecordedSteps:
         if reason is not None:
             self._give_up(reason)
 
-    def _record(
+    def _capture_step(
         self, take: OptimizerStep, leaves: list[Any], tree: Any, *step: Any
-    ) -> _Record | None:
+    ) -> _CapturedStep | None:
         """Record a step, or take it eagerly."""
-        if len(self._records) >= _GRAPHS:
+        if len(self._captured) >= _GRAPHS:
             self._give_up(f"its micro-batches have more than {_GRAPHS} shapes")
             take(pytree.tree_unflatten(leaves, tree), *step)
             return None
         try:
-            record = _Record(
+            captured = _CapturedStep(
                 take, leaves, tree, step, self._capture, self.device, self.keeps, self.shows
             )
         except RuntimeError as error:
@@ -209,23 +209,23 @@ class RecordedSteps:
                 if isinstance(error, torch.cuda.OutOfMemoryError)
                 else str(error)
             )
-            self._records.clear()
+            self._captured.clear()
             self._give_up(f"{what.splitlines()[0]}, at {where_raised(error)}")
             take(pytree.tree_unflatten(leaves, tree), *step)
             return None
-        if not self._records:
-            self.say("step: recorded in a CUDA graph, and replayed from here on")
-        return record
+        if not self._captured:
+            self.say("step: captured in a CUDA graph, and replayed from here on")
+        return captured
 
     def _give_up(self, reason: str) -> None:
         if self.insist:
-            raise cannot_record(reason)
+            raise cannot_capture(reason)
         self.reason = reason
-        self._records.clear()
+        self._captured.clear()
         self.say(f"step: eager, since {reason}")
 
     def _unfit(self, refusal: str | None) -> None:
-        """The optimizer cannot be recorded."""
+        """The optimizer cannot be captured."""
         if refusal is not None:
             self._adapts = False
             self.optimizer.finish()
@@ -233,29 +233,29 @@ class RecordedSteps:
                 self._give_up(refusal)
 
     def _forget(self) -> None:
-        self._records.clear()
+        self._captured.clear()
         self._eager.clear()
         self._taken.clear()
         self._good.clear()
 
     def _capture_stream(self) -> Any:
-        """Eager steps run on the stream on which steps are recorded: autograd keeps to the one on
+        """Eager steps run on the stream on which steps are captured: autograd keeps to the one on
         which it has seen a weight."""
         return (
             self._capture.alongside() if isinstance(self._capture, _CudaGraphs) else nullcontext()
         )
 
 
-class _Record:
-    """One recorded step, with the memory that it reads and writes.
+class _CapturedStep:
+    """One captured step, with the memory that it reads and writes.
 
     Args:
-        take: the step that is recorded; kept, since the record reads tensors of its own.
+        take: the step that is captured; kept, since the graph reads tensors of its own.
         leaves, tree: its micro-batches, flattened.
         step: the further arguments of the step.
         capture: see `Capture`.
-        device: where the record reads.
-        keeps, shows: see `RecordedSteps`.
+        device: where the graph reads.
+        keeps, shows: see `CapturedSteps`.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class _Record:
         self._gradients = [(p, p.grad) for p in take.parameters] if shows else []
 
     def replay(self, take: OptimizerStep, leaves: list[Any]) -> None:
-        """Take the recorded step with other micro-batches of the same shapes; `take` is who
+        """Take the captured step with other micro-batches of the same shapes; `take` is who
         observes it."""
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         torch._foreach_copy_(self._inputs, given, non_blocking=True)
@@ -307,7 +307,7 @@ class _Record:
 
 
 def _on(leaf: Any, device: torch.device) -> Any:
-    """A copy on the device that begins where memory is allocated, as what a record reads does: the
+    """A copy on the device that begins where memory is allocated, as what a graph reads does: the
     last bit of a product depends on that."""
     return leaf.to(device, non_blocking=True, copy=True) if isinstance(leaf, torch.Tensor) else leaf
 
@@ -319,7 +319,7 @@ def _copied(value: Any) -> Any:
 
 
 def _form_of(leaf: Any) -> Any:
-    """What must be the same for a record to serve: of a tensor its form, of anything else
+    """What must be the same for a graph to serve: of a tensor its form, of anything else
     itself."""
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype, leaf.stride()

@@ -1,17 +1,17 @@
-"""Whether a training's optimizer steps are recorded (``step=``)."""
+"""Whether a training's optimizer steps are captured (``step=``)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from allhands.step import RecordedSteps, cannot_record
+from allhands.step import CapturedSteps, cannot_capture
 
 if TYPE_CHECKING:
     from allhands.runner.training import Training
 
 
-def records_steps(training: Training, own_batches: bool) -> bool:
-    """Whether the steps of a training are to be recorded; to be asked before its strategy is bound
+def captures_steps(training: Training, own_batches: bool) -> bool:
+    """Whether the steps of a training are to be captured; to be asked before its strategy is bound
     to the model.
 
     Args:
@@ -19,7 +19,7 @@ def records_steps(training: Training, own_batches: bool) -> bool:
         own_batches: the runner's ``handle_batch`` is the user's own.
 
     Raises:
-        UserError: ``step="graph"``, and this training's steps cannot be recorded.
+        UserError: ``step="graph"``, and this training's steps cannot be captured.
     """
     asked = training.settings.step
     if asked == "eager":
@@ -29,22 +29,22 @@ def records_steps(training: Training, own_batches: bool) -> bool:
     if refusal is None:
         return True
     if insist:
-        raise cannot_record(refusal)
+        raise cannot_capture(refusal)
     if training.world.device.type == "cuda":
         training.reporter.line(f"step: eager, since {refusal}")
     return False
 
 
-def recorded_steps(training: Training, shows: bool) -> RecordedSteps | None:
-    """What takes the steps of a training from records; None where each is asked for anew.
+def captured_steps(training: Training, shows: bool) -> CapturedSteps | None:
+    """What takes the steps of a training from CUDA graphs; None where each is asked for anew.
 
     Args:
         training: its model, strategy and optimizer are in place.
         shows: callbacks run after each step.
     """
-    if not training.settings.strategy.records:
+    if not training.settings.strategy.captures:
         return None
-    return RecordedSteps(
+    return CapturedSteps(
         training.model,
         training.criterion,
         training.optimizer,
@@ -60,9 +60,9 @@ def _refusal(training: Training, own_batches: bool) -> str | None:
     world, strategy = training.world, training.settings.strategy
     if world.device.type != "cuda":
         return (
-            f"the device is '{world.device.type}', and CUDA graphs are what steps are recorded in"
+            f"the device is '{world.device.type}', and CUDA graphs are what steps are captured in"
         )
-    refused = strategy.recording_refused(training.settings.model, world)
+    refused = strategy.capture_refused(training.settings.model, world)
     if refused is not None:
         return refused
     if training.settings.activation_checkpointing:
@@ -73,8 +73,8 @@ def _refusal(training: Training, own_batches: bool) -> str | None:
     if training.precision.scaler is not None:
         return "precision='fp16' looks at its gradients on the host; precision='bf16' does not"
     return (
-        "handle_batch is your own, and a replay would not call it (step='graph' records it all the "
-        "same)"
+        "handle_batch is your own, and a replay would not call it (step='graph' captures it all "
+        "the same)"
         if own_batches
         else None
     )

@@ -1,4 +1,4 @@
-"""Steps of several workers recorded in CUDA graphs, with the exchange under nccl: the weights of
+"""Steps of several workers captured in CUDA graphs, with the exchange under nccl: the weights of
 eager steps, and of one GPU."""
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def train(step: str, workers: int, model: nn.Module, **options: Any) -> nn.Modul
 
 @pytest.mark.parametrize("workers", CARDS)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_recorded_steps_equal_the_hand_written_loop(workers: int, accumulate: int) -> None:
+def test_captured_steps_equal_the_hand_written_loop(workers: int, accumulate: int) -> None:
     model, by_hand = (
         train("graph", workers, convolutions(), accumulate=accumulate),
         convolutions().cuda(),
@@ -98,7 +98,7 @@ def test_recorded_steps_equal_the_hand_written_loop(workers: int, accumulate: in
 
 @pytest.mark.parametrize("workers", CARDS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_recorded_steps_equal_eager_ones(
+def test_captured_steps_equal_eager_ones(
     workers: int, precision: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """BatchNorm's statistics, dropout and a schedule included."""
@@ -112,7 +112,7 @@ def test_recorded_steps_equal_eager_ones(
                 step, workers, model, optimizer=optimizer, scheduler=schedule, precision=precision
             )
         )
-    assert "step: recorded in a CUDA graph" in capfd.readouterr().out
+    assert "step: captured in a CUDA graph" in capfd.readouterr().out
     found = relative_difference(models[0].state_dict(), models[1].state_dict())
     assert found < (1e-5 if precision == "fp32" else 2e-2), found
 
@@ -147,13 +147,13 @@ def linear(layer: type[nn.Linear]) -> nn.Module:
 
 @pytest.mark.gpu(2)
 def test_one_rank_may_be_eager() -> None:
-    """A rank that cannot record exchanges with one that does."""
+    """A rank that cannot capture exchanges with one that does."""
     one, other = train("auto", 2, linear(ReadsOnOne)), train("eager", 2, linear(nn.Linear))
     assert relative_difference(one.state_dict(), other.state_dict()) < 1e-5
     with pytest.raises(
         UserError,
-        match=r"step='graph': the step cannot be recorded, since it waits for the device at "
-        r".*test_recorded_workers",
+        match=r"step='graph': the step cannot be captured, since it waits for the device at "
+        r".*test_captured_workers",
     ):
         train("graph", 2, linear(ReadsOnOne))
 
