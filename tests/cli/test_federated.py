@@ -27,9 +27,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 SECURE = [
     "--certificate",
-    "keys/sites_server.crt",
+    "keys/server.crt",
     "--key",
-    "keys/sites_server.key",
+    "keys/server.key",
     "--authority",
     "keys/authority.crt",
 ]
@@ -124,8 +124,8 @@ def options(**changes: object) -> sites_server.ServerOptions:
         "host": "127.0.0.1",
         "port": 8000,
         "state": Path("state").absolute(),
-        "certificate": keys / "sites_server.crt",
-        "key": keys / "sites_server.key",
+        "certificate": keys / "server.crt",
+        "key": keys / "server.key",
         "authority": keys / "authority.crt",
         "sites": keys / "sites.txt",
         "tokens": None,
