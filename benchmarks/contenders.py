@@ -65,9 +65,8 @@ class Task:
                 * workers
             )
         self.steps = -(-self.samples // (self.batch * workers))
-        self.warm = (
-            1 if quick else 2
-        )  # epochs that are not counted: kernels are chosen, compiled and captured in them
+        # Epochs that are not counted: kernels are chosen, compiled and captured in them.
+        self.warm = 1 if quick else 2
         self.epochs = self.warm + (1 if quick else 2 if kind == "gpt" else 4)
 
     def parts(self, device: torch.device) -> Parts:
@@ -263,9 +262,8 @@ def with_accelerate(task: Task, world: World, clock: Clock) -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(
-        reset_partial_state=True
-    )  # the task before may have had another precision
+    # The task before may have had another precision.
+    AcceleratorState._reset_state(reset_partial_state=True)
     parts = task.parts(world.device)
     accelerator = Accelerator(
         cpu=world.device.type == "cpu", mixed_precision="bf16" if task.narrow else "no"

@@ -240,9 +240,8 @@ class Group:
                 for role, part in roles.items():
                     if part in line:
                         status = Path(f"/proc/{member.pid}/status").read_text()
-                        found = re.search(
-                            r"VmHWM:\s+(\d+) kB", status
-                        )  # a process that ends has none
+                        # A process that ends has none.
+                        found = re.search(r"VmHWM:\s+(\d+) kB", status)
                         self.peaks[role] = max(
                             self.peaks.get(role, 0.0), int(found[1]) / 1e3 if found else 0.0
                         )

@@ -73,9 +73,8 @@ class SimpleCNN(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.augment(x).to(memory_format=self.format)
         for conv in (self.conv1, self.conv2):
-            x = nn.functional.max_pool2d(
-                conv(x), 2
-            ).relu()  # the same numbers as relu before the maximum, of fewer
+            # The same numbers as relu before the maximum, of fewer.
+            x = nn.functional.max_pool2d(conv(x), 2).relu()
         return self.fc3(self.fc2(self.fc1(x.flatten(1)).relu()).relu())
 
 

@@ -40,9 +40,8 @@ def machine() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if (
-        "allhands" not in versions and "allhands" in sys.modules
-    ):  # run from its source, not installed
+    # Run from its source, not installed.
+    if "allhands" not in versions and "allhands" in sys.modules:
         versions["allhands"] = sys.modules["allhands"].__version__
     found = {} if "torch" not in sys.modules else {"gpus": _gpus()}
     lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -60,9 +60,8 @@ BATCH, WIDTH = (
     8,
     300,
 )  # a power of two, so that dividing by it and multiplying by its inverse round alike
-STORES = range(
-    100, 116
-)  # those of the peers with the token; the honest worker's are 0, and 1 in the end
+# Those of the peers with the token; the honest worker's are 0, and 1 in the end.
+STORES = range(100, 116)
 PEER = {"rank": 0, "life": "bad", "host": "h", "pid": 1, "maps": False}
 
 

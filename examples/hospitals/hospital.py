@@ -26,9 +26,8 @@ def load(root: str | None = None) -> dict[str, TensorDataset]:
 
 def patients(x: np.ndarray, y: np.ndarray) -> TensorDataset:
     """Rows N x 13 (NaN: not known) as a data set of rows N x 26 and labels."""
-    x = np.where(
-        x[:, [CHOLESTEROL]] == 0, np.where(np.arange(13) == CHOLESTEROL, np.nan, x), x
-    )  # nobody has none
+    # Nobody has none.
+    x = np.where(x[:, [CHOLESTEROL]] == 0, np.where(np.arange(13) == CHOLESTEROL, np.nan, x), x)
     unknown = np.isnan(x)
     columns = np.concatenate([np.where(unknown, 0, (x - USUAL) / DIFFER), unknown], axis=1)
     return TensorDataset(torch.from_numpy(columns.astype(np.float32)), torch.from_numpy(y))

@@ -33,9 +33,8 @@ def main_worker(rank: int, world_size: int, init_method: str, saved: str) -> Non
         "nccl" if on_gpu else "gloo", init_method=init_method, world_size=world_size, rank=rank
     )
 
-    torch.manual_seed(
-        rank
-    )  # initial weights differ, until DistributedDataParallel sends those of rank 0 to all
+    # Initial weights differ, until DistributedDataParallel sends those of rank 0 to all.
+    torch.manual_seed(rank)
     bare = LeNet().to(device)
     model = DistributedDataParallel(bare, device_ids=[rank] if on_gpu else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -42,9 +42,8 @@ def test_a_run_is_stored_and_can_be_repeated(tmp_path):
         [row[name] for name in names for row in rows(tmp_path / logdir)]
         for logdir in ("one", "two")
     ]
-    assert (
-        numbers[0] == numbers[1]
-    )  # to the last digit: same seed, same initial weights, same order
+    # To the last digit: same seed, same initial weights, same order.
+    assert numbers[0] == numbers[1]
 
 
 def test_single_process_and_resume(tmp_path, monkeypatch):

@@ -205,9 +205,8 @@ def test_schedulers():
         scheduler_of, "scheduler=StepLR"
     )
     assert "did you mean 'StepLR'" in refused(scheduler_of, "scheduler=StepRL")
-    assert "there is no such scheduler" in refused(
-        scheduler_of, "scheduler=LambdaLR"
-    )  # needs a function
+    # Needs a function.
+    assert "there is no such scheduler" in refused(scheduler_of, "scheduler=LambdaLR")
 
 
 def test_data_options():
@@ -291,9 +290,8 @@ def test_text_fills_in_the_sizes_of_the_gpt_and_the_length_of_the_training():
         "device=cpu",
         "data.block=64",
     )
-    assert (
-        built(scheduler_of, *TEXT, *schedule)[0].total_steps == 2 * 246
-    )  # 15,685 samples, 64 in a step
+    # 15,685 samples, 64 in a step.
+    assert built(scheduler_of, *TEXT, *schedule)[0].total_steps == 2 * 246
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,8 @@ class Hosts(Namespaces):
     def heal(self, host: str) -> None:
         """Undo cut."""
         call("ip", "link", "set", self._veth(host), "up")
-        call(
-            "ip", "neigh", "flush", "dev", self.bridge
-        )  # or an address that did not answer is not asked again for a while
+        # Or an address that did not answer is not asked again for a while.
+        call("ip", "neigh", "flush", "dev", self.bridge)
         for name in self._init:
             self.run(name, "ip", "neigh", "flush", "dev", "eth0")
         self._undo.pop((host, "link"), None)

@@ -100,9 +100,8 @@ class Launch:
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(
-                self.process.pid, signal.SIGKILL
-            )  # with whatever is between salloc and the launcher
+            # With whatever is between salloc and the launcher.
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     @property

@@ -91,14 +91,12 @@ class Mpi:
             own = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
             own["PATH"] = f"{VENV}/bin:{own.get('PATH', SYSTEM_PATH)}"
         if self.name == "mpich":
-            own["MPIR_CVAR_CH4_NETMOD"] = (
-                "ofi"  # UCX takes two hosts from namespaces for one, and hangs
-            )
+            # UCX takes two hosts from namespaces for one, and hangs.
+            own["MPIR_CVAR_CH4_NETMOD"] = "ofi"
         if choose_library:
             own["MPI4PY_LIBMPI"] = str(self.library)
-        if (
-            hosts and self.name == "openmpi"
-        ):  # its ranks on other hosts get no other variables than those that are named
+        # Its ranks on other hosts get no other variables than those that are named.
+        if hosts and self.name == "openmpi":
             own["OMPI_MCA_mca_base_env_list"] = ";".join(
                 [*(["MPI4PY_LIBMPI"] if choose_library else []), *extra]
             )

@@ -244,9 +244,8 @@ class Namespaces:
             (folder / "hosts").write_text(own + "".join(others))
             (folder / "bashrc").touch()  # the driver's costs time at every connection
             (folder / "passwd").write_text(users(None))
-            (folder / "shadow").write_text(
-                "root:*:19000:0:99999:7:::\n"
-            )  # not a locked account, which sshd refuses
+            # Not a locked account, which sshd refuses.
+            (folder / "shadow").write_text("root:*:19000:0:99999:7:::\n")
             (folder / "shadow").chmod(0o600)
             kept = [f"{key}={os.environ[key]}" for key in OF_THE_TESTS if key in os.environ]
             environment = " ".join(f'"{setting}"' for setting in (f"PATH={self.path}", *kept))
@@ -383,9 +382,8 @@ class Namespaces:
         ):  # the first are of a start that failed half-way
             process.kill()
             process.wait()
-        if (
-            listed := self.folder / "helpers"
-        ).exists() and not self._helpers:  # another process has started them
+        # Another process has started them.
+        if (listed := self.folder / "helpers").exists() and not self._helpers:
             for pid, born in (line.split() for line in listed.read_text().splitlines()):
                 if start_time(int(pid)) == born:
                     os.kill(int(pid), signal.SIGKILL)
@@ -397,9 +395,8 @@ class Namespaces:
     def _end(self, host: str) -> None:
         """Kill a host's first process, and with it all others; back when they are gone."""
         pid = self._init.pop(host)
-        if start_time(pid) == self._born.pop(
-            host
-        ):  # otherwise it has ended, and the number may be another's
+        # Otherwise it has ended, and the number may be another's.
+        if start_time(pid) == self._born.pop(host):
             os.kill(pid, signal.SIGKILL)
         if process := self._unshare.pop(host, None):
             process.wait()

@@ -170,9 +170,8 @@ class Slurm:
         ):
             (folder / name).mkdir(mode=0o755)
         for number in range(self.gpus):
-            os.mknod(
-                folder / "dev" / f"gpu{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3)
-            )  # Slurm insists on device files
+            # Slurm insists on device files.
+            os.mknod(folder / "dev" / f"gpu{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
         (folder / "gres.conf").write_text(
             "".join(f"Name=gpu File={folder}/dev/gpu{number}\n" for number in range(self.gpus))
         )

@@ -106,17 +106,15 @@ def test_healthy_hosts(hosts: Hosts) -> None:
     )
     assert [one["bytes"] for one in reduced["sizes"]] == [4096, 1 << 20, 32 << 20]
     slowest = min(good["", "link"]["values"]["gb_per_s"].values())
-    assert reduced["expected_gb_per_s"] == pytest.approx(
-        slowest, rel=0.01
-    )  # two ranks: each sends the tensor once
+    # Two ranks: each sends the tensor once.
+    assert reduced["expected_gb_per_s"] == pytest.approx(slowest, rel=0.01)
     assert 0 < reduced["sizes"][-1]["gb_per_s"] < 100
 
 
 def test_a_host_is_off_and_the_other_is_still_examined(hosts: Hosts) -> None:
     hosts.cut("d2")
-    call(
-        "ip", "neigh", "flush", "dev", hosts.bridge
-    )  # or ssh waits for its own timeout, and says so
+    # Or ssh waits for its own timeout, and says so.
+    call("ip", "neigh", "flush", "dev", hosts.bridge)
     told = doctor(hosts, "-H", "d1,d2", "--dir", DISK)
     assert set(findings(told, "problem")) == {("d2", "ssh")}
     assert re.search(

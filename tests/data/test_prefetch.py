@@ -223,9 +223,8 @@ def test_loaders_pin_unless_told_otherwise(given: dict[str, Any], pinned: bool) 
             sources = sources_from_datasets({"batch_size": 2, "train": data, **given}, 1)
             feed: Any = build_feeds(sources, world, 1)["train"]
             assert feed.loader.pin_memory is (pinned and (world is gpu or "pin_memory" in given))
-    loader: Any = DataLoader(
-        Rows(), 2
-    )  # its pin_memory=False is what everybody has who said nothing
+    # Its pin_memory=False is what everybody has who said nothing.
+    loader: Any = DataLoader(Rows(), 2)
     feed = build_feeds(sources_from_loaders({"train": loader}), gpu, 1)["train"]
     assert feed.loader.pin_memory is True
     loader = DataLoader(Rows(), 2, collate_fn=list)

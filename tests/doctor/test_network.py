@@ -165,9 +165,8 @@ def test_a_socket_against_the_link(speed: int | None, status: str) -> None:
         ("d1", "d2"): {"bytes": 6e8, "seconds": 0.5},
         ("d2", "d1"): {"bytes": 4e8, "seconds": 0.5},
     }
-    one = network.link(
-        told, speed
-    )  # 0.8 GB/s in the slower direction; the links carry 1.25 and 3.125 GB/s
+    # 0.8 GB/s in the slower direction; the links carry 1.25 and 3.125 GB/s.
+    one = network.link(told, speed)
     assert one.status == status
     assert "0.8 GB/s both ways at the same time (d2 -> d1, the slowest)" in one.found
     assert one.values["gb_per_s"] == {"d1 -> d2": 1.2, "d2 -> d1": 0.8}

@@ -35,9 +35,8 @@ def contact() -> Iterator[Contact]:
 
 def test_the_text_that_is_sent_is_read_by_the_oldest_python_that_may_answer() -> None:
     compile(Path(probe.__file__).read_text(), "probe", "exec")
-    assert (
-        "import allhands" not in Path(probe.__file__).read_text().split("def ")[0]
-    )  # a host may lack it
+    # A host may lack it.
+    assert "import allhands" not in Path(probe.__file__).read_text().split("def ")[0]
 
 
 def test_a_host_without_allhands_and_torch_answers_too() -> None:

@@ -62,9 +62,8 @@ def free_port() -> int:
 def start(folder: Path, processes: int, cohort: int) -> list[str]:
     port = free_port()
     script = folder / "script.py"
-    script.write_text(
-        SCRIPT.read_text().replace(":8123", f":{port}")
-    )  # the tutorial's is fixed, and tests run side by side
+    # The tutorial's is fixed, and tests run side by side.
+    script.write_text(SCRIPT.read_text().replace(":8123", f":{port}"))
     said = run_in(
         folder,
         sys.executable,

@@ -221,9 +221,8 @@ def test_a_call_of_one_rank_alone_is_named_within_seconds(
     started = time.monotonic()
     with pytest.raises(WorkerError, match="the ranks do not make the same calls") as error:
         spawn(alone, (callback, str(tmp_path)), workers=workers)
-    assert time.monotonic() - started < patience(
-        60
-    )  # a hang would last for the group's ten minutes
+    # A hang would last for the group's ten minutes.
+    assert time.monotonic() - started < patience(60)
     assert re.search(
         rf"rank {rank} (is|was) in 'saving a checkpoint after optimizer step 2'", str(error.value)
     )

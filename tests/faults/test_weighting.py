@@ -207,9 +207,8 @@ def three_and_one() -> float:
 
 
 def test_three_samples_on_one_rank_and_one_on_another(found: Found) -> None:
-    assert found(three_and_one) == pytest.approx(
-        [3.5] * found.workers
-    )  # the mean of the ranks' means would be 5
+    # The mean of the ranks' means would be 5.
+    assert found(three_and_one) == pytest.approx([3.5] * found.workers)
 
 
 @probe
@@ -234,9 +233,8 @@ def nothing_counts() -> dict[str, Any]:
 
 def test_a_step_in_which_no_target_counts_changes_nothing(found: Found) -> None:
     steps = -(-7 // (2 * found.workers))
-    assert (
-        found(nothing_counts) == [{"same": True, "steps": [steps]}] * found.workers
-    )  # plain PyTorch: 0/0
+    # Plain PyTorch: 0/0.
+    assert found(nothing_counts) == [{"same": True, "steps": [steps]}] * found.workers
 
 
 def image_model() -> nn.Module:

@@ -60,9 +60,8 @@ class OnHosts:
         finally:
             for group in self.groups.values():
                 group.close()
-                for store in (
-                    group.stores
-                ):  # at exit, one left open would wait for others, which are of this process
+                # At exit, one left open would wait for others, which are of this process.
+                for store in group.stores:
                     atexit.unregister(store._leave)
 
 
@@ -182,9 +181,8 @@ def test_rows_travel_between_each_worker_and_the_servers() -> None:
         store.update(
             {"users": gradient, "a": torch.full((2,), rank + 1.0)}, weights, Share(rank + 1.0, 1.0)
         )
-        found = store.row_sparse_pull(
-            "users", row_ids=torch.tensor([3, rank])
-        )  # of each worker's own
+        # Of each worker's own.
+        found = store.row_sparse_pull("users", row_ids=torch.tensor([3, rank]))
         state = store.state()
         if rank == 2:
             store.close()

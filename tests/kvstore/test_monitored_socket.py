@@ -40,9 +40,8 @@ def test_only_waiting_is_silence() -> None:
 def test_a_server_that_is_busy_takes_no_worker_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Shard.set_optimizer
 
-    def slow(
-        *given: object,
-    ) -> None:  # as the first optimizer of a process is, which makes torch import its compiler
+    # As the first optimizer of a process is, which makes torch import its compiler.
+    def slow(*given: object) -> None:
         time.sleep(2 * LEASE)
         real(*given)  # type: ignore[arg-type]
 

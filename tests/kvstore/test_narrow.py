@@ -107,9 +107,8 @@ def without_servers() -> Any:
         (1.0, 1.0),
         (100.0, 3e38),
     ):  # the last one's weights are infinite
-        if (
-            store.rank or value > 0
-        ):  # the others do not even begin the step of a worker that is refused
+        # The others do not even begin the step of a worker that is refused.
+        if store.rank or value > 0:
             try:
                 store.update({"w": torch.full((8,), value)}, {}, Share(), [{"lr": rate}])
                 told.append("")

@@ -229,9 +229,8 @@ def test_a_worker_without_further_batches_leaves_and_one_without_keys_follows() 
                 {}, {"0.weight" if "0.weight" in store.shapes else "weight": out}, Share(0)
             )
             workers.append(taken.workers)
-            assert nets[rank].weight.item() - before == pytest.approx(
-                -3.0, abs=1e-6
-            )  # what the two others did
+            # What the two others did.
+            assert nets[rank].weight.item() - before == pytest.approx(-3.0, abs=1e-6)
         store.close()
         return workers
 
@@ -329,9 +328,8 @@ def test_without_an_optimizer_values_are_added_up() -> None:
         store.push(3, torch.full((2, 3), rank + 1.0))
         found["sum"] = store.pull(3)
         half = torch.tensor([0.5], dtype=torch.float64)
-        store.push(
-            [7, 3], [half, [torch.full((2, 3), float(rank)), torch.ones(2, 3)]], priority=-1
-        )  # two devices
+        # Two devices.
+        store.push([7, 3], [half, [torch.full((2, 3), float(rank)), torch.ones(2, 3)]], priority=-1)
         found["sums"] = store.pull([3, 7])
         store.push(3, torch.full((2, 3), 6.0 * rank), weight=rank + 1)
         several = [torch.empty(2, 3), torch.empty(2, 3)]
@@ -355,13 +353,11 @@ def test_without_an_optimizer_values_are_added_up() -> None:
         assert torch.equal(found["sum"], torch.full((2, 3), 3.0))  # 1 + 2
         assert torch.equal(found["sums"][0], torch.full((2, 3), 3.0))
         assert found["sums"][1].tolist() == [1.0]
-        assert all(
-            torch.equal(one, torch.full((2, 3), 2.0)) for one in found["mean"]
-        )  # (0 + 6) / (1 + 2)
+        # (0 + 6) / (1 + 2).
+        assert all(torch.equal(one, torch.full((2, 3), 2.0)) for one in found["mean"])
         assert torch.equal(found["in place"], torch.full((2, 3), 4.0))
-        assert all(
-            torch.equal(one, torch.full((2, 3), 4.0)) for one in found["devices"]
-        )  # (8 + 8) / (2 + 2)
+        # (8 + 8) / (2 + 2).
+        assert all(torch.equal(one, torch.full((2, 3), 4.0)) for one in found["devices"])
         assert torch.equal(found["broadcast"], torch.full((4,), 8.0))
 
 
@@ -446,13 +442,11 @@ def test_16_bit_weights_with_a_float32_copy_on_the_server() -> None:
         master = chunk.optimizer.state()[0]["master"]
         assert master.dtype == torch.float32
         assert torch.equal(master.bfloat16(), nets[0].bias.detach())
-        assert not torch.equal(
-            master, master.bfloat16().float()
-        )  # it holds more than the weights do
+        # It holds more than the weights do.
+        assert not torch.equal(master, master.bfloat16().float())
     assert same(weights_of(nets[0]), weights_of(nets[1]))
-    assert (
-        largest_difference(weights_of(nets[0]), weights_of(nets[2])) <= 0.01
-    )  # the sums over the workers are rounded, too
+    # The sums over the workers are rounded, too.
+    assert largest_difference(weights_of(nets[0]), weights_of(nets[2])) <= 0.01
 
 
 def test_larger_priorities_are_sent_first() -> None:

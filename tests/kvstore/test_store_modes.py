@@ -153,9 +153,8 @@ def test_async_applies_on_arrival_and_measures_staleness() -> None:
         one.push("w", grad)
         assert one.update({"w": grad}, {"w": out}, Share()).staleness == 0.0
         assert out.tolist() == [-7.0] * 2
-        assert (
-            zero.update({"w": grad}, {"w": out}, Share(0, 1.0)).staleness == 0.0
-        )  # no samples: it only reads
+        # No samples: it only reads.
+        assert zero.update({"w": grad}, {"w": out}, Share(0, 1.0)).staleness == 0.0
         assert out.tolist() == [-7.0] * 2
         assert zero.update({}, {"w": out}, Share(0)).number == 0
         assert out.tolist() == [-7.0] * 2
@@ -278,9 +277,8 @@ def test_nobody_runs_further_ahead_than_the_bound(staleness: int, by_key: bool) 
             if rng.random() < 0.3:
                 time.sleep(rng.random() * 0.002 * (1 + 2 * (rank == 0)))
             with lock:
-                clocks[rank] += (
-                    1  # before the push: another worker may see its step in what it reads at once
-                )
+                # Before the push: another worker may see its step in what it reads at once.
+                clocks[rank] += 1
             if by_key:
                 store.push(["a", "b"], list(grads.values()))
                 store.pull(["b", "a"], [outs["b"], outs["a"]])

@@ -276,9 +276,8 @@ def test_states_go_on_in_any_mode(
     later.load_state_dict(net.state_dict())
     trainer = Trainer(later, optimizer_name, options, update_on_kvstore=loaded_on)
     trainer.load_states(tmp_path / "states")
-    assert (
-        trainer.learning_rate == options["learning_rate"] / 10
-    )  # as it was when the states were saved
+    # As it was when the states were saved.
+    assert trainer.learning_rate == options["learning_rate"] / 10
     take_steps(later, trainer, store, range(13, 20))
     assert largest_difference(dict(later.state_dict()), by_hand(name)) <= 1e-6
 

@@ -151,9 +151,8 @@ def test_workers_that_wait_for_a_slow_one_are_told_nothing(monkeypatch: pytest.M
         store = made.store(rank)
         store.init(["a", "b", "c"], [torch.zeros(2)] * 3)
         sums = []
-        for number, key in enumerate(
-            "abc"
-        ):  # each one is the slow one once, after it has waited for long itself
+        # Each one is the slow one once, after it has waited for long itself.
+        for number, key in enumerate("abc"):
             if rank == number:
                 time.sleep(2.5)
             pushpull(store, key)

@@ -105,9 +105,8 @@ def test_a_worker_that_sends_nonsense_is_the_only_one_that_suffers(frames: bytes
                 "maps": False,
             }
             wire.introduce(links[side], TOKEN.encode(), {**said, "side": side})
-        with contextlib.suppress(
-            OSError
-        ):  # the server may have closed the connection before all was sent
+        # The server may have closed the connection before all was sent.
+        with contextlib.suppress(OSError):
             links["up"].sendall(frames)
             links["up"].shutdown(socket.SHUT_WR)
             links["down"].settimeout(10.0)

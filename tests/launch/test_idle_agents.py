@@ -64,9 +64,8 @@ def test_a_call_that_is_refused_leaves_no_answer_to_the_next_one(
     monkeypatch.setenv(idle_agents.VARIABLE, "300")
     for _ in range(2):
         with pytest.raises(UserError):
-            spawn(
-                agent, (threading.Lock(),), workers=2
-            )  # cannot be sent, while the agent still prepares
+            # Cannot be sent, while the agent still prepares.
+            spawn(agent, (threading.Lock(),), workers=2)
         assert len(spawn(agent, workers=2)) == 2
 
 

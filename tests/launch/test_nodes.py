@@ -33,9 +33,8 @@ HOSTS = ["127.0.0.1", "localhost", "127.0.0.1"]
 
 @pytest.fixture(autouse=True)
 def _first_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        rendezvous, "_meetings", itertools.repeat(0)
-    )  # the nodes of these tests are threads of one process
+    # The nodes of these tests are threads of one process.
+    monkeypatch.setattr(rendezvous, "_meetings", itertools.repeat(0))
 
 
 def on_nodes(nodes: int, call: Callable[[int], Any]) -> list[Any]:

@@ -66,9 +66,8 @@ def test_a_module(job: Any, name: str) -> None:
     for file in ("mod", "__main__"):
         job.script(LOOK, f"pkg/{file}.py")
     job.script("", "pkg/__init__.py")
-    subprocess.run(
-        [sys.executable, "-m", name], cwd=job.folder, capture_output=True, check=True
-    )  # writes the caches
+    # Writes the caches.
+    subprocess.run([sys.executable, "-m", name], cwd=job.folder, capture_output=True, check=True)
     assert look(job, "-m", name, "-m", "x y") == plain(job, "-m", name, "-m", "x y")
 
 

@@ -223,9 +223,8 @@ def test_a_script_function_that_sets_flags_of_a_backend(tmp_path: Path) -> None:
         "def fast():\n    torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark\n   "
         " return torch.backends.cudnn"
     )
-    exec(
-        source, script
-    )  # as cloudpickle sees a function of a script: by value, with the modules that it names
+    # As cloudpickle sees a function of a script: by value, with the modules that it names.
+    exec(source, script)
     script["fast"].__module__ = "__main__"
     assert round_trip(script["fast"], tmp_path)() is torch.backends.cudnn
 

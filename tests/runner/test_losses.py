@@ -262,9 +262,8 @@ def test_what_is_no_mean_is_refused_where_a_batch_is_divided() -> None:
             assert "token_mean is no mean over the samples" in text, name
     own = in_world(2, refusals, ["ddp", "fsdp"], lambda o, t: o["loss"], Labels, WithLoss)
     assert all("allhands.ModelLoss()" in text for strategies in own for text in strategies.values())
-    assert (
-        in_world(2, refusals, ["tensor"], token_mean) == [{"tensor": ""}] * 2
-    )  # all its workers see the whole batch
+    # All its workers see the whole batch.
+    assert in_world(2, refusals, ["tensor"], token_mean) == [{"tensor": ""}] * 2
 
 
 def test_one_process_takes_any_criterion_and_says_so_once(

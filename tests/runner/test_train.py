@@ -172,9 +172,8 @@ def test_files_under_the_logdir(tmp_path: Path) -> None:
 
 
 def test_best_is_the_best_epochs_weights_not_the_last(tmp_path: Path) -> None:
-    model, history = fit(
-        logdir=tmp_path, num_epochs=4, minimize_metric=False
-    )  # the first epoch's loss is the largest
+    # The first epoch's loss is the largest.
+    model, history = fit(logdir=tmp_path, num_epochs=4, minimize_metric=False)
     assert max(history["valid"]["loss"]) == history["valid"]["loss"][0]
     state = allhands.load_checkpoint(tmp_path / "checkpoints" / "best")
     assert state["epoch"] == 1

@@ -75,9 +75,8 @@ class Trained:
 
             def replay() -> None:
                 assert self.captured is not None
-                with (
-                    self.captured.optimizer.capturable()
-                ):  # a graph keeps what the optimizer was when it was captured
+                # A graph keeps what the optimizer was when it was captured.
+                with self.captured.optimizer.capturable():
                     function()
 
             return replay

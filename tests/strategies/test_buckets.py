@@ -91,9 +91,8 @@ def small_buckets() -> dict[str, torch.Tensor]:
         clip_norm=0.5,
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
     )
-    assert not any(
-        parameter._post_accumulate_grad_hooks for parameter in model.parameters()
-    )  # they are left alone in the end
+    # They are left alone in the end.
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     return model.state_dict()
 
 

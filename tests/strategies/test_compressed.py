@@ -113,9 +113,8 @@ def test_verify_measures_how_far_compression_drifts() -> None:
     assert 1e-5 < bf16.difference < 1e-2
     assert bf16.difference < powersgd.difference < 1
     assert 1e-5 < int8.difference < powersgd.difference
-    assert (
-        powersgd.curves["parameters"]["difference"][1] < 1e-6
-    )  # the first two steps are exchanged as they are
+    # The first two steps are exchanged as they are.
+    assert powersgd.curves["parameters"]["difference"][1] < 1e-6
 
 
 @pytest.mark.parametrize(

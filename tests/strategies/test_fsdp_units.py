@@ -55,9 +55,8 @@ class Routed(nn.Module):
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(24, 4, generator=generator), torch.randn(24, 2, generator=generator)
-    x[:, 0] = torch.tensor([-1.0, 0, 1, -1, 0, 0, 1, 1, -1, -1, 1, 0]).repeat_interleave(
-        2
-    )  # a rank has few of them
+    # A rank has few of them.
+    x[:, 0] = torch.tensor([-1.0, 0, 1, -1, 0, 0, 1, 1, -1, -1, 1, 0]).repeat_interleave(2)
     return TensorDataset(x, y)
 
 

@@ -325,9 +325,8 @@ def resumed(folder: str) -> dict[str, Any]:
         ("norm", {"every": 3}, "sgd"),
         ("muon", {"every": 3}, "muon"),
     ):
-        data: dict[str, Any] = (
-            {"norm": True, "samples": 52} if name == "norm" else {}
-        )  # BatchNorm needs two samples
+        # BatchNorm needs two samples.
+        data: dict[str, Any] = {"norm": True, "samples": 52} if name == "norm" else {}
         model, chosen, history = train(LocalSGD(**settings), optimizer, **data)
         found[f"{name} weights"] = model.state_dict()
         for where, step in (("middle", 5), ("end", None)):

@@ -38,9 +38,8 @@ def gpt() -> nn.Module:
     torch.manual_seed(3)
     model = GPT(vocab_size=20, block_size=4, layers=2, heads=2, width=8)
     with torch.no_grad():
-        for (
-            parameter
-        ) in model.parameters():  # biases that stay near 0 would be compared relative to rounding
+        # Biases that stay near 0 would be compared relative to rounding.
+        for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape))
     return model
 

@@ -204,9 +204,8 @@ def odd_trainings() -> tuple[Any, str, int]:
     strategy = Pipeline()
     weights = train_frozen(Doubling, strategy)
     with pytest.raises(UserError, match="the training loss is nan on rank 1") as error:
-        train_frozen(
-            SupervisedRunner, strategy, damaged=True
-        )  # the same strategy trains more than once
+        # The same strategy trains more than once.
+        train_frozen(SupervisedRunner, strategy, damaged=True)
     model = ResNet18(width=4)
     SupervisedRunner(device="cpu").train(
         model=model,

@@ -195,9 +195,7 @@ def test_trained_the_same_as_by_hand_and_resumed_to_the_bit(tmp_path: Path) -> N
 def test_what_was_left_over_keeps_its_part_of_the_mean() -> None:
     state = alone(1, (16, 16))
     state.world.world_size = 3
-    state.load_own_tensors(
-        {"left/0": torch.full((256,), 2.0), "ranks": torch.tensor(2.0)}
-    )  # of two ranks, added up
-    assert torch.equal(
-        state.own_tensors()["left/0"], torch.full((256,), 3.0)
-    )  # 2 / 2 ranks == 3 / 3 ranks
+    # Of two ranks, added up.
+    state.load_own_tensors({"left/0": torch.full((256,), 2.0), "ranks": torch.tensor(2.0)})
+    # 2 / 2 ranks == 3 / 3 ranks.
+    assert torch.equal(state.own_tensors()["left/0"], torch.full((256,), 3.0))

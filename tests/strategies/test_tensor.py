@@ -385,9 +385,8 @@ def dropout(mesh: DeviceMesh) -> dict[str, Any]:
                 [parameter.grad.full_tensor().clone() for parameter in model.parameters()]
             )
             model.zero_grad()
-            for (
-                layer
-            ) in model.layers:  # the second time, they are computed again in the backward pass
+            # The second time, they are computed again in the backward pass.
+            for layer in model.layers:
                 layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         same_again &= all(map(torch.equal, *gradients))
         gpts[name] = gpts[name].detach()

@@ -25,9 +25,8 @@ def test_views_bools_and_scalars() -> None:
     x = torch.randn(3, 4)
     assert row_checksums([x.t().contiguous().t()]) == row_checksums([x])
     assert len(row_checksums([torch.tensor([True, False])]) or ()) == 2
-    assert row_checksums([x, torch.tensor(3.0)]) == row_checksums(
-        [x]
-    )  # a number of the batch as a whole is no sample
+    # A number of the batch as a whole is no sample.
+    assert row_checksums([x, torch.tensor(3.0)]) == row_checksums([x])
 
 
 def test_batches_without_rows_have_no_checksums() -> None:

@@ -108,9 +108,8 @@ class Attacks:
     def run(self) -> None:
         """Each of them once, in any order."""
         for attack in self.draw.sample(self.all, len(self.all)):
-            with contextlib.suppress(
-                OSError, EOFError, wire.RefusedError
-            ):  # the listener may hang up at any time
+            # The listener may hang up at any time.
+            with contextlib.suppress(OSError, EOFError, wire.RefusedError):
                 attack()
 
     def knock(self) -> socket.socket:

@@ -367,9 +367,8 @@ def parse(words: list[str], *, elsewhere: bool = False) -> Command:
         UserError: there is no such file or program.
     """
     if len(words) == 1 and " " in words[0] and not Path(words[0]).exists():
-        words = shlex.split(
-            words[0]
-        )  # a whole command in quotes, as launchers of parameter servers take it
+        # A whole command in quotes, as launchers of parameter servers take it.
+        words = shlex.split(words[0])
     target, args = words[0], tuple(words[1:])
     path = Path(target)
     if elsewhere:

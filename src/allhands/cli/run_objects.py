@@ -378,9 +378,8 @@ def _optimizer(run_file: RunFile, model: nn.Module) -> Optimizer:
     known = {name: kind for name, kind in vars(torch.optim).items() if is_kind(kind, Optimizer)} | {
         "MuonAdamW": MuonAdamW
     }
-    of_model = (
-        choose(run_file, "optimizer", known)[1] is MuonAdamW
-    )  # which parameters are for which is seen in the modules
+    # Which parameters are for which is seen in the modules.
+    of_model = choose(run_file, "optimizer", known)[1] is MuonAdamW
     made: Optimizer = make(
         run_file, "optimizer", known, (model if of_model else model.parameters(),)
     )

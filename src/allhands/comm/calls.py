@@ -103,9 +103,8 @@ class Watcher:
         self._base = log.made
         self._caller = threading.get_ident()
         self._stopped = threading.Event()
-        self._asks = (
-            0  # how many asks of any rank were seen; the next one is the key f"ask/{self._asks}"
-        )
+        # How many asks of any rank were seen; the next one is the key f"ask/{self._asks}".
+        self._asks = 0
         self._answered: set[int] = set()  # ranks whose key exists
         self._seen = 0
         self._since = time.monotonic()
@@ -186,9 +185,8 @@ class Watcher:
             return None
         from torch.distributed import PrefixStore, distributed_c10d
 
-        shared: Any = (
-            distributed_c10d._get_default_store()
-        )  # torch's type stubs lack some methods of a store
+        # Torch's type stubs lack some methods of a store.
+        shared: Any = distributed_c10d._get_default_store()
         if shared is None:
             return None
         own = shared.clone()
@@ -284,9 +282,8 @@ class Watcher:
             for number in range(max(1, made - _PUBLISHED + 1), made + 1)
             if number in labels
         ]
-        hooks = published(
-            self._base, _PUBLISHED
-        )  # read after `made`: what is complete by then is in it
+        # Read after `made`: what is complete by then is in it.
+        hooks = published(self._base, _PUBLISHED)
         return {
             "made": made,
             "calls": newest,

@@ -238,9 +238,8 @@ class TwoBit(Codec):
         self._threshold = threshold
         levels = torch.tensor([0.0, 0.0, -threshold, threshold])
         byte = torch.arange(256)
-        self._table = torch.stack(
-            [levels[byte >> shift & 3] for shift in (6, 4, 2, 0)], 1
-        )  # [256, 4]: a byte's four numbers
+        # [256, 4]: a byte's four numbers.
+        self._table = torch.stack([levels[byte >> shift & 3] for shift in (6, 4, 2, 0)], 1)
 
     def nbytes(self, count: int) -> int:
         return -(-count // 16) * 4

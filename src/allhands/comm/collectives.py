@@ -28,9 +28,8 @@ def broadcast_tensors(values: Sequence[torch.Tensor], world: World, source: int 
     if world.world_size == 1 or not values:
         return
     for flat in fused(values):
-        dist.broadcast(
-            flat.view(torch.uint8), source
-        )  # as bytes: gloo and nccl know few of torch's dtypes
+        # As bytes: gloo and nccl know few of torch's dtypes.
+        dist.broadcast(flat.view(torch.uint8), source)
 
 
 def mean_buffers(values: Sequence[torch.Tensor], world: World) -> None:

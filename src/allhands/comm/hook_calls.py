@@ -85,9 +85,8 @@ class GroupLog:
 #: By the group's name.
 logs: dict[str, GroupLog] = {}
 _watched: list[Watched] = []
-_known: set[tuple[Label, str, str]] = (
-    set()
-)  # (hook, call, group) for which all members have met once
+# (hook, call, group) for which all members have met once.
+_known: set[tuple[Label, str, str]] = set()
 _thread = 0  # that runs the hook; 0 while none does
 # (owner, name, what it was)
 _replaced: list[tuple[Any, str, Any]] = []

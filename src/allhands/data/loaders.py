@@ -178,9 +178,8 @@ def reading(loader: DataLoader[Any], name: str) -> Iterator[Iterator[Any]]:
 
 
 def end_processes(loaded: Any) -> None:
-    end = getattr(
-        loaded, "_shutdown_workers", None
-    )  # PyTorch's own; an iterator without processes has none
+    # PyTorch's own; an iterator without processes has none.
+    end = getattr(loaded, "_shutdown_workers", None)
     if end is not None:
         end()
 

@@ -102,9 +102,8 @@ def split_share(
     """`rank`'s part of a global batch of `total` items that begins at position `first`; `level` as
     for `Dealer`."""
     start, stop = share_of(total, rank, world_size)
-    most = (
-        share_of(total, 0, world_size)[1] if level else stop - start
-    )  # rank 0's share is never smaller than another's
+    # Rank 0's share is never smaller than another's.
+    most = share_of(total, 0, world_size)[1] if level else stop - start
     own, chunks = stop - start, -(-most // batch_size)
     # A share is cut as a DataLoader cuts it: full micro-batches, then the rest. With several
     # workers a rest of one sample (or of none, where shares are level) is evened out: 9 items as 5

@@ -65,9 +65,8 @@ class SideStream:
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(done)
         for tensor in copies:
-            tensor.record_stream(
-                stream
-            )  # its memory is the side stream's, which must not use it again too early
+            # Its memory is the side stream's, which must not use it again too early.
+            tensor.record_stream(stream)
 
 
 def is_copied(tensor: torch.Tensor) -> bool:

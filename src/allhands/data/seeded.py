@@ -144,8 +144,7 @@ def seed_sample(seed: int, position: int) -> None:
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
     mixed ^= mixed >> 31
-    torch.default_generator.manual_seed(
-        mixed >> 1
-    )  # torch.manual_seed would take a hundred times as long
+    # torch.manual_seed would take a hundred times as long.
+    torch.default_generator.manual_seed(mixed >> 1)
     np.random.seed(mixed & 0xFFFFFFFF)
     random.seed(mixed)

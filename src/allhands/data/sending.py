@@ -39,9 +39,8 @@ class LoaderProcess:
 
     def __call__(self, number: int) -> None:
         def send_error(queue: Any, error: Exception, sent: Any) -> None:
-            if (
-                isinstance(sent, tuple) and len(sent) == 2 and isinstance(sent[0], int)
-            ):  # (number of the batch, batch)
+            # (number of the batch, batch).
+            if isinstance(sent, tuple) and len(sent) == 2 and isinstance(sent[0], int):
                 queue.put((sent[0], _SendError(self._explanation(error, sent[1]))))
 
         # A hook of the standard library, looked up on the queue when the first batch is sent. This

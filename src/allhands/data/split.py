@@ -91,9 +91,8 @@ class SplitFeed(IterableFeed):
                 if spare is None and self.level:
                     self._check_all_have(seen)
                 spare = batches[0] if batches else spare
-                if (
-                    passed < skip
-                ):  # what each rank has read of its part is only known by reading it again
+                # What each rank has read of its part is only known by reading it again.
+                if passed < skip:
                     passed += total
                     continue
                 if passed > skip:

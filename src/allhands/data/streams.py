@@ -53,9 +53,8 @@ class IterableFeed(Feed):
         self.seed = seed
         self._generator = torch.Generator()
         options = with_processes(name, options, stream=True)
-        options.pop(
-            "persistent_workers", None
-        )  # a process is started for each epoch, so that it knows which one it is
+        # A process is started for each epoch, so that it knows which one it is.
+        options.pop("persistent_workers", None)
         self._listeners = EpochListeners(dataset, options.get("collate_fn"))
         self._stream = _DealtStream(dataset, dealer, rank, options.pop("collate_fn", None))
         self.loader: DataLoader[Any] = DataLoader(

@@ -230,9 +230,8 @@ def resolve(name: str) -> dict[str, Any]:
             found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         except OSError as error:
             return {"addresses": [], "error": error.strerror or str(error)}
-        plain = (
-            str(one[4][0]).removeprefix("::ffff:") for one in found
-        )  # an IPv4 address in IPv6's clothes
+        # An IPv4 address in IPv6's clothes.
+        plain = (str(one[4][0]).removeprefix("::ffff:") for one in found)
         return {"addresses": list(dict.fromkeys(plain)), "error": None}
 
     return threads(
@@ -343,9 +342,8 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     if found["allhands"] is None and importlib.util.find_spec("allhands"):
-        found["allhands"] = importlib.import_module(
-            "allhands"
-        ).__version__  # on the path, not installed
+        # On the path, not installed.
+        found["allhands"] = importlib.import_module("allhands").__version__
     found["CUDA"] = None
     torch = importlib.util.find_spec("torch")
     if torch is not None and torch.origin:

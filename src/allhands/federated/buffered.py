@@ -103,9 +103,8 @@ class BufferedRounds(Rounds):
 
     def _bring(self, slot: int, client: int, staleness: int, sums: Sums) -> None:
         kept = self.states.kept.get(client, {}).get(UNDER_WAY)
-        if kept is None or not float(
-            kept[-1]
-        ):  # it has failed, or came out with NaN, and was left out
+        # It has failed, or came out with NaN, and was left out.
+        if kept is None or not float(kept[-1]):
             return
         self.buffered.add(
             kept[None, :-2],

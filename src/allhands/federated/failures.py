@@ -110,9 +110,8 @@ class Failures:
         left = list(jobs)
         while True:
             try:
-                executor.train(
-                    left, states, noted
-                )  # also without a job: choosing an executor is for all ranks together
+                # Also without a job: choosing an executor is for all ranks together.
+                executor.train(left, states, noted)
                 return
             except _Over:
                 self._over = True

@@ -65,9 +65,8 @@ def train(
         clients, local, per_round = strategy.algorithm.prepare(
             clients, local, strategy.per_round or len(clients)
         )
-        if tests is not None and len(clients) != len(
-            tests
-        ):  # the algorithm has put all samples together
+        # The algorithm has put all samples together.
+        if tests is not None and len(clients) != len(tests):
             tests = Clients([tests.indices])
         model.to(world.device)
         if isinstance(settings.criterion, nn.Module):

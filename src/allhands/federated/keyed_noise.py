@@ -42,9 +42,8 @@ def _spread(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _mixed(places: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    if (
-        torch.compiler.is_compiling()
-    ):  # C++ may take it that signed products do not overflow, and then x * 3 < 0 is x < 0
+    # C++ may take it that signed products do not overflow, and then x * 3 < 0 is x < 0.
+    if torch.compiler.is_compiling():
         bits = ((places ^ key).long() * _MIX).int()
         return ((bits ^ (bits >> 15)).long() * _LAST).int()
     bits = (places ^ key).mul_(_MIX)  # in place, for what is read again is in the cache then

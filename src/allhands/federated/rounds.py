@@ -259,9 +259,8 @@ class Rounds:
         def sink(trained: Trained, seconds: float) -> None:
             if not self.team.leads:
                 return
-            sums_of_rows = trained.rows.sum(
-                1, dtype=torch.float64
-            )  # NaN or Inf where one number is
+            # NaN or Inf where one number is.
+            sums_of_rows = trained.rows.sum(1, dtype=torch.float64)
             if trained.start_loss is not None:
                 sums_of_rows += trained.start_loss
             if START_GRADIENT in trained.own:
@@ -383,9 +382,8 @@ class Rounds:
         unchanged = self.privacy is None and float((figures["ok"] * figures["samples"]).sum()) <= 0
         if not unchanged:
             self.aggregate(sums)
-            if (
-                _INTEGERS in lengths
-            ):  # the mean of what clients have counted, to the nearest whole number
+            # The mean of what clients have counted, to the nearest whole number.
+            if _INTEGERS in lengths:
                 self.server.integers += sums.mean(_INTEGERS).round().to(self.server.integers)
         elif self.world.rank == 0:
             print(

@@ -83,9 +83,8 @@ class Sums:
         """Set figures of the clients at `slots` of the cohort, each of shape ``[len(slots)]`` or
         one number for all."""
         device = self._figures.device
-        places = torch.tensor(slots).to(
-            device, non_blocking=True
-        )  # a copy that is waited for would wait for the training too
+        # A copy that is waited for would wait for the training too.
+        places = torch.tensor(slots).to(device, non_blocking=True)
         for name, value in figures.items():
             column = torch.as_tensor(value, dtype=torch.float64).to(device, non_blocking=True)
             self._figures[places, self._column[name]] = column.expand(len(slots))

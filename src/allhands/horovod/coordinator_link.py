@@ -138,9 +138,8 @@ class CoordinatorLink:
             self._send(message)
 
     def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # the reading thread sees the end of the connection as well, and says so
+        # The reading thread sees the end of the connection as well, and says so.
+        with contextlib.suppress(OSError):
             self._socket.sendall(wire.encode(message))
 
 

@@ -162,9 +162,8 @@ class Engine(Operations):
             process_set.put_away()
         self._sets.clear()
         for group in filter(None, groups):
-            if (
-                self.world.backend == "gloo" and dist.is_initialized()
-            ):  # nccl's wait for ranks that may be gone
+            # Nccl's wait for ranks that may be gone.
+            if self.world.backend == "gloo" and dist.is_initialized():
                 with contextlib.suppress(RuntimeError, ValueError):
                     dist.destroy_process_group(group)
 
@@ -344,9 +343,8 @@ class Engine(Operations):
     def _open_lane(self, number: int, ranks: list[int]) -> None:
         group = self._new_group(ranks)  # all ranks of the world make it
         if self.world.rank in ranks:
-            if (
-                self.world.device.type == "cuda"
-            ):  # connects them now: later it would stop whoever begins the first part
+            # Connects them now: later it would stop whoever begins the first part.
+            if self.world.device.type == "cuda":
                 dist.all_reduce(torch.zeros(1, device=self.world.device), group=group)
             self._lanes[number].group = group
 

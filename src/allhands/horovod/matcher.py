@@ -280,9 +280,8 @@ class Matcher:
         for key, asks in ready:
             ask = next(iter(asks.values()))
             size = ask.size
-            fits = (
-                key[1] == "allreduce" and len(ask.shapes) == 1
-            )  # a group was put together by its caller
+            # A group was put together by its caller.
+            fits = key[1] == "allreduce" and len(ask.shapes) == 1
             own = (key[0], ask.op, ask.pre, ask.post, ask.device, ask.dtypes) if fits else None
             if batch and (own is None or own != sort or held + size > self._threshold):
                 self._send(batch)

@@ -31,9 +31,8 @@ class _PromiseRound:
     parts: Parts
     keys: frozenset[Key]
     promised: dict[int, None] = field(default_factory=dict)
-    unkept: set[int] = field(
-        default_factory=set
-    )  # of those who were told to go: from whom nothing has been heard since
+    # Of those who were told to go: from whom nothing has been heard since.
+    unkept: set[int] = field(default_factory=set)
     asked: float | None = None
     warned: bool = False
 

@@ -126,9 +126,8 @@ class Chunk:
     square: float | None = None
     workers: int = 0
     down: ChunkCompressor | None = None
-    sent: torch.Tensor | None = (
-        None  # what the workers have, where values are compressed on their way down
-    )
+    # What the workers have, where values are compressed on their way down.
+    sent: torch.Tensor | None = None
     encoded: torch.Tensor | None = None
     clipped: bool = False  # combined, and waiting for the norm of all chunks
 

@@ -174,9 +174,8 @@ class CollectiveStore(LocalStore):
         if self._world.is_alone or not len(values):
             return values
         received = bucket.room(1)
-        dist.all_to_all_single(
-            received.view(torch.uint8), values.view(torch.uint8)
-        )  # backends know few of torch's dtypes
+        # Backends know few of torch's dtypes.
+        dist.all_to_all_single(received.view(torch.uint8), values.view(torch.uint8))
         parts = received.view(self.num_workers, -1)
         total = parts[0]
         for part in parts[1:]:

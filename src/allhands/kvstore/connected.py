@@ -96,9 +96,8 @@ class Connected(KVStore):
         self._barriers = 0
         self._threads: set[int] = set()  # that have used the store
         self._kept: dict[str, Any] = {}  # with mirrors: what was pushed and not read
-        self._sent: dict[int, torch.Tensor] | None = (
-            None  # what is sent in fewer bits, the same when it is sent again
-        )
+        # What is sent in fewer bits, the same when it is sent again.
+        self._sent: dict[int, torch.Tensor] | None = None
         self._steps_before = 0  # those of the state that was loaded
         self._staging = Staging()
         self._find, self._transport = find, transport
@@ -320,9 +319,8 @@ class Connected(KVStore):
             for link in self.links:
                 told = link.ask("versions")
                 for number, version in (*told["versions"].items(), *told["tables"].items()):
-                    newest[int(number)] = max(
-                        version, newest.get(int(number), 0)
-                    )  # a table has one number on all servers
+                    # A table has one number on all servers.
+                    newest[int(number)] = max(version, newest.get(int(number), 0))
             pieces = {
                 name: self._pieces[name] if name in self._pieces else self._tables[name]
                 for name in names
@@ -369,9 +367,8 @@ class Connected(KVStore):
         self._usable()
         self._again_if_lost(self._settle)
         self._barriers += 1
-        number = (
-            0 if self._again else self._barriers
-        )  # one that came again has not counted with the others
+        # One that came again has not counted with the others.
+        number = 0 if self._again else self._barriers
         self._again_if_lost(lambda: self._wait_for_all(number))
 
     def _wait_for_all(self, number: int) -> None:

@@ -221,16 +221,14 @@ class HostGroup:
             lambda: came, lambda: f"worker {self._rank} waits for the other workers of its host"
         )
         try:
-            while (
-                values.device.type == "cuda" and not work.is_completed()
-            ):  # nccl's future comes when the work is queued
+            # Nccl's future comes when the work is queued.
+            while values.device.type == "cuda" and not work.is_completed():
                 self._check()
                 time.sleep(0)
             work.wait()
         except RuntimeError as error:
-            with (
-                self.wait_state.changed
-            ):  # whose connection it was is known when its beats are missed
+            # Whose connection it was is known when its beats are missed.
+            with self.wait_state.changed:
                 self.wait_state.changed.wait_for(
                     lambda: self.wait_state.failure is not None, self.lease + 2 * _LOOK_EVERY
                 )

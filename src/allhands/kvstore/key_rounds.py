@@ -46,9 +46,8 @@ class KeyRounds:
         """The chunks whose rounds have the same members as this one's."""
         if not self._by_key:
             return [chunk]
-        if (
-            chunk.key not in self._parts
-        ):  # a key gets all of its chunks at once, before it is pushed
+        # A key gets all of its chunks at once, before it is pushed.
+        if chunk.key not in self._parts:
             self._parts[chunk.key] = [
                 one for one in list(self._chunks.values()) if one.key == chunk.key
             ]

@@ -71,9 +71,8 @@ class Mirror:
         self._tls = tls_contexts(os.environ)
         self._up: socket.socket | None = None
         self._down: socket.socket | None = None
-        self._sending = (
-            threading.RLock()
-        )  # the order of what is sent; taken after a chunk's or a table's lock
+        # The order of what is sent; taken after a chunk's or a table's lock.
+        self._sending = threading.RLock()
         self._changed = threading.Condition()
         self._sent = self._taken = 0
         self._chunks: dict[

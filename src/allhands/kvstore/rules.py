@@ -58,9 +58,8 @@ def rules_of(mode: Mode, options: Mapping[str, Any]) -> dict[str, Any]:
         os.path.abspath(os.fspath(rules["snapshot_dir"])) if rules["snapshot_dir"] else ""
     )
     check_choice("on_worker_loss", rules["on_worker_loss"], ("stop", "continue"))
-    wait = (
-        "sync" if mode.wait == "ssp" and rules["staleness"] == 0 else mode.wait
-    )  # nobody ahead of anyone is sync
+    # Nobody ahead of anyone is sync.
+    wait = "sync" if mode.wait == "ssp" and rules["staleness"] == 0 else mode.wait
     check_flag("mirror", rules["mirror"])
     if rules["mirror"] and wait != "sync":
         raise UserError(

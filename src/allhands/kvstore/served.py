@@ -449,9 +449,8 @@ class ServedStore(Connected):
 
     def _pull(self, name: str, out: torch.Tensor, priority: int) -> None:
         self._usable()
-        priority = min(
-            priority, self._unread.pop(name, priority)
-        )  # never before this worker's own push
+        # Never before this worker's own push.
+        priority = min(priority, self._unread.pop(name, priority))
         self._again_if_lost(lambda: self._pull_once(name, out, priority))
         self._kept.pop(name, None)
 

@@ -117,9 +117,8 @@ class Shard(ShardKeys):
             if not self.synchronous:
                 self._apply_alone(chunk, number, meta, values, release, wanted, room)
                 return
-            if (
-                number <= chunk.version
-            ):  # the others went on without it, or it was sent again after a lost connection
+            # The others went on without it, or it was sent again after a lost connection.
+            if number <= chunk.version:
                 release()
                 if wanted:
                     chunk.waiting.append((worker, 0))
@@ -127,9 +126,8 @@ class Shard(ShardKeys):
                 if self.mirror is None:
                     self._part_done(meta, len(chunk.added) or 1)
                     return
-                if (
-                    meta.clip is not None and chunk.square is not None
-                ):  # another server may have to close this step yet
+                # Another server may have to close this step yet.
+                if meta.clip is not None and chunk.square is not None:
                     self._add_square(meta.step, chunk.number, chunk.square)
                 self._part_done(meta, chunk.workers or 1)
                 return
@@ -236,9 +234,8 @@ class Shard(ShardKeys):
             chunk.last[worker.rank] = number
             stale = max(0, chunk.version - chunk.seen.setdefault(worker.rank, chunk.version))
             chunk.clocks[worker.rank] = chunk.clocks.get(worker.rank, 0) + 1
-            if (
-                not meta.weight
-            ):  # it had no samples, so there is nothing to apply, and nothing becomes stale
+            # It had no samples, so there is nothing to apply, and nothing becomes stale.
+            if not meta.weight:
                 release()
                 chunk.version += 1
                 chunk.seen = {rank: version + 1 for rank, version in chunk.seen.items()}

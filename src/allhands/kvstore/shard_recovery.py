@@ -93,9 +93,8 @@ class ShardRecovery:
         try:
             if step is None:
                 for chunk in shard.chunks.values():
-                    chunk.outside += (
-                        chunk.down is not None
-                    )  # workers get compressed changes whole next time
+                    # Workers get compressed changes whole next time.
+                    chunk.outside += chunk.down is not None
             else:
                 if not empty:
                     assert self.snapshots is not None

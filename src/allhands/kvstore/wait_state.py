@@ -56,9 +56,8 @@ class WaitState:
         began, told = time.monotonic(), False
         with self.changed:
             while not ready():
-                if (
-                    self.failure is not None
-                ):  # first: nothing comes back for a worker that was expelled
+                # First: nothing comes back for a worker that was expelled.
+                if self.failure is not None:
                     about = f"; {what()}" if isinstance(self.failure, WorldError) else ""
                     raise type(self.failure)(f"{self.failure}{about}") from self.failure
                 if self.broken and (server is None or server in self.broken):

@@ -66,9 +66,8 @@ class WorkerSession:
         self.shard, self.rank, self.about, self.local = shard, rank, about, local
         self.incoming = MonitoredSocket(up)
         self.again = False
-        self.occasion = (
-            ""  # the last time that this worker went back to a snapshot with the servers
-        )
+        # The last time that this worker went back to a snapshot with the servers.
+        self.occasion = ""
         self.life = ""  # of the worker process; another one after it was started again
         self._up, self._down = up, down
         self._out: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
@@ -81,9 +80,8 @@ class WorkerSession:
         ] = {}  # of the worker's own, which may not be written to
         self._left = False
         self._closed = False
-        self._pool: dict[int, list[torch.Tensor]] = defaultdict(
-            list
-        )  # by size: with one list, those below the last pile up
+        # By size: with one list, those below the last pile up.
+        self._pool: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._given: dict[
             int, tuple[int, int]
         ] = {}  # versions that went out, where they are compressed

@@ -66,15 +66,13 @@ class Agent:
         # seconds without a word from a launcher elsewhere that mean it is lost; 0: it is here
         self.launcher_timeout = 0.0
         self.heard_launcher = time.monotonic()
-        self.idle_timeout = (
-            0.0  # seconds without a round after which this process ends; 0 waits for the launcher
-        )
+        # Seconds without a round after which this process ends; 0 waits for the launcher.
+        self.idle_timeout = 0.0
         self.idle_since = time.monotonic()
         self.beat_timeout = 0.0
         self.running = False  # a round was started and is not idle yet
-        self.hold = (
-            False  # the round goes on without processes, because the launcher may start some again
-        )
+        # The round goes on without processes, because the launcher may start some again.
+        self.hold = False
         self.ending = False
         self.end_by = float("inf")
         self.sweep_until = 0.0  # when to give up on processes that do not end even after SIGKILL

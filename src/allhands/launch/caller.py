@@ -89,9 +89,8 @@ def _captured() -> dict[str, Any]:
     if torch is None:
         return found
     for name in (*_FLAGS, *(getter for getter, _ in _FUNCTIONS)):
-        with contextlib.suppress(
-            Exception
-        ):  # a setting that this torch does not have, or has two ways to say
+        # A setting that this torch does not have, or has two ways to say.
+        with contextlib.suppress(Exception):
             value = _named(name)
             found["torch"][name] = value() if callable(value) else value
     found["deterministic"] = (

@@ -36,9 +36,8 @@ from allhands.errors import UserError
 from allhands.launch.optimizer_state import whole_state
 
 _MAGIC = b"allhands"
-_HEADER = struct.Struct(
-    "<8sQQQ"
-)  # magic, offset of the pickle, its length, length of the index after it
+# Magic, offset of the pickle, its length, length of the index after it.
+_HEADER = struct.Struct("<8sQQQ")
 _ALIGN = 64
 # Gives the number by which the reader knows an object or a storage; None: it travels whole.
 _Refer = Callable[[Any], int | None]
@@ -61,9 +60,8 @@ class Blobs:
     def add(self, nbytes: int, part: Any) -> int:
         offset = -(-self.end // _ALIGN) * _ALIGN
         self.parts.append((offset, part))
-        self.end = offset + max(
-            nbytes, 1
-        )  # empty ones too have a place of their own, which names them
+        # Empty ones too have a place of their own, which names them.
+        self.end = offset + max(nbytes, 1)
         return offset
 
 

@@ -182,9 +182,8 @@ class SshHost:
             raise HostError(
                 self.name, f"cannot make the folder {destination}: {_last_line(made.stderr)}"
             )
-        shell = shlex.join(
-            self.command("")[:-3]
-        )  # without the host and the command, which rsync appends
+        # Without the host and the command, which rsync appends.
+        shell = shlex.join(self.command("")[:-3])
         words = [
             "rsync",
             "-az",

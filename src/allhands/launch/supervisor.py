@@ -73,9 +73,8 @@ class Supervisor:
         self._not_begun: set[int] = set()
         self._taken: set[int] = set()  # signals of `passed` that have reached a worker
         self.stopping_since: float | None = None
-        self._leave_by: float | None = (
-            None  # when the workers that have not stopped on request, as others have, are stopped
-        )
+        # When the workers that have not stopped on request, as others have, are stopped.
+        self._leave_by: float | None = None
         self._killed = False
         self._not_loaded: set[int] = set()
         self._selector = selectors.DefaultSelector()
@@ -293,9 +292,8 @@ class Supervisor:
             if self.stopping_since is None and not self.begun:
                 self.is_asked_to_end()
             while self.stopping_since is None and self.begun and self.kept:
-                self.passed.append(
-                    self.kept.pop(0)
-                )  # it came with the news that the last of them has begun
+                # It came with the news that the last of them has begun.
+                self.passed.append(self.kept.pop(0))
             if len(self.signals) > heeded:
                 # Ctrl-C while the workers are already being stopped means: now.
                 self.stop(

@@ -85,9 +85,8 @@ class Agreement:
                 signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else handler)
         self._before = {}
         if self._pending not in (0, signal.SIGINT) and not self._heeded:
-            os.kill(
-                os.getpid(), self._pending
-            )  # came after the last round: it does what it does without us
+            # Came after the last round: it does what it does without us.
+            os.kill(os.getpid(), self._pending)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self._pending = self._pending or number

@@ -122,9 +122,8 @@ class LoaderMetrics:
         self._functions: dict[str, Callable[..., Any]] = {}
         self._modules: dict[str, Metric] = {}
         for name, metric in metrics.items():
-            if isinstance(
-                metric, torch.nn.Module
-            ):  # torchmetrics.Metric is one; this spares its slow import
+            # torchmetrics.Metric is one; this spares its slow import.
+            if isinstance(metric, torch.nn.Module):
                 if world.world_size > 1 and not getattr(metric, "sync_on_compute", True):
                     raise UserError(
                         f"metric '{name}' was made with sync_on_compute=False, so each of the "
@@ -351,9 +350,8 @@ class LoaderMetrics:
         }
         values |= computed
         numbers = torch.tensor(list(values.values()), dtype=torch.float64, device=self.world.device)
-        broadcast_tensors(
-            [numbers], self.world
-        )  # decisions hang on these: they must be equal to the last bit
+        # Decisions hang on these: they must be equal to the last bit.
+        broadcast_tensors([numbers], self.world)
         return dict(zip(values, numbers.tolist(), strict=True))
 
 

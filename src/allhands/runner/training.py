@@ -483,9 +483,8 @@ class Training:
             if step >= next_log:
                 next_log = step + settings.log_every
                 metrics.check_finite()
-                if (
-                    settings.strategy.drives
-                ):  # on a pipeline's last stage alone, and rank 0 is the first
+                # On a pipeline's last stage alone, and rank 0 is the first.
+                if settings.strategy.drives:
                     metrics.share_loss()
                 if loggers.active:
                     loggers.step(step, metrics.running_loss(), learning_rates(self.optimizer))
@@ -559,9 +558,8 @@ class Training:
         decision = self.agreement.ask(self.step + self._evaluated)
         within_evaluation = self.position is not None and self.position.evaluating
         if decision.save or decision.signal:
-            if (
-                within_evaluation
-            ):  # a checkpoint, and what is handed back, hold the weights of the training
+            # A checkpoint, and what is handed back, hold the weights of the training.
+            if within_evaluation:
                 run_hooks(self.settings.callbacks, "on_evaluate_end", self)
             if self.settings.logdir is not None:
                 self._save_here()

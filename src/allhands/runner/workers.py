@@ -44,9 +44,8 @@ class Plan:
     strategy: Strategy
     count: int
     device: str | None
-    rendezvous: Rendezvous | None = (
-        None  # the tasks of other nodes that start their part of the workers
-    )
+    # The tasks of other nodes that start their part of the workers.
+    rendezvous: Rendezvous | None = None
 
     @property
     def world_size(self) -> int:

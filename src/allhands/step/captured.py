@@ -25,9 +25,8 @@ from allhands.step.optimizer_step import OptimizerStep
 STEPS = ("auto", "eager", "compile", "graph")
 # steps of a shape before the one that is looked at: libraries set themselves up in the first ones
 _EAGER = 2
-_GRAPHS = (
-    8  # shapes that are captured; more of them mean that nearly every step has a shape of its own
-)
+# Shapes that are captured; more of them mean that nearly every step has a shape of its own.
+_GRAPHS = 8
 
 #: Records what a function asks a device to do, without doing it, and returns what replays it.
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
@@ -159,9 +158,8 @@ class CapturedSteps:
             leaves = [_on(leaf, self.device) for leaf in leaves]
             batches = pytree.tree_unflatten(leaves, tree)
             if seen <= _EAGER or self._taken.get(key) is not take:
-                take(
-                    batches, counts, total, idle
-                )  # in a new epoch by a new object: what it makes once is not for a graph
+                # In a new epoch by a new object: what it makes once is not for a graph.
+                take(batches, counts, total, idle)
             elif key not in self._good:
                 self._looked_at(take, batches, counts, total, idle)
                 self._good.add(key)

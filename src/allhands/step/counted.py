@@ -171,9 +171,8 @@ def scale_gradients(parameters: list[nn.Parameter], factor: torch.Tensor) -> Non
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
-            local = getattr(
-                gradient, "_local_tensor", gradient
-            )  # a DTensor's; a factor of all parts is one of the whole
+            # A DTensor's; a factor of all parts is one of the whole.
+            local = getattr(gradient, "_local_tensor", gradient)
             groups.setdefault((local.device, local.dtype), []).append(local)
     with torch.no_grad():
         for (device, dtype), members in groups.items():

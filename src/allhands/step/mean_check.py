@@ -299,9 +299,8 @@ def _state_kept(criterion: Any) -> Iterator[None]:
                 {name: value for name, value in kept.items() if holder.get(name, kept) is not value}
             )
         for tensor, values, version in tensors:
-            if (
-                tensor._version != version
-            ):  # a tensor that was not changed may be needed by a backward pass, as it is
+            # A tensor that was not changed may be needed by a backward pass, as it is.
+            if tensor._version != version:
                 tensor.copy_(values)
         for box, members in boxes:
             box.clear()

@@ -17,8 +17,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        model.train(
-            modes[0][1]
-        )  # it may hold modules that it does not name, as a stage of a pipeline does
+        # It may hold modules that it does not name, as a stage of a pipeline does.
+        model.train(modes[0][1])
         for module, training in modes:
             module.training = training

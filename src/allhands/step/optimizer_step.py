@@ -517,9 +517,8 @@ class OptimizerStep:
         weight = self._weights.get(value)
         if weight is None:
             weight = torch.tensor(value, dtype=self._loss_dtype, device=self.world.device)
-            if (
-                len(self._weights) < 64
-            ):  # there are two or three values, unless batches are bucketed by size
+            # There are two or three values, unless batches are bucketed by size.
+            if len(self._weights) < 64:
                 self._weights[value] = weight
         return weight
 

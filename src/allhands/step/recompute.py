@@ -113,9 +113,8 @@ class _Passes:
 
     def take(self, *args: Any, **kwargs: Any) -> Any:
         again = self.again
-        if (
-            torch.compiler.is_compiling()
-        ):  # what is compiled changes buffers once, whatever of it is computed again
+        # What is compiled changes buffers once, whatever of it is computed again.
+        if torch.compiler.is_compiling():
             return again.forward(*args, **kwargs)
         if self.passed:
             with again.quiet():

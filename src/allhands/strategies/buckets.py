@@ -62,9 +62,8 @@ class Buckets:
         self._works: list[Any] = []
         self._exchanging = True
         self._launched = 0
-        made = weakref.WeakMethod(
-            self._made
-        )  # a training that fails leaves its parameters to the next one
+        # A training that fails leaves its parameters to the next one.
+        made = weakref.WeakMethod(self._made)
 
         def hook(parameter: torch.Tensor) -> None:
             note = made()

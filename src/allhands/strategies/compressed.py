@@ -144,9 +144,8 @@ class CodedSum(Residuals):
         """Add the gradients in a bucket up over the ranks, or what stands for them."""
         gradients = self.gradients(bucket)
         size, rank = self.world.world_size, self.world.rank
-        own = bucket.gradients.to(wide(bucket.gradients.dtype)).mul(
-            size
-        )  # the mean of these is the sum
+        # The mean of these is the sum.
+        own = bucket.gradients.to(wide(bucket.gradients.dtype)).mul(size)
         if self._left:
             own += torch.cat(
                 [

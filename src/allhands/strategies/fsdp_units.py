@@ -82,9 +82,8 @@ class Units:
         self.all: list[Unit] = []
         self.used: set[int] = set()
         self._of: dict[int, Unit] = {}
-        self._called = self._returned = (
-            False  # a pass has begun, or its gradient has come back, since the last `clear`
-        )
+        # A pass has begun, or its gradient has come back, since the last `clear`.
+        self._called = self._returned = False
         self._waiting: set[int] = set()  # groups whose gradients are yet to be added up
         self._open: list[
             tuple[Unit, int]
@@ -180,9 +179,8 @@ class Units:
             longest: list[str] = max(orders, key=len, default=[])  # the first of these
             place = {name: number for number, name in enumerate(longest)}
             last, keys = -1, {}
-            for child in (
-                unit.children
-            ):  # one that nobody has called follows the one that it follows in the model
+            # One that nobody has called follows the one that it follows in the model.
+            for child in unit.children:
                 last = place.get(child.name, last)
                 keys[child.name] = last
             unit.children.sort(key=lambda child: keys[child.name])
@@ -284,9 +282,8 @@ class Units:
         unit begins or ends."""
         if not self._recording or not (flowing or unit.parent is None or unit.trains):
             return tensors
-        with (
-            torch.enable_grad()
-        ):  # the model may have switched gradients off for some of its layers
+        # The model may have switched gradients off for some of its layers.
+        with torch.enable_grad():
             self._token, *given = kind.apply(self, unit, self._token, *tensors)
         return given
 

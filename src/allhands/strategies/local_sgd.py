@@ -483,9 +483,8 @@ class LocalSGD(Strategy):
         found = {"seen": torch.tensor([part.seen for part in self._parts], dtype=torch.float64)}
         for number, part in enumerate(self._parts):
             kept = {"residual": part.residual}
-            if (
-                part.owed is not None
-            ):  # of the whole vector's length, so that the ranks' add up to it
+            # Of the whole vector's length, so that the ranks' add up to it.
+            if part.owed is not None:
                 kept["owed"] = owed = torch.zeros_like(part.anchor)
                 self._own_place(owed).copy_(part.owed)
                 kept["residual"] = (

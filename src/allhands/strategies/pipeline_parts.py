@@ -203,9 +203,8 @@ def _segments(nodes: list[fx.Node]) -> list[Part]:
         name = next(
             (str(node.target) for node in inside if node.op == "call_module"), inside[0].name
         )
-        again = sum(
-            part.uses[:1] == (name,) for part in parts
-        )  # a module that is called a second time
+        # A module that is called a second time.
+        again = sum(part.uses[:1] == (name,) for part in parts)
         parts.append(
             Part(
                 f"{name}:{again + 1}" if again else name,

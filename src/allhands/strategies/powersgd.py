@@ -107,9 +107,8 @@ class PowerSGD(Residuals):
         self.exchanges = state["exchanges"]
         for name, factor in state["factors"].items():
             first = self._first.get(name)
-            if (
-                first is not None and first.shape == factor.shape
-            ):  # else the rank is another one now
+            # Else the rank is another one now.
+            if first is not None and first.shape == factor.shape:
                 self._factors[name] = factor.to(first, copy=True)
 
 
@@ -119,9 +118,8 @@ def _unit_columns(factor: torch.Tensor | None, first: torch.Tensor) -> torch.Ten
     if factor is None:
         return first
     length = factor.norm(dim=0)
-    return torch.where(
-        length <= 0, first, factor / length
-    )  # the comparison lets NaN through, which has to be seen
+    # The comparison lets NaN through, which has to be seen.
+    return torch.where(length <= 0, first, factor / length)
 
 
 def _orthonormal(base: torch.Tensor) -> torch.Tensor:

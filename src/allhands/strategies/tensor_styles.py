@@ -79,9 +79,8 @@ def split(
     model.register_forward_hook(lambda *_: region.close(), always_call=True)
     if sequence:
         first = next(name for name, style in styles.items() if style.kind == "sequence")
-        if (
-            first not in modules
-        ):  # a stage that begins where activations are split along the sequence
+        # A stage that begins where activations are split along the sequence.
+        if first not in modules:
             model.register_forward_pre_hook(
                 lambda _, inputs: tuple(_split_sequence(x, mesh) for x in inputs)
             )

@@ -135,9 +135,8 @@ class Drawn:
         self._states: dict[int, tuple[nn.Module, torch.Tensor]] = {}
         self._owners: dict[int, int] = {}
         self._starts: dict[int, tuple[str, torch.Tensor]] = {}
-        self._kept = list(
-            skeleton.parameters()
-        )  # they have no values, and their ids name them only while they live
+        # They have no values, and their ids name them only while they live.
+        self._kept = list(skeleton.parameters())
         generator = torch.get_rng_state()
         torch.default_generator.manual_seed(derive_seed(seed, "model"))
         try:

@@ -24,6 +24,5 @@ class _CallableModule(ModuleType):
 
 
 sys.modules[__name__].__class__ = _CallableModule
-__signature__ = inspect.signature(
-    verify
-)  # for help() and editors, which look for it on what is called
+# For help() and editors, which look for it on what is called.
+__signature__ = inspect.signature(verify)

@@ -149,9 +149,8 @@ def verify(
     for strategy in chosen:
         strategy.check_settings(settings)
         for count in counts:
-            plan(
-                strategy, count, runner.device
-            )  # refuses now what it would refuse after the first runs
+            # Refuses now what it would refuse after the first runs.
+            plan(strategy, count, runner.device)
             strategy.check_training(settings, count)
     compared, notes = _steps_that_fit(model, steps)
 

@@ -207,9 +207,8 @@ class Probe:
         sources = objects["data"].sources(objects["seed"])
         source = next(source for source in sources.values() if source.trains)
         if source.batch_sampler is None and source.batch_size is not None:
-            source.batch_size = max(
-                source.batch_size, 12
-            )  # enough for two parts that are not alike
+            # Enough for two parts that are not alike.
+            source.batch_size = max(source.batch_size, 12)
         (feed,) = build_feeds({source.name: source}, world, objects["seed"]).values()
         model, criterion = objects["model"].to(world.device).train(), objects["criterion"]
         if isinstance(criterion, nn.Module):

@@ -55,9 +55,8 @@ class Recorder(Callback):
         #: Calls of the module that the strategy gave to call, where it is not the model itself.
         self.calls = 0
         self.wraps = False
-        self._sums = torch.zeros(
-            4, dtype=torch.float64
-        )  # of the losses, what they count, samples, checksums
+        # Of the losses, what they count, samples, checksums.
+        self._sums = torch.zeros(4, dtype=torch.float64)
         self._rows = True
         self._rates: list[float] | None = None
         self._gradients: dict[str, torch.Tensor] | None = None
@@ -71,9 +70,8 @@ class Recorder(Callback):
         strategy = training.settings.strategy
         self._counts = strategy.counts(training.world)
         if strategy.takes_step:
-            strategy.before_step = lambda: self._before_update(
-                training
-            )  # nobody calls optimizer.step()
+            # Nobody calls optimizer.step().
+            strategy.before_step = lambda: self._before_update(training)
         else:
             training.optimizer.register_step_pre_hook(lambda *_: self._before_update(training))
         for feed in training.trained:

@@ -183,9 +183,8 @@ def _open_as_rank_0(meeting: Meeting, layout: Layout, timeout: float) -> OpenSto
 def _reachable_addresses() -> list[str]:
     """Addresses of this host under which others may reach it: that of the default route, then those
     of its interfaces."""
-    default = address_towards(
-        "192.0.2.1"
-    )  # an address kept for documentation: any route there is the default one
+    # An address kept for documentation: any route there is the default one.
+    default = address_towards("192.0.2.1")
     return list(dict.fromkeys([*([default] if default else []), *outward_addresses()]))
 
 

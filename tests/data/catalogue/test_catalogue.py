@@ -93,9 +93,8 @@ def test_publishers_layout(official: Path, name: str) -> None:
         assert images.shape == (entry.sizes[split], *entry.input_shape)
         assert torch.bincount(labels, minlength=entry.num_classes).min() > 50
         if split == "train":  # normalised by its own mean and deviation
-            tolerance = (
-                5e-3 if name == "cifar100" else 1e-4
-            )  # the packed CIFAR-100 is within 3 of 255
+            # The packed CIFAR-100 is within 3 of 255.
+            tolerance = 5e-3 if name == "cifar100" else 1e-4
             assert images.mean((0, 2, 3)).abs().max() < tolerance
             assert (images.std((0, 2, 3)) - 1).abs().max() < tolerance
 

@@ -84,9 +84,8 @@ def test_steps_are_recorded_once_a_size_and_end_at_the_models_of_serial(norm, al
     made.executor = stacked
     made.run()
     assert (made.server.weights - expected.server.weights).abs().max() < 1e-12
-    assert (
-        stacked._recorder.recorded == 2
-    )  # chunks of 2 and 3 clients; or of 1 client, with steps of 3 and of 4 samples
+    # Chunks of 2 and 3 clients; or of 1 client, with steps of 3 and of 4 samples.
+    assert stacked._recorder.recorded == 2
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,8 @@ def test_every_chunk_gives_the_models_of_serial_with_dropout_and_clients_of_uneq
     # batches of 4: clients of 3 samples have less than one, others have a last short one
     given = {"norm": norm, "optimizer": optimizer, "options": options, "batch_size": 4, "epochs": 2}
     if norm == "batch":
-        given["batch_size"] = (
-            3  # no batch of one sample among 10, 25, 17, 3 and 8 but of the first two clients
-        )
+        # No batch of one sample among 10, 25, 17, 3 and 8 but of the first two clients.
+        given["batch_size"] = 3
         given["drop_last"] = True
     assert difference(["serial", *CHUNKS], **given) < 1e-12
     assert difference(["serial", CHUNKS[1]], **given, dtype=torch.float32) < 1e-5
@@ -362,9 +361,8 @@ def test_a_chunk_for_which_memory_runs_out_is_halved_and_nobody_is_trained_twice
 
     def gradient(self, *given):
         calls.append(len(self.rows))
-        if (
-            len(self.rows) > 2 and calls.count(len(self.rows)) == 3
-        ):  # when clients of one and of two steps have finished
+        # When clients of one and of two steps have finished.
+        if len(self.rows) > 2 and calls.count(len(self.rows)) == 3:
             raise torch.cuda.OutOfMemoryError("out of memory")
         return whole(self, *given)
 

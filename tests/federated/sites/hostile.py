@@ -54,9 +54,8 @@ def run(
 ) -> tuple[torch.nn.Module, dict[str, Any], list[dict[str, Any]]]:
     """The model, the history and the events of a run for which three sites are enough."""
     path = folder / "events.jsonl"
-    with (
-        pytest.MonkeyPatch.context() as patch
-    ):  # events alone: a logdir would have checkpoints written
+    # Events alone: a logdir would have checkpoints written.
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(site_training, "EventLog", lambda _: EventLog(path))
         model, history = trial.serve(
             grid, sites={"min": 3, **sites}, rounds=rounds, **BRIEF, **(options or {})

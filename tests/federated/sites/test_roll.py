@@ -127,9 +127,8 @@ def test_a_site_that_was_killed_comes_back_when_its_old_node_is_missed(make):
     here = make()
     here.grid.add(1, answering("north"))
     here.roll.wait_for(1)
-    here.grid.add(
-        2, answering("north", samples=6.0)
-    )  # without a key Flower takes it for another one
+    # Without a key Flower takes it for another one.
+    here.grid.add(2, answering("north", samples=6.0))
     here.roll.wait_for(1)
     assert here.roll.connected() == {"north": 1}
     del here.grid.nodes[1]

@@ -199,9 +199,8 @@ def test_a_token_that_is_taken_away_is_refused_at_once(tmp_path):
     assert SECRET not in proof
     assert "is not the one" in site_keys.check_token(file, "north", proof, "another challenge")
     assert "is not the one" in site_keys.check_token(file, "south", proof, "a challenge")
-    assert "is not the one" in site_keys.check_token(
-        file, "north", SECRET, "a challenge"
-    )  # the token itself proves nothing
+    # The token itself proves nothing.
+    assert "is not the one" in site_keys.check_token(file, "north", SECRET, "a challenge")
     assert "is not the one" in site_keys.check_token(file, "north", "é", "a challenge")
     for nothing in (None, "", 7):
         assert "it has no token" in site_keys.check_token(file, "north", nothing, "a challenge")

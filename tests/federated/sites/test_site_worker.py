@@ -252,9 +252,8 @@ def test_what_is_narrowed_is_sent_in_fewer_bytes(tmp_path):
     def sent(**options):
         serving = Serving(tmp_path / str(len(options)), **options)
         update = serving.sites[0].handle(serving.request(0))["update"]
-        return set(update), sum(
-            len(array.data) - 128 for array in update.values()
-        )  # without NumPy's headers
+        # Without NumPy's headers.
+        return set(update), sum(len(array.data) - 128 for array in update.values())
 
     names, whole = sent()
     assert names == {"update"}

@@ -86,9 +86,8 @@ def train(kind: str, op: str, **options: Any) -> list[torch.Tensor]:
         loss_of(net, batch).backward()
         optimizer.step()
     last = hvd.join()
-    hvd.broadcast_parameters(
-        net.state_dict(), root_rank=last
-    )  # those who joined early have stopped stepping
+    # Those who joined early have stopped stepping.
+    hvd.broadcast_parameters(net.state_dict(), root_rank=last)
     return weights(net)
 
 

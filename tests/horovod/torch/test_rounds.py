@@ -346,9 +346,8 @@ def test_a_shape_that_changes_on_one_rank_is_an_error_on_all(world: list[dict[st
 
 def test_parameters_that_come_later_travel_too(world: list[dict[str, Any]]) -> None:
     for found in (rank["more"] for rank in world):
-        torch.testing.assert_close(
-            torch.tensor(found), torch.tensor([-1.0])
-        )  # ten steps of 0.1 times the mean of 0, 1, 2
+        # Ten steps of 0.1 times the mean of 0, 1, 2.
+        torch.testing.assert_close(torch.tensor(found), torch.tensor([-1.0]))
 
 
 def test_two_optimizers_whose_steps_overlap(world: list[dict[str, Any]]) -> None:

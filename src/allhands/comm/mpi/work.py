@@ -50,9 +50,8 @@ class Work(dist.Work):
         self.what, self.limit, self.peer, self.number = what, timeout, peer, number
         self.deadline = time.monotonic() + timeout
         self.source = -1 if peer is None else peer
-        self.receives = (
-            False  # a receive that nobody waits for does not keep the process from ending
-        )
+        # A receive that nobody waits for does not keep the process from ending.
+        self.receives = False
         self._outputs = outputs
         self._done = threading.Event()
         self._error: WorldError | None = None
@@ -296,9 +295,8 @@ class _Watchdog:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self.also: Callable[[list[tuple[Work, Channel]]], None] = lambda pending: (
-            None
-        )  # looked at with the deadlines
+        # Looked at with the deadlines.
+        self.also: Callable[[list[tuple[Work, Channel]]], None] = lambda pending: None
 
     def watch(self, work: Work, channel: Channel) -> None:
         self._pending[work] = channel

@@ -187,9 +187,8 @@ class Krum(Robust):
 
     def _scores(self, distances: torch.Tensor) -> list[float]:
         others = len(distances) - 1
-        nearest = max(
-            min(len(distances) - self.byzantine - 2, others), min(1, others)
-        )  # where clients have failed
+        # Where clients have failed.
+        nearest = max(min(len(distances) - self.byzantine - 2, others), min(1, others))
         ordered = distances.clone().fill_diagonal_(float("inf")).sort(1).values[:, :nearest]
         return [math.fsum(row) for row in ordered.tolist()]
 

@@ -120,9 +120,8 @@ class Scaffold(Algorithm):
     def _start_gradient(self, trained: Trained, server: Server) -> torch.Tensor:
         """At the model that clients began with: shape ``[clients, trained]``, a new tensor."""
         gradients = trained.own[START_GRADIENT].clone()
-        if (
-            server.own is not None
-        ):  # clients' own layers have nothing in common to be corrected towards
+        # Clients' own layers have nothing in common to be corrected towards.
+        if server.own is not None:
             gradients[:, server.own[server.own < server.layout.trained]] = 0.0
         return gradients
 

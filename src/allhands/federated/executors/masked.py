@@ -91,8 +91,7 @@ class MaskedLoss:
         elif self._reduction == "batchmean":
             total, count = (terms.reshape(len(mask), -1).sum(1) * mask).sum(), mask.sum()
         else:
-            total = (
-                terms.reshape(len(mask), -1).sum(1) * mask
-            ).sum()  # not a product, which autocast would narrow
+            # Not a product, which autocast would narrow.
+            total = (terms.reshape(len(mask), -1).sum(1) * mask).sum()
             count = mask.sum() * (terms.numel() // terms.shape[0])
         return total if self._reduction == "sum" else total / count

@@ -88,9 +88,8 @@ class Serial(Executor):
         server.layout.write_integers(server.integers, work.model)
         restart(self.optimizer)
         seed = derive_seed(work.seed, "noise", server.round, job.client)
-        torch.default_generator.manual_seed(
-            seed
-        )  # torch.manual_seed would also ask all kinds of devices that are not there
+        # torch.manual_seed would also ask all kinds of devices that are not there.
+        torch.default_generator.manual_seed(seed)
         if server.device.type == "cuda":
             torch.cuda.manual_seed(seed)
         keys = self.noise.keys(work.seed, server.round, job.client, len(batches)).to(

@@ -197,9 +197,8 @@ class Stack:
             if not self.flat and not self._steps:
                 self._lay(indices)
             if self.compiled:
-                self.evaluate(
-                    indices, self._counts
-                )  # layers of dropout make what they keep, which the compiler must not
+                # Layers of dropout make what they keep, which the compiler must not.
+                self.evaluate(indices, self._counts)
             if self.recorder is not None:
                 self._steps[width] = indices, self.recorder.record(gradient)
                 return

@@ -138,9 +138,8 @@ class Stacked(Executor):
             while training is not None and done < len(plan.jobs):
                 try:
                     trained = next(training)
-                    if (
-                        done + len(trained.clients) == len(plan.jobs) and waiting
-                    ):  # while the device is busy
+                    # While the device is busy.
+                    if done + len(trained.clients) == len(plan.jobs) and waiting:
                         following = self._plan(waiting.popleft())
                     wait_for(self.server.device)
                 except torch.cuda.OutOfMemoryError:
@@ -342,9 +341,8 @@ class Stacked(Executor):
             device=self.server.device,
         )
         with measuring(self.work.model):
-            for indices, counts in in_parts(
-                held, self.largest, self.server.device
-            ):  # as many samples as a step has room for
+            # As many samples as a step has room for.
+            for indices, counts in in_parts(held, self.largest, self.server.device):
                 total += stack.differentiate(indices, counts.clamp(min=1.0), counts / sizes)
         return total
 

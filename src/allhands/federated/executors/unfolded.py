@@ -32,9 +32,8 @@ class UnfoldedConv2d(nn.Conv2d):
     def _conv_forward(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        if torch.is_autocast_enabled(
-            input.device.type
-        ):  # at once, for the backward passes take what was given
+        # At once, for the backward passes take what was given.
+        if torch.is_autocast_enabled(input.device.type):
             narrow = torch.get_autocast_dtype(input.device.type)
             input, weight = _narrowed(input, narrow), _narrowed(weight, narrow)
             bias = None if bias is None else _narrowed(bias, narrow)

@@ -124,9 +124,8 @@ def _coded(values: np.ndarray, bounds: Sequence[int]) -> dict[str, np.ndarray] |
     bits = values.view(f"<u{values.dtype.itemsize}")
     codes, palettes = np.empty(len(values), dtype=np.uint8), []
     for begin, end in itertools.pairwise(bounds):
-        if (
-            len(np.unique(bits[begin : begin + 4 * _MOST_COLOURS])) > _MOST_COLOURS
-        ):  # spares sorting what will not do
+        # Spares sorting what will not do.
+        if len(np.unique(bits[begin : begin + 4 * _MOST_COLOURS])) > _MOST_COLOURS:
             return None
         palette, found = np.unique(bits[begin:end], return_inverse=True)
         if len(palette) > _MOST_COLOURS:
@@ -183,9 +182,8 @@ def _read(
             f"{list(there)} {kind}"
         )
     values = np.frombuffer(array.data, dtype=kind, offset=stream.tell()).reshape(there)
-    return values.astype(
-        kind.newbyteorder("=")
-    )  # a copy: what is read from bytes cannot be written to
+    # A copy: what is read from bytes cannot be written to.
+    return values.astype(kind.newbyteorder("="))
 
 
 def _scattered(name: str, arrays: Sequence[Array], dtype: torch.dtype, length: int) -> torch.Tensor:

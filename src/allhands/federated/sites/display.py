@@ -50,9 +50,8 @@ class StatusTable:
         """Take an event in; the line that it is worth, or None."""
         kind, site = event["kind"], event.get("site", "")
         row = self.rows.get(site) or SiteRow()
-        if (
-            site and not self.rounds
-        ):  # once the sites are known, whoever has another name gets a line and no row
+        # Once the sites are known, whoever has another name gets a line and no row.
+        if site and not self.rounds:
             row = self.rows.setdefault(site, row)
         where = f"round {event['round'] + 1}: " if isinstance(event.get("round"), int) else ""
         if kind == "begin":

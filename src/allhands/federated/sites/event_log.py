@@ -99,9 +99,8 @@ class EventReader:
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
-            if (
-                os.fstat(file.fileno()).st_size < self._at
-            ):  # an earlier run's file was moved aside, and this is another
+            # An earlier run's file was moved aside, and this is another.
+            if os.fstat(file.fileno()).st_size < self._at:
                 self._at = 0
             file.seek(self._at)
             whole, newline, _ = file.read().rpartition(b"\n")

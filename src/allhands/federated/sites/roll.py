@@ -92,9 +92,8 @@ class Roll:
         self._asked: dict[
             str, tuple[Sent, str]
         ] = {}  # greetings under way by id, with the node's time of activation
-        self._met: set[tuple[int, str]] = (
-            set()
-        )  # nodes (number and time of activation) that were greeted before
+        # Nodes (number and time of activation) that were greeted before.
+        self._met: set[tuple[int, str]] = set()
         # Nodes, as in `_met`, that are sites but for a line in the file of tokens, which may be
         # added at any time, or but for another node of that name, which may be one that has died
         # and is not missed yet.

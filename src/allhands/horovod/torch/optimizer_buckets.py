@@ -47,9 +47,8 @@ class OptimizerBucket:
 
     name: str
     params: list[torch.nn.Parameter]
-    left: list[int] = field(
-        default_factory=list
-    )  # backward passes of this step that each has yet to see
+    # Backward passes of this step that each has yet to see.
+    left: list[int] = field(default_factory=list)
     waiting: int = 0  # how many have one left
     sent: bool = False
     handle: Handle | None = None

@@ -144,9 +144,8 @@ def _read(path: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
     if tensors:
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="torch.distributed is disabled"
-            )  # each rank reads by itself
+            # Each rank reads by itself.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(tensors, storage_reader=Reader(path), planner=planner, no_dist=True)
     return tensors
 

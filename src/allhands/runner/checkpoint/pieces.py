@@ -123,7 +123,6 @@ def read_pieces(folder: Path, wanted: Mapping[str, Held]) -> None:
     """Fill the local tensors, which lie in the processor's memory and have the dtype of the stored
     ones."""
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled"
-        )  # each rank reads by itself
+        # Each rank reads by itself.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(dict(wanted), storage_reader=Reader(folder), planner=_LoadPieces(), no_dist=True)

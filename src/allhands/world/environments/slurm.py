@@ -25,9 +25,8 @@ from allhands.world.layout import (
 )
 
 _log = logging.getLogger(__name__)
-_FIRST_SPECIAL_STEP = (
-    0xFFFFFFF0  # batch, extern, interactive and pending steps are numbered from the top of 32 bits
-)
+# Batch, extern, interactive and pending steps are numbered from the top of 32 bits.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _SPECIAL_STEPS = {"batch", "extern", "interactive"}
 
 

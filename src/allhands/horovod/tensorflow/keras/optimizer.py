@@ -178,9 +178,8 @@ def DistributedOptimizer(
         raise UserError(f"backward_passes_per_step={backward_passes_per_step}: write 1 or more")
     config = optimizer.get_config()
     if isinstance(optimizer._learning_rate, tf.keras.optimizers.schedules.LearningRateSchedule):
-        config["learning_rate"] = (
-            optimizer._learning_rate
-        )  # classes of the user's own cannot be made from their configuration
+        # Classes of the user's own cannot be made from their configuration.
+        config["learning_rate"] = optimizer._learning_rate
     kind = type(
         cls.__name__, (_Distributed, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__}
     )
