@@ -120,9 +120,8 @@ def main() -> None:
     }
     print(
         f"{parameters * 4 / 1e6:.0f} MB model, {options.optimizer}, {options.workers} worker(s): "
-        f"steps with a save every {EVERY} take "
-        f"{ratio:.3f} of those without ({1000 * step:.1f} ms a step); the saving step stands still "
-        f"for {1000 * stall:.1f} ms"
+        f"steps with a save every {EVERY} take {ratio:.3f} of those without ({1000 * step:.1f} ms "
+        f"a step); the saving step stands still for {1000 * stall:.1f} ms"
     )
     save_json(f"checkpoint_stall_{options.optimizer}_{options.workers}", result)
 

@@ -233,8 +233,7 @@ def beside_the_loop(args: argparse.Namespace) -> list[dict[str, Any]]:
                 rows.append(row)
                 print(
                     f"{name} {cohort:4d} {who:24s} {value['median']:9.2f} ms  "
-                    f"{row['times_the_loop']:6.2f} x  "
-                    f"error {row.get('error', 0.0):.1e}",
+                    f"{row['times_the_loop']:6.2f} x  error {row.get('error', 0.0):.1e}",
                     flush=True,
                 )
     return rows

@@ -476,8 +476,7 @@ def judged(
     )
     print(
         f"a new worker was served in {new[0]:.2f} s; handshakes without the token that were "
-        f"answered: {accepted}; "
-        f"with it, and refused: {refused}; executed: {executed}"
+        f"answered: {accepted}; with it, and refused: {refused}; executed: {executed}"
     )
     checks = {
         "no step was taken": steps > 0,

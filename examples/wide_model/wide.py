@@ -59,8 +59,7 @@ parameters = sum(p.numel() for p in model.parameters())
 if world.is_main:
     print(
         f"{parameters:,} parameters: {16 * parameters / MB:.0f} MB with gradients and AdamW, "
-        f"{options.limit} MB for each of "
-        f"{world.world_size}",
+        f"{options.limit} MB for each of {world.world_size}",
         flush=True,
     )
 

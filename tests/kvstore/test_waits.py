@@ -210,10 +210,8 @@ def test_a_barrier_that_one_calls_alone_is_named(monkeypatch: pytest.MonkeyPatch
     for text in found:
         assert re.fullmatch(
             f"the workers wait for one another for ever: worker 0 is in barrier {LINE} and waits "
-            "until worker 1 calls barrier "
-            f"too; worker 1 is in pushpull {LINE} and waits until worker 0 pushes 'a'; make the "
-            "same calls in the same order on "
-            "all workers",
+            f"until worker 1 calls barrier too; worker 1 is in pushpull {LINE} and waits until "
+            "worker 0 pushes 'a'; make the same calls in the same order on all workers",
             text,
         ), text
 

@@ -239,8 +239,7 @@ def _check_server(options: ServerOptions, insecure: bool) -> None:
     if not insecure and missing:
         raise UserError(
             f"{', '.join(missing)} missing: `allhands federated certificates` makes them for a "
-            "trial; plain text "
-            "takes --insecure"
+            "trial; plain text takes --insecure"
         )
     if not insecure and options.sites is None:
         raise UserError("--sites missing: the file with each site's name and public key")

@@ -51,8 +51,7 @@ def _imported(name: str) -> Any:
     except ModuleNotFoundError as error:
         raise UserError(
             f"there is no module '{error.name}'; install it, name a file "
-            "(folder/data.py:function), or set "
-            "PYTHONPATH"
+            "(folder/data.py:function), or set PYTHONPATH"
         ) from None
     except ValueError:
         raise UserError("write package.module:function or file.py:function") from None

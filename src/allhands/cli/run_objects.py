@@ -281,8 +281,7 @@ def _text(run_file: RunFile, entry: catalogue.Entry) -> catalogue.Entry:
         raise run_file.error(
             ("data", "name"),
             "tokens have no label by which clients could get them; name a function of your own "
-            "that makes its data sets, "
-            "package.module:function or file.py:function",
+            "that makes its data sets, package.module:function or file.py:function",
         )
     if given.model.name in models.names() and given.model.name != "gpt":
         problem = (

@@ -387,8 +387,7 @@ class Watcher:
         more = f"; and {len(missing) - 4} more" if len(missing) > 4 else ""
         line = (
             f"allhands: rank {self._rank} has waited {now - self._since:.0f} s in '{own[made]}' "
-            f"for {in_words(missing)}: "
-            f"{places}{more}; waiting on\n"
+            f"for {in_words(missing)}: {places}{more}; waiting on\n"
         )
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(line)

@@ -61,8 +61,7 @@ class Codec(ABC):
         if data.dtype != torch.uint8 or data.shape != (self.nbytes(len(out)),):
             raise UserError(
                 f"{len(out)} numbers are {self.nbytes(len(out))} bytes with {self.options}, but "
-                "there are "
-                f"{list(data.shape)} of {data.dtype}"
+                f"there are {list(data.shape)} of {data.dtype}"
             )
         if len(out):
             self._decode(data, out)

@@ -135,8 +135,7 @@ def all_gather_text(text: str, world: World) -> list[str]:
         if not part.startswith(_TEXT):
             raise WorldError(
                 f"rank {world.rank} exchanges text with the others, and rank {rank} sent something "
-                "else: it is in another call. "
-                "Every rank must make the same calls in the same order: call it on all ranks, "
-                "without `if rank == 0`"
+                "else: it is in another call. Every rank must make the same calls in the same "
+                "order: call it on all ranks, without `if rank == 0`"
             )
     return [part.removeprefix(_TEXT).decode() for part in parts]

@@ -120,8 +120,7 @@ def message(
     after = f", after '{last}' on all ranks" if last is not None else ""
     return (
         f"the ranks do not make the same calls: {' while '.join(parts)}{after}. Every rank must "
-        "make the same calls in the same "
-        "order: call it on all ranks, without `if rank == 0`"
+        "make the same calls in the same order: call it on all ranks, without `if rank == 0`"
     )
 
 

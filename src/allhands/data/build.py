@@ -201,9 +201,8 @@ def _call_get_datasets(make: Any, kwargs: dict[str, Any], seed: int) -> dict[str
         name = getattr(make, "__name__", repr(make))
         raise UserError(
             f"get_datasets_fn={name} cannot be called with the remaining keys {sorted(kwargs)}: "
-            f"{error}. Keys of datasets that "
-            f"are no loader options ({', '.join(('batch_size', 'drop_last', *_READING))}) are "
-            "passed to it"
+            f"{error}. Keys of datasets that are no loader options "
+            f"({', '.join(('batch_size', 'drop_last', *_READING))}) are passed to it"
         ) from None
     with preserved_generators():
         seed_everything(derive_seed(seed, "datasets"))
@@ -232,9 +231,8 @@ def _source_from_loader(name: str, loader: Any) -> Source:
     if hasattr(loader, "set_epoch"):
         raise UserError(
             f"loaders[{name!r}] is a {type(loader).__name__} with its own set_epoch, which would "
-            "never be called; give it to the "
-            "data set, the sampler or the collate function, whose set_epoch is called with each "
-            "epoch"
+            "never be called; give it to the data set, the sampler or the collate function, whose "
+            "set_epoch is called with each epoch"
         )
     if not getattr(loader, "in_order", True):
         raise UserError(
@@ -245,8 +243,7 @@ def _source_from_loader(name: str, loader: Any) -> Source:
     if getattr(loader, "pin_memory_device", ""):
         raise UserError(
             f"loaders[{name!r}] has pin_memory_device={loader.pin_memory_device!r}; batches are "
-            "pinned for the "
-            "worker's own device: write pin_memory=True alone"
+            "pinned for the worker's own device: write pin_memory=True alone"
         )
     options = {key: getattr(loader, key) for key in _READING}
     if not options["pin_memory"]:
@@ -261,8 +258,7 @@ def _source_from_loader(name: str, loader: Any) -> Source:
     if loader.batch_size is None and loader.batch_sampler is None:
         raise UserError(
             f"loaders[{name!r}] has batch_size=None, so that the size of a batch is unknown; give "
-            "it batch_size=… and let the "
-            "data set return single samples"
+            "it batch_size=… and let the data set return single samples"
         )
     if type(loader.batch_sampler) is not BatchSampler:
         source.batch_sampler = loader.batch_sampler
@@ -296,9 +292,8 @@ def _refuse_distributed_sampler(name: str, sampler: Any) -> None:
     if isinstance(sampler, DistributedSampler):
         raise UserError(
             f"loader {name!r} has a DistributedSampler, which pads and repeats samples; allhands "
-            "deals the samples out itself, "
-            f"exactly. Write DataLoader(dataset, batch_size=…, shuffle={sampler.shuffle}) without "
-            "a sampler"
+            "deals the samples out itself, exactly. Write DataLoader(dataset, batch_size=…, "
+            f"shuffle={sampler.shuffle}) without a sampler"
         )
 
 
@@ -343,9 +338,8 @@ def _feed_of(
         if split and world.world_size > 1 and size != world.world_size:
             raise UserError(
                 f"loader {name!r} is split by rank, and with this strategy "
-                f"{world.world_size // size} ranks compute with the "
-                "same samples; let the stream give the same ones on every rank, without a "
-                "nodesplitter; they are then dealt out"
+                f"{world.world_size // size} ranks compute with the same samples; let the stream "
+                "give the same ones on every rank, without a nodesplitter; they are then dealt out"
             )
         kind = SplitFeed if split and world.world_size > 1 else IterableFeed
         return kind(
@@ -395,9 +389,8 @@ def _iterable_options(source: Source, world: World, options: dict[str, Any]) -> 
     if workers > 1:
         raise UserError(
             f"loader {source.name!r} reads an IterableDataset with num_workers={workers}: each "
-            "loader process would read "
-            "the whole stream and every sample would come several times. Write num_workers=1 (or "
-            "0), or use a map-style data set"
+            "loader process would read the whole stream and every sample would come several times. "
+            "Write num_workers=1 (or 0), or use a map-style data set"
         )
     if world.world_size > 1:
         # In a process of its own, a stream that draws from the global generators draws alike on

@@ -132,9 +132,8 @@ class CountedRows:
         if self._spare is None:
             raise UserError(
                 f"the collate function of loader '{self.feed.name}' has dropped all samples of a "
-                "rank before any row came, and "
-                "with this strategy each rank must call the model; let it give at least one row, "
-                "or use distributed='ddp'"
+                "rank before any row came, and with this strategy each rank must call the model; "
+                "let it give at least one row, or use distributed='ddp'"
             )
         batch, rows = self._spare
         return map_tensors(

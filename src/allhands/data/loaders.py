@@ -57,9 +57,8 @@ class LoaderFeed(Feed):
         if self._listeners and workers and options.get("persistent_workers"):
             raise UserError(
                 f"loader '{name}' has persistent_workers=True, whose processes keep what they were "
-                "given in the first epoch, so "
-                f"that set_epoch of {self._listeners.names()} would never reach them; write "
-                "persistent_workers=False"
+                f"given in the first epoch, so that set_epoch of {self._listeners.names()} would "
+                "never reach them; write persistent_workers=False"
             )
         options["collate_fn"] = seeded_collate(options.get("collate_fn"))
         # The sampler's batches are requests that the data set wrapper understands, not the lists
@@ -120,9 +119,8 @@ class LoaderFeed(Feed):
             if skip not in starts:
                 raise UserError(
                     f"loader '{self.name}' cannot go on after {skip} samples: its batch sampler "
-                    "now makes batches that end "
-                    f"after {', '.join(map(str, starts[1:6]))}… samples. Resume with the batch "
-                    "sampler of the checkpoint"
+                    f"now makes batches that end after {', '.join(map(str, starts[1:6]))}… "
+                    "samples. Resume with the batch sampler of the checkpoint"
                 )
             left = starts.index(skip)
             dealer = Dealer(len(made) - left, **self.deal)

@@ -64,8 +64,7 @@ class LoaderProcess:
         where = "" if found is None else f"{found[0]} is {kind_of(found[1])}: "
         return (
             f"{begin}{where}{type(error).__name__}: {error}. Return tensors, arrays, numbers and "
-            "strings from the data set and "
-            f"the collate function{alone}"
+            f"strings from the data set and the collate function{alone}"
         )
 
 
@@ -100,9 +99,8 @@ def _cause(error: BaseException) -> str | None:
         folder = tempfile.gettempdir()
         return (
             f"the folder of temporary files, {folder}, is a path of {len(os.fsencode(folder))} "
-            "bytes, and the address of a "
-            "socket in it has room for about 60. Set the variable TMPDIR to a short path such as "
-            "/tmp"
+            "bytes, and the address of a socket in it has room for about 60. Set the variable "
+            "TMPDIR to a short path such as /tmp"
         )
     if (
         number == errno.EMFILE
@@ -112,8 +110,7 @@ def _cause(error: BaseException) -> str | None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (
             f"too many files are open, the limit is {limit}, and each tensor on its way is one. "
-            "Raise it (ulimit -n 65536), set "
-            "a smaller num_workers or prefetch_factor"
+            "Raise it (ulimit -n 65536), set a smaller num_workers or prefetch_factor"
         )
     if (
         number == errno.ENOSPC
@@ -122,8 +119,7 @@ def _cause(error: BaseException) -> str | None:
     ):
         return (
             "the shared memory in /dev/shm is full. Make it larger (in a container: docker run "
-            "--shm-size=8g), set a smaller "
-            "batch_size, num_workers or prefetch_factor"
+            "--shm-size=8g), set a smaller batch_size, num_workers or prefetch_factor"
         )
     return None
 

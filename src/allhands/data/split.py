@@ -39,8 +39,7 @@ class SplitByRank(IterableDataset[Any]):
         if not isinstance(dataset, IterableDataset):
             raise UserError(
                 f"SplitByRank({type(dataset).__name__}): only a stream, an IterableDataset, can be "
-                "split by rank; a data set "
-                "with indices is dealt out without it"
+                "split by rank; a data set with indices is dealt out without it"
             )
         self.dataset = dataset
 
@@ -132,9 +131,8 @@ class SplitFeed(IterableFeed):
         if self.world.rank == 0 and seen[0][0] and all(row == seen[0] for row in seen):
             print(
                 f"allhands: loader '{self.name}' is said to be split by rank, and all ranks begin "
-                "with equal samples. If they "
-                "read the same stream, each sample is trained on by every rank: then leave "
-                "SplitByRank out",
+                "with equal samples. If they read the same stream, each sample is trained on by "
+                "every rank: then leave SplitByRank out",
                 file=sys.stderr,
             )
 
@@ -146,8 +144,7 @@ class SplitFeed(IterableFeed):
         if before != self.world.world_size:
             raise UserError(
                 f"resume: the stream of loader '{self.name}' was split for {before} ranks, and the "
-                "checkpoint is from the middle "
-                f"of it; go on with {before} workers"
+                f"checkpoint is from the middle of it; go on with {before} workers"
             )
 
 

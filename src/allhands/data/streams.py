@@ -97,12 +97,10 @@ class IterableFeed(Feed):
         if len(set(seen)) > 1:
             raise UserError(
                 f"the ranks read different streams from loader '{self.name}': samples in this "
-                "block by rank: "
-                f"{[total for total, _ in seen]}, checksums {[checksum for _, checksum in seen]}. "
-                "An IterableDataset must "
-                "give the same samples in the same order on every rank, which allhands deals out: "
-                "derive its shuffling from a "
-                "fixed seed. If it gives each rank its own part already, say so: "
+                f"block by rank: {[total for total, _ in seen]}, checksums "
+                f"{[checksum for _, checksum in seen]}. An IterableDataset must give the same "
+                "samples in the same order on every rank, which allhands deals out: derive its "
+                "shuffling from a fixed seed. If it gives each rank its own part already, say so: "
                 "DataLoader(allhands.SplitByRank(dataset), …)"
             )
 

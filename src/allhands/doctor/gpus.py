@@ -183,9 +183,8 @@ def _trouble(host: str, found: list[Gpu], told: dict[str, str], facts: Facts) ->
     if blocked:
         advice = (
             "nccl then copies through the host's memory, which is slower. In a virtual machine ask "
-            "for direct access between its "
-            "GPUs; on bare metal ACS and the IOMMU may be in the way (nccl's manual, 'PCI Access "
-            "Control Services')"
+            "for direct access between its GPUs; on bare metal ACS and the IOMMU may be in the way "
+            "(nccl's manual, 'PCI Access Control Services')"
         )
         trouble.append(
             Finding(

@@ -25,8 +25,7 @@ def folder(host: str, told: Facts, *, made_by_launch: bool) -> Finding:
     if not told["exists"] and not made_by_launch:
         advice = (
             "`allhands launch` would run there and fail: copy the files with --sync-dst-dir DIR, "
-            "run it in a folder that "
-            f"{host} has too, or mount the shared disk there"
+            f"run it in a folder that {host} has too, or mount the shared disk there"
         )
         return Finding(host, "folder", "problem", f"there is no {path}", advice, values)
     if not told["is_folder"]:
@@ -116,8 +115,7 @@ def sharing(
     found = f"{path} is not the same on all hosts: {told}"
     advice = (
         "checkpoints in a logdir there lie on the host of rank 0 only, and another host cannot "
-        "resume from them: give a "
-        "logdir on a disk that all share. "
+        "resume from them: give a logdir on a disk that all share. "
     )
     advice += (
         "--sync-dst-dir copies the files of the job to each of them, as it should"

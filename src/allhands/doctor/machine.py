@@ -24,9 +24,8 @@ def login(host: str, seconds: float) -> Finding:
         return Finding(host, "ssh", "ok", found, values=values)
     advice = (
         "every start of a job waits as long. Usual causes: its sshd looks up names (set `UseDNS "
-        "no` and "
-        "`GSSAPIAuthentication no` there), its login files are slow, or Python lies on a slow "
-        "network disk"
+        "no` and `GSSAPIAuthentication no` there), its login files are slow, or Python lies on a "
+        "slow network disk"
     )
     return Finding(host, "ssh", "warning", found, advice, values)
 
@@ -188,10 +187,8 @@ def shm(host: str, told: dict[str, Any]) -> Finding:
         return Finding(host, "shm", "ok", found, values=values)
     advice = (
         "loaders with worker processes (num_workers) pass their batches through it and end with a "
-        "bus error when it is full. "
-        "In a container: `docker run --shm-size=8g` or `--ipc=host`; elsewhere `mount -o "
-        "remount,size=8g /dev/shm`, and remove "
-        "what ended jobs left in it"
+        "bus error when it is full. In a container: `docker run --shm-size=8g` or `--ipc=host`; "
+        "elsewhere `mount -o remount,size=8g /dev/shm`, and remove what ended jobs left in it"
     )
     return Finding(host, "shm", "problem" if free < 16 * MIB else "warning", found, advice, values)
 
@@ -221,9 +218,8 @@ def limits(host: str, facts: Facts) -> Finding:
     if rdma and locked is not None:
         advice = (
             f"{', '.join(rdma)} can be used by nccl only where memory may be locked: `* - memlock "
-            "unlimited` in "
-            "/etc/security/limits.conf, or `--ulimit memlock=-1` for a container; until then nccl "
-            "fails or uses sockets"
+            "unlimited` in /etc/security/limits.conf, or `--ulimit memlock=-1` for a container; "
+            "until then nccl fails or uses sockets"
         )
         return Finding(host, "limits", "warning", found, advice, values)
     return Finding(host, "limits", "ok", found, values=values)

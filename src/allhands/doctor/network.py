@@ -172,10 +172,9 @@ def ports(told: dict[tuple[str, str], dict[str, Any]], port: dict[str, int]) -> 
             advice = f"give {target} a name or address that {source} knows"
         advice += (
             ". Workers meet on ports that the system chooses, in both directions: let the hosts of "
-            "a job connect to one another "
-            "on all ports (`ufw allow from ADDRESS`, `iptables -I INPUT -s ADDRESS -j ACCEPT`, or "
-            "the cloud's security group). "
-            f"Tried: {'; '.join(tried)}"
+            "a job connect to one another on all ports (`ufw allow from ADDRESS`, `iptables -I "
+            "INPUT -s ADDRESS -j ACCEPT`, or the cloud's security group). Tried: "
+            f"{'; '.join(tried)}"
         )
         values = {"from": source, "to": target, "port": port[target], "tried": answer["tried"]}
         findings.append(Finding("", "ports", "problem", found, advice, values))
@@ -212,8 +211,7 @@ def link(told: dict[tuple[str, str], dict[str, float]], speed: int | None) -> Fi
         return Finding("", "link", "ok", found, values=values)
     advice = (
         "others use it at the same time, the switch is slower than the cards, or a virtual "
-        "machine's share is bounded; one "
-        "socket alone also reaches 100 Gbit/s on few machines"
+        "machine's share is bounded; one socket alone also reaches 100 Gbit/s on few machines"
     )
     return Finding("", "link", "warning", found, advice, values)
 
@@ -277,9 +275,8 @@ def all_reduce(told: dict[str, Any], ranks: int, hosts: int, link_rate: float | 
         return Finding("", "all-reduce", "ok", found, values=values)
     advice = (
         "gloo needs a core's time for every byte: give workers more cores, or use GPUs with nccl. "
-        "Look at the chosen interface "
-        "and MTU above, at other jobs on these hosts, and whether GLOO_SOCKET_IFNAME or "
-        "NCCL_SOCKET_IFNAME name a slower network"
+        "Look at the chosen interface and MTU above, at other jobs on these hosts, and whether "
+        "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME name a slower network"
     )
     return Finding("", "all-reduce", "warning", found, advice, values)
 

@@ -31,8 +31,7 @@ class BufferedRounds(Rounds):
         if systems is None:
             raise UserError(
                 "algorithm='fedbuff' goes by the virtual time of clients' devices; set "
-                "systems={'speed': …}, in "
-                "samples a second"
+                "systems={'speed': …}, in samples a second"
             )
         if systems.deadline is not None or systems.over_selection:
             raise UserError(

@@ -91,8 +91,7 @@ class RoundCheckpoints(TrainingCheckpoints):
             if then != now:
                 raise UserError(
                     f"resume: the checkpoint was written with {what} {then!r} and this run has "
-                    f"{now!r}; "
-                    f"set the {what} to {then!r}, or start anew with resume=None"
+                    f"{now!r}; set the {what} to {then!r}, or start anew with resume=None"
                 )
         try:
             session.model.load_state_dict(state["model"])

@@ -113,8 +113,7 @@ class Clients:
         if not tests.any():
             raise UserError(
                 f"test_fraction={test_fraction} of clients with at most {self.sizes.max()} samples "
-                "gives none a test sample; "
-                "write a larger fraction"
+                "gives none a test sample; write a larger fraction"
             )
         owner = np.repeat(np.arange(len(self)), self.sizes)
         place = np.arange(len(owner)) - np.repeat(self.offsets[:-1], self.sizes)

@@ -209,9 +209,8 @@ class Failures:
             if mistake:
                 raise UserError(text) from self._error
             raise ClientFailedError(
-                f"round {round_}: {text}\n(on_client_failure='skip' goes on without such clients, "
-                "'retry' "
-                "trains them again)"
+                f"round {round_}: {text}\n"
+                "(on_client_failure='skip' goes on without such clients, 'retry' trains them again)"
             ) from self._error
         if self.world.rank == 0:
             for slot, _, text, _ in told:

@@ -117,9 +117,8 @@ def train(
         if settings.metrics and not evaluated:
             reporter.line(
                 f"note: metrics ({', '.join(settings.metrics)}) are of loaders that are evaluated, "
-                "and there is none; of "
-                "the clients' training only the loss is known. Pass a loader 'valid', or "
-                "Federated(test_fraction=0.2)"
+                "and there is none; of the clients' training only the loss is known. Pass a loader "
+                "'valid', or Federated(test_fraction=0.2)"
             )
         session = Session(settings, world, reporter, rounds, evaluated)
         history = session.run()
@@ -190,15 +189,13 @@ def trained_source(sources: dict[str, Source]) -> Source:
         if getattr(source, name) is not None:
             raise UserError(
                 f"the loader '{source.name}' has a {name}; clients draw from their own samples in "
-                "an order of their "
-                "own: remove it, or say who has which samples with partition="
+                "an order of their own: remove it, or say who has which samples with partition="
             )
     if source.options.get("worker_init_fn") is not None and source.options.get("num_workers"):
         raise UserError(
             f"the loader '{source.name}' has a worker_init_fn, which loader processes call, and "
-            "clients have none: remove it, "
-            "and let the data set or collate_fn do what it does; random draws there are seeded "
-            "already"
+            "clients have none: remove it, and let the data set or collate_fn do what it does; "
+            "random draws there are seeded already"
         )
     return source
 
@@ -209,9 +206,8 @@ def samples_of(source: Source, device: torch.device) -> Samples:
     if listeners:
         raise UserError(
             f"set_epoch of {listeners.names()} is never called in federated training, whose "
-            "clients count no epochs together: "
-            "remove it, and draw from torch's generators, which are seeded by the round, the "
-            "client and the step"
+            "clients count no epochs together: remove it, and draw from torch's generators, which "
+            "are seeded by the round, the client and the step"
         )
     return Samples(source.dataset, device, source.options.get("collate_fn"))
 

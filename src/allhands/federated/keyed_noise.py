@@ -70,8 +70,7 @@ class Keyed(nn.Module):
         if self.over and self.calls != 1:
             raise UserError(
                 "a layer of dropout, crops or flips that the model calls several times runs again "
-                "in the backward "
-                "pass (activation checkpointing); give each call a layer of its own"
+                "in the backward pass (activation checkpointing); give each call a layer of its own"
             )
         call = 0 if self.over else self.calls
         if not self.over:

@@ -126,10 +126,8 @@ def dirichlet(
             return _by_owner(owner, clients, generator)
     raise UserError(
         f"a Dirichlet partition with alpha={alpha:g} of {len(targets):,} samples to {clients} "
-        f"clients gave no draw of {_TRIES} "
-        f"in which every client has min_size={min_size} samples (the best had {best}); write a "
-        "larger alpha, fewer clients, or "
-        f"min_size={best}"
+        f"clients gave no draw of {_TRIES} in which every client has min_size={min_size} samples "
+        f"(the best had {best}); write a larger alpha, fewer clients, or min_size={best}"
     )
 
 
@@ -305,8 +303,7 @@ def partition_of(given: Any, samples: Samples, clients: int | None, seed: int) -
     if len(empty):
         raise UserError(
             f"{len(empty)} of {len(made)} clients have no sample, such as client "
-            f"{made.name(int(empty[0]))}; leave them out of "
-            "the partition, or write fewer clients"
+            f"{made.name(int(empty[0]))}; leave them out of the partition, or write fewer clients"
         )
     return made
 
@@ -341,8 +338,7 @@ def _named(given: dict[str, Any], samples: Samples, clients: int | None, seed: i
             )
             raise UserError(
                 f"partition={name!r} goes by classes, and the data set {what}; give it an "
-                "attribute `targets` with one integer a "
-                "sample, or partition= a list of index lists"
+                "attribute `targets` with one integer a sample, or partition= a list of index lists"
             )
         options["targets"] = targets.numpy()
     made: Clients = _KNOWN[name](**options)

@@ -51,8 +51,7 @@ def own_numbers(
         if not matched:
             raise UserError(
                 "local_layers: the model has nothing called "
-                f"{pattern!r}{did_you_mean(pattern, known)} "
-                f"It has: {', '.join(modules)}"
+                f"{pattern!r}{did_you_mean(pattern, known)} It has: {', '.join(modules)}"
             )
         found |= matched
     for name, module in model.named_modules():
@@ -64,8 +63,7 @@ def own_numbers(
         if counts and _within(f"{name}.running_mean", found):
             raise UserError(
                 f"'{name}' has momentum=None, for which its counter of batches must stay with the "
-                "client too, and "
-                "counters are shared; set its momentum, for example 0.1"
+                "client too, and counters are shared; set its momentum, for example 0.1"
             )
     places = [
         torch.arange(place.start, place.stop)

@@ -74,16 +74,14 @@ class Privacy:
         )
         if not uniform:
             raise UserError(
-                "privacy= needs an algorithm whose clients send one update and all count the "
-                "same, and algorithm="
-                f"{algorithm.name!r} is none, as it is set; write "
+                "privacy= needs an algorithm whose clients send one update and all count the same, "
+                f"and algorithm={algorithm.name!r} is none, as it is set; write "
                 "algorithm={'name': 'fedavg', 'weighted': False}"
             )
         if server.layout.integers:
             raise UserError(
                 f"privacy= with the integer buffer '{server.layout.integers[0]}', whose mean gets "
-                "no noise; use "
-                "GroupNorm, or track_running_stats=False"
+                "no noise; use GroupNorm, or track_running_stats=False"
             )
         if (
             self.delta >= 1 / server.num_clients

@@ -138,8 +138,7 @@ class Rounds:
             if compression is not None:
                 raise UserError(
                     "compress= with privacy=: what is narrowed after it was clipped may exceed the "
-                    "bound; leave "
-                    "one of them out"
+                    "bound; leave one of them out"
                 )
             privacy.check(self.algorithm, server, per_round)
         self.traffic = Traffic(self.algorithm, server, compression)
@@ -192,11 +191,10 @@ class Rounds:
         if algorithm.shares and not algorithm.average_buffers and shared:
             raise UserError(
                 f"the model has buffers that training changes, such as '{shared[0]}' (BatchNorm's "
-                "statistics?), and "
-                f"algorithm={algorithm.name!r} says nothing about their mean; use GroupNorm, or "
-                "keep these layers "
-                "with the clients (algorithm='fedbn', local_layers=[…]), or set the algorithm's "
-                "average_buffers=True for their mean by samples"
+                f"statistics?), and algorithm={algorithm.name!r} says nothing about their mean; "
+                "use GroupNorm, or keep these layers with the clients (algorithm='fedbn', "
+                "local_layers=[…]), or set the algorithm's average_buffers=True for their mean by "
+                "samples"
             )
         return None if own is None else own.to(self.server.device)
 
@@ -427,8 +425,7 @@ class Rounds:
         if self.on_bad_update == "stop":
             raise BadUpdateError(
                 f"{what}; lower the clients' learning rate or set clip_norm, or set "
-                "on_bad_update='skip' to "
-                "leave such clients out of the round"
+                "on_bad_update='skip' to leave such clients out of the round"
             )
         if self.world.rank == 0:
             print(f"{what}, left out", flush=True)

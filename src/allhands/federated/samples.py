@@ -58,8 +58,7 @@ class Samples:
         elif not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise UserError(
                 f"the data set is a {type(dataset).__name__} without indices or length; clients "
-                "need one that has both, "
-                "such as a TensorDataset"
+                "need one that has both, such as a TensorDataset"
             )
 
     def __len__(self) -> int:

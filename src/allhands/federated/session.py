@@ -274,8 +274,7 @@ class Session:
         if chosen == "train" and metric != "loss":
             raise UserError(
                 f"main_metric={metric!r}: of the clients' training only the loss is known; write "
-                "main_metric='loss', or pass a "
-                "loader 'valid' that is evaluated"
+                "main_metric='loss', or pass a loader 'valid' that is evaluated"
             )
         return chosen
 
@@ -318,9 +317,8 @@ class Session:
         )
         self.reporter.line(
             f"allhands: federated, {rounds.algorithm.name}, {where}; {rounds.per_round:,} of "
-            f"{len(rounds.clients):,} clients a "
-            f"round, {rounds.rounds} rounds; {len(rounds.clients.indices):,} samples; "
-            f"seed {self.settings.seed}"
+            f"{len(rounds.clients):,} clients a round, {rounds.rounds} rounds; "
+            f"{len(rounds.clients.indices):,} samples; seed {self.settings.seed}"
         )
         if self.schedule.scheduler is not None:
             self.reporter.line(f"{type(self.schedule.scheduler).__name__} steps once a round")

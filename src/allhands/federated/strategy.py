@@ -134,8 +134,7 @@ class Federated(Strategy):
         if clients is not None and per_round is not None and per_round > clients:
             raise UserError(
                 f"per_round={per_round} of clients={clients}; a round cannot have more clients "
-                "than there are: write "
-                f"per_round={clients}, or None for all of them"
+                f"than there are: write per_round={clients}, or None for all of them"
             )
         self.clients, self.partition, self.per_round, self.rounds = (
             clients,
@@ -225,15 +224,13 @@ class Federated(Strategy):
         if settings.step in ("compile", "graph"):
             raise UserError(
                 f"step={settings.step!r} with distributed=Federated(…): an executor takes the "
-                "clients' steps; leave it out, "
-                "and write Federated(executor='graph')"
+                "clients' steps; leave it out, and write Federated(executor='graph')"
             )
         if settings.precision not in CLIENT_PRECISIONS:
             raise UserError(
                 f"precision={settings.precision!r} with distributed=Federated(…): fp16 needs its "
-                "losses scaled by a factor that "
-                "follows one long training, and clients begin anew in every round: write "
-                "precision='bf16'"
+                "losses scaled by a factor that follows one long training, and clients begin anew "
+                "in every round: write precision='bf16'"
             )
         if isinstance(settings.scheduler, tuple) and settings.scheduler[1] == "step":
             raise UserError(
@@ -311,7 +308,6 @@ def _made(given: Any, kind: Any, what: str) -> Any:
     ]:
         raise UserError(
             f"{what}={given!r}: {'there is no option' if option in given else 'it needs'} "
-            f"{option!r}; it takes: "
-            f"{', '.join(takes)}"
+            f"{option!r}; it takes: {', '.join(takes)}"
         )
     return kind(**given)

@@ -232,8 +232,7 @@ class Systems:
         if self.wanted(per_round) > len(clients):
             raise UserError(
                 f"systems: over_selection={self.over_selection:g} of per_round={per_round} selects "
-                f"{self.wanted(per_round)} of "
-                f"{len(clients)} clients; write at most "
+                f"{self.wanted(per_round)} of {len(clients)} clients; write at most "
                 f"over_selection={len(clients) / per_round - 1:.2g}, or a smaller per_round"
             )
 
@@ -390,8 +389,7 @@ def coala_delays(
     if kind == "real" and level and not speeds:
         raise UserError(
             "hetero_type='real' draws from speeds of real devices, and there are none here; give "
-            "speeds=[…], or set "
-            "hetero_type to 'dir' or 'iso'"
+            "speeds=[…], or set hetero_type to 'dir' or 'iso'"
         )
     drawn, groups = np.random.default_rng(derive_seed(seed, "delays")), min(groups, late)
     if not level:
@@ -408,7 +406,6 @@ def coala_delays(
     if each.sum() <= 0:
         raise UserError(
             f"hetero_type={kind!r} with level={level} leaves one client without a delay to scale; "
-            "set level to "
-            f"{max(level - 1, 0)}"
+            f"set level to {max(level - 1, 0)}"
         )
     return [float(value) for value in each / each.sum() * total_time]

@@ -78,6 +78,5 @@ def check_size(size: int, world_size: int) -> None:
         ]
         raise UserError(
             f"devices_per_client={size} with {world_size} worker{'s' if world_size > 1 else ''}; "
-            "write workers="
-            f"{' or '.join(map(str, fits))}, or devices_per_client=1"
+            f"write workers={' or '.join(map(str, fits))}, or devices_per_client=1"
         )

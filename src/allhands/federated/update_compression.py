@@ -189,8 +189,7 @@ class Traffic:
         if compression is not None and (sends or not algorithm.shares):
             raise UserError(
                 f"compress={compression.name!r} narrows updates, and algorithm={algorithm.name!r} "
-                "sends "
-                f"{'other vectors too' if algorithm.shares else 'none'}; write compress=None"
+                f"sends {'other vectors too' if algorithm.shares else 'none'}; write compress=None"
             )
         width = server.weights.element_size()
         shared = 1.0 if algorithm.shares else 0.0

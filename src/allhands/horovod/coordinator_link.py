@@ -161,7 +161,6 @@ def _connect(addresses: list[str], port: int, rank: int, token: bytes) -> socket
     except (OSError, EOFError, wire.RefusedError) as error:
         raise WorldError(
             f"rank {rank} ({socket.gethostname()}) cannot reach rank 0 at "
-            f"{' or '.join(addresses)}, port {port} ({error}): "
-            "workers talk to one another on ports that the system chooses; open the firewall "
-            "between the hosts"
+            f"{' or '.join(addresses)}, port {port} ({error}): workers talk to one another on "
+            "ports that the system chooses; open the firewall between the hosts"
         ) from None

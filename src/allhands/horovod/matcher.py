@@ -239,8 +239,7 @@ class Matcher:
             if there and here:
                 text = (
                     f"{key[2]!r}: {ranks_text(here)} called {self._call(key)}, {ranks_text(there)} "
-                    f"called {self._call(other)}; "
-                    "all ranks must call the same"
+                    f"called {self._call(other)}; all ranks must call the same"
                 )
                 self._refuse(other, text)
                 return text
@@ -267,8 +266,7 @@ class Matcher:
         more = f" ({', '.join(waits)})" if waits else ""
         return (
             f"{self._call(key)} {key[2]!r}: {ranks_text(pending.asks)} called it {age:.0f} s ago, "
-            f"{ranks_text(missing)} "
-            f"did not{more}"
+            f"{ranks_text(missing)} did not{more}"
         )
 
     def _fuse(self) -> None:

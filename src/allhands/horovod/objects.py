@@ -78,9 +78,8 @@ def unpack(data: torch.Tensor) -> Any:
     if raw.startswith(_REFUSED):
         raise UserError(
             f"{raw[len(_REFUSED) :].decode()}. Objects may hold plain values, lists, tuples, "
-            "dicts, sets, tensors and numpy "
-            "arrays; give a state_dict() or vars() of it, or allow its class on all ranks with "
-            "torch.serialization.add_safe_globals([...])"
+            "dicts, sets, tensors and numpy arrays; give a state_dict() or vars() of it, or allow "
+            "its class on all ranks with torch.serialization.add_safe_globals([...])"
         )
     return _load(raw)
 

@@ -86,8 +86,7 @@ class Operations(ABC):
         if op == Adasum and process_set.size() & (process_set.size() - 1):
             raise UserError(
                 f"op Adasum needs a power of two of ranks, and there are {process_set.size()}; set "
-                "op to hvd.Average, or train "
-                "with 2, 4, 8 ... ranks"
+                "op to hvd.Average, or train with 2, 4, 8 ... ranks"
             )
         return self._ask(
             "allreduce",
@@ -155,8 +154,7 @@ class Operations(ABC):
         if len(given) != size or min(given) < 0 or sum(given) != len(tensor):
             raise UserError(
                 f"alltoall: the splits {given} of {len(tensor)} rows over {size} ranks; set splits "
-                f"to {size} numbers of at "
-                f"least 0 whose sum is {len(tensor)}"
+                f"to {size} numbers of at least 0 whose sum is {len(tensor)}"
             )
         return self.begin(
             name, self._ask("alltoall", [tensor], splits=tuple(given)), process_set, [tensor], []
@@ -257,8 +255,7 @@ class Operations(ABC):
         if "cuda" in devices and self.world.backend != "nccl" and not self.world.is_alone:
             raise UserError(
                 f"{kind}: the tensors are on a GPU, and the ranks are connected by "
-                f"{self.world.backend}; give tensor.cpu(), or "
-                "start processes that see one GPU each"
+                f"{self.world.backend}; give tensor.cpu(), or start processes that see one GPU each"
             )
         if (
             "cuda" in devices

@@ -85,8 +85,7 @@ def create(name: str = "local", **options: Any) -> KVStore:
     if mode.distributed and mode.wait != "sync":
         raise UserError(
             f"create('{name}') needs parameter servers, and this job has none: write `allhands "
-            "launch -s 1 …`, or "
-            "create('dist_sync')"
+            "launch -s 1 …`, or create('dist_sync')"
         )
     if options:
         given = ", ".join(f"{option}={value!r}" for option, value in options.items())

@@ -62,9 +62,8 @@ def check_finite(name: str, values: torch.Tensor) -> None:
     if values.numel() and not math.isfinite(torch.linalg.vector_norm(values, ord=math.inf)):
         raise UserError(
             f"{int((~values.isfinite()).sum())} of {values.numel()} values{_for(name)} are NaN or "
-            "infinite and cannot be "
-            "compressed; lower the learning rate, clip, or look for the layer with "
-            "torch.autograd.detect_anomaly()"
+            "infinite and cannot be compressed; lower the learning rate, clip, or look for the "
+            "layer with torch.autograd.detect_anomaly()"
         )
 
 

@@ -152,11 +152,10 @@ class CollectiveStore(LocalStore):
         if first and theirs and not set(first) & set(theirs):
             raise UserError(
                 f"the key {_named(first)} is not the same on all workers: worker 0 makes "
-                f"{_named(first)} while worker {odd} "
-                f"makes {_named(theirs)}. Without servers, workers make their keys in the same "
-                "order: write init([…], […]) with "
-                "all keys in one call, in which their order changes nothing, or start servers "
-                "(allhands launch -s 1)"
+                f"{_named(first)} while worker {odd} makes {_named(theirs)}. Without servers, "
+                "workers make their keys in the same order: write init([…], […]) with all keys in "
+                "one call, in which their order changes nothing, or start servers (allhands launch "
+                "-s 1)"
             )
         for name in sorted({*first, *theirs}):
             if first.get(name) != theirs.get(name):
@@ -246,8 +245,7 @@ class CollectiveStore(LocalStore):
                 self._left()
                 raise UserError(
                     f"worker {self.rank} has left the store, while others are in {_text(other)}; "
-                    "make the same calls in the same "
-                    "order on all workers"
+                    "make the same calls in the same order on all workers"
                 )
             if call == "update":
                 names, *rest = about

@@ -100,17 +100,15 @@ def _common_step(store: Connected, broken: list[int], holding: set[int]) -> int:
     if not store.rules["snapshot_every"]:
         raise WorldError(
             f"{lost}, and so was the copy of it that the next server kept; train again from the "
-            "last checkpoint, and save "
-            "snapshots too (snapshot_every=…, snapshot_dir=…) where several servers may be lost at "
-            "once"
+            "last checkpoint, and save snapshots too (snapshot_every=…, snapshot_dir=…) where "
+            "several servers may be lost at once"
         )
     known = [set(link.ask("snapshots")["steps"]) for link in store.links if link.number in holding]
     common = set.intersection(*known) if known else {0}
     if not common:
         raise WorldError(
             f"{lost} before there was a snapshot that all servers have; train again from the last "
-            "checkpoint, and save snapshots "
-            "more often (snapshot_every=…)"
+            "checkpoint, and save snapshots more often (snapshot_every=…)"
         )
     return max(common)
 
@@ -141,8 +139,7 @@ def _new_place(store: Connected, gone: ServerLink) -> dict[str, Any]:
         time.sleep(0.1)
     raise WorldError(
         f"{gone.name} is gone, and was not started again within {RETURN_TIMEOUT:.0f} s; `allhands "
-        "launch "
-        "--server-restarts N` starts it"
+        "launch --server-restarts N` starts it"
     )
 
 

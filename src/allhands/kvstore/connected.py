@@ -473,8 +473,7 @@ class Connected(KVStore):
         if self.rank == 0:
             print(
                 f"allhands: a server was lost and has come back; all go on from step {step}, of "
-                "which there is a snapshot: "
-                f"{before - step} finished steps are lost",
+                f"which there is a snapshot: {before - step} finished steps are lost",
                 flush=True,
             )
         return step

@@ -122,8 +122,7 @@ class SplitSampler(Sampler[int]):
         if num_parts < 1 or not 0 <= part_index < num_parts:
             raise UserError(
                 f"SplitSampler(num_parts={num_parts}, part_index={part_index}); part_index must be "
-                "0 to num_parts - 1: "
-                "SplitSampler(length, store.num_workers, store.rank)"
+                "0 to num_parts - 1: SplitSampler(length, store.num_workers, store.rank)"
             )
         self.length, self.num_parts, self.part_index, self.seed = (
             length,

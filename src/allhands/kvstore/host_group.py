@@ -262,9 +262,8 @@ class HostGroup:
                     who, all_ = f"worker {one} ({self._about[one]})", _all(self.ranks)
                     self._lost(
                         f"{who} is lost: it was killed, it crashed, is stopped or hangs, and gave "
-                        "no sign of life for "
-                        f"{self.lease:.1f} s. The workers of a host ({all_}) are one member of "
-                        "this store, and end with it"
+                        f"no sign of life for {self.lease:.1f} s. The workers of a host ({all_}) "
+                        "are one member of this store, and end with it"
                     )
 
     def _lost(self, text: str) -> None:

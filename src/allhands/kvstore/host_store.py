@@ -53,10 +53,9 @@ def connect(mode: Mode, options: Mapping[str, Any]) -> KVStore:
     if several and os.environ.get("ALLHANDS_ON_WORKER_FAILURE") == "restart":
         raise UserError(
             f"create('{mode.name}') with --on-worker-failure restart: the workers of a host are "
-            "one member of the store, which "
-            "one of them alone cannot join again; write create('dist_sync'), where each worker is "
-            "a member, or "
-            "--on-worker-failure continue, where the other hosts go on"
+            "one member of the store, which one of them alone cannot join again; write "
+            "create('dist_sync'), where each worker is a member, or --on-worker-failure continue, "
+            "where the other hosts go on"
         )
 
     def served() -> ServedStore:
@@ -218,8 +217,7 @@ class HostStore(KVStore):
         if rows and dense and clip_norm is not None:
             raise UserError(
                 f"clip_norm over keys of rows and others in create('{self.type}'), where rows do "
-                "not travel with the host's sum; "
-                "write create('dist_sync'), or leave clip_norm out"
+                "not travel with the host's sum; write create('dist_sync'), or leave clip_norm out"
             )
         for name, grad in rows.items():
             check_rows(name, grad, self.tables[name])
@@ -437,8 +435,7 @@ class HostStore(KVStore):
                 calls = " and in ".join(map(_text, others))
                 raise UserError(
                     f"worker {self.rank} has left the store, while others of its host are in "
-                    f"{calls}; make the "
-                    "same calls in the same order on all of them"
+                    f"{calls}; make the same calls in the same order on all of them"
                 )
             self._group.stores[number].take_part(call, about, weights)
         if self._dense is not None:

@@ -432,8 +432,7 @@ class LocalStore(KVStore):
                 if name in self._buckets and tensor.shape != self.shapes[name][0]:
                     raise UserError(
                         f"the state '{what}' of the key '{name}' has shape {list(tensor.shape)}, "
-                        "the key "
-                        f"{list(self.shapes[name][0])}"
+                        f"the key {list(self.shapes[name][0])}"
                     )
         self._meet("load_state", state.step)
         for bucket in list(_each(self._buckets[name] for name in sorted(self._buckets))):

@@ -78,8 +78,7 @@ class Copy:
             self.whole = False
             print(
                 f"allhands: the copy of server {self._made[0]} was lost, because what came cannot "
-                "be applied: "
-                f"{type(error).__name__}: {error}",
+                f"be applied: {type(error).__name__}: {error}",
                 flush=True,
             )
         finally:

@@ -109,8 +109,7 @@ def spec_from(
         if len(spec.groups) > 1:
             raise UserError(
                 f"the {what} has {len(spec.groups)} groups, and the store cannot know which keys "
-                "belong to which; "
-                "give it to Trainer, or set an optimizer with one group"
+                "belong to which; give it to Trainer, or set an optimizer with one group"
             )
         if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
             raise UserError(

@@ -311,9 +311,8 @@ class ParameterServer:
                 elif (silent := session.incoming.silent(now)) > self.lease:
                     why = (
                         f"worker {session.rank} ({session.about}) is lost: no sign of life for "
-                        f"{silent:.0f} s (it "
-                        f"is stopped or hangs, or its host or network is down; {LEASE} sets how "
-                        "long is waited)"
+                        f"{silent:.0f} s (it is stopped or hangs, or its host or network is down; "
+                        f"{LEASE} sets how long is waited)"
                     )
                     session.tell(
                         {"op": "failed", "error": f"the servers go on without this worker: {why}"}
@@ -329,9 +328,8 @@ class ParameterServer:
                 rank,
                 (
                     f"worker {rank} is lost: it has not connected to server {self.number} within "
-                    f"{self.patience:.0f} s of the first "
-                    f"worker (it ended, or is still at work before it creates the store; {START} "
-                    "sets how long is waited)"
+                    f"{self.patience:.0f} s of the first worker (it ended, or is still at work "
+                    f"before it creates the store; {START} sets how long is waited)"
                 ),
             )
 

@@ -91,8 +91,7 @@ def _named(params: Any) -> Iterable[tuple[str, Any]]:
     if any(isinstance(one, Mapping) for one in listed):
         raise UserError(
             "params is a list of dicts; for groups with options of their own, pass the net as "
-            "params, and "
-            "optimizer=lambda params: torch.optim.SGD([{'params': …, 'lr': …}, …])"
+            "params, and optimizer=lambda params: torch.optim.SGD([{'params': …, 'lr': …}, …])"
         )
     if listed and all(
         isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) for one in listed
@@ -137,8 +136,7 @@ def build_optimizer(
         if len(groups) > 1:
             raise UserError(
                 "the optimizer has several groups of options, and the Trainer cannot know whose "
-                "they are; give it a function of "
-                "the parameters that makes a torch optimizer"
+                "they are; give it a function of the parameters that makes a torch optimizer"
             )
         return class_of(spec.name)(params, **groups[0]), spec, None
     built = (
@@ -242,8 +240,7 @@ def read_spec(
     if saved.name != now.name or len(saved.groups) != len(now.groups):
         raise UserError(
             f"{path} has the state of '{saved.name}' with {len(saved.groups)} groups, and this "
-            "Trainer's optimizer is "
-            f"'{now.name}' with {len(now.groups)}"
+            f"Trainer's optimizer is '{now.name}' with {len(now.groups)}"
         )
     for group, values in zip(optimizer.param_groups, saved.groups, strict=True):
         group.update(

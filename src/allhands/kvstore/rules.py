@@ -75,6 +75,5 @@ def check_servers(mode: Mode, rules: Mapping[str, Any], servers: int) -> None:
     if rules["mirror"] and servers < 2:
         raise UserError(
             f"create('{mode.name}', mirror=True) needs a second server, which keeps the copy, and "
-            f"there is {servers}: write "
-            "`allhands launch -s 2 …`, or leave mirror out"
+            f"there is {servers}: write `allhands launch -s 2 …`, or leave mirror out"
         )

@@ -553,8 +553,7 @@ class ServedStore(Connected):
             if not self._sync and self.optimizer is None:
                 raise UserError(
                     f"the key '{name}' cannot be pushed: create('{self.type}') applies each push "
-                    "by itself, which needs an "
-                    "optimizer; call set_optimizer first"
+                    "by itself, which needs an optimizer; call set_optimizer first"
                 )
 
 

@@ -70,8 +70,7 @@ class Shard(ShardKeys):
             if self.spec is None:
                 raise UserError(
                     f"create('dist_{self.rules['wait']}') applies each push by itself, which needs "
-                    "an optimizer: call "
-                    "set_optimizer first"
+                    "an optimizer: call set_optimizer first"
                 )
             if not meta.chunks:
                 self._step_done(meta)
@@ -86,9 +85,8 @@ class Shard(ShardKeys):
             if form != first:
                 raise UserError(
                     f"in step {meta.step} worker {meta.worker.rank} has {form} for [the "
-                    "optimizer's options, "
-                    f"clip_norm, expected], but worker {rank} has {first}: all workers must step "
-                    "with the same"
+                    f"optimizer's options, clip_norm, expected], but worker {rank} has {first}: "
+                    "all workers must step with the same"
                 )
             while len(self._forms) > 64:
                 del self._forms[next(iter(self._forms))]

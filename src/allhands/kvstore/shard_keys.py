@@ -206,8 +206,7 @@ class ShardKeys:
                 ):
                     raise UserError(
                         f"the optimizer is {spec.name} {list(spec.groups)} on this worker, but "
-                        f"{self.spec.name} "
-                        f"{list(self.spec.groups)} on another"
+                        f"{self.spec.name} {list(self.spec.groups)} on another"
                     )
                 return
             self.spec = spec

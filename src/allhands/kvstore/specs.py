@@ -298,9 +298,8 @@ def _layout(name: str, frozen: str) -> dict[str, Any]:
     if name not in _BUILT_IN and not torch.equal(whole, torch.cat(pieces)):
         raise UserError(
             f"the optimizer '{name}' ({class_of(name).__module__}.{class_of(name).__name__}) "
-            "updates a number by others "
-            "than itself, so that a key cannot be cut into chunks; known are: "
-            f"{', '.join(known_optimizers())}"
+            "updates a number by others than itself, so that a key cannot be cut into chunks; "
+            f"known are: {', '.join(known_optimizers())}"
         )
 
     def kind(value: Any) -> Any:

@@ -359,8 +359,7 @@ class KVStore(ABC):
         if out.shape != (len(ids), table.columns) or out.dtype != table.dtype:
             raise UserError(
                 f"row_sparse_pull('{name}'): out has shape {list(out.shape)} and {out.dtype}; for "
-                f"{len(ids)} row ids it must "
-                f"have [{len(ids)}, {table.columns}] and {table.dtype}"
+                f"{len(ids)} row ids it must have [{len(ids)}, {table.columns}] and {table.dtype}"
             )
         self._pull_rows(name, ids, out)
         return out
@@ -419,8 +418,7 @@ class KVStore(ABC):
         if values.numel() != shape.numel() or not compressible(dtype):
             raise UserError(
                 f"load_residuals: {values.numel()} numbers for '{name}', which has {shape.numel()} "
-                f"of {dtype}; give what "
-                "residuals() gave for this key"
+                f"of {dtype}; give what residuals() gave for this key"
             )
 
     def is_capable(self, capability: str) -> bool:
@@ -508,8 +506,7 @@ class KVStore(ABC):
         if tensor.shape != shape or tensor.dtype != dtype:
             raise UserError(
                 f"{what} for the key '{name}' has shape {list(tensor.shape)} and {tensor.dtype}, "
-                "but the key was initialised "
-                f"with {list(shape)} and {dtype}"
+                f"but the key was initialised with {list(shape)} and {dtype}"
             )
 
     def _checked(self, name: str, given: Any) -> torch.Tensor:
@@ -524,8 +521,7 @@ class KVStore(ABC):
             if value.layout != torch.strided:
                 raise UserError(
                     f"the value for '{name}' is sparse, but the key is dense; make the key with "
-                    f"init('{name}', "
-                    "RowSparse(rows, columns))"
+                    f"init('{name}', RowSparse(rows, columns))"
                 )
             self._check_like(name, value, "the value")
         return sum_on_one_device(values)

@@ -240,8 +240,7 @@ class Trainer:
         if self._reduction == "mean":
             raise UserError(
                 "allreduce_grads with reduction='mean' does not know the batch_size; use "
-                "step(batch_size), or a loss that is a "
-                "sum over the samples, and reduction='sum'"
+                "step(batch_size), or a loss that is a sum over the samples, and reduction='sum'"
             )
         if self._reduced:
             raise UserError("allreduce_grads was called twice; call update(batch_size) in between")
@@ -315,9 +314,8 @@ class Trainer:
             if any(grad.layout != torch.strided for grad in found):
                 raise UserError(
                     f"the gradient of '{slot.name}' is sparse; use nn.Embedding(…, sparse=False), "
-                    "or keep the table in the "
-                    f"store: init('{slot.name}', RowSparse(rows, columns)), push and "
-                    "row_sparse_pull"
+                    f"or keep the table in the store: init('{slot.name}', RowSparse(rows, "
+                    "columns)), push and row_sparse_pull"
                 )
             if found:
                 grads[slot.name] = sum_on_one_device(found).to(slot.first.device)
@@ -374,9 +372,8 @@ class Trainer:
             if [one._version for one in slot.replicas] != versions:
                 raise UserError(
                     f"the weights of '{slot.name}' were changed since the Trainer last wrote them, "
-                    "and the store does not know; "
-                    "load or change weights before the Trainer is made, or use "
-                    "update_on_kvstore=False"
+                    "and the store does not know; load or change weights before the Trainer is "
+                    "made, or use update_on_kvstore=False"
                 )
 
     # ------------------------------------------------------------------ learning rate and states

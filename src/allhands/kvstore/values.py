@@ -48,8 +48,7 @@ def check_rows(name: str, value: torch.Tensor, table: RowSparse) -> None:
     ):
         raise UserError(
             f"the value for '{name}' has shape {list(value.shape)} and {value.dtype}, but the "
-            f"table has [{table.rows}, "
-            f"{table.columns}] and {table.dtype}"
+            f"table has [{table.rows}, {table.columns}] and {table.dtype}"
         )
     check_ids(name, value._indices()[0], table)
 

@@ -178,7 +178,6 @@ def _text(cycle: Sequence[tuple[int, _Wait, Need]]) -> str:
         keys = sorted({key for _, _, (_, key, _) in cycle})
         advice = (
             "exchange keys in the same order on all workers, or push all of them before the first "
-            "is pulled: "
-            f"push({keys}, …), then pull({keys}, …)"
+            f"is pulled: push({keys}, …), then pull({keys}, …)"
         )
     return f"the workers wait for one another for ever: {'; '.join(parts)}; {advice}"

@@ -292,10 +292,9 @@ class Job:
                 raise HostError(
                     agent.host,
                     f"it reaches {first.host} under none of its addresses "
-                    f"({'; '.join(answer['tried'])}). Workers talk to one "
-                    "another on ports that the system chooses: open the firewall between the "
-                    "hosts; `allhands doctor -H …` "
-                    "tests every pair",
+                    f"({'; '.join(answer['tried'])}). Workers talk to one another on ports that "
+                    "the system chooses: open the firewall between the hosts; `allhands doctor -H "
+                    "…` tests every pair",
                 )
         addresses = [told[0]["address"], *(answer["own"] for answer in told)]
         interfaces = [

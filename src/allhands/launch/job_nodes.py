@@ -76,8 +76,7 @@ def check_versions(nodes: Sequence[JobNode]) -> None:
                 raise HostError(
                     name,
                     f"it has {what} {version}, but {first_name} has {what} {firsts[what]}; install "
-                    "the same on all hosts, "
-                    "or name another Python with --python PATH",
+                    "the same on all hosts, or name another Python with --python PATH",
                 )
 
 

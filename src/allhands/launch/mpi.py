@@ -79,8 +79,7 @@ def find_launcher(environ: Mapping[str, str]) -> MpiLauncher:
     if program is None:
         raise UserError(
             "--launcher mpi: there is no mpirun or mpiexec in PATH; pip install 'allhands[mpi]' "
-            "mpich, or load your cluster's "
-            "module of MPI"
+            "mpich, or load your cluster's module of MPI"
         )
     try:
         asked = subprocess.run(
@@ -129,8 +128,7 @@ def command_line(
         if host.user or host.port:
             raise UserError(
                 f"--launcher mpi: {host.name} has a user or port in --hosts, which MPI's launchers "
-                "do not take; put them into "
-                "~/.ssh/config under that name"
+                "do not take; put them into ~/.ssh/config under that name"
             )
     slots = [host.slots for host in hosts]
     if workers is None:
@@ -194,8 +192,7 @@ def run_mpi(
         )
         raise UserError(
             f"{named}: with --launcher mpi the ranks belong to MPI's launcher, which cannot do "
-            "that; leave it out, or use "
-            "--launcher ssh or slurm"
+            "that; leave it out, or use --launcher ssh or slurm"
         )
     launcher = find_launcher(os.environ)
     own = {name: value for name, value in variables.items() if value is not None}

@@ -248,8 +248,7 @@ class NodeFollower:
     def _start(self, task: dict[str, Any], request: dict[str, Any]) -> None:
         if request["servers"] != self.servers:
             raise UserError(
-                f"{self.host} was called with servers={self.servers}, "
-                f"but {self.leader} with "
+                f"{self.host} was called with servers={self.servers}, but {self.leader} with "
                 f"servers={request['servers']}; every node must make the same call"
             )
         places, port, run_id = (

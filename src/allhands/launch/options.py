@@ -102,10 +102,9 @@ class Options:
         if chosen != STOP and not self.servers:
             raise UserError(
                 f"on_worker_failure={chosen!r} needs parameter servers: workers that talk to one "
-                "another in collectives cannot "
-                "go on while one of them is missing. Start servers (-s 1) for workers that use "
-                "allhands.kvstore, or write "
-                "max_restarts (--max-restarts) alone, which starts all workers again"
+                "another in collectives cannot go on while one of them is missing. Start servers "
+                "(-s 1) for workers that use allhands.kvstore, or write max_restarts "
+                "(--max-restarts) alone, which starts all workers again"
             )
         if chosen == RESTART and not self.max_restarts:
             raise UserError(

@@ -46,8 +46,7 @@ def set_up(
         except OSError as error:
             raise UserError(
                 f"the folder {cwd} cannot be used there ({error.strerror}); --sync-dst-dir DIR "
-                "copies the working folder to "
-                "each host first"
+                "copies the working folder to each host first"
             ) from None
     gpus = processes.gpus() if local_workers is None else None
     if local_workers is None:

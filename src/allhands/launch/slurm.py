@@ -123,9 +123,8 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     if int(environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1:
         raise UserError(
             f"--launcher slurm in one of {environ['SLURM_STEP_NUM_TASKS']} tasks of srun: write "
-            "`srun python script.py`, "
-            "or start `allhands launch --launcher slurm` once, from the script of sbatch or the "
-            "shell of salloc"
+            "`srun python script.py`, or start `allhands launch --launcher slurm` once, from the "
+            "script of sbatch or the shell of salloc"
         )
     nodes = expand_hosts(environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", ""))
     if not nodes:
@@ -243,8 +242,7 @@ def _check_sizes(options: Sequence[str], workers: int | None) -> None:
     if tasks and product and tasks > product:
         raise UserError(
             f"--sbatch: --ntasks={tasks}, but --nodes={nodes} x --ntasks-per-node={each} = "
-            f"{product}; Slurm would drop one of "
-            "them: leave --ntasks out, or make them agree"
+            f"{product}; Slurm would drop one of them: leave --ntasks out, or make them agree"
         )
     if workers is not None and told and workers != told:
         raise UserError(
@@ -254,8 +252,7 @@ def _check_sizes(options: Sequence[str], workers: int | None) -> None:
     if told and gpus and per_task and gpus != told * per_task:
         raise UserError(
             f"--sbatch: --gpus={gpus}, but {told} tasks ({how}) x --gpus-per-task={per_task} = "
-            f"{told * per_task}; leave one of "
-            "them out, or make them agree"
+            f"{told * per_task}; leave one of them out, or make them agree"
         )
 
 

@@ -35,8 +35,7 @@ _ADVICE = (
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
         "its host key is not the one that is known for it. Somebody may be listening in, or it was "
-        "set up anew; find out which, "
-        "then remove the old key with `ssh-keygen -R {host}`",
+        "set up anew; find out which, then remove the old key with `ssh-keygen -R {host}`",
     ),
     (
         "Host key verification failed",

@@ -117,8 +117,7 @@ def _sides(layer: nn.Module, x: torch.Tensor) -> tuple[int, int]:
     if x.dim() != 4:
         raise UserError(
             f"{type(layer).__name__} takes batches of images, N x C x H x W, and was given the "
-            "shape "
-            f"{tuple(x.shape)}"
+            f"shape {tuple(x.shape)}"
         )
     return x.shape[2], x.shape[3]
 

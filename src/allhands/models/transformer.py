@@ -167,7 +167,6 @@ class NextToken(nn.CrossEntropyLoss):
         if output.shape[:-1] != target.shape:  # flattened, they might still have as many rows
             raise UserError(
                 "NextToken compares N x T x V logits with N x T tokens, but the model gave "
-                f"{list(output.shape)} for a target of "
-                f"{list(target.shape)}."
+                f"{list(output.shape)} for a target of {list(target.shape)}."
             )
         return super().forward(output.flatten(0, -2), target.flatten())

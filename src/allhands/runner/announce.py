@@ -36,8 +36,7 @@ def announce(training: Training, schedule_note: str) -> None:
         batch = "batches made by the batch sampler"
     training.reporter.line(
         f"allhands: {strategy}{f' ({layout})' if layout else ''}, {where}; {batch}; "
-        f"{samples}{steps}, {feed.kind}; "
-        f"seed {settings.seed}"
+        f"{samples}{steps}, {feed.kind}; seed {settings.seed}"
     )
     for note in settings.strategy.notes():
         training.reporter.line(note)

@@ -97,8 +97,7 @@ class EarlyStopping(Callback):
         if self.metric not in measured:
             raise UserError(
                 f"EarlyStopping(metric={self.metric!r}): loader '{loader}' measures "
-                f"{', '.join(measured) or 'nothing'}; "
-                "write one of these"
+                f"{', '.join(measured) or 'nothing'}; write one of these"
             )
         value = measured[self.metric][-1]
         better = not math.isnan(value) and (

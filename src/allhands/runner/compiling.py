@@ -23,14 +23,12 @@ def check_compiled(settings: TrainSettings, workers: int) -> None:
     if settings.strategy.compiled(workers) is None:
         raise UserError(
             f"step='compile' is not for strategy '{settings.strategy.name}' with {workers} "
-            "workers; write step='auto' (it is for "
-            "single, ddp, kvstore, local_sgd and fsdp)"
+            "workers; write step='auto' (it is for single, ddp, kvstore, local_sgd and fsdp)"
         )
     if hasattr(settings.model, "_orig_mod"):
         raise UserError(
             "step='compile': the model is one that torch.compile has given already; pass the model "
-            "itself (model._orig_mod), "
-            "with an optimizer over its parameters"
+            "itself (model._orig_mod), with an optimizer over its parameters"
         )
 
 

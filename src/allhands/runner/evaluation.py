@@ -273,8 +273,7 @@ def predict_feed(
     if not feed.ordered:
         raise UserError(
             "predict gives one row a sample in the order of the stream, and that of loader "
-            f"'{feed.name}' is split by rank; "
-            "pass a stream that gives all samples on every rank"
+            f"'{feed.name}' is split by rank; pass a stream that gives all samples on every rank"
         )
     steps = feed.epoch(0)
     if feed.own_collate:

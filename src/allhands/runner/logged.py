@@ -50,8 +50,7 @@ class Logged:
                 ranks = f"rank{'s' if len(has) > 1 else ''} {', '.join(map(str, has))}"
                 raise UserError(
                     f"training.log({name!r}, …) was called on {ranks} only, of {len(by_rank)} "
-                    "ranks; call it on every rank, "
-                    "without `if rank == 0`"
+                    "ranks; call it on every rank, without `if rank == 0`"
                 )
             if name in taken:
                 raise UserError(

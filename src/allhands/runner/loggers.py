@@ -112,8 +112,7 @@ def prepare_logdir(logdir: Any) -> Path | None:
     except OSError as error:
         raise UserError(
             f"logdir={str(logdir)!r} cannot be written: {error.strerror or error} "
-            f"({error.filename or path}). Choose another "
-            "folder, or logdir=None to write nothing"
+            f"({error.filename or path}). Choose another folder, or logdir=None to write nothing"
         ) from None
     return path
 

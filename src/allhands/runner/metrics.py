@@ -213,9 +213,8 @@ class LoaderMetrics:
                         raise
                     raise UserError(
                         f"metric '{name}', a {type(module).__name__}, cannot take the model's "
-                        f"output, which is {kind_of(output)} "
-                        f"({type(error).__name__}: {error}); write a function of it, "
-                        f"metrics={{'{name}': lambda output, target: "
+                        f"output, which is {kind_of(output)} ({type(error).__name__}: {error}); "
+                        f"write a function of it, metrics={{'{name}': lambda output, target: "
                         "…}}, or let handle_batch return the tensor"
                     ) from error
 
@@ -262,10 +261,9 @@ class LoaderMetrics:
         on_rank = f" on rank {rank}" if self.world.world_size > 1 else ""
         raise NonFiniteLossError(
             f"the training loss is {value}{on_rank} ({self.where}, batch {self.batches}). The "
-            "weights of the last checkpoint are "
-            "untouched. Usual causes: a learning rate too high, a target or input that is not "
-            "finite, a logarithm or division by "
-            "zero; clip_norm=1.0 bounds the step"
+            "weights of the last checkpoint are untouched. Usual causes: a learning rate too high, "
+            "a target or input that is not finite, a logarithm or division by zero; clip_norm=1.0 "
+            "bounds the step"
         )
 
     def partial(self) -> dict[str, torch.Tensor]:
@@ -334,9 +332,8 @@ class LoaderMetrics:
             purpose = "train on" if self.trains else "evaluate"
             raise UserError(
                 f"there was no batch to {purpose} ({self.where}): the loader has drop_last=True "
-                "and fewer samples than a global "
-                "batch (batch_size x workers x accumulate), or an empty stream. Write "
-                "drop_last=False, or a smaller batch_size"
+                "and fewer samples than a global batch (batch_size x workers x accumulate), or an "
+                "empty stream. Write drop_last=False, or a smaller batch_size"
             )
         if ranks < self.world.world_size:
             for module in self._modules.values():
@@ -438,8 +435,7 @@ def _scalar(name: str, value: Any) -> float:
         return float(value)
     raise UserError(
         f"metric '{name}' computed {type(value).__name__} {getattr(value, 'shape', '')}; only "
-        "single "
-        "numbers can be reported, set average=…"
+        "single numbers can be reported, set average=…"
     )
 
 

@@ -56,9 +56,7 @@ def in_training(model: nn.Module) -> tuple[nn.Module, Training | None]:
     if any(hasattr(parameter, "placements") for parameter in model.parameters()):
         raise UserError(
             "the model's weights lie in parts on the ranks, and it is not the model of a training "
-            "that runs now. Within a "
-            "training pass training.model, whose weights a callback may change in "
-            "on_evaluate_start; after it, the model "
-            "that was given to train()"
+            "that runs now. Within a training pass training.model, whose weights a callback may "
+            "change in on_evaluate_start; after it, the model that was given to train()"
         )
     return model, None

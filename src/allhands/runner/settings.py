@@ -211,8 +211,7 @@ class TrainSettings:
         ):
             raise UserError(
                 f"activation_checkpointing={asked!r}; it must be True, False, the name of a class "
-                "of layers, or a list of names "
-                "of classes or modules"
+                "of layers, or a list of names of classes or modules"
             )
         if not isinstance(self.seed, int):
             raise UserError(f"seed={self.seed!r}; it must be a whole number")
@@ -223,8 +222,7 @@ def check_model(model: Any) -> None:
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise UserError(
             f"the model is wrapped in {type(model).__name__} already; pass the bare model "
-            "(model.module) and say how to "
-            "distribute it with distributed=…"
+            "(model.module) and say how to distribute it with distributed=…"
         )
     if not isinstance(model, nn.Module):
         raise UserError(f"model is {kind_of(model)}; pass a torch.nn.Module")

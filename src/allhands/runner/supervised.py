@@ -104,8 +104,7 @@ class SupervisedRunner:
         name = type(self).__name__
         raise UserError(
             f"the criterion counts its targets, and {name} does not know where they are in a batch "
-            f"that is {kind_of(batch)}; "
-            f"add to {name}: def target_of(self, batch): return batch.y"
+            f"that is {kind_of(batch)}; add to {name}: def target_of(self, batch): return batch.y"
         )
 
     def _inputs(

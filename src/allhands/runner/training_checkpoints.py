@@ -55,9 +55,8 @@ class TrainingCheckpoints:
         if without and len(without) < len(named):
             raise UserError(
                 f"logdir is None on rank {without[0]} and {next(filter(None, named))} on another; "
-                "pass the same logdir on every "
-                "rank, without `if rank == 0`: only rank 0 writes metrics, and checkpoints are "
-                "written by all"
+                "pass the same logdir on every rank, without `if rank == 0`: only rank 0 writes "
+                "metrics, and checkpoints are written by all"
             )
         if len(set(named)) > 1:
             training.reporter.line(
@@ -269,8 +268,7 @@ class TrainingCheckpoints:
             if text:
                 raise UserError(
                     f"rank 0 resumes from {path}, which rank {rank} cannot read: {text}. The "
-                    "logdir must be on a file system "
-                    "that all ranks share"
+                    "logdir must be on a file system that all ranks share"
                 )
         assert state is not None
         return state
@@ -326,8 +324,7 @@ class TrainingCheckpoints:
             if written and any(samples for _, samples in written.values()):
                 raise UserError(
                     "resume: the checkpoint was written with steps_per_epoch=…, in the middle of a "
-                    "pass over the data; pass "
-                    "steps_per_epoch here too"
+                    "pass over the data; pass steps_per_epoch here too"
                 )
         elif written is not None:
             passes.places = {name: list(place) for name, place in written.items()}

@@ -124,8 +124,7 @@ def plan(distributed: bool | str | Strategy, count: int | None, device: str | No
         if count is not None and count != around:
             raise UserError(
                 f"workers={count}, but this process is one of a world of {around} that was started "
-                "already; remove workers=, or "
-                "start the script alone"
+                "already; remove workers=, or start the script alone"
             )
         return Plan(strategy or DDP(), 0, device)
     if strategy is None or isinstance(strategy, Single) or strategy.name == "dp":

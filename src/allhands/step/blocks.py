@@ -50,8 +50,7 @@ def named(model: nn.Module, wanted: Sequence[str], option: str) -> Iterator[tupl
             hint = did_you_mean(name, [*classes, *modules])
             raise UserError(
                 f"{option} names '{name}', and the model has no module and no class of that "
-                f"name{hint} Its classes are: "
-                f"{', '.join(sorted(classes))}"
+                f"name{hint} Its classes are: {', '.join(sorted(classes))}"
             )
     for name, module in modules.items():
         if (name in wanted or type(module).__name__ in wanted) and has_parameters(module):

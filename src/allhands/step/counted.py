@@ -102,9 +102,8 @@ class ModelLoss(Counted):
         if not isinstance(loss, torch.Tensor):
             raise UserError(
                 f"ModelLoss: the output is {kind_of(output)} without a tensor output.loss or "
-                "output['loss']; let handle_batch "
-                "pass the labels to the model and return all that it gives, or pass a criterion of "
-                "your own"
+                "output['loss']; let handle_batch pass the labels to the model and return all that "
+                "it gives, or pass a criterion of your own"
             )
         return loss
 
@@ -127,9 +126,8 @@ def targets_counted(target: Any, ignore_index: int, who: str, shift: bool = Fals
         needed = "a tensor [batch, positions, …]" if shift else "a tensor"
         raise UserError(
             f"{who} counts the targets that are not {ignore_index}, and the target is {what}, not "
-            f"{needed}; return it from "
-            "handle_batch, as in `return model(**batch), batch['labels']`, or let your criterion "
-            "return (sum, count)"
+            f"{needed}; return it from handle_batch, as in `return model(**batch), "
+            "batch['labels']`, or let your criterion return (sum, count)"
         )
     return ((target[:, 1:] if shift else target) != ignore_index).sum(dtype=torch.float64)
 
@@ -153,9 +151,8 @@ def split_pair(value: tuple[Any, ...]) -> tuple[torch.Tensor, Any]:
     if not isinstance(total, torch.Tensor) or total.dim() != 0 or not number or float(count) < 0:
         raise UserError(
             f"the criterion returned a tuple of {', '.join(map(kind_of, value))}; it must return "
-            "one number, the mean over the "
-            "samples, or (sum, count): the sum of the losses, a tensor of shape [], and the number "
-            "that they are divided by"
+            "one number, the mean over the samples, or (sum, count): the sum of the losses, a "
+            "tensor of shape [], and the number that they are divided by"
         )
     return total, count
 

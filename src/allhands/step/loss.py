@@ -198,9 +198,8 @@ class LossRule:
         if output.shape != target.shape:
             raise UserError(
                 f"the model's output has shape {list(output.shape)} and the target "
-                f"{list(target.shape)}; the criterion would "
-                "silently compare every output with every target. Give both one shape, for example "
-                "target.unsqueeze(1) or "
+                f"{list(target.shape)}; the criterion would silently compare every output with "
+                "every target. Give both one shape, for example target.unsqueeze(1) or "
                 "output.squeeze(1)"
             )
 
@@ -227,10 +226,9 @@ class LossRule:
             own, base = type(self.mean_call).__name__, type(self.mean_call).__mro__[1].__name__
             raise UserError(
                 f"the criterion {own} derives from {base}, but its value {mean:.6g} is not its "
-                "value with reduction='sum', "
-                f"{total:.6g}, divided by the {float(counted):g} targets that count. Let its "
-                "forward honour self.reduction, or "
-                "derive it from nn.Module when it is the mean over the samples"
+                f"value with reduction='sum', {total:.6g}, divided by the {float(counted):g} "
+                "targets that count. Let its forward honour self.reduction, or derive it from "
+                "nn.Module when it is the mean over the samples"
             )
 
     def _some(self, output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -262,8 +260,7 @@ class LossRule:
             )
             raise UserError(
                 f"the criterion returned {what}; it must return one number (a tensor of shape []), "
-                "the mean over the batch: "
-                "write reduction='mean', or end it with .mean()"
+                "the mean over the batch: write reduction='mean', or end it with .mean()"
                 + (
                     "; where a pair (sum, count) cannot be taken, as here, return sum / count"
                     if isinstance(loss, tuple)

@@ -145,15 +145,12 @@ def _neither(call: Any, whole: float, mean: float, parts: tuple[int, int]) -> st
     name = _name(call)
     return (
         f"the criterion {name} is no mean over the samples: on {sum(parts)} samples it is "
-        f"{whole:.6g}, and the mean of its "
-        f"values on {parts[0]} and {parts[1]} of them, weighted by their number, is {mean:.6g}. "
-        "Micro-batches and workers see "
-        f"parts of a batch, which do not make it up. Write criterion=allhands.PerTarget({name}) "
-        "where it is a mean over the "
+        f"{whole:.6g}, and the mean of its values on {parts[0]} and {parts[1]} of them, weighted "
+        f"by their number, is {mean:.6g}. Micro-batches and workers see parts of a batch, which do "
+        f"not make it up. Write criterion=allhands.PerTarget({name}) where it is a mean over the "
         "targets that are not ignore_index; let it return (sum, count), its sum and what that is "
-        "divided by; or write "
-        f"criterion=allhands.OverBatch({name}) where it compares the samples of a batch with one "
-        "another"
+        f"divided by; or write criterion=allhands.OverBatch({name}) where it compares the samples "
+        "of a batch with one another"
     )
 
 
@@ -161,21 +158,17 @@ def _sum(call: Any) -> str:
     name = _name(call)
     return (
         f"the criterion {name} is a sum over the samples, and would be weighted as if it were a "
-        f"mean. Write {name}.reduction = "
-        "'sum' beside it, and the gradient is that of the sum over the global batch; or let it "
-        "return (sum, number of samples) "
-        "for the mean"
+        f"mean. Write {name}.reduction = 'sum' beside it, and the gradient is that of the sum over "
+        "the global batch; or let it return (sum, number of samples) for the mean"
     )
 
 
 def _own(call: Any) -> str:
     return (
         f"the criterion {_name(call)} returns a loss that the model has computed, and cannot show "
-        "what it is a mean over. Write "
-        "criterion=allhands.ModelLoss() for a mean over the labels that are not -100 "
-        "(ModelLoss(shift=True) in causal language "
-        "models), allhands.ModelLoss(over='samples') for a mean over samples, or let it return "
-        "(sum, count)"
+        "what it is a mean over. Write criterion=allhands.ModelLoss() for a mean over the labels "
+        "that are not -100 (ModelLoss(shift=True) in causal language models), "
+        "allhands.ModelLoss(over='samples') for a mean over samples, or let it return (sum, count)"
     )
 
 

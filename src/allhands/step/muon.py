@@ -69,8 +69,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 given = kind_of(group) if not isinstance(group, Mapping) else "a group without it"
                 raise UserError(
                     f"MuonAdamW: {given}; pass the model itself, or groups {{'params': […], "
-                    f"'muon': True}} and "
-                    "{'params': […], 'muon': False}"
+                    "'muon': True} and {'params': […], 'muon': False}"
                 )
             groups.append({**options[group["muon"]], **group})
         super().__init__(groups, {})

@@ -388,9 +388,8 @@ class OptimizerStep:
         where = f" of rank {self.world.rank}" if self.world.world_size > 1 else ""
         raise UserError(
             f"BatchNorm cannot train on one sample, the whole batch{where} in this step. When the "
-            "last global batch is "
-            "short, write drop_last=True for this loader or choose a batch_size that leaves more; "
-            "or use GroupNorm"
+            "last global batch is short, write drop_last=True for this loader or choose a "
+            "batch_size that leaves more; or use GroupNorm"
         ) from error
 
     def _fill(self, batch: Any, weight: torch.Tensor) -> None:

@@ -97,9 +97,8 @@ class WholeBatch:
         if any(other != known[0] for other in known):
             raise UserError(
                 "OverBatch: the outputs and targets of the ranks have other shapes behind their "
-                "first dimension, or other "
-                f"dtypes: {known[0]} and {next(other for other in known if other != known[0])}. "
-                "Pad them to one shape"
+                f"first dimension, or other dtypes: {known[0]} and "
+                f"{next(other for other in known if other != known[0])}. Pad them to one shape"
             )
         form = [(tuple(shape), getattr(torch, dtype)) for shape, dtype in known[0]]
         sizes = [
@@ -150,8 +149,7 @@ def _leaves(part: tuple[Any, Any]) -> list[torch.Tensor]:
     ):
         raise UserError(
             "OverBatch puts outputs and targets together along their first dimension, the samples, "
-            "and got shapes "
-            f"{', '.join(str(list(leaf.shape)) for leaf in leaves)}; give all of them the samples "
-            "first"
+            f"and got shapes {', '.join(str(list(leaf.shape)) for leaf in leaves)}; give all of "
+            "them the samples first"
         )
     return leaves

@@ -28,8 +28,7 @@ def refuse_going_on(why: str, again: str) -> None:
     if chosen != "stop":
         raise UserError(
             f"the job was started with --on-worker-failure {chosen}, but {why}, and cannot go on "
-            "without one; write "
-            f"--on-worker-failure stop, with --max-restarts 3{again}"
+            f"without one; write --on-worker-failure stop, with --max-restarts 3{again}"
         )
 
 
@@ -79,11 +78,9 @@ def check_parameter_hooks(model: nn.Module, workers: int) -> None:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UserError(
                 f"the parameter '{name}' has a hook on its gradient (register_hook, "
-                "register_post_accumulate_grad_hook), which "
-                f"would see that of one {part}'s samples, and not that of the whole batch. Remove "
-                "the hook; clip_norm= bounds the "
-                "norm of all gradients, and optimizer.register_step_pre_hook sees "
-                f"{seen}"
+                f"register_post_accumulate_grad_hook), which would see that of one {part}'s "
+                "samples, and not that of the whole batch. Remove the hook; clip_norm= bounds the "
+                f"norm of all gradients, and optimizer.register_step_pre_hook sees {seen}"
             )
 
 
@@ -115,12 +112,10 @@ def check_buffers_equal(model: nn.Module, world: World, took_part: bool) -> None
             if found.setdefault(name, value) != value:
                 raise UserError(
                     f"the forward pass writes the buffer '{name}' from the samples of its own "
-                    "rank, so that it differs between "
-                    "the ranks after one step, and from what one process would have. Add it up "
-                    "over the ranks in forward() "
+                    "rank, so that it differs between the ranks after one step, and from what one "
+                    "process would have. Add it up over the ranks in forward() "
                     "(torch.distributed.all_reduce), use BatchNorm, whose statistics are averaged, "
-                    "or register it with "
-                    "persistent=False where it is no part of the model"
+                    "or register it with persistent=False where it is no part of the model"
                 )
 
 
@@ -146,17 +141,15 @@ def check_weights_equal(model: nn.Module, trained: Iterable[str], where: str) ->
         if names[0] not in set(trained):
             raise WorldError(
                 f"{where}: the ranks' weights differ in {len(names)} parameter(s), first "
-                f"'{names[0]}', which was frozen "
-                "(requires_grad=False) when the training began, so its gradients are not "
-                "exchanged. Let it require gradients "
-                "before train(), or train in two calls of train()"
+                f"'{names[0]}', which was frozen (requires_grad=False) when the training began, so "
+                "its gradients are not exchanged. Let it require gradients before train(), or "
+                "train in two calls of train()"
             )
         raise WorldError(
             f"{where}: the ranks' weights differ in {len(names)} parameter(s), first '{names[0]}'. "
-            "Their gradients were not "
-            "exchanged: call the model itself in the forward pass (not an inner module or method "
-            "of it), and change "
-            "weights only in ways that are the same on every rank"
+            "Their gradients were not exchanged: call the model itself in the forward pass (not an "
+            "inner module or method of it), and change weights only in ways that are the same on "
+            "every rank"
         )
 
 

@@ -117,9 +117,8 @@ class Buckets:
         if bucket.is_launched:
             raise UserError(
                 f"the gradient of '{self._names[id(parameter)]}' was made again after it was "
-                "exchanged in the same step: the "
-                "layer is computed again by a reentrant checkpoint, or backward() is called twice. "
-                "Write "
+                "exchanged in the same step: the layer is computed again by a reentrant "
+                "checkpoint, or backward() is called twice. Write "
                 "torch.utils.checkpoint.checkpoint(…, use_reentrant=False), and add losses up "
                 "before one backward()"
             )

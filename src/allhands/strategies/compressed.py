@@ -183,8 +183,7 @@ def check_compress(
         if (compress["name"] if isinstance(compress, Mapping) else compress) != "powersgd":
             raise UserError(
                 f"DDP(compress={compress!r}, powersgd_{name}={value!r}): leave powersgd_{name} "
-                "out, or write "
-                f"compress={new}"
+                f"out, or write compress={new}"
             )
         warn_renamed(f"DDP(powersgd_{name}=…)", f"compress={new}")
         compress = new
@@ -192,9 +191,8 @@ def check_compress(
     if checked is not None and cast_dtype(checked) is None and find_unused_parameters:
         raise UserError(
             f"DDP(compress={compress!r}, find_unused_parameters=True): what compression has left "
-            "over of a gradient is added to "
-            "the next step's, in which the parameter may be unused; leave find_unused_parameters "
-            "out, or set compress to 'bf16'"
+            "over of a gradient is added to the next step's, in which the parameter may be unused; "
+            "leave find_unused_parameters out, or set compress to 'bf16'"
         )
     return checked
 
@@ -206,8 +204,7 @@ def check_compressible(compress: Mapping[str, Any], model: nn.Module, precision:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise UserError(
                 f"{here}: '{name}' has sparse gradients, which travel as they are; make it with "
-                "sparse=False, or leave compress "
-                "out"
+                "sparse=False, or leave compress out"
             )
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not parameter.is_floating_point():
@@ -218,8 +215,7 @@ def check_compressible(compress: Mapping[str, Any], model: nn.Module, precision:
     if cast_dtype(compress) is None and precision == "fp16":
         raise UserError(
             f"{here} with precision='fp16': a gradient that overflows would stay in what "
-            "compression keeps for the next step; "
-            "write precision='bf16', or set compress to 'bf16'"
+            "compression keeps for the next step; write precision='bf16', or set compress to 'bf16'"
         )
 
 

@@ -141,9 +141,8 @@ class DDP(Strategy):
         if self.sync_batchnorm and world.world_size > 1 and world.device.type != "cuda":
             raise UserError(
                 "DDP(sync_batchnorm=True) needs GPUs: torch.nn.SyncBatchNorm has no "
-                f"{world.device.type} implementation. Write "
-                "DDP(), which averages BatchNorm statistics before evaluation and saving, or use "
-                "GroupNorm"
+                f"{world.device.type} implementation. Write DDP(), which averages BatchNorm "
+                "statistics before evaluation and saving, or use GroupNorm"
             )
 
     def prepare(self, model: nn.Module, world: World) -> nn.Module:
@@ -218,8 +217,7 @@ class DDP(Strategy):
         if self._sharded is not None and len(self._optimizer.param_groups) != self._groups:
             raise UserError(
                 "a group was added to the optimizer, and DDP(optimizer_state='sharded') has dealt "
-                "its parameters out; give the "
-                "optimizer all groups before train(), or write DDP()"
+                "its parameters out; give the optimizer all groups before train(), or write DDP()"
             )
         trained = self.exchanged(self.bare)
         if [id(parameter) for _, parameter in trained] != [

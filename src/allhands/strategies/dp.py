@@ -31,8 +31,7 @@ class DP(Strategy):
         if world.world_size > 1:
             raise UserError(
                 "distributed='dp' is one process with several GPUs, but this is a world of "
-                f"{world.world_size} processes; "
-                "write distributed='ddp'"
+                f"{world.world_size} processes; write distributed='ddp'"
             )
         found = torch.cuda.device_count()
         if world.device.type != "cuda" or found == 0:

@@ -115,8 +115,7 @@ class FSDP(Meshed):
         if self.cpu_offload and world.device.type != "cuda":
             raise UserError(
                 "FSDP(cpu_offload=True) keeps shards out of a GPU's memory, and the device is "
-                f"'{world.device.type}'; set "
-                "cpu_offload to False"
+                f"'{world.device.type}'; set cpu_offload to False"
             )
 
     def check_wrapping(self, model: nn.Module) -> None:
@@ -127,9 +126,8 @@ class FSDP(Meshed):
             if not parameter.is_contiguous():
                 raise UserError(
                     f"the parameter '{name}' is not contiguous (memory_format=torch.channels_last "
-                    "does so), which fully_shard "
-                    "does not take; write model.to(memory_format=torch.contiguous_format), or "
-                    "distributed='ddp'"
+                    "does so), which fully_shard does not take; write "
+                    "model.to(memory_format=torch.contiguous_format), or distributed='ddp'"
                 )
 
     def units(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -208,8 +206,7 @@ def _wrapping(wrap: Any) -> str | list[str] | int:
     if not names or not all(isinstance(name, str) and name for name in names):
         raise UserError(
             f"FSDP(wrap={wrap!r}); write 'auto', the name of a class such as 'Layer', a list of "
-            "names of classes or modules, or "
-            "{'min_params': 1_000_000}"
+            "names of classes or modules, or {'min_params': 1_000_000}"
         )
     return names
 
@@ -242,8 +239,7 @@ def _by_name(model: nn.Module, wanted: list[str], outside: Any) -> list[tuple[st
         if torn := outside(module):
             raise UserError(
                 f"FSDP(wrap=…) names '{name}', whose parameter '{torn}' is also used outside of it "
-                "(tied weights); leave it out "
-                "of wrap, so that it is gathered with the whole model"
+                "(tied weights); leave it out of wrap, so that it is gathered with the whole model"
             )
     return sorted(found, key=lambda pair: -pair[0].count("."))  # inner ones first
 
@@ -282,10 +278,9 @@ def _check_memory(model: nn.Module, shards: int, here: int, free: int) -> None:
     if needed > free:
         raise UserError(
             f"FSDP(cpu_offload=True) keeps weights, gradients and the optimizer's state of {here} "
-            "worker"
-            f"{'s' if here > 1 else ''} in this machine's memory, about {needed / 2**30:.1f} GiB, "
-            f"and {free / 2**30:.1f} GiB are "
-            "free; set cpu_offload to False, or use more machines"
+            f"worker{'s' if here > 1 else ''} in this machine's memory, about {needed / 2**30:.1f} "
+            f"GiB, and {free / 2**30:.1f} GiB are free; set cpu_offload to False, or use more "
+            "machines"
         )
 
 

@@ -151,9 +151,8 @@ class Units:
     def _refuse_output(self) -> NoReturn:
         raise UserError(
             f"strategy '{self.strategy}': the loss has no gradient with respect to the tensors in "
-            "the model's output. Let "
-            "the model return tensors, or tuples, lists, dicts or dataclasses of them, and compute "
-            "the loss from these"
+            "the model's output. Let the model return tensors, or tuples, lists, dicts or "
+            "dataclasses of them, and compute the loss from these"
         )
 
     def clear(self) -> None:
@@ -237,9 +236,8 @@ class Units:
         if around is None or around[0] is not unit.parent:
             raise UserError(
                 f"strategy '{self.strategy}' gathers '{unit.name}' within a call of "
-                f"{self._named(unit.parent)}, and it is called "
-                "outside of one. Call the model itself, and let its forward() call its parts; or "
-                "use distributed='ddp'"
+                f"{self._named(unit.parent)}, and it is called outside of one. Call the model "
+                "itself, and let its forward() call its parts; or use distributed='ddp'"
             )
         parent, passed = around
         if unit not in parent.seen:

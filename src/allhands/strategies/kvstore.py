@@ -116,8 +116,7 @@ class KVStore(Strategy):
         if self.alone and find_unused_parameters:
             raise UserError(
                 f"KVStore(mode={mode!r}, find_unused_parameters=True): workers that do not wait "
-                "cannot know what the others use; "
-                "leave it out, or set mode to 'sync'"
+                "cannot know what the others use; leave it out, or set mode to 'sync'"
             )
         self.find_unused_parameters = find_unused_parameters
         self.check_weights_every = 0 if self.alone else check_weights_every
@@ -174,9 +173,8 @@ class KVStore(Strategy):
         if on_worker_loss == "continue":
             raise UserError(
                 "KVStore(on_worker_loss='continue'): the workers also evaluate and save together, "
-                "and cannot without the lost "
-                "one; set on_worker_loss to 'stop', or train with allhands.kvstore.Trainer and "
-                "create(…, on_worker_loss='continue')"
+                "and cannot without the lost one; set on_worker_loss to 'stop', or train with "
+                "allhands.kvstore.Trainer and create(…, on_worker_loss='continue')"
             )
         options: dict[str, Any] = {"on_worker_loss": on_worker_loss}
         if self.staleness is not None:
@@ -203,9 +201,8 @@ class KVStore(Strategy):
             )
         return UserError(
             f"KVStore(snapshot_every=…): this training {why}, so that none would come back from a "
-            "snapshot; "
-            "leave snapshot_every and snapshot_dir out, or start the job with `allhands launch -s "
-            "1 --server-restarts 3 …`"
+            "snapshot; leave snapshot_every and snapshot_dir out, or start the job with `allhands "
+            "launch -s 1 --server-restarts 3 …`"
         )
 
     def _needs_servers(self) -> UserError:
@@ -242,8 +239,7 @@ class KVStore(Strategy):
         if self.servers is not None and self.servers != there:
             raise UserError(
                 f"KVStore(servers={self.servers}), but this job was started with {there}; leave "
-                "servers out, or start it with "
-                f"`allhands launch -s {self.servers} …`"
+                f"servers out, or start it with `allhands launch -s {self.servers} …`"
             )
         if self.alone and not there:
             raise self._needs_servers()
@@ -349,9 +345,8 @@ class KVStore(Strategy):
         if hooks or has_own_step(optimizer):
             what = "step hooks" if hooks else "a step() that replaces the one of its class"
             raise UserError(
-                f"the {type(optimizer).__name__} has {what}, and the store takes its steps "
-                "without calling them; remove "
-                "them, or write KVStore(update='worker')"
+                f"the {type(optimizer).__name__} has {what}, and the store takes its steps without "
+                "calling them; remove them, or write KVStore(update='worker')"
             )
         try:
             return spec_of_torch(optimizer)[0]
@@ -379,8 +374,7 @@ class KVStore(Strategy):
             if slot.first._version != version:
                 raise UserError(
                     f"the weights of '{slot.name}' were changed between two steps, and the store "
-                    "does not know; change them "
-                    "before train(), or write KVStore(update='worker')"
+                    "does not know; change them before train(), or write KVStore(update='worker')"
                 )
 
     def exchange_all(self, own: float, total: float, clip_norm: float | None) -> bool:
@@ -389,10 +383,9 @@ class KVStore(Strategy):
         if clip_norm is not None and self._idle:
             raise UserError(
                 f"the optimizer does not hold the parameter '{self._idle[0]}' ({len(self._idle)} "
-                "in all), whose gradient counts "
-                "in the norm that clip_norm bounds, and the store does not get it; freeze it "
-                "(requires_grad=False), or give the "
-                "optimizer all of model.parameters()"
+                "in all), whose gradient counts in the norm that clip_norm bounds, and the store "
+                "does not get it; freeze it (requires_grad=False), or give the optimizer all of "
+                "model.parameters()"
             )
         slots = self._used() if self.find_unused_parameters or self.some_missing else self._slots
         grads = self._gradients(slots, own)
@@ -449,9 +442,8 @@ class KVStore(Strategy):
                 if own and not self.find_unused_parameters and not self.some_missing:
                     raise UserError(
                         f"on rank {self.world.rank} the parameter '{slot.name}' took no part in "
-                        "the loss, so there is no "
-                        "gradient to push. Remove it from the model, or set requires_grad=False "
-                        "before train()"
+                        "the loss, so there is no gradient to push. Remove it from the model, or "
+                        "set requires_grad=False before train()"
                         + ("" if self.alone else ", or write KVStore(find_unused_parameters=True)")
                     )
                 grad = torch.zeros_like(slot.first)

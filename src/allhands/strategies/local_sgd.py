@@ -96,8 +96,7 @@ class LocalSGD(Strategy):
         if fragments > every:
             raise UserError(
                 f"LocalSGD(every={every}, fragments={fragments}): each fragment has a step of its "
-                f"own among the {every}; set "
-                f"fragments to {every} or less, or every to {fragments}"
+                f"own among the {every}; set fragments to {every} or less, or every to {fragments}"
             )
         if exchange == "fp32":
             warn_renamed("LocalSGD(exchange='fp32')", "LocalSGD(), which sends weights as they are")
@@ -146,8 +145,7 @@ class LocalSGD(Strategy):
         if LossRule(settings.criterion).sums:
             raise UserError(
                 "the criterion sums over its samples, so that each worker would step along the sum "
-                "over its own part alone; "
-                "write reduction='mean'"
+                "over its own part alone; write reduction='mean'"
             )
         if self.every == 1 and not self.exact_for(settings.optimizer, settings.clip_norm):
             self._note = (
@@ -195,8 +193,7 @@ class LocalSGD(Strategy):
         if self.fragments > len(layers):
             raise UserError(
                 f"LocalSGD(fragments={self.fragments}): the model has {len(layers)} layers with "
-                "trained parameters of their own; "
-                f"set fragments to {len(layers)} or less"
+                f"trained parameters of their own; set fragments to {len(layers)} or less"
             )
         broadcast_tensors([*(p.detach() for p in model.parameters()), *model.buffers()], world)
         self._parts = cut_in_fragments(layers, self.fragments, self.every)
@@ -386,10 +383,8 @@ class LocalSGD(Strategy):
                 if parameter._version != versions[parameter]:
                     raise UserError(
                         f"the weights of '{name}' were changed while they were the mean that is "
-                        "evaluated and saved, and each "
-                        "worker goes on with its own weights; change them in on_step_end, or set "
-                        "every to a divisor of the "
-                        "steps of an epoch"
+                        "evaluated and saved, and each worker goes on with its own weights; change "
+                        "them in on_step_end, or set every to a divisor of the steps of an epoch"
                     )
             part.write(own)
 
@@ -466,8 +461,7 @@ class LocalSGD(Strategy):
         if before != self.fragments:
             raise UserError(
                 f"resume: the checkpoint was written with fragments={before}, each at its own "
-                "place between two exchanges; set "
-                f"fragments to {before}"
+                f"place between two exchanges; set fragments to {before}"
             )
         if outer["name"] != self.outer["name"]:
             written = outer["name"] if outer["name"] == "average" else outer

@@ -36,8 +36,7 @@ def check_cap(given: Any) -> None:
     if not (given is None or given == "measured" or number):
         raise UserError(
             f"DDP(bucket_cap_mb={given!r}); it must be a positive number of MB, such as {_USUAL}, "
-            "or 'measured', or None for "
-            "PyTorch's default"
+            "or 'measured', or None for PyTorch's default"
         )
 
 
@@ -136,8 +135,7 @@ def on_training_data(
         ) from None
     raise UserError(
         "DDP(bucket_cap_mb='measured'): handle_batch did not call the model that it is given. Call "
-        "model(…) itself, or set "
-        f"bucket_cap_mb to {_USUAL}"
+        f"model(…) itself, or set bucket_cap_mb to {_USUAL}"
     )
 
 

@@ -97,8 +97,7 @@ class Meshed(Strategy):
             if any(parameter.is_meta for parameter in model.parameters()):
                 raise UserError(
                     f"the model is on the meta device and tp is {degrees.tp}; slices of layers are "
-                    "cut from weights that are "
-                    "there. Set tp to 1, or build the model on the CPU"
+                    "cut from weights that are there. Set tp to 1, or build the model on the CPU"
                 )
         if degrees.shard > 1 and self.fsdp is not None:
             self.fsdp.check_wrapping(model)
@@ -276,16 +275,14 @@ class Meshed(Strategy):
         if len({(stage, digest) for stage, digest, _ in told}) > self.degrees.pp:
             raise UserError(
                 "parameters were frozen, unfrozen or replaced, or groups added to the optimizer, "
-                "on some ranks only; change them "
-                "on all ranks"
+                "on some ranks only; change them on all ranks"
             )
         if self.degrees.pp > 1:
             raise UserError(
                 "parameters were frozen, unfrozen or replaced, or groups added to the optimizer, "
-                "between two epochs, and a rank "
-                f"of strategy '{self.name}' sees the layers of its own stage alone. Change them "
-                "before train(), and train in "
-                "several calls of it; or use distributed='fsdp'"
+                f"between two epochs, and a rank of strategy '{self.name}' sees the layers of its "
+                "own stage alone. Change them before train(), and train in several calls of it; or "
+                "use distributed='fsdp'"
             )
         unlike = [
             name
@@ -296,10 +293,9 @@ class Meshed(Strategy):
             raise UserError(
                 f"the model's parameter '{(added or unlike or replaced)[0]}' was "
                 f"{'added' if added else 'replaced or taken away'} between two epochs, and "
-                f"strategy '{self.name}' holds parts of "
-                "those that the model had in the beginning. Change its values in place (`with "
-                "torch.no_grad(): "
-                "parameter.copy_(…)`), or change the model between two calls of train()"
+                f"strategy '{self.name}' holds parts of those that the model had in the beginning. "
+                "Change its values in place (`with torch.no_grad(): parameter.copy_(…)`), or "
+                "change the model between two calls of train()"
             )
         for name in replaced:
             self._replace(name, own[name])
@@ -333,29 +329,25 @@ class Meshed(Strategy):
         if "mixed torch.Tensor and DTensor" in text:
             return UserError(
                 "handle_batch calls a part of the model, whose weights lie in parts that only the "
-                "model itself puts together. "
-                "Call model(…); what else must run goes into its forward(). Or write "
-                "distributed='ddp'"
+                "model itself puts together. Call model(…); what else must run goes into its "
+                "forward(). Or write distributed='ddp'"
             )
         if "setStorage" in text and "out of bounds" in text:
             return UserError(
                 "the loss needs weights that were freed after the forward pass: a gradient of a "
-                "gradient (torch.autograd.grad "
-                f"with create_graph=True) cannot be computed by strategy '{self.name}' with "
-                "shards. Write distributed='ddp'"
+                "gradient (torch.autograd.grad with create_graph=True) cannot be computed by "
+                f"strategy '{self.name}' with shards. Write distributed='ddp'"
             )
         cause = str(error.__cause__)
         if "failed to run forward" in text and "immutable_dict" in cause:
             return UserError(
                 "a pipeline's model gives tensors, or a tuple or list of them, and this one gives "
-                "a dict; return a tuple, or "
-                "write distributed='ddp'"
+                "a dict; return a tuple, or write distributed='ddp'"
             )
         if "failed to run forward" in text and "differentiated" in cause.lower():
             return UserError(
                 "handle_batch asks for a gradient of the model's input (torch.autograd.grad), "
-                "which ends in a pipeline at this "
-                "rank's stage; write distributed='ddp'"
+                "which ends in a pipeline at this rank's stage; write distributed='ddp'"
             )
         return None
 
@@ -370,12 +362,10 @@ class Meshed(Strategy):
         for values in seen.values():
             if max(values) - min(values) > _LOSSES_APART * max(map(abs, values)):
                 raise UserError(
-                    "workers that hold slices of the same layers compute different losses from "
-                    "the same samples: "
-                    f"{', '.join(f'{value:.6g}' for value in values)}. An output of the model is a "
-                    "slice: a layer whose style is "
-                    "'colwise' gives each worker a part, which must go through a 'rowwise' layer. "
-                    "Leave it out of the plan"
+                    "workers that hold slices of the same layers compute different losses from the "
+                    f"same samples: {', '.join(f'{value:.6g}' for value in values)}. An output of "
+                    "the model is a slice: a layer whose style is 'colwise' gives each worker a "
+                    "part, which must go through a 'rowwise' layer. Leave it out of the plan"
                 )
 
     def exchange_all(self, own: float, total: float, clip_norm: float | None) -> bool:
@@ -560,10 +550,8 @@ class Meshed(Strategy):
         if differ:
             raise WorldError(
                 f"{where}: the weights of copies along {axis.replace('_', '.')} differ in "
-                f"{len(differ)} parameter(s), first "
-                f"'{differ[0]}'. Call the model itself in the forward pass, and change weights "
-                "only in ways that are the same on "
-                "every rank"
+                f"{len(differ)} parameter(s), first '{differ[0]}'. Call the model itself in the "
+                "forward pass, and change weights only in ways that are the same on every rank"
             )
 
     # ------------------------------------------------------------------ the whole again
@@ -668,10 +656,9 @@ def _check_leaves(model: nn.Module, strategy: str) -> None:
         if computed:
             raise UserError(
                 f"'{name}' keeps '{computed[0]}', which is computed from its parameters "
-                "(torch.nn.utils.weight_norm does so), "
-                f"and strategy '{strategy}' copies the model's structure; use "
-                "torch.nn.utils.parametrizations.weight_norm, or "
-                "write distributed='ddp'"
+                f"(torch.nn.utils.weight_norm does so), and strategy '{strategy}' copies the "
+                "model's structure; use torch.nn.utils.parametrizations.weight_norm, or write "
+                "distributed='ddp'"
             )
 
 

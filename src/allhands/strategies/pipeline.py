@@ -98,8 +98,7 @@ class Pipeline(Meshed):
         if stages_per_worker not in (None, 1) and schedule in ("gpipe", "1f1b"):
             raise UserError(
                 f"Pipeline(schedule='{schedule}') has one stage a worker; write "
-                "schedule='interleaved' for "
-                f"{stages_per_worker}, or leave stages_per_worker out"
+                f"schedule='interleaved' for {stages_per_worker}, or leave stages_per_worker out"
             )
         if schedule == "zero_bubble" and tuple(map(int, torch.__version__.split(".")[:2])) < (
             2,
@@ -139,8 +138,7 @@ class Pipeline(Meshed):
             multiple = -(-count // workers) * workers
             raise UserError(
                 f"Pipeline(schedule='{self.schedule}', microbatches={count}) does not go with "
-                f"{workers} workers along the "
-                "pipeline, of which it wants "
+                f"{workers} workers along the pipeline, of which it wants "
                 f"{'at least as many' if self.schedule == '1f1b' else 'a multiple'}. Set "
                 f"microbatches to {multiple}, or schedule to 'gpipe'"
             )
@@ -244,9 +242,8 @@ class Pipeline(Meshed):
         if self._batch_norm and largest != smallest:
             raise UserError(
                 "the workers have different numbers of samples in this step, and a pipeline with "
-                "shards fills them up, which "
-                "BatchNorm's statistics would see. Write drop_last=True for this loader, or use "
-                "GroupNorm"
+                "shards fills them up, which BatchNorm's statistics would see. Write "
+                "drop_last=True for this loader, or use GroupNorm"
             )
         return largest
 

@@ -69,8 +69,7 @@ def _refuse_hooks(model: nn.Module, name: str, module: nn.Module) -> None:
         where = f"'{name}' of the {type(model).__name__}" if name else f"the {type(model).__name__}"
         raise UserError(
             f"{where} has hooks, which a pipeline would not call, since it runs what is inside one "
-            "by one. Remove the hooks, or "
-            "register them on the modules inside"
+            "by one. Remove the hooks, or register them on the modules inside"
         )
 
 
@@ -164,11 +163,9 @@ def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 def _no_chain(kind: str, why: str) -> UserError:
     return UserError(
         f"a pipeline needs a model whose forward is a chain of its children, and that of {kind} is "
-        f"not seen to be one: {why}. "
-        f"Build it as an nn.Sequential, or give {kind} a method chain() that returns the names of "
-        "its submodules in the order in "
-        "which forward calls them; for what is not one submodule, a pair (name of a method, names "
-        "of what it uses). Or use "
+        f"not seen to be one: {why}. Build it as an nn.Sequential, or give {kind} a method chain() "
+        "that returns the names of its submodules in the order in which forward calls them; for "
+        "what is not one submodule, a pair (name of a method, names of what it uses). Or use "
         "distributed='fsdp', which takes any model"
     )
 
@@ -281,8 +278,7 @@ def _places(parts: list[Part], names: list[str], num_stages: int, kind: str) -> 
     if len(names) != num_stages - 1:
         raise UserError(
             f"stages={names} names the beginning of {len(names)} stages after the first, and there "
-            f"are {num_stages} stages: name "
-            f"{num_stages - 1}, or write stages='auto'"
+            f"are {num_stages} stages: name {num_stages - 1}, or write stages='auto'"
         )
     known = [part.name for part in parts]
     for name in names:
@@ -385,8 +381,7 @@ def measured_on(
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UserError(
             "Pipeline(balance='measured') needs weights that are there, and the model is on the "
-            "meta device. Write "
-            "balance='parameters', or build the model on the CPU"
+            "meta device. Write balance='parameters', or build the model on the CPU"
         )
 
     class Trial(nn.Module):

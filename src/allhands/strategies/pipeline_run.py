@@ -146,9 +146,8 @@ class PipelineRun:
         if value.shape != expected.shape or value.dtype != expected.dtype:
             raise UserError(
                 f"stage {number} of the pipeline gives {value.dtype} of shape {list(value.shape)}, "
-                f"and {expected.dtype} of shape "
-                f"{list(expected.shape)} was expected. Cut where the whole activation is on every "
-                "rank: stages=[…]"
+                f"and {expected.dtype} of shape {list(expected.shape)} was expected. Cut where the "
+                "whole activation is on every rank: stages=[…]"
             )
         return value.contiguous()
 
@@ -297,8 +296,7 @@ class PipelineRun:
             if asked > 1:
                 raise UserError(
                     "handle_batch calls the model more than once a batch, which a pipeline cannot; "
-                    "put what it does "
-                    "with the outputs into the model, or use distributed='fsdp'"
+                    "put what it does with the outputs into the model, or use distributed='fsdp'"
                 )
             return output
 

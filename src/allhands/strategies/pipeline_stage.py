@@ -66,8 +66,7 @@ def check_all_used(model: nn.Module, parts: list[Part]) -> None:
         shown = ", ".join(left[:6]) + (f" and {len(left) - 6} more" if len(left) > 6 else "")
         raise UserError(
             f"no part of the {type(model).__name__}'s chain uses {shown}. Remove them from the "
-            "model, or name them in chain() "
-            "with the method that uses them"
+            "model, or name them in chain() with the method that uses them"
         )
 
 
@@ -126,9 +125,8 @@ class Ghost:
                     begins = self.stages[number + 1][0].name
                     raise UserError(
                         f"stage {number + 1} of the pipeline begins at '{begins}' and would be "
-                        f"handed {what}; stages pass one "
-                        "floating point tensor on. Cut elsewhere: stages=[…] with the names of "
-                        "other parts"
+                        f"handed {what}; stages pass one floating point tensor on. Cut elsewhere: "
+                        "stages=[…] with the names of other parts"
                     )
                 found.append(
                     torch.empty(
@@ -187,9 +185,8 @@ class StagedModel(nn.Module):
         except AttributeError:
             raise NotOnThisStageError(
                 "in a pipeline a rank has the layers of its own stage alone, and here the model "
-                f"has no '{name}'; handle_batch "
-                "calls model(…) with its one input, and a callback finds what this rank has in "
-                "training.model.named_modules()"
+                f"has no '{name}'; handle_batch calls model(…) with its one input, and a callback "
+                "finds what this rank has in training.model.named_modules()"
             ) from None
 
     def __getitem__(self, key: Any) -> Any:

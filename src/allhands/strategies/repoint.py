@@ -78,9 +78,8 @@ def _check_own(optimizer: optim.Optimizer) -> None:
         if any(id(group) not in groups for group in inner.param_groups):
             raise UserError(
                 f"{kind.__name__} holds a {type(inner).__name__} that has groups of parameters of "
-                "its own, which would go on "
-                "working on whole parameters. Share them (self.param_groups = "
-                "inner.param_groups), or write distributed='ddp'"
+                "its own, which would go on working on whole parameters. Share them "
+                "(self.param_groups = inner.param_groups), or write distributed='ddp'"
             )
 
 
@@ -168,16 +167,14 @@ class Repointed:
         if [len(group["params"]) for group in groups[: len(known)]] != list(map(len, known)):
             raise UserError(
                 "the optimizer's groups of parameters were changed between two epochs; add groups "
-                "of their own, by "
-                "optimizer.add_param_group"
+                "of their own, by optimizer.add_param_group"
             )
         found = []
         for group in groups[len(known) :]:
             if any(id(parameter) not in names for parameter in group["params"]):
                 raise UserError(
                     "a group that was added to the optimizer has a parameter that is not the "
-                    "model's; add those of "
-                    "`training.model`"
+                    "model's; add those of `training.model`"
                 )
             found.append([names[id(parameter)] for parameter in group["params"]])
         return found
@@ -239,9 +236,8 @@ class Repointed:
         if value.numel() > 1:
             raise UserError(
                 f"the optimizer's state '{key}' of '{name}' has the shape {list(value.shape)} and "
-                "the rank's part of it "
-                f"{list(local.shape)}; only states shaped like the parameter, and single numbers, "
-                "can be stored"
+                f"the rank's part of it {list(local.shape)}; only states shaped like the "
+                "parameter, and single numbers, can be stored"
             )
         return ["number", dtype, list(value.shape), value.item()]
 

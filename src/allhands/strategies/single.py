@@ -18,8 +18,7 @@ class Single(Strategy):
         if world.world_size > 1:
             raise UserError(
                 "distributed='single' trains in one process, but this is a world of "
-                f"{world.world_size}; "
-                "write distributed='ddp', or start the script once"
+                f"{world.world_size}; write distributed='ddp', or start the script once"
             )
 
     def capture_refused(self, model: nn.Module, world: World) -> str | None:

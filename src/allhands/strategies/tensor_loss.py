@@ -37,8 +37,7 @@ class SplitLoss:
         if not split.used:
             raise UserError(
                 "loss_parallel=True is for a criterion that calls cross_entropy with the model's "
-                "logits, such as "
-                "torch.nn.CrossEntropyLoss(); set loss_parallel=False"
+                "logits, such as torch.nn.CrossEntropyLoss(); set loss_parallel=False"
             )
         return loss
 
@@ -80,9 +79,8 @@ def _cross_entropy(
     if input.device_mesh.ndim != 1 or not input.placements[0].is_shard(class_dim):
         raise UserError(
             f"loss_parallel: cross_entropy got logits of shape {list(input.shape)} that are not "
-            "split along their "
-            f"classes, dimension {class_dim}; pass the model's own logits, or set "
-            "loss_parallel=False"
+            f"split along their classes, dimension {class_dim}; pass the model's own logits, or "
+            "set loss_parallel=False"
         )
     if isinstance(target, DTensor):
         target = target.full_tensor()

@@ -86,8 +86,7 @@ def resolve(
         if plan is None:
             raise UserError(
                 f"Tensor() has no plan for a {type(model).__name__}; write one, such as "
-                f"Tensor(plan={{"
-                f"{_example(model)}}})"
+                f"Tensor(plan={{{_example(model)}}})"
             )
     if isinstance(plan, str):
         kind, make = PLANS[plan]
@@ -108,8 +107,7 @@ def resolve(
     if not whole:
         raise UserError(
             "Tensor(plan=…) splits no module: every style in it is 'sequence' or 'replicate'; "
-            "write 'colwise' and "
-            "'rowwise' for the Linear modules before and after an activation"
+            "write 'colwise' and 'rowwise' for the Linear modules before and after an activation"
         )
     _check_sequence(
         [name for name, style in styles.items() if style.kind == "sequence"], sequence_parallel
@@ -119,8 +117,7 @@ def resolve(
     ):
         raise UserError(
             "loss_parallel=True, but the plan makes no Linear 'vocab', whose outputs would stay "
-            "split; write 'vocab' "
-            "for the last one, or set loss_parallel=False"
+            "split; write 'vocab' for the last one, or set loss_parallel=False"
         )
     _check_owners(model, styles, modules)
     _check_tied(model, styles)
@@ -133,15 +130,13 @@ def _style(pattern: str, given: Any) -> Style:
     if not isinstance(options, Mapping) or not isinstance(options.get("style"), str):
         raise UserError(
             f"Tensor(plan={{{pattern!r}: {given!r}}}); a style is one of "
-            f"{', '.join(map(repr, STYLES))}, or "
-            "{'style': 'colwise', 'parts': 3, 'heads': 12}"
+            f"{', '.join(map(repr, STYLES))}, or {{'style': 'colwise', 'parts': 3, 'heads': 12}}"
         )
     kind = options["style"]
     if kind not in STYLES:
         raise UserError(
             f"Tensor(plan={{{pattern!r}: {kind!r}}}): there is no such "
-            f"style{did_you_mean(kind, STYLES)} Known are "
-            f"{', '.join(STYLES)}"
+            f"style{did_you_mean(kind, STYLES)} Known are {', '.join(STYLES)}"
         )
     for option, value in options.items():
         if option == "style":
@@ -181,8 +176,7 @@ def _match(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Style]:
             if styles.get(name, style) != style:
                 raise UserError(
                     f"Tensor(plan=…): '{by[name]}' makes '{name}' {styles[name].kind}, and "
-                    f"'{pattern}' makes it "
-                    f"{style.kind}; write patterns that do not overlap"
+                    f"'{pattern}' makes it {style.kind}; write patterns that do not overlap"
                 )
             styles[name], by[name] = style, pattern
     return styles
@@ -209,10 +203,9 @@ def _completed(
     if any(word in last for word in _FUSED_NAMES) or module.out_features == 3 * module.in_features:
         raise UserError(
             f"'{name}' is colwise, and may hold several projections in its {module.out_features} "
-            "outputs (from "
-            f"{module.in_features} inputs). Say how many equal parts lie one after another: "
-            f"{{'{name}': {{'style': 'colwise', 'parts': 3}}}} for q, k and v, 'parts': 1 when it "
-            "is one"
+            f"outputs (from {module.in_features} inputs). Say how many equal parts lie one after "
+            f"another: {{'{name}': {{'style': 'colwise', 'parts': 3}}}} for q, k and v, 'parts': 1 "
+            "when it is one"
         )
     return replace(style, parts=1)
 
@@ -237,9 +230,8 @@ def _check_module(name: str, module: nn.Module, style: Style, tp: int) -> None:
     ):
         raise UserError(
             f"'{name}' belongs to a torch.nn.MultiheadAttention, which reads its weights without "
-            "calling it; leave "
-            "it out of the plan, or write attention with a Linear for each of q, k, v and the "
-            "output"
+            "calling it; leave it out of the plan, or write attention with a Linear for each of q, "
+            "k, v and the output"
         )
     if style.kind == "vocab":
         if not isinstance(module, (nn.Linear, nn.Embedding)):
@@ -261,8 +253,7 @@ def _check_module(name: str, module: nn.Module, style: Style, tp: int) -> None:
         if filled < tp:
             raise UserError(
                 f"'{name}' has {rows} rows, and tp={tp} leaves {tp - filled} of the workers "
-                "without any; set tp to "
-                f"{filled} or less, or write 'replicate'"
+                f"without any; set tp to {filled} or less, or write 'replicate'"
             )
         return
     size = module.out_features // style.parts if style.kind == "colwise" else module.in_features  # type: ignore[operator]
@@ -274,8 +265,7 @@ def _check_module(name: str, module: nn.Module, style: Style, tp: int) -> None:
     if style.heads is not None and (style.heads % tp or size % style.heads):  # type: ignore[operator]
         raise UserError(
             f"'{name}' has {style.heads} attention heads (of {size} {side}), which tp={tp} does "
-            "not divide; "
-            f"{_divisors(style.heads, 'heads')}"
+            f"not divide; {_divisors(style.heads, 'heads')}"
         )
     if size % tp:  # type: ignore[operator]
         each = f" in each of its {style.parts} parts" if style.parts > 1 else ""
@@ -294,14 +284,12 @@ def _check_sequence(named: list[str], sequence_parallel: bool) -> None:
     if named and not sequence_parallel:
         raise UserError(
             f"the plan makes '{named[0]}' 'sequence', which is done with sequence_parallel=True; "
-            "set that, or write "
-            "'replicate'"
+            "set that, or write 'replicate'"
         )
     if sequence_parallel and not named:
         raise UserError(
             "sequence_parallel=True, but the plan makes no module 'sequence'; write 'sequence' for "
-            "the norms and "
-            "dropouts that stand between two blocks, or set sequence_parallel=False"
+            "the norms and dropouts that stand between two blocks, or set sequence_parallel=False"
         )
 
 
@@ -320,9 +308,8 @@ def _check_owners(
         if style.kind == "colwise" and own and owner and owner not in styles:
             raise UserError(
                 f"'{owner}' has a parameter '{own[0]}' of its own beside '{name}', which is "
-                "colwise. When it is not used between "
-                f"that and its rowwise partner, write '{owner}': 'replicate'; else leave '{name}' "
-                "whole"
+                "colwise. When it is not used between that and its rowwise partner, write "
+                f"'{owner}': 'replicate'; else leave '{name}' whole"
             )
 
 
@@ -338,8 +325,7 @@ def _check_tied(model: nn.Module, styles: Mapping[str, Style]) -> None:
             if (dim, style.parts) != (first_dim, first_parts):
                 raise UserError(
                     f"'{first}' and '{name}' are one parameter, and the plan splits them in two "
-                    "ways; give both "
-                    "modules one style ('vocab' for an embedding and a head)"
+                    "ways; give both modules one style ('vocab' for an embedding and a head)"
                 )
 
 

@@ -74,7 +74,6 @@ class Region:
         if self.looking and self.opened_by is not None:
             raise UserError(
                 f"'{name}' ({style}) runs after '{self.opened_by}' (colwise) and before a rowwise "
-                "module, where each worker has "
-                f"a part of the features; make '{name}' 'rowwise', or '{self.opened_by}' 'vocab', "
-                "which gathers its outputs"
+                f"module, where each worker has a part of the features; make '{name}' 'rowwise', "
+                f"or '{self.opened_by}' 'vocab', which gathers its outputs"
             )

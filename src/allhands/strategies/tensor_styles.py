@@ -241,9 +241,8 @@ class Colwise(Split):
         if x.shape[-1] != module.in_features:
             raise UserError(
                 f"'{self.name}' (colwise) takes {module.in_features} features and got "
-                f"{x.shape[-1]}: a module before it is "
-                "colwise too; make that one 'vocab', which gathers its outputs, or this one "
-                "'rowwise'"
+                f"{x.shape[-1]}: a module before it is colwise too; make that one 'vocab', which "
+                "gathers its outputs, or this one 'rowwise'"
             )
         return (self.whole(x),)
 
@@ -417,8 +416,7 @@ def _check_sequence(name: str, x: torch.Tensor, tp: int) -> None:
     if x.dim() <= _SEQUENCE + 1:
         raise UserError(
             f"sequence_parallel=True splits N x T x width along T, and '{name}' got shape "
-            f"{list(x.shape)}; set "
-            "sequence_parallel=False"
+            f"{list(x.shape)}; set sequence_parallel=False"
         )
     length = x.shape[_SEQUENCE]
     filled = -(-length // max(1, -(-length // tp)))

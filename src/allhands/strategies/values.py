@@ -129,8 +129,7 @@ class Drawn:
             if buffer.is_meta:
                 raise UserError(
                     f"the model is on the meta device, and the value of its buffer '{name}' cannot "
-                    "be known; register it outside "
-                    "of `with torch.device('meta')`"
+                    "be known; register it outside of `with torch.device('meta')`"
                 )
         self._states: dict[int, tuple[nn.Module, torch.Tensor]] = {}
         self._owners: dict[int, int] = {}
@@ -147,9 +146,8 @@ class Drawn:
                 if not callable(getattr(module, "reset_parameters", None)):
                     raise UserError(
                         f"the model is on the meta device, and '{name}' ({type(module).__name__}) "
-                        "has parameters but no "
-                        "reset_parameters() that would give them values; write one, or build the "
-                        "model on the CPU"
+                        "has parameters but no reset_parameters() that would give them values; "
+                        "write one, or build the model on the CPU"
                     )
                 self._states[id(module)] = (module, torch.get_rng_state())
                 for parameter in all_of_it:

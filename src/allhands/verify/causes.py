@@ -64,10 +64,9 @@ def _learning_rate(case: Case) -> list[str]:
             if abs(ours - theirs) > 1e-12 * abs(theirs):
                 return [
                     f"learning rate: step {number + 1} is taken with {ours:.6g} by {case.them}, "
-                    f"and with {theirs:.6g} alone. The "
-                    "scheduler (or code that sets the rate) depends on the number of workers; it "
-                    "must advance once an "
-                    "optimizer step or epoch, whatever the world"
+                    f"and with {theirs:.6g} alone. The scheduler (or code that sets the rate) "
+                    "depends on the number of workers; it must advance once an optimizer step or "
+                    "epoch, whatever the world"
                 ]
     return []
 
@@ -93,16 +92,14 @@ def _samples(case: Case) -> list[str]:
         how = "repeated, as padding of the last batch does" if ours > theirs else "left out"
         said.append(
             f"samples: step {number + 1} trains {case.them} on {ours} samples (by rank: {shares}), "
-            f"and alone on {theirs}: some "
-            f"are {how}"
+            f"and alone on {theirs}: some are {how}"
         )
     if orders:
         loader, _, epoch = orders[0].rpartition("/")
         said.append(
             f"sampler: the order of loader '{loader}' in epoch {int(epoch) + 1} is another one "
-            f"with {case.them} than alone. "
-            "Its sampler depends on the rank or on the world; it must give the order of the whole "
-            "epoch, which allhands deals out"
+            f"with {case.them} than alone. Its sampler depends on the rank or on the world; it "
+            "must give the order of the whole epoch, which allhands deals out"
         )
     elif not said:
         if case.probe.random_data:
@@ -110,8 +107,7 @@ def _samples(case: Case) -> list[str]:
         else:
             said.append(
                 f"samples: the order is the same, but in step {number + 1} {case.them} train on "
-                "other samples of it than one "
-                "process"
+                "other samples of it than one process"
             )
     return said
 
@@ -138,15 +134,13 @@ def _ranks(case: Case) -> list[str]:
         if case.trace.unwrapped:
             said.append(
                 f"unwrapped module: {where}, and the module that the strategy made to exchange "
-                "gradients was never called. The "
-                "forward pass calls model.module, or an inner module or method; call model(...) "
-                "itself in handle_batch"
+                "gradients was never called. The forward pass calls model.module, or an inner "
+                "module or method; call model(...) itself in handle_batch"
             )
         else:
             said.append(
                 f"not exchanged: {where}: {listed(names)}. Their gradients were not exchanged, or "
-                "they were changed in a way "
-                "that is not the same on every rank"
+                "they were changed in a way that is not the same on every rank"
             )
     return said
 
@@ -173,19 +167,16 @@ def _experiments(case: Case) -> list[str]:
     if "batchnorm" in gone:
         said.append(
             f"BatchNorm: with {listed(suspects['batchnorm'])} in evaluation mode the difference "
-            "disappears. Each worker "
-            "normalises with the statistics of its own micro-batch, as every data-parallel "
-            "training with BatchNorm does. "
-            "GroupNorm or LayerNorm do not depend on the batch; DDP(sync_batchnorm=True) computes "
-            "the statistics over all "
+            "disappears. Each worker normalises with the statistics of its own micro-batch, as "
+            "every data-parallel training with BatchNorm does. GroupNorm or LayerNorm do not "
+            "depend on the batch; DDP(sync_batchnorm=True) computes the statistics over all "
             "workers, on GPUs"
         )
     if "dropout" in gone:
         said.append(
             f"dropout: with {listed(suspects['dropout'])} off the difference disappears. Each rank "
-            "draws its own masks, so "
-            "another number of workers means other masks; that is no fault. Verify with p=0 to see "
-            "everything else"
+            "draws its own masks, so another number of workers means other masks; that is no "
+            "fault. Verify with p=0 to see everything else"
         )
     if not said and "all" in gone:
         both = (
@@ -195,17 +186,15 @@ def _experiments(case: Case) -> list[str]:
         )
         said.append(
             f"training mode: {both}; with the whole model in evaluation mode the difference "
-            "disappears. Each rank draws its own "
-            "random numbers, and has its own batch statistics"
+            "disappears. Each rank draws its own random numbers, and has its own batch statistics"
         )
     if "drop_last" in gone:
         shares = ", ".join(map(str, case.trace.steps[case.finding.step - 1]["shares"]))
         said.append(
             f"uneven shares: step {case.finding.step} is the first in which the ranks have "
-            "different numbers of samples "
-            f"({shares}), and with drop_last=True, which leaves such steps out, the difference "
-            "disappears. Something averages "
-            "over ranks and not over samples"
+            f"different numbers of samples ({shares}), and with drop_last=True, which leaves such "
+            "steps out, the difference disappears. Something averages over ranks and not over "
+            "samples"
         )
     return said
 
@@ -258,9 +247,8 @@ def _alone(case: Case) -> list[str]:
     if found is not None:
         said.append(
             "not repeatable: one process that simply trains again differs too, in step "
-            f"{found.step} ({_measured(found)}). The "
-            "training draws random numbers that its seed does not decide, or keeps a state outside "
-            "its objects"
+            f"{found.step} ({_measured(found)}). The training draws random numbers that its seed "
+            "does not decide, or keeps a state outside its objects"
         )
     for name, text in _CHANGED.items():
         found = case.refused.get(name)
@@ -289,10 +277,9 @@ def _nothing_confirmed(case: Case) -> str:
     )
     return (
         f"no cause could be confirmed{where}. Samples, learning rates and the weights of all ranks "
-        "agree up to there, the "
-        "criterion is a mean over samples, and neither BatchNorm nor dropout explains it; look at "
-        "what changes gradients "
-        "between the backward pass and the optimizer (hooks, the strategy's exchange)"
+        "agree up to there, the criterion is a mean over samples, and neither BatchNorm nor "
+        "dropout explains it; look at what changes gradients between the backward pass and the "
+        "optimizer (hooks, the strategy's exchange)"
     )
 
 

@@ -141,9 +141,8 @@ def verify(
     if takes_closure(settings.optimizer):
         raise UserError(
             f"{type(settings.optimizer).__name__} computes the loss several times in one step, by "
-            "a closure, and verify compares "
-            "one gradient a step; verify the training with an optimizer that takes one, such as "
-            "torch.optim.SGD"
+            "a closure, and verify compares one gradient a step; verify the training with an "
+            "optimizer that takes one, such as torch.optim.SGD"
         )
     assert model is not None
     for strategy in chosen:
@@ -212,8 +211,7 @@ def _compare(
     notes += probe.notes()
     about = (
         f"{len(baseline.trace.steps)} optimizer steps distributed, against one process on the same "
-        "global batches; more than "
-        f"{FACTOR:g} times the noise is a difference"
+        f"global batches; more than {FACTOR:g} times the noise is a difference"
     )
     return Report(rows, about, notes)
 
@@ -309,10 +307,8 @@ def _baseline(runs: Runs, objects: dict[str, Any], workers: int, steps: int) -> 
         assert largest is not None
         baseline.notes.append(
             f"the training alone, run twice, is not the same to the bit (step {largest.step}, "
-            f"{largest.what}: "
-            f"{largest.difference:.1e}). Kernels that add in no fixed order do that; "
-            "torch.use_deterministic_algorithms(True) "
-            "names them. It is part of the noise"
+            f"{largest.what}: {largest.difference:.1e}). Kernels that add in no fixed order do "
+            "that; torch.use_deterministic_algorithms(True) names them. It is part of the noise"
         )
     return baseline
 
@@ -397,6 +393,5 @@ def _steps_that_fit(model: nn.Module, steps: int) -> tuple[int, list[str]]:
         return steps, []
     return fit, [
         f"{fit} steps were compared and not {steps}: each step's gradients and weights are "
-        f"{each / 2**20:.0f} MiB, and at most "
-        f"{MEMORY / 2**30:g} GiB of them are kept"
+        f"{each / 2**20:.0f} MiB, and at most {MEMORY / 2**30:g} GiB of them are kept"
     ]

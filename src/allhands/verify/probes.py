@@ -38,10 +38,9 @@ def refuse_strangers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     if names:
         raise UserError(
             f"the optimizer holds {listed(names)}, which the model keeps in a plain attribute, "
-            "list or dict, so that "
-            "model.parameters() does not show it and no strategy exchanges its gradient. Assign an "
-            "nn.Parameter, or use "
-            "nn.ModuleList, nn.ModuleDict or nn.ParameterList"
+            "list or dict, so that model.parameters() does not show it and no strategy exchanges "
+            "its gradient. Assign an nn.Parameter, or use nn.ModuleList, nn.ModuleDict or "
+            "nn.ParameterList"
         )
 
 
@@ -121,17 +120,15 @@ class Probe:
         if self.unregistered:
             notes.append(
                 f"the loss depends on {listed(self.unregistered)}, which the model keeps in a "
-                "plain attribute, list or dict: "
-                "model.parameters() does not show it, so it is neither trained nor made equal on "
-                "the ranks. Assign an "
-                "nn.Parameter, or use nn.ModuleList, nn.ModuleDict or nn.ParameterList"
+                "plain attribute, list or dict: model.parameters() does not show it, so it is "
+                "neither trained nor made equal on the ranks. Assign an nn.Parameter, or use "
+                "nn.ModuleList, nn.ModuleDict or nn.ParameterList"
             )
         if self.untrained:
             notes.append(
                 f"the optimizer does not hold {listed(self.untrained)}: it gets gradients and is "
-                "never updated. Pass "
-                "model.parameters() to the optimizer, or set requires_grad=False where that is "
-                "meant"
+                "never updated. Pass model.parameters() to the optimizer, or set "
+                "requires_grad=False where that is meant"
             )
         return notes
 
@@ -152,28 +149,24 @@ class Probe:
                 if fetches(1) != fetches(1):
                     return (
                         f"the data set of loader '{name}' gives another sample when it is read "
-                        "again under the same seed: it "
-                        "draws from a generator of its own, whose state depends on what this "
-                        "process has read before. Draw "
-                        "from the global generators of torch, numpy or random, which are seeded "
-                        "for each sample"
+                        "again under the same seed: it draws from a generator of its own, whose "
+                        "state depends on what this process has read before. Draw from the global "
+                        "generators of torch, numpy or random, which are seeded for each sample"
                     )
                 collate = source.options.get("collate_fn")
                 if hasattr(source.dataset, "__getitems__") and fetches(1) != fetches(2):
                     return (
                         f"the data set of loader '{name}' draws random numbers in __getitems__, "
-                        "for a whole batch at once, and "
-                        "each number of workers cuts other batches. Draw them in __getitem__, "
-                        "which is seeded for each sample"
+                        "for a whole batch at once, and each number of workers cuts other batches. "
+                        "Draw them in __getitem__, which is seeded for each sample"
                     )
                 if collate is not None and _collated(source.dataset, collate, 1) != _collated(
                     source.dataset, collate, 2
                 ):
                     return (
                         f"the collate_fn of loader '{name}' draws random numbers for a whole "
-                        "batch, and each number of workers "
-                        "cuts other batches. Draw them in the data set's __getitem__, which is "
-                        "seeded for each sample"
+                        "batch, and each number of workers cuts other batches. Draw them in the "
+                        "data set's __getitem__, which is seeded for each sample"
                     )
         return ""
 

@@ -66,7 +66,6 @@ def explicit_layout(
         if told is not None and told != passed:
             raise WorldError(
                 f"init(..., {name.lower()}={passed}) contradicts {name}={told} in the environment: "
-                "leave the argument out, or "
-                f"unset {name}."
+                f"leave the argument out, or unset {name}."
             )
     return Layout(rank, world_size, local_rank, local_world_size, environment="explicit")

@@ -60,8 +60,7 @@ def choose_backend(backend: str, device: str) -> tuple[str, str]:
     if backend == "mpi" and not dist.is_mpi_available():
         raise UserError(
             "backend='mpi', but this torch has no MPI built in and mpi4py is not installed: "
-            f"{mpilib.INSTALL} (mpich only where "
-            "there is no MPI yet), or write backend='gloo'."
+            f"{mpilib.INSTALL} (mpich only where there is no MPI yet), or write backend='gloo'."
         )
     return backend, device
 

@@ -67,8 +67,7 @@ def accept(
         return acceptor, port
     raise WorldError(
         f"rank 0 could listen on none of the ports {', '.join(map(str, ports))}: all are taken. "
-        "Set MASTER_ADDR and MASTER_PORT "
-        "to the host of rank 0 and a port that is free there."
+        "Set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a port that is free there."
     )
 
 
@@ -176,8 +175,7 @@ def _nobody(
     where = hosts[0] if len(hosts) == 1 else f"{hosts[0]} (and {len(hosts) - 1} more hosts)"
     return WorldError(
         f"waited {timeout:.0f} s for rank 0 on {where}, ports {', '.join(map(str, ports[:3]))}… "
-        f"({len(ports)} candidates): "
-        f"{seen}. Rank 0 did not start, does not call allhands.init(), or runs on a host that this "
-        "one cannot reach; set "
-        "MASTER_ADDR and MASTER_PORT to name the place yourself."
+        f"({len(ports)} candidates): {seen}. Rank 0 did not start, does not call allhands.init(), "
+        "or runs on a host that this one cannot reach; set MASTER_ADDR and MASTER_PORT to name the "
+        "place yourself."
     )

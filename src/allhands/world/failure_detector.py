@@ -275,9 +275,8 @@ def start(
         except (OSError, EOFError, wire.RefusedError) as error:
             raise WorldError(
                 f"rank {rank} ({socket.gethostname()}) cannot reach rank 0 at {host}, port {port} "
-                f"({error}): "
-                "workers talk to one another on ports that the system chooses; open the firewall "
-                "between the hosts"
+                f"({error}): workers talk to one another on ports that the system chooses; open "
+                "the firewall between the hosts"
             ) from None
         store.set(f"failure detector of {rank}", "connected")
         detector = FailureDetector(rank, timeout, link=link)

@@ -376,8 +376,7 @@ def _check_same(request: InitRequest, state: _State) -> None:
         if now is not None and now != before:
             raise WorldError(
                 f"init({name}={now!r}), but this process already has a world with "
-                f"{name}={before!r}: call allhands.finalize() "
-                "first, or leave the argument out."
+                f"{name}={before!r}: call allhands.finalize() first, or leave the argument out."
             )
 
 

@@ -50,14 +50,12 @@ class Layout:
         if self.local_world_size is not None and self.local_world_size > self.world_size:
             raise WorldError(
                 f"{self.environment}: local_world_size={self.local_world_size} is more than "
-                f"world_size={self.world_size}; one "
-                "host cannot hold more processes than there are."
+                f"world_size={self.world_size}; one host cannot hold more processes than there are."
             )
         if self.num_nodes is not None and self.num_nodes > self.world_size:
             raise WorldError(
                 f"{self.environment}: {self.num_nodes} hosts for world_size={self.world_size}; a "
-                "host of the world holds at "
-                "least one process."
+                "host of the world holds at least one process."
             )
 
     @property

@@ -68,9 +68,7 @@ def meet(store: Store, member: Member, place: str, deadline: float) -> list[Memb
         )
         trouble = (
             f"two processes say that they are rank {member.rank} of {member.world_size} at "
-            f"{place}: "
-            "give each its own rank, or, if "
-            f"these are two jobs, each its own port.{stale}"
+            f"{place}: give each its own rank, or, if these are two jobs, each its own port.{stale}"
         )
         store.set("trouble", trouble)
         raise WorldError(trouble)
@@ -114,9 +112,8 @@ def _collect(store: Store, own: Member, place: str, deadline: float) -> dict[str
         )
         error = (
             f"{len(came)} of {own.world_size} processes met at {place} within "
-            f"{time.monotonic() - started:.0f} s; missing: rank "
-            f"{_ranks(missing)}. Came: {hosts}. Start the missing ranks, or raise timeout= if they "
-            "start slowly."
+            f"{time.monotonic() - started:.0f} s; missing: rank {_ranks(missing)}. Came: {hosts}. "
+            "Start the missing ranks, or raise timeout= if they start slowly."
         )
     if error is not None:
         # One that came with another's rank has no entry; as many as there are ranks are likely to
@@ -137,8 +134,7 @@ def _contradiction(members: list[Member]) -> str | None:
             if mine != theirs:
                 return (
                     f"rank {first.rank} ({first.name}) has {what}={mine} but rank {member.rank} "
-                    f"({member.name}) has "
-                    f"{what}={theirs}; every process must be given the "
+                    f"({member.name}) has {what}={theirs}; every process must be given the "
                     f"same.{_why_backend(what, first, member)}"
                 )
     return None
@@ -166,8 +162,7 @@ def _await_verdict(store: Store, member: Member, place: str, deadline: float) ->
         known = f"then the store, which lives in rank 0 or the launcher, was gone ({error})"
     raise WorldError(
         f"rank {member.rank} waited {time.monotonic() - started:.0f} s at {place} for rank 0 to "
-        f"count the {member.world_size} "
-        f"processes; {known}. Look at rank 0's output."
+        f"count the {member.world_size} processes; {known}. Look at rank 0's output."
     )
 
 
@@ -219,11 +214,9 @@ def check_places(members: list[Member]) -> None:
             continue
         raise UserError(
             f"{local_size} workers on {member.name} but {member.gpus} "
-            f"GPU{'s' * (member.gpus != 1)} that "
-            f"rank {member.rank} can use: "
-            f"start at most one worker a GPU (workers={member.gpus}, or -n {member.gpus}), or pass "
-            "device='cpu' to train without "
-            "GPUs."
+            f"GPU{'s' * (member.gpus != 1)} that rank {member.rank} can use: start at most one "
+            f"worker a GPU (workers={member.gpus}, or -n {member.gpus}), or pass device='cpu' to "
+            "train without GPUs."
         )
 
 

@@ -45,10 +45,9 @@ def check_launched(layout: Layout | None, environ: Environ) -> None:
         return
     raise WorldError(
         f"backend='mpi', but {layout.environment} started the {layout.world_size} processes and "
-        "MPI knows nothing of it: to MPI "
-        f"each of them is alone. Start them with mpirun -n {layout.world_size} (or mpiexec) python "
-        "…, or with srun --mpi=pmi2 "
-        "(MPICH, Intel MPI) or srun --mpi=pmix (Open MPI), or write backend='gloo'"
+        "MPI knows nothing of it: to MPI each of them is alone. Start them with mpirun -n "
+        f"{layout.world_size} (or mpiexec) python …, or with srun --mpi=pmi2 (MPICH, Intel MPI) or "
+        "srun --mpi=pmix (Open MPI), or write backend='gloo'"
     )
 
 
@@ -58,8 +57,7 @@ def check_same(rank: int, size: int, layout: Layout | None, library: str = "its 
         return
     hint = (
         f"mpi4py loaded {library}; that library and the mpirun or mpiexec that started the "
-        "processes must be of one MPI. "
-        "MPI4PY_LIBMPI=/PATH/TO/libmpi.so chooses the library"
+        "processes must be of one MPI. MPI4PY_LIBMPI=/PATH/TO/libmpi.so chooses the library"
         if size == 1
         else "start one process for each MPI rank"
     )
@@ -88,8 +86,7 @@ def load_mpi(environ: Environ | None = None) -> Any:
         except (ImportError, RuntimeError) as error:
             raise UserError(
                 "mpi4py is installed, but it cannot load an MPI library "
-                f"({str(error).splitlines()[0]}): {INSTALL}, or install "
-                "Open MPI or MPICH"
+                f"({str(error).splitlines()[0]}): {INSTALL}, or install Open MPI or MPICH"
             ) from error
     if not MPI.Is_initialized():  # mpi4py.rc.initialize = False
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -102,10 +99,8 @@ def check_threads(MPI: Any) -> None:
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise WorldError(
             f"backend='mpi' needs MPI_THREAD_MULTIPLE, but {version(MPI)} was started with less. "
-            "Remove mpi4py.rc.thread_level "
-            "(or mpi4py.rc.threads, MPI4PY_RC_THREAD_LEVEL) if it is set; otherwise install an MPI "
-            "that was built with it, as "
-            f"current ones are: {INSTALL}"
+            "Remove mpi4py.rc.thread_level (or mpi4py.rc.threads, MPI4PY_RC_THREAD_LEVEL) if it is "
+            f"set; otherwise install an MPI that was built with it, as current ones are: {INSTALL}"
         )
 
 

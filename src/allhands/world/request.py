@@ -106,9 +106,7 @@ def _alone(request: InitRequest) -> Layout:
     if (request.local_rank or 0) > 0 or (request.local_world_size or 1) > 1:
         raise UserError(
             f"init(local_rank={request.local_rank}, local_world_size={request.local_world_size}), "
-            "but "
-            "this process is alone: pass "
-            "rank= and world_size= too, or leave them out."
+            "but this process is alone: pass rank= and world_size= too, or leave them out."
         )
     return Layout(0, 1, 0, 1, 0, 1, environment="alone")
 

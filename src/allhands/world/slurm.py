@@ -162,10 +162,8 @@ def _not_a_task(environ: Environ) -> str:
         )
     return (
         "slurm.setup() is for tasks of srun, and there is no Slurm job around this process: start "
-        "it with "
-        "`srun -N 2 --ntasks-per-node=2 python script.py`, or call allhands.init(), which finds "
-        "the other processes however "
-        "they were started."
+        "it with `srun -N 2 --ntasks-per-node=2 python script.py`, or call allhands.init(), which "
+        "finds the other processes however they were started."
     )
 
 
@@ -224,8 +222,7 @@ def wants_requeue(environ: Environ) -> bool:
     if job_of(environ) is None:
         raise UserError(
             f"{REQUEUE_VARIABLE}=1, but there is no Slurm job around this process (SLURM_JOB_ID is "
-            "not set): unset "
-            f"{REQUEUE_VARIABLE}, or submit the script with sbatch."
+            f"not set): unset {REQUEUE_VARIABLE}, or submit the script with sbatch."
         )
     return True
 

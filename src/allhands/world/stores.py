@@ -210,17 +210,14 @@ def _no_store(
         who = "the launcher" if layout.rank == 0 else "rank 0"
         return WorldError(
             f"rank {layout.rank} waited {timeout:.0f} s for {who} at {host}:{port} and nobody "
-            "answered. Is rank 0 started, and "
-            f"can this host reach {host}? ({reason})"
+            f"answered. Is rank 0 started, and can this host reach {host}? ({reason})"
         )
     if "EADDRINUSE" in reason or "in use" in reason:
         return WorldError(
             f"rank 0 cannot listen on port {port}: it is taken on this host. Choose another port "
-            "(MASTER_PORT or "
-            "init_method='tcp://HOST:PORT')."
+            "(MASTER_PORT or init_method='tcp://HOST:PORT')."
         )
     return WorldError(
         f"rank 0 opened port {port}, but {host} does not lead to it: MASTER_ADDR (or the host in "
-        "init_method) must be an "
-        f"address of the host that rank 0 runs on. ({reason})"
+        f"init_method) must be an address of the host that rank 0 runs on. ({reason})"
     )

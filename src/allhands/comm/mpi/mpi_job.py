@@ -65,9 +65,8 @@ def new_group(
     if str(backend).lower() != "mpi":
         raise UserError(
             f"backend={str(backend)!r}: mpi cannot be mixed with another backend, because its "
-            "group takes tensors of the CPU "
-            "and of CUDA alike; write backend='mpi', and make another group with "
-            "dist.new_group(backend='gloo') or 'nccl'"
+            "group takes tensors of the CPU and of CUDA alike; write backend='mpi', and make "
+            "another group with dist.new_group(backend='gloo') or 'nccl'"
         )
     if options.get("backend_options") is not None:
         raise UserError("pg_options: the mpi backend has no options; leave the argument out")

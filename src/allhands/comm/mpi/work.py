@@ -340,9 +340,8 @@ class _Watchdog:
 def _late(work: Work) -> WorldError:
     return WorldError(
         f"{work.what()} was not complete within the group's timeout of {work.limit:g} s: a rank of "
-        "the group did not make the "
-        "same call, is slow, or is gone. Look at its output, or raise timeout= where the group is "
-        "made"
+        "the group did not make the same call, is slow, or is gone. Look at its output, or raise "
+        "timeout= where the group is made"
     )
 
 

@@ -121,8 +121,7 @@ def _read_python(
     if size < rows * _PIXELS:
         raise UserError(
             f"{path} has {size:,} bytes, but its {rows:,} images alone take {rows * _PIXELS:,}: it "
-            "is cut off. Get it again "
-            "from its publisher."
+            "is cut off. Get it again from its publisher."
         )
     batch = load_batch(path)
     key = f"{kind}_labels" if kind else "labels"
@@ -139,8 +138,7 @@ def _read_python(
         shape = getattr(pixels, "shape", type(pixels).__name__)
         raise UserError(
             f"{path} holds data of shape {shape} and {labels.size} labels, but needs bytes of "
-            f"shape ({rows}, {_PIXELS}) and "
-            f"{rows} labels."
+            f"shape ({rows}, {_PIXELS}) and {rows} labels."
         )
     return pixels, labels
 

@@ -98,10 +98,9 @@ def find_folder(
         )
     raise UserError(
         f"the data set {entry.name!r} was not found: {looked}. It is offered by {entry.source}. "
-        "Unpack it, and set "
-        f"{ROOT_VARIABLE} (or root=) to the folder that holds it as "
-        f"{layouts[0]}{'/' if layouts[0] else ''}{marks[0]}. The data "
-        "set 'digits' needs no download."
+        f"Unpack it, and set {ROOT_VARIABLE} (or root=) to the folder that holds it as "
+        f"{layouts[0]}{'/' if layouts[0] else ''}{marks[0]}. The data set 'digits' needs no "
+        "download."
     )
 
 
@@ -112,8 +111,7 @@ def need_file(folder: Path, names: Sequence[str], entry: Entry) -> Path:
             return folder / name
     raise UserError(
         f"{folder} holds a part of the data set {entry.name!r}, but {' or '.join(names)} is "
-        "missing there. Get it from "
-        f"{entry.source}."
+        f"missing there. Get it from {entry.source}."
     )
 
 
@@ -157,6 +155,5 @@ def check_labels(labels: np.ndarray, count: int, path: Path) -> None:
     if len(bad):
         raise UserError(
             f"{path}: record {bad[0]} has label {labels[bad[0]]}, but labels go from 0 to "
-            f"{count - 1}: this is another file, or "
-            "it is damaged. Get it again from its publisher."
+            f"{count - 1}: this is another file, or it is damaged. Get it again from its publisher."
         )

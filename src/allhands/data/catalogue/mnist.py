@@ -68,9 +68,8 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     if data[:4] != header[:4]:
         raise UserError(
             f"{path} begins with {data[:4].hex(' ') or 'nothing'}, but an idx file of "
-            f"{len(shape)}-dimensional bytes begins "
-            f"with {header[:4].hex(' ')} ({len(data):,} bytes{packed}, expected {expected:,}). Get "
-            "it again from its publisher."
+            f"{len(shape)}-dimensional bytes begins with {header[:4].hex(' ')} ({len(data):,} "
+            f"bytes{packed}, expected {expected:,}). Get it again from its publisher."
         )
     if data[: len(header)] != header:
         told = struct.unpack_from(f">{min(len(shape), (len(data) - 4) // 4)}I", data, 4)
@@ -83,8 +82,7 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
         state = "cut off" if len(data) < expected else "too long"
         raise UserError(
             f"{path} has {len(data):,} bytes{packed}, but {' x '.join(map(str, shape))} bytes and "
-            "their header take "
-            f"{expected:,}: it is {state}. Get it again from its publisher."
+            f"their header take {expected:,}: it is {state}. Get it again from its publisher."
         )
     return np.frombuffer(data, np.uint8, offset=len(header)).reshape(shape)
 

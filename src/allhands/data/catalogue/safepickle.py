@@ -110,6 +110,5 @@ def load_batch(path: Path) -> dict[str, Any]:
     ) as error:
         raise UserError(
             f"{path} ({path.stat().st_size:,} bytes) is not a whole data batch and was not loaded: "
-            f"{error}. Get it again from "
-            "its publisher."
+            f"{error}. Get it again from its publisher."
         ) from None

@@ -30,7 +30,6 @@ class FedBN(FedAvg):
         if not names:
             raise UserError(
                 "algorithm='fedbn': the model has no layer of normalisation that clients could "
-                "keep; write "
-                "algorithm='fedavg'"
+                "keep; write algorithm='fedavg'"
             )
         return names

@@ -93,15 +93,13 @@ class FedBuff(Algorithm):
         if per_round > most and clients < most + per_round - 1:
             raise UserError(
                 f"per_round={per_round} updates a step from {most} clients at once need "
-                f"{most + per_round - 1} "
-                f"clients, for nobody trains a version twice, and there are {clients}; write "
-                f"per_round={most}"
+                f"{most + per_round - 1} clients, for nobody trains a version twice, and there are "
+                f"{clients}; write per_round={most}"
             )
         if server.layout.integers:
             raise UserError(
                 f"algorithm='fedbuff' with the integer buffer '{server.layout.integers[0]}', of "
-                "which there is no "
-                "mean over versions; use GroupNorm, or track_running_stats=False"
+                "which there is no mean over versions; use GroupNorm, or track_running_stats=False"
             )
 
     def begin(self, server: Server) -> None:
@@ -153,8 +151,7 @@ class FedBuff(Algorithm):
         if self.arriving is None:
             raise UserError(
                 "algorithm='fedbuff' does not go by cohorts; derive the class that you pass as "
-                "stages= from "
-                "allhands.federated.buffered.BufferedRounds"
+                "stages= from allhands.federated.buffered.BufferedRounds"
             )
         updates, kept = trained.updates, trained.own[UNDER_WAY]
         here = torch.tensor(

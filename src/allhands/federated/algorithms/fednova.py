@@ -102,10 +102,8 @@ def sgd_options(name: str, server: Server) -> list[dict[str, float]]:
     if optimizer.kind is not torch.optim.SGD:
         raise UserError(
             f"algorithm={name!r} needs to know how much of each gradient is in an update, which it "
-            "does for "
-            f"torch.optim.SGD (momentum too), and clients train with {optimizer.kind.__name__}; "
-            "use SGD, or "
-            "algorithm='fedavg'"
+            "does for torch.optim.SGD (momentum too), and clients train with "
+            f"{optimizer.kind.__name__}; use SGD, or algorithm='fedavg'"
         )
     return [
         {

@@ -254,8 +254,7 @@ class FedOpt(_ServerOptimizer):
         if found is None:
             raise UserError(
                 f"algorithm='fedopt': there is no optimizer {optimizer!r} for the server's one "
-                "vector; "
-                f"use one of {', '.join(LocalOptimizer.ELEMENTWISE)}"
+                f"vector; use one of {', '.join(LocalOptimizer.ELEMENTWISE)}"
             )
         self.kind = getattr(torch.optim, found)
         self.options = {**({"lr": 1.0} if found == "SGD" else {}), **(options or {})}

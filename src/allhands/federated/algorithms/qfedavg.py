@@ -56,8 +56,7 @@ class QFedAvg(Algorithm):
         if self.lipschitz is None and not all(float(rate) > 0 for rate in rates):
             raise UserError(
                 "algorithm='qfedavg' takes the Lipschitz constant from the clients' learning rate, "
-                "which is 0 or "
-                "unknown; set lipschitz=…"
+                "which is 0 or unknown; set lipschitz=…"
             )
 
     def contribute(self, trained: Trained, server: Server, sums: Sums) -> None:
@@ -82,8 +81,7 @@ class QFedAvg(Algorithm):
         if float(figures["start_loss"][there].min()) < 0:
             raise UserError(
                 "algorithm='qfedavg': a client's loss is negative, and its power is not defined; "
-                "use a loss of at "
-                "least 0"
+                "use a loss of at least 0"
             )
         slots = len(there)
         scale = self._lipschitz(server) * slots / float(figures["h"][there].sum())

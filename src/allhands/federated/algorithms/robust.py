@@ -115,8 +115,7 @@ class TrimmedMean(Robust):
         if self.beta and not self._trimmed(per_round):
             raise UserError(
                 f"beta={self.beta:g} of {per_round} clients a round leaves out none; write a "
-                "larger beta, below 0.5, "
-                "or 0 for the plain mean"
+                "larger beta, below 0.5, or 0 for the plain mean"
             )
 
     def _trimmed(self, clients: int) -> int:
@@ -165,14 +164,12 @@ class Krum(Robust):
             mend = f"byzantine={(per_round - 3) // 2}" if per_round >= 3 else "algorithm='median'"
             raise UserError(
                 f"algorithm='krum' with byzantine={self.byzantine} needs at least "
-                f"{2 * self.byzantine + 3} clients a "
-                f"round, and there are {per_round}; write {mend}"
+                f"{2 * self.byzantine + 3} clients a round, and there are {per_round}; write {mend}"
             )
         if self.chosen > per_round - self.byzantine:
             raise UserError(
                 f"select={self.chosen} of {per_round} clients, {self.byzantine} of them perhaps "
-                "wrong; write at most "
-                f"select={per_round - self.byzantine}"
+                f"wrong; write at most select={per_round - self.byzantine}"
             )
 
     def begin(self, server: Server) -> None:

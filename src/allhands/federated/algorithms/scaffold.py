@@ -72,8 +72,7 @@ class Scaffold(Algorithm):
         ):
             raise UserError(
                 "algorithm='scaffold' divides by the clients' learning rate and descends; give "
-                "every group of SGD a "
-                "learning rate above 0, and no maximize"
+                "every group of SGD a learning rate above 0, and no maximize"
             )
 
     def begin(self, server: Server) -> None:

@@ -231,8 +231,7 @@ def _described(federation: _Federation, rounds: ServerRounds) -> str:
     with_name = f"{conf.task_id}: " if conf.task_id else ""
     return (
         f"{with_name}{len(rounds.clients)} clients, {conf.server.clients_per_round} a round, "
-        f"{conf.server.rounds} rounds, "
-        f"{processes} on {world.device.type}"
+        f"{conf.server.rounds} rounds, {processes} on {world.device.type}"
     )
 
 
@@ -253,9 +252,7 @@ def _join(conf: Config) -> World:
         if not given.init_method:
             raise UserError(
                 f"gpu = {conf.gpu}, and distributed.init_method is not set; write "
-                "'tcp://127.0.0.1:PORT' with a "
-                "port that is "
-                "free, the same in every process"
+                "'tcp://127.0.0.1:PORT' with a port that is free, the same in every process"
             )
         told |= {
             "rank": given.rank,
@@ -274,9 +271,8 @@ def _join(conf: Config) -> World:
         if size == 1:
             raise WorldError(
                 f"gpu = {conf.gpu}, and nothing says which of the {number} processes this is: set "
-                "distributed.rank, "
-                "local_rank, world_size and init_method, or start the script with "
-                f"`allhands launch -n {number}`, torchrun or srun"
+                "distributed.rank, local_rank, world_size and init_method, or start the script "
+                f"with `allhands launch -n {number}`, torchrun or srun"
             )
         raise WorldError(
             f"gpu = {conf.gpu}, and there are {size} processes ({by}); set gpu to {size}"
@@ -318,8 +314,7 @@ def _data(federation: _Federation) -> FederatedDataset:
         if conf.server.clients_per_round > len(train.clients):
             raise UserError(
                 f"server.clients_per_round = {conf.server.clients_per_round}, and there are "
-                f"{len(train.clients)} clients; "
-                f"write at most {len(train.clients)}"
+                f"{len(train.clients)} clients; write at most {len(train.clients)}"
             )
         for part in (train, test):
             if part is not None:
@@ -338,9 +333,8 @@ def _model(federation: _Federation) -> nn.Module:
                 if not federation.classes:
                     raise UserError(
                         "the registered data set does not show whole numbers as targets, from "
-                        "which a model's "
-                        "number of "
-                        "classes would follow; call register_model(YourModel)"
+                        "which a model's number of classes would follow; call "
+                        "register_model(YourModel)"
                     )
                 made = models.build(federation.conf.model, sample, federation.classes)
             else:
@@ -387,9 +381,7 @@ def _build(federation: _Federation) -> tuple[BaseServer, ServerRounds, Pool]:
         raise UserError(
             "server.aggregation_content = 'parameters': the model has buffers, such as "
             f"'{(*(place.name for place in layout.buffers), *layout.integers)[0]}', and COALA "
-            "keeps those of "
-            "whichever client "
-            "came first; write 'all', or use GroupNorm"
+            "keeps those of whichever client came first; write 'all', or use GroupNorm"
         )
     algorithm = (
         Uploads()
@@ -422,9 +414,7 @@ def _build(federation: _Federation) -> tuple[BaseServer, ServerRounds, Pool]:
         if conf.executor != "auto":
             raise UserError(
                 f"executor = {conf.executor!r} trains all clients alike, and "
-                f"{_registered.client.__name__} has "
-                "a training of "
-                "its own; leave executor out"
+                f"{_registered.client.__name__} has a training of its own; leave executor out"
             )
         executor = Objects(work, server, pool)
     else:

@@ -132,22 +132,18 @@ class CoalaData(CoalaSection):
             if getattr(self, name) != default[name] and split != wanted:
                 raise ValueError(
                     f"{name} = {getattr(self, name)!r} has no effect on split_type '{split}'; "
-                    "leave it out, or set "
-                    f"split_type to '{wanted}'"
+                    f"leave it out, or set split_type to '{wanted}'"
                 )
         for name in ("user", "train_test_split"):
             if getattr(self, name) != default[name] and self.dataset != "shakespeare":
                 raise ValueError(
                     f"{name} = {getattr(self, name)!r} is for shakespeare; '{self.dataset}' has a "
-                    "test set of "
-                    "its own: "
-                    "leave it out"
+                    "test set of its own: leave it out"
                 )
         if split == "niid" and "num_of_clients" in given:
             raise ValueError(
                 "num_of_clients is decided by the data set with split_type 'niid'; leave it out "
-                "(min_size and "
-                "data_amount say which clients are used)"
+                "(min_size and data_amount say which clients are used)"
             )
         return self
 
@@ -327,9 +323,8 @@ class Heterogeneity(CoalaSection):
         if self.simulate and self.hetero_type == "real" and self.level:
             raise ValueError(
                 "hetero_type = 'real' draws from COALA's list of telephones, which is not here; "
-                "set hetero_type to "
-                "'dir' or 'iso', or train by Federated(systems={'delay': coala_delays('real', …, "
-                "speeds=[…])})"
+                "set hetero_type to 'dir' or 'iso', or train by Federated(systems={'delay': "
+                "coala_delays('real', …, speeds=[…])})"
             )
         return self
 
@@ -397,9 +392,7 @@ class Config(CoalaSection):
         if self.client.rounds not in (None, self.server.rounds):
             raise ValueError(
                 f"client.rounds = {self.client.rounds}, and server.rounds = {self.server.rounds}, "
-                "which "
-                "decides; remove "
-                "client.rounds"
+                "which decides; remove client.rounds"
             )
         size = self.distributed.world_size
         if size not in (0, max(1, self.gpu)):

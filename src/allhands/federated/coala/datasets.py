@@ -283,9 +283,7 @@ def as_federated(given: Any, what: str) -> FederatedDataset:
         shown = f"the class {given.__name__}" if isinstance(given, type) else kind_of(given)
         raise UserError(
             f"register_dataset: {what} is {shown}; pass a FederatedTensorDataset, a "
-            "FederatedTorchDataset, or a "
-            "data set with "
-            "indices and a length"
+            "FederatedTorchDataset, or a data set with indices and a length"
         )
     return FederatedDataset(given)
 
@@ -312,9 +310,8 @@ def divide(
     else:
         raise UserError(
             f"split_type: {split_type} needs data with a natural owner of each sample (mnist, "
-            "shakespeare); "
-            "write dir for "
-            "clients that differ, or register_dataset with data by client"
+            "shakespeare); write dir for clients that differ, or register_dataset with data by "
+            "client"
         )
     made = partition_of(partition, samples, num_of_clients, seed)
     return Clients.from_arrays(
@@ -349,9 +346,7 @@ def load(data: CoalaData, seed: int) -> tuple[FederatedDataset, FederatedDataset
         if data.dataset != "mnist":
             raise UserError(
                 f"data.split_type: niid needs the owner of each sample, which {data.dataset} does "
-                "not tell; "
-                "write dir or class, "
-                "or dataset: mnist or shakespeare"
+                "not tell; write dir or class, or dataset: mnist or shakespeare"
             )
         train, test = _writers(data, seed)
         classes = 10

@@ -138,8 +138,7 @@ class BaseServer:
         """
         raise UserError(
             "aggregate(models, weights) exists to be overridden; the mean needs no override: "
-            "server.aggregation_strategy "
-            "is 'FedAvg' or 'equal'"
+            "server.aggregation_strategy is 'FedAvg' or 'equal'"
         )
 
     def set_model(self, model: nn.Module | dict[str, torch.Tensor], load_dict: bool = True) -> None:

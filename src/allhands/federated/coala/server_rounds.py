@@ -107,9 +107,7 @@ class ServerRounds(Rounds):
         ):
             raise UserError(
                 "server.visualize = True calls init_visualization and tracking_visualization of a "
-                "registered "
-                "server, and "
-                f"{type(coala).__name__} lacks one of them; leave it out"
+                f"registered server, and {type(coala).__name__} lacks one of them; leave it out"
             )
         if conf.client.local_test and pool.kind.test_local is BaseClient.test_local:
             raise UserError(
@@ -365,9 +363,7 @@ class ServerRounds(Rounds):
         elif not parts:
             raise UserError(
                 "test_mode: test_in_client, and no client that tests has test samples; write "
-                "test_mode: "
-                "test_in_server, or "
-                "server.test_all: true"
+                "test_mode: test_in_server, or server.test_all: true"
             )
         loss_fn = self.pool[0].load_loss_fn(self.conf.client)
         values, sizes = measure(

@@ -148,9 +148,8 @@ def why_not_fixed(work: ExecutorContext, server: Server) -> str | None:
     if found.draws:
         return (
             f"the model draws numbers that belong to no client ({', '.join(found.draws)}); write "
-            "the dropout as nn.Dropout, "
-            "nn.Dropout1d, nn.Dropout2d or nn.Dropout3d modules, and crops and flips as RandomCrop "
-            "and RandomFlip of "
-            "allhands.models, whose draws it can tell apart"
+            "the dropout as nn.Dropout, nn.Dropout1d, nn.Dropout2d or nn.Dropout3d modules, and "
+            "crops and flips as RandomCrop and RandomFlip of allhands.models, whose draws it can "
+            "tell apart"
         )
     return None

@@ -41,8 +41,7 @@ def read_certificates(path: Path | str, what: str) -> list[x509.Certificate]:
     if b"-----BEGIN CERTIFICATE-----" not in data:
         raise UserError(
             f"{what}: {str(path)!r} holds no certificate in PEM form; bring it into it: openssl "
-            "x509 -inform der "
-            f"-in {path} -out NEW.crt"
+            f"x509 -inform der -in {path} -out NEW.crt"
         )
     if data.count(b"-----BEGIN CERTIFICATE-----") != data.count(b"-----END CERTIFICATE-----"):
         raise UserError(f"{what}: {str(path)!r} is cut; copy it again from where it was made")
@@ -66,8 +65,7 @@ def check_authority(path: Path | str) -> None:
     if not any(_is_authority(root) for root in roots):
         raise UserError(
             f"{what}: {str(path)!r} is the certificate of {_who(roots[0])} and no authority; give "
-            "the file of the "
-            f"one that signed it ({AUTHORITY})"
+            f"the file of the one that signed it ({AUTHORITY})"
         )
     problems = [_when(root) for root in roots]
     if all(problems):
@@ -105,10 +103,8 @@ def check_server(certificate: Path | str, key: Path | str, authority: Path | str
     if not _leads_to(chain, read_certificates(authority, "the authority (--authority)")):
         raise UserError(
             f"{what}: {str(certificate)!r} was signed by {_name_of(chain[-1].issuer)}, and not by "
-            "the authority in "
-            f"{str(authority)!r}; give the authority that signed it, and the certificates between "
-            "both, if there "
-            "are some, after the server's own in its file"
+            f"the authority in {str(authority)!r}; give the authority that signed it, and the "
+            "certificates between both, if there are some, after the server's own in its file"
         )
 
 
@@ -172,8 +168,7 @@ def read_private_key(path: Path | str, what: str) -> PrivateKeyTypes:
     except TypeError:
         raise UserError(
             f"{what}: {str(path)!r} is protected by a passphrase, which nobody could enter; take "
-            "it away: "
-            f"openssl pkey -in {path} -out NEW.key"
+            f"it away: openssl pkey -in {path} -out NEW.key"
         ) from None
     except (ValueError, UnsupportedAlgorithm):
         raise UserError(
@@ -188,8 +183,7 @@ def check_pair(
     if certificate.public_key() != key.public_key():
         raise UserError(
             f"the private key {str(key_path)!r} does not belong to the certificate {str(path)!r} "
-            "of "
-            f"{_who(certificate)}; give both from where they were made together"
+            f"of {_who(certificate)}; give both from where they were made together"
         )
 
 
@@ -318,14 +312,12 @@ def _distrust(
         names = ", ".join(names_of(certificate)) or "no host"
         return (
             f"{where} is for {names}, and not for {host!r}; give --server one of these names, or "
-            "let the server's operator "
-            f"{_AGAIN.replace('HOST`', host + '`')}"
+            f"let the server's operator {_AGAIN.replace('HOST`', host + '`')}"
         )
     return (
         f"{where} is not trusted: it was signed by {_name_of(certificate.issuer)}, and not by {by} "
-        f"({error.verify_message}); "
-        f"get the authority's file ({AUTHORITY}) from the server's operator and give it as "
-        "--authority"
+        f"({error.verify_message}); get the authority's file ({AUTHORITY}) from the server's "
+        "operator and give it as --authority"
     )
 
 

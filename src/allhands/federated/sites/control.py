@@ -65,8 +65,7 @@ class Control:
             if key in gone:
                 raise UserError(
                     f"the key of {name} was taken off the list of sites before, and Flower lets no "
-                    "such key in "
-                    "again; make a new one, or delete superlink.db in the state folder"
+                    "such key in again; make a new one, or delete superlink.db in the state folder"
                 )
             if key not in let_in:
                 self._ask("RegisterNode", RegisterNodeRequest(public_key=key, name=name))

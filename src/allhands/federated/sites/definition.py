@@ -93,8 +93,7 @@ def check(strategy: Federated) -> None:
     if not algorithm.shares:
         raise UserError(
             f"algorithm={algorithm.name!r} shares nothing, so that there is nothing for a server "
-            "to do; run it at "
-            "each site with `allhands run`"
+            "to do; run it at each site with `allhands run`"
         )
     if isinstance(algorithm, Centralised):
         raise UserError(
@@ -104,21 +103,18 @@ def check(strategy: Federated) -> None:
     if isinstance(algorithm, FedBuff):
         raise UserError(
             "algorithm='fedbuff' goes by virtual time, and sites by rounds; use 'fedavg', and "
-            "sites.round_timeout "
-            "for sites that are slow"
+            "sites.round_timeout for sites that are slow"
         )
     if algorithm.needs_start_gradient:
         raise UserError(
             f"algorithm={algorithm.name!r} with option='I' needs a second vector of each client, "
-            "and sites send one; "
-            "write option='II'"
+            "and sites send one; write option='II'"
         )
     stateful = type(algorithm).client_state is not Algorithm.client_state
     if stateful and not isinstance(algorithm, Scaffold):
         raise UserError(
             f"algorithm={algorithm.name!r} keeps vectors with the clients in a way that sites do "
-            "not know; use one "
-            "of allhands' own algorithms"
+            "not know; use one of allhands' own algorithms"
         )
     if strategy.stages is not Rounds:
         raise UserError(
@@ -133,8 +129,7 @@ def check(strategy: Federated) -> None:
     if strategy.devices_per_client != 1:
         raise UserError(
             f"devices_per_client={strategy.devices_per_client} trains a client on several workers, "
-            "and a site has "
-            "one; leave it out"
+            "and a site has one; leave it out"
         )
     executor = (
         strategy.executor if isinstance(strategy.executor, str) else strategy.executor["name"]
@@ -142,6 +137,5 @@ def check(strategy: Federated) -> None:
     if executor not in ("auto", "serial"):
         raise UserError(
             f"executor={executor!r} trains several clients of one device together, and each site "
-            "is one client; "
-            "write executor='auto'"
+            "is one client; write executor='auto'"
         )

@@ -158,8 +158,7 @@ def ask(address: Path, content: RecordDict, patience: float = 60.0) -> RecordDic
         except (OSError, EOFError, ValueError, struct.error) as error:
             raise SocketError(
                 "the site's warm process ended in the middle of the request; the site starts it "
-                "again, and the "
-                "next round will find it"
+                "again, and the next round will find it"
             ) from error
 
 
@@ -175,8 +174,7 @@ def _connect(peer: socket.socket, address: Path, patience: float) -> None:
                 # Without the path: the server gets this text.
                 raise SocketError(
                     f"the site's warm process does not listen ({error.strerror or error}); the "
-                    "site's output says "
-                    "why it does not start"
+                    "site's output says why it does not start"
                 ) from None
         time.sleep(0.1)
 

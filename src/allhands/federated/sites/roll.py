@@ -341,10 +341,9 @@ class Roll:
             if over and self.settings.below == "stop":
                 raise UserError(
                     f"round {self.round}: {len(self.present)} of the {needed} sites that a round "
-                    "needs are there "
-                    f"after {self.settings.wait:g} s; missing: {', '.join(self.missing())}. Start "
-                    "them, or set "
-                    "sites.min lower, sites.wait longer or sites.below=wait"
+                    f"needs are there after {self.settings.wait:g} s; missing: "
+                    f"{', '.join(self.missing())}. Start them, or set sites.min lower, sites.wait "
+                    "longer or sites.below=wait"
                 )
             if over:
                 began = now  # another time as long
@@ -357,8 +356,7 @@ class Roll:
         )
         print(
             f"waiting for sites, {len(self.present)} of {needed} are there; missing: "
-            f"{', '.join(missing)} "
-            f"({seconds:.0f} s)",
+            f"{', '.join(missing)} ({seconds:.0f} s)",
             flush=True,
         )
 

@@ -59,8 +59,7 @@ def settings_of(environ: Mapping[str, str]) -> dict[str, Any]:
         return {"config": [run_file], "overrides": []}
     raise UserError(
         f"neither {STATE} nor {RUN_FILE} is set: this app is started by `allhands federated "
-        "server`, or is part of one that "
-        "`allhands federated app` has written"
+        "server`, or is part of one that `allhands federated app` has written"
     )
 
 

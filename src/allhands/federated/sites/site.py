@@ -260,8 +260,7 @@ class Site:
             )
             return (
                 f"the server does not let {self.options.name} in{who}: it must be in the server's "
-                "list of sites (--sites), "
-                "and no other site may use it"
+                "list of sites (--sites), and no other site may use it"
             )
         return f"the {name} {_end_of(code)}: {' | '.join(said[-3:])}"
 

@@ -39,8 +39,7 @@ def check_name(name: str, what: str = "the site's name") -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UserError(
             f"{what} {name!r}: write letters, digits, '.', '_' and '-', the first one a letter or "
-            "digit, and at most "
-            "63 of them"
+            "digit, and at most 63 of them"
         )
     return name
 
@@ -68,8 +67,7 @@ def read_file(path: Path | str, what: str, *, private: bool = False) -> bytes:
     if private and mode & 0o077:
         raise UserError(
             f"{what}: others than its owner may read or change {str(path)!r} (mode "
-            f"{mode & 0o777:04o}); write "
-            f"chmod 600 {path}"
+            f"{mode & 0o777:04o}); write chmod 600 {path}"
         )
     if not data.strip():
         raise UserError(f"{what}: {str(path)!r} is empty; copy it again from where it was made")
@@ -141,8 +139,7 @@ def read_site_key(path: Path | str) -> bytes:
     if not data.lstrip().startswith(b"-----BEGIN OPENSSH PRIVATE KEY-----"):
         raise UserError(
             f"{what}: {str(path)!r} is no private key in OpenSSH's format, and Flower takes no "
-            f"other; {make}, or "
-            f"bring yours into it: ssh-keygen -p -N '' -f {path}"
+            f"other; {make}, or bring yours into it: ssh-keygen -p -N '' -f {path}"
         )
     try:
         key = serialization.load_ssh_private_key(data, None)
@@ -150,8 +147,7 @@ def read_site_key(path: Path | str) -> bytes:
         if "password" in str(error).lower() or "encrypted" in str(error).lower():
             raise UserError(
                 f"{what}: {str(path)!r} is protected by a passphrase, which nobody could enter; "
-                "take it away: "
-                f"ssh-keygen -p -N '' -f {path}"
+                f"take it away: ssh-keygen -p -N '' -f {path}"
             ) from None
         raise UserError(
             f"{what}: {str(path)!r} is cut or damaged; copy it again from where it was made, or "

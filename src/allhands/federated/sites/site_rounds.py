@@ -227,10 +227,8 @@ class SiteRounds(Rounds):
         if across["names"] != self.roll.names:
             raise UserError(
                 f"resume: the checkpoint is of the sites {', '.join(across['names'])}, and this "
-                "run's are "
-                f"{', '.join(self.roll.names)}; give the same names in the same order, or start "
-                "anew with "
-                "resume=null"
+                f"run's are {', '.join(self.roll.names)}; give the same names in the same order, "
+                "or start anew with resume=null"
             )
         self.roll.run = across["run"]
         for client, (size, taken) in enumerate(

@@ -72,15 +72,13 @@ class SiteState:
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"the site's {path.name} cannot be read ({type(error).__name__}); start the run "
-                "anew, or bring the "
-                "file back"
+                "anew, or bring the file back"
             ) from None
         found = {name: (vector.numel(), vector.dtype) for name, vector in vectors.items()}
         if found != {name: (length, self.dtype) for name, length in self.lengths.items()}:
             raise UserError(
                 f"the site's {path.name} was written by another training: it keeps "
-                f"{', '.join(found) or 'nothing'}; "
-                "give this run a name of its own"
+                f"{', '.join(found) or 'nothing'}; give this run a name of its own"
             )
         return vectors
 

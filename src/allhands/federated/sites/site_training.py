@@ -81,8 +81,7 @@ class Across:
         if without:
             raise UserError(
                 f"sites.names has {', '.join(map(repr, without))}, of which the list of sites "
-                "(--sites) has no key; "
-                "add a line there, or take the name out"
+                "(--sites) has no key; add a line there, or take the name out"
             )
         return names
 
@@ -121,10 +120,8 @@ class SiteSession(Session):
         assert isinstance(rounds, SiteRounds)
         self.reporter.line(
             f"allhands: federated, {rounds.algorithm.name}, across {len(rounds.clients)} sites "
-            f"({', '.join(rounds.roll.names)}); "
-            f"{rounds.per_round} a round, {rounds.roll.needed} must be there; {rounds.rounds} "
-            "rounds; "
-            f"seed {self.settings.seed}"
+            f"({', '.join(rounds.roll.names)}); {rounds.per_round} a round, {rounds.roll.needed} "
+            f"must be there; {rounds.rounds} rounds; seed {self.settings.seed}"
         )
         if schedule_note:
             self.reporter.line(schedule_note)
@@ -152,8 +149,7 @@ def train(
     if world.world_size != 1:
         raise UserError(
             f"the server is one process, and this is one of {world.world_size}; start it by "
-            "`allhands federated "
-            "server`"
+            "`allhands federated server`"
         )
     settings.save_every = settings.save_every or (1 if settings.logdir is not None else None)
     sites = strategy.sites or Sites()

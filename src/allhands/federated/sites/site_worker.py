@@ -270,8 +270,7 @@ class SiteWorker:
             placed.state.save(run, round_, since, states.kept[placed.client])
         self.say(
             f"round {round_ + 1}: {figures['samples']:,.0f} samples, {figures['steps']:.0f} steps, "
-            "loss "
-            f"{figures['loss']:.4f}, {figures['seconds']:.2f} s"
+            f"loss {figures['loss']:.4f}, {figures['seconds']:.2f} s"
         )
         reply = self._reply({"status": "ok", "run": run, "round": round_}, figures)
         edges = {

@@ -87,8 +87,7 @@ def own_host(options: ServerOptions) -> str:
     if not plain:
         raise UserError(
             f"the certificate {options.certificate} names no host that the server's own processes "
-            "could use; make "
-            f"one that names {host} or localhost too"
+            f"could use; make one that names {host} or localhost too"
         )
     return plain[0]
 
@@ -200,10 +199,8 @@ class SitesServer:
             if time.monotonic() > deadline:
                 raise UserError(
                     f"the SuperLink did not listen at {address(host, self.options.port)} within "
-                    f"{_START:.0f} s (the "
-                    "certificate's name must lead to this machine, if only by a line in "
-                    "/etc/hosts); see "
-                    f"{self.options.state / 'superlink.out'}"
+                    f"{_START:.0f} s (the certificate's name must lead to this machine, if only by "
+                    f"a line in /etc/hosts); see {self.options.state / 'superlink.out'}"
                 )
             time.sleep(0.1)
         self.control = Control(address(host, self.options.port), self.options.authority)

@@ -58,8 +58,7 @@ def make(folder: Path, hosts: Sequence[str], sites: Sequence[str], days: int = 3
     if not hosts and not sites:
         raise UserError(
             "neither --host nor --site was given; write --host NAME for the server's certificate, "
-            "and --site NAME "
-            "for each site"
+            "and --site NAME for each site"
         )
     if not 1 <= days <= _AUTHORITY_DAYS:
         raise UserError(f"--days {days}: write a number from 1 to {_AUTHORITY_DAYS}")

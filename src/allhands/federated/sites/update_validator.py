@@ -174,8 +174,7 @@ class UpdateValidator:
             if not norm <= limit or math.isinf(norm):
                 return (
                     f"its update has the norm {norm:.3g}, and {why}; set sites.max_norm to a "
-                    "number above that, if such an "
-                    "update is right"
+                    "number above that, if such an update is right"
                 )
         self._norms["now"].append([norm, steps])
         return None

@@ -46,8 +46,7 @@ def run(settings: dict[str, Any]) -> None:
             fcntl.flock(held, fcntl.LOCK_EX)
             _say(
                 f"{settings['name']} is ready: {worker.num_samples:,} samples to train on, "
-                f"{worker.num_tests:,} to test, on "
-                f"{worker.world.device.type}"
+                f"{worker.num_tests:,} to test, on {worker.world.device.type}"
             )
             listener.serve(worker.handle, lambda waited: idle is None or waited < idle)
     finally:

@@ -53,8 +53,7 @@ class _AliasFinder:
         if fullname not in _NAMES:
             raise ModuleNotFoundError(
                 f"there is no {fullname!r} here: allhands has Horovod's names for torch, "
-                "tensorflow and keras (docs/horovod.md "
-                "says what to use for the others)",
+                "tensorflow and keras (docs/horovod.md says what to use for the others)",
                 name=fullname,
             )
         loader: Any = _AliasLoader(_NAMES[fullname])
@@ -81,8 +80,7 @@ def __getattr__(name: str) -> Any:
     if name == "run":
         raise AttributeError(
             "horovod.run is not here: write `allhands launch --horovod -np 4 script.py`, or "
-            "allhands.launch.spawn(function, "
-            "args, workers=4)"
+            "allhands.launch.spawn(function, args, workers=4)"
         )
     raise AttributeError(f"module 'horovod' has no attribute {name!r}")
 

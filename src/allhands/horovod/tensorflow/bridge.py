@@ -300,8 +300,7 @@ def _refuse_xla(name: str) -> None:
         ):
             raise UserError(
                 f"{name}: an exchange between processes cannot be part of a function that XLA "
-                "compiles: set jit_compile=False "
-                "(in tf.function, or in model.compile)"
+                "compiles: set jit_compile=False (in tf.function, or in model.compile)"
             )
         frame = frame.f_back
 

@@ -227,8 +227,7 @@ def _reduced_slices(
     if scaled:
         raise UserError(
             "prescale_factor, postscale_factor and gradient_predivide_factor are not defined on "
-            "tf.IndexedSlices: "
-            "leave them at 1.0, or set sparse_as_dense=True"
+            "tf.IndexedSlices: leave them at 1.0, or set sparse_as_dense=True"
         )
     rows = [part for each in slices for part in (each.values, each.indices)]
     gathered = grouped_allgather(rows, derived(name, "slices"), ignore_name_scope, process_set)

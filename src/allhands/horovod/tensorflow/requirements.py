@@ -31,8 +31,7 @@ def checked_tensorflow() -> Any:
     if _major_and_minor(version) < OLDEST:
         raise UserError(
             f"allhands.horovod.tensorflow needs TensorFlow 2.16 or newer, and {version} is "
-            "installed: "
-            "pip install 'tensorflow>=2.16'"
+            "installed: pip install 'tensorflow>=2.16'"
         )
     if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in {"1", "true"}:
         raise UserError(

@@ -73,8 +73,7 @@ def DistributedOptimizer(
     if gradient_predivide_factor != 1.0 and chosen is not Average:
         raise UserError(
             f"gradient_predivide_factor={gradient_predivide_factor} with op {chosen}; set op to "
-            "hvd.Average, or leave "
-            "the factor out"
+            "hvd.Average, or leave the factor out"
         )
     if gradient_predivide_factor <= 0:
         raise UserError(
@@ -161,10 +160,8 @@ def _named(
     if missing:
         raise UserError(
             f"named_parameters names {len(own) - len(missing)} of the optimizer's {len(own)} "
-            "parameters, and not number "
-            f"{missing[0]}, of shape {list(own[missing[0]].shape)}; give the named_parameters() of "
-            "the whole model, or "
-            "leave it out"
+            f"parameters, and not number {missing[0]}, of shape {list(own[missing[0]].shape)}; "
+            "give the named_parameters() of the whole model, or leave it out"
         )
     return [(name_of[param], param) for param in own]
 

@@ -129,9 +129,8 @@ class Reducer:
         if left < 0 or bucket.sent:
             raise UserError(
                 f"{self._names[param]!r}: gradients were computed more than {self._passes} times "
-                "(backward_passes_per_step) "
-                "before step(); set backward_passes_per_step to the number of backward passes of a "
-                "step"
+                "(backward_passes_per_step) before step(); set backward_passes_per_step to the "
+                "number of backward passes of a step"
             )
         bucket.left[place] = left
         if left == 0:

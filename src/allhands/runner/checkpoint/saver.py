@@ -197,8 +197,7 @@ class Saver:
             said = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(names))
             raise WorldError(
                 f"the ranks save different checkpoints ({said}). save_checkpoint() and stop(…, "
-                "now=True) are for all ranks at "
-                "the same step: call them without `if rank == 0`"
+                "now=True) are for all ranks at the same step: call them without `if rank == 0`"
             )
 
     def _my_share(self, tensors: Mapping[str, Any]) -> list[str]:

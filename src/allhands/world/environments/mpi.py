@@ -33,10 +33,9 @@ def mpi_meeting(environ: Environ, layout: Layout, job_key: str | None) -> Meetin
     share = "an unknown part" if layout.local_world_size is None else str(layout.local_world_size)
     raise WorldError(
         f"{layout.environment}: {layout.world_size} processes on several hosts ({share} of them "
-        "here) need to learn where rank "
-        "0 is. Install mpi4py on every host (pip install 'allhands[mpi]'), or set MASTER_ADDR to "
-        "the host of rank 0 and "
-        "MASTER_PORT to a free port there."
+        "here) need to learn where rank 0 is. Install mpi4py on every host (pip install "
+        "'allhands[mpi]'), or set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port "
+        "there."
     )
 
 

@@ -117,8 +117,7 @@ class Slurm(Environment):
             return None
         raise WorldError(
             f"SLURM_STEP_TASKS_PER_NODE={text!r} adds up to {sum(counts)} tasks, but "
-            f"SLURM_STEP_NUM_TASKS={tasks}. Unset "
-            "whichever was set by hand."
+            f"SLURM_STEP_NUM_TASKS={tasks}. Unset whichever was set by hand."
         )
 
 
@@ -129,9 +128,8 @@ def check_tasks(environ: Environ, tasks: int | None, nodes: int | None) -> None:
     if tasks and nodes and each and tasks > nodes * each:
         raise UserError(
             f"Slurm's variables say {tasks} tasks, but SLURM_NTASKS_PER_NODE={each} on {nodes} "
-            f"node{'s' if nodes > 1 else ''} "
-            f"makes {nodes * each}. Unset whichever was set by hand, or make --ntasks and --nodes "
-            "x --ntasks-per-node agree."
+            f"node{'s' if nodes > 1 else ''} makes {nodes * each}. Unset whichever was set by "
+            "hand, or make --ntasks and --nodes x --ntasks-per-node agree."
         )
 
 
@@ -176,8 +174,7 @@ def _terminal_shell(environ: Environ) -> bool:
     if tasks != "1":
         _log.warning(
             "srun --pty started %s tasks; this program runs in the shell of the first of them and "
-            "trains alone. Start it with "
-            "srun, without --pty, to use them all.",
+            "trains alone. Start it with srun, without --pty, to use them all.",
             tasks,
         )
     return True

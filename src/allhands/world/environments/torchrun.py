@@ -39,10 +39,9 @@ class Torchrun(Environment):
         if absent:
             raise UserError(
                 f"RANK={layout.rank} and WORLD_SIZE={layout.world_size} are set, but "
-                f"{' and '.join(absent)} "
-                f"{'is' if len(absent) == 1 else 'are'} not: set MASTER_ADDR to the host of rank 0 "
-                "and MASTER_PORT to a free "
-                "port there, or unset RANK and WORLD_SIZE to train alone."
+                f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not: set "
+                "MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, or unset "
+                "RANK and WORLD_SIZE to train alone."
             )
         return Meeting(
             hosts=(host,),
@@ -64,9 +63,7 @@ def _check_against_slurm(environ: Environ, layout: Layout) -> None:
     told = f"GROUP_WORLD_SIZE={agents}" if agents is not None else f"WORLD_SIZE={layout.world_size}"
     raise WorldError(
         f"srun started {tasks} tasks (SLURM_STEP_NUM_TASKS={tasks}), but torchrun's variables say "
-        f"{told}: these would be "
-        "separate worlds that each train alone. Start one torchrun a node (srun "
-        f"--ntasks-per-node=1 torchrun --nnodes={tasks} "
-        "--rdzv-backend=c10d --rdzv-endpoint=HOST:PORT …), or leave torchrun out and let srun "
-        "start the workers."
+        f"{told}: these would be separate worlds that each train alone. Start one torchrun a node "
+        f"(srun --ntasks-per-node=1 torchrun --nnodes={tasks} --rdzv-backend=c10d "
+        "--rdzv-endpoint=HOST:PORT …), or leave torchrun out and let srun start the workers."
     )

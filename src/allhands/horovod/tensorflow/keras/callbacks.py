@@ -132,8 +132,7 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         ):
             raise UserError(
                 f"{type(self).__name__}: the optimizer's learning_rate is a schedule, which "
-                "nothing else can set: "
-                "give the optimizer a number"
+                "nothing else can set: give the optimizer a number"
             )
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
