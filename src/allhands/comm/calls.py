@@ -39,6 +39,7 @@ from allhands.comm import hook_calls, log
 from allhands.comm.disagreement import differing, in_words, published
 from allhands.comm.disagreement import message as disagreement_message
 from allhands.comm.log import KEPT, note, position, text_of, users_line
+from allhands.compat import default_store
 from allhands.world import World
 
 __all__ = ["Watcher", "note", "position", "watch"]
@@ -183,10 +184,9 @@ class Watcher:
         group for minutes."""
         if self._world.is_alone:
             return None
-        from torch.distributed import PrefixStore, distributed_c10d
+        from torch.distributed import PrefixStore
 
-        # Torch's type stubs lack some methods of a store.
-        shared: Any = distributed_c10d._get_default_store()
+        shared = default_store()
         if shared is None:
             return None
         own = shared.clone()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from allhands.compat import default_store
 from allhands.world import World
 
 _AHEAD = 0.75  # of the predicted cost is dealt in advance
@@ -134,9 +135,9 @@ def common_store(world: World, what: str) -> Any:
     there is no other rank, or no store (torch's own mpi)."""
     if world.world_size == 1:
         return None
-    from torch.distributed import PrefixStore, distributed_c10d
+    from torch.distributed import PrefixStore
 
-    shared: Any = distributed_c10d._get_default_store()
+    shared = default_store()
     if shared is None:
         return None
     # Each rank counts its calls by itself, and all count alike.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from allhands import world as worlds
+from allhands.compat import default_store
 from allhands.errors import UserError, WorldError
 from allhands.horovod import engine, settings
 from allhands.horovod.exceptions import NotInitializedError
@@ -46,9 +47,9 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             )
         store = None
         if not world.is_alone:
-            from torch.distributed import PrefixStore, distributed_c10d
+            from torch.distributed import PrefixStore
 
-            shared = distributed_c10d._get_default_store()
+            shared = default_store()
             if shared is None:
                 raise WorldError(
                     f"the group of backend {world.backend!r} has no store; call hvd.init() before "

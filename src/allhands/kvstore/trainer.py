@@ -11,6 +11,7 @@ import torch
 
 from allhands.checks import is_number
 from allhands.comm.clipping import check_clip_norm, clip_factor, square_of
+from allhands.compat import mark_stepped
 from allhands.errors import UserError, kind_of
 from allhands.kvstore import create
 from allhands.kvstore.optimizers import hyper
@@ -355,8 +356,7 @@ class Trainer:
                 one.grad = None
         self._num_update += 1
         self._reduced = False
-        # PyTorch's schedulers ask whether step() was called.
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        mark_stepped(self._optimizer)
         self._remember()
 
     def _remember(self) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from allhands.compat import step_hooks
+
 _KINDS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -47,11 +49,8 @@ class Capturable:
                     f"the optimizer was made with {named}=True, and its fused update is what "
                     "can be captured"
                 )
-        hooks = [
-            getattr(self.optimizer, name, None)
-            for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-        ]
-        return "the optimizer has step hooks, which a replay would not call" if any(hooks) else None
+        hooks = step_hooks(self.optimizer)
+        return "the optimizer has step hooks, which a replay would not call" if hooks else None
 
     def begin(self) -> None:
         """The state is the one that the training goes on with; counts of steps are brought to the

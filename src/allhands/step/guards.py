@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from allhands.compat import gradient_hooks
+
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
@@ -80,8 +82,7 @@ def hooked(model: nn.Module) -> str | None:
                     "replay would not call"
                 )
     for name, parameter in model.named_parameters():
-        kinds = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-        if any(not _of_exchange(hook) for hooks in kinds for hook in (hooks or {}).values()):
+        if any(not _of_exchange(hook) for hook in gradient_hooks(parameter)):
             return f"the parameter '{name}' has hooks, which a replay would not call"
     return None
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from allhands.comm import all_gather_text, broadcast_tensors, mean_buffers
+from allhands.compat import gradient_hooks
 from allhands.errors import UserError, WorldError
 from allhands.world import World
 
@@ -75,7 +76,7 @@ def check_parameter_hooks(model: nn.Module, workers: int) -> None:
         else ("micro-batch", "those of the whole batch")
     )
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if gradient_hooks(parameter):
             raise UserError(
                 f"the parameter '{name}' has a hook on its gradient (register_hook, "
                 f"register_post_accumulate_grad_hook), which would see that of one {part}'s "

@@ -14,6 +14,7 @@ from allhands.checks import check_choice, check_flag, check_whole
 from allhands.comm import all_gather_rows, all_reduce_sum, broadcast_tensors, sum_gradients
 from allhands.comm.codecs import NO_CODEC
 from allhands.comm.compress import merged_old
+from allhands.compat import mark_stepped, step_hooks
 from allhands.errors import UserError
 from allhands.kvstore import KVStore as Store
 from allhands.kvstore import create, servers_of_job
@@ -338,10 +339,7 @@ class KVStore(Strategy):
         return not self.alone and any(slot.first.grad is None for slot in self._slots)
 
     def _spec(self, optimizer: torch.optim.Optimizer) -> OptimizerSpec:
-        hooks = [
-            *optimizer._optimizer_step_pre_hooks.values(),
-            *optimizer._optimizer_step_post_hooks.values(),
-        ]
+        hooks = step_hooks(optimizer)
         if hooks or has_own_step(optimizer):
             what = "step hooks" if hooks else "a step() that replaces the one of its class"
             raise UserError(
@@ -419,8 +417,7 @@ class KVStore(Strategy):
             if self.alone and own:
                 self._stale.append(step.staleness)
         self._remember()
-        # PyTorch's schedulers ask whether step() was called.
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        mark_stepped(self._optimizer)
         return True
 
     def _used(self) -> list[Slot]:

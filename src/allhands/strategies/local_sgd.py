@@ -16,6 +16,7 @@ from allhands.comm import broadcast_tensors, calls, sum_gradients
 from allhands.comm.codecs import codec_from
 from allhands.comm.coded_sum import exchange, part_length
 from allhands.comm.compress import NO_MATRICES, NO_THRESHOLD, checked_compress, merged_old
+from allhands.compat import mark_stepped, step_hooks
 from allhands.errors import UserError, warn_renamed
 from allhands.step.loss import LossRule
 from allhands.step.update import update_function
@@ -125,10 +126,7 @@ class LocalSGD(Strategy):
         plain = type(optimizer) is torch.optim.SGD and not any(
             group["momentum"] for group in optimizer.param_groups
         )
-        plain = plain and not (
-            optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        )
-        return averages and plain and clip_norm is None
+        return averages and plain and not step_hooks(optimizer) and clip_norm is None
 
     def check_settings(self, settings: Any) -> None:
         if callable(getattr(settings.optimizer, "eval", None)):
@@ -263,8 +261,7 @@ class LocalSGD(Strategy):
             if clip_norm is not None:
                 nn.utils.clip_grad_norm_(self._parameters, clip_norm)
             self._update()
-        # PyTorch's schedulers ask whether step() was called.
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        mark_stepped(self._optimizer)
         self._step += 1
         self._epoch[1] += 1
         for part in self._parts:

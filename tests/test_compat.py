@@ -1,0 +1,48 @@
+"""Private names of PyTorch do in this version what the package expects of them."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from allhands.compat import default_store, gradient_hooks, mark_stepped, step_hooks
+
+
+def test_hooks_are_found() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert step_hooks(optimizer) == []
+    assert gradient_hooks(model.weight) == []
+    hooks = [lambda *_: None for _ in range(4)]
+    optimizer.register_step_pre_hook(hooks[0])
+    optimizer.register_step_post_hook(hooks[1])
+    model.weight.register_hook(hooks[2])
+    model.weight.register_post_accumulate_grad_hook(hooks[3])
+    assert step_hooks(optimizer) == hooks[:2]
+    assert gradient_hooks(model.weight) == hooks[2:]
+
+
+def test_a_scheduler_sees_a_marked_step() -> None:
+    for marked in (False, True):
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        if marked:
+            mark_stepped(optimizer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scheduler.step()
+        assert any("before `optimizer.step()`" in str(one.message) for one in caught) != marked
+
+
+def test_the_default_store_is_that_of_the_group(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        default_store().set("key", "value")
+        assert default_store().get("key") == b"value"
+    finally:
+        dist.destroy_process_group()
