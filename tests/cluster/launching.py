@@ -124,7 +124,7 @@ class Launch:
     def end(self, seconds: float = 40.0) -> tuple[int, str]:
         """Its exit code, and everything that it said."""
         try:
-            self.process.wait(seconds)
+            self.process.wait(patience(seconds))
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it still ran after {seconds} s: {self.said}") from None
         self.lasted = time.monotonic() - self.started
