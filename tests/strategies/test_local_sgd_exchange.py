@@ -256,14 +256,19 @@ def test_a_note_says_where_it_is_not_the_training_of_one_process(
     every: int, optimizer: Any, clip_norm: float | None, notes: int
 ) -> None:
     strategy = LocalSGD(every=every)
-    strategy.check_settings(
-        SimpleNamespace(
-            optimizer=optimizer(nn.Linear(2, 2).parameters(), lr=0.1),
-            clip_norm=clip_norm,
-            precision="fp32",
-            criterion=nn.MSELoss(),
-        )
-    )
     strategy.world = SimpleNamespace(world_size=2)  # type: ignore[assignment]
-    assert len(strategy.notes()) == notes
+
+    def said(kind: Any, bound: float | None) -> list[str]:
+        strategy.check_settings(
+            SimpleNamespace(
+                optimizer=kind(nn.Linear(2, 2).parameters(), lr=0.1),
+                clip_norm=bound,
+                precision="fp32",
+                criterion=nn.MSELoss(),
+            )
+        )
+        return strategy.notes()
+
+    assert len(said(optimizer, clip_norm)) == notes
     assert all("another training" in note for note in strategy.notes())
+    assert said(torch.optim.SGD, None) == []  # the next training with the same object

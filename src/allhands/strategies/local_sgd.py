@@ -145,12 +145,14 @@ class LocalSGD(Strategy):
                 "the criterion sums over its samples, so that each worker would step along the sum "
                 "over its own part alone; write reduction='mean'"
             )
-        if self.every == 1 and not self.exact_for(settings.optimizer, settings.clip_norm):
-            self._note = (
-                "note: local_sgd lets each worker take its own step before weights are averaged, "
-                "which with these settings is another training than that of one process; write "
-                "distributed='ddp' for the same one"
-            )
+        other = self.every == 1 and not self.exact_for(settings.optimizer, settings.clip_norm)
+        self._note = (
+            "note: local_sgd lets each worker take its own step before weights are averaged, "
+            "which with these settings is another training than that of one process; write "
+            "distributed='ddp' for the same one"
+            if other
+            else ""
+        )
 
     def notes(self) -> list[str]:
         return [self._note] if self._note and self.world.world_size > 1 else []
