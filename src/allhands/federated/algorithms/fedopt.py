@@ -145,7 +145,23 @@ class FedAdagrad(_Adaptive):
         self.v.add_(squares)
 
 
-class FedYogi(_Adaptive):
+class _SecondMoment(_Adaptive):
+    """An optimizer whose v decays by beta2."""
+
+    def __init__(
+        self,
+        server_lr: float = 0.01,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+        weighted: bool = True,
+        average_buffers: bool = False,
+    ) -> None:
+        super().__init__(server_lr, beta1, tau, weighted, average_buffers)
+        self.beta2 = _decay("beta2", beta2)
+
+
+class FedYogi(_SecondMoment):
     """FedYogi of algorithm 2 of Reddi et al., Adaptive Federated Optimization, ICLR 2021.
 
     ::
@@ -168,23 +184,11 @@ class FedYogi(_Adaptive):
 
     name = "fedyogi"
 
-    def __init__(
-        self,
-        server_lr: float = 0.01,
-        beta1: float = 0.9,
-        beta2: float = 0.99,
-        tau: float = 1e-3,
-        weighted: bool = True,
-        average_buffers: bool = False,
-    ) -> None:
-        super().__init__(server_lr, beta1, tau, weighted, average_buffers)
-        self.beta2 = _decay("beta2", beta2)
-
     def grow(self, squares: torch.Tensor) -> None:
         self.v.sub_((1 - self.beta2) * squares * (self.v - squares).sign())
 
 
-class FedAdam(_Adaptive):
+class FedAdam(_SecondMoment):
     """FedAdam of algorithm 2 of Reddi et al., Adaptive Federated Optimization, ICLR 2021.
 
     ::
@@ -207,18 +211,6 @@ class FedAdam(_Adaptive):
     """
 
     name = "fedadam"
-
-    def __init__(
-        self,
-        server_lr: float = 0.01,
-        beta1: float = 0.9,
-        beta2: float = 0.99,
-        tau: float = 1e-3,
-        weighted: bool = True,
-        average_buffers: bool = False,
-    ) -> None:
-        super().__init__(server_lr, beta1, tau, weighted, average_buffers)
-        self.beta2 = _decay("beta2", beta2)
 
     def grow(self, squares: torch.Tensor) -> None:
         self.v.mul_(self.beta2).add_(squares, alpha=1 - self.beta2)
