@@ -115,12 +115,12 @@ def by_own_buckets(world: Any) -> tuple[float, list[str]]:
     ranks' in bf16."""
     model, strategy = Normalised().eval(), DDP(bucket_cap_mb="measured", compress="bf16")
     x = classification(50).tensors[0][world.rank :: world.world_size]
-    strategy.captures, strategy.try_on = True, lambda module, _: module(x)
+    strategy.try_on = lambda module, _: module(x)
     strategy.prepare(model, world)
     strategy.try_on = None
     strategy.begin(torch.optim.SGD(model.parameters()), 0)
     model(x).square().mean().backward()
-    strategy.check_gradients()
+    strategy.complete(False, False)
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     strategy.finish()
     model.zero_grad()

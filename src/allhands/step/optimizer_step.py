@@ -30,22 +30,8 @@ LossOf = Callable[[int, Any, Any], torch.Tensor]
 Observer = Callable[[Any, Any, torch.Tensor, float, Any], None]
 
 
-class Exchange(Protocol):
-    """What a step needs of a strategy that is bound to the model."""
-
-    @property
-    def after_backward(self) -> bool: ...
-
-    alone: bool
-    level: bool
-    some_missing: bool
-
-    def misses_gradients(self) -> bool: ...
-
-    def explain(self, error: Exception) -> Exception | None: ...
-
-    @property
-    def drives(self) -> bool: ...
+class Passes(Protocol):
+    """Runs the passes of a step in its own order, in place of one micro-batch after another."""
 
     def divide(
         self, batches: Sequence[Any], counts: Sequence[int]
@@ -60,6 +46,19 @@ class Exchange(Protocol):
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None: ...
 
+
+class Exchange(Protocol):
+    """What a step needs of a strategy that is bound to the model."""
+
+    @property
+    def after_backward(self) -> bool: ...
+
+    alone: bool
+    level: bool
+    passes: Passes | None
+
+    def explain(self, error: Exception) -> Exception | None: ...
+
     def place(self, world: World) -> tuple[int, int]: ...
 
     def counts(self, world: World) -> bool: ...
@@ -70,15 +69,13 @@ class Exchange(Protocol):
 
     def no_exchange(self) -> AbstractContextManager[None]: ...
 
-    def exchange_missing(self) -> None: ...
+    def complete(self, idle: bool, failed: bool) -> None: ...
 
     def updated(self) -> None: ...
 
-    def check_gradients(self) -> None: ...
-
-    def spoil(self) -> None: ...
-
-    def exchange_all(self, own: float, total: float, clip_norm: float | None) -> bool: ...
+    def exchange_all(
+        self, own: float, total: float, clip_norm: float | None, missing: bool
+    ) -> bool: ...
 
 
 class OptimizerStep:
@@ -137,6 +134,7 @@ class OptimizerStep:
             exchange.alone,
             exchange.level,
         )
+        self.passes = exchange.passes
         # So many ranks see the same samples, and count the same targets.
         self.copies = world.world_size // exchange.place(world)[1]
         self.several_shares = self.copies < world.world_size
@@ -181,8 +179,8 @@ class OptimizerStep:
         if self.alone:
             total = sum(counts)
         own: float = sum(counts)
-        if self.exchange.drives:
-            batches, counts = self.exchange.divide(batches, counts)
+        if self.passes is not None:
+            batches, counts = self.passes.divide(batches, counts)
         if self.rule.counts_targets:
             weights, factors, counted = self._count_targets(batches, counts)
         elif self.rule.sums:
@@ -206,8 +204,8 @@ class OptimizerStep:
                     counts,
                     self.scale * whole / max(total, 1) if self.alone else self.scale,
                 )
-            elif self.exchange.drives:
-                self._driven(batches, counts, weights, factors, counted)
+            elif self.passes is not None:
+                self._driven(self.passes, batches, counts, weights, factors, counted)
             else:
                 self._one_by_one(batches, counts, weights, factors, counted, idle)
         except NonFiniteLossError as error:
@@ -215,7 +213,7 @@ class OptimizerStep:
                 raise
             failed = error
             if not self.after_backward:
-                self._spoil(idle)
+                self._spoil(float("nan") if idle else None)
         if self.alone and self.rule.counts_targets:
             own = float(counted.sum()) if batches else 0.0
         if self.after_backward:
@@ -223,10 +221,8 @@ class OptimizerStep:
                 self._look_once(counts)
             self._exchange_all(failed or self._failed, own, total)
             return
-        if idle:
-            self.exchange.exchange_missing()
-        elif self.several and failed is None:
-            self.exchange.check_gradients()
+        if self.several:
+            self.exchange.complete(idle, failed is not None)
         if self.several and self.world.device.type == "cpu":
             self._stop_together(failed)
         if self.before_first_update is not None:
@@ -311,6 +307,7 @@ class OptimizerStep:
 
     def _driven(
         self,
+        passes: Passes,
         batches: Sequence[Any],
         counts: Sequence[int],
         weights: Any,
@@ -335,7 +332,7 @@ class OptimizerStep:
 
         try:
             with self.label("forward"):  # and backward, in the strategy's own order
-                self.exchange.forward_backward(
+                passes.forward_backward(
                     batches, counts, self.forward, loss_of, self.precision.autocast
                 )
         except (ValueError, RuntimeError) as error:
@@ -440,32 +437,32 @@ class OptimizerStep:
         scale_gradients(self.parameters, torch.where(items > 0, total / items, 0.0))
 
     def _exchange_all(self, failed: NonFiniteLossError | None, own: float, total: float) -> None:
+        missing = False
         if failed is not None and self.alone:
             raise failed  # nobody waits for this rank's part of the step
         if self.several and not self.alone and self.world.device.type == "cpu":
-            flags = torch.tensor(
-                [float(failed is not None), float(self.exchange.misses_gradients())]
-            )
+            misses = any(parameter.grad is None for parameter in self.parameters)
+            flags = torch.tensor([float(failed is not None), float(misses)])
             all_reduce_sum([flags], self.world)
             any_failed, any_missing = flags.tolist()
             if any_failed:
                 self._tell(failed)
-            self.exchange.some_missing = bool(any_missing)
+            missing = bool(any_missing)
         if self.open:
             self._divide(total)
             own = float(self._items) if self.alone and self.pairs else own
         with self.label("exchange"):
-            updated = self.exchange.exchange_all(own, own if self.alone else total, self.clip_norm)
+            updated = self.exchange.exchange_all(
+                own, own if self.alone else total, self.clip_norm, missing
+            )
         if not updated:
             self._update()
 
-    def _spoil(self, idle: bool) -> None:
-        """Take part in the exchange with gradients that are NaN, by which the other ranks see that
-        this one has failed."""
+    def _spoil(self, value: float | None) -> None:
+        """Let all gradients be this number, or none; NaN tells the other ranks that this one has
+        failed."""
         for parameter in self.parameters:
-            parameter.grad = torch.full_like(parameter, float("nan")) if idle else None
-        if not idle:
-            self.exchange.spoil()
+            parameter.grad = None if value is None else torch.full_like(parameter, value)
 
     def _stop_together(self, failed: NonFiniteLossError | None) -> None:
         """Raise on all ranks when the loss of one was not finite, before any of them changes its

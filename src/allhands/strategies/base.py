@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from allhands.step.optimizer_step import Passes
 from allhands.step.precision import Scaler
 from allhands.strategies.held import Held, Read
 from allhands.world import World
+
+#: Calls a module on a micro-batch of the training data: ``(module, micro-batches of a batch)``.
+TryOn = Callable[[nn.Module, int], Any]
 
 
 class OutputElsewhere(BaseException):
@@ -54,9 +58,8 @@ class Strategy(ABC):
     #: Whether a model on the meta device can be trained, whose weights come into being on the
     #: workers.
     takes_meta: bool = False
-    #: Set for `prepare`: calls a module on a micro-batch of the training data, ``(module,
-    #: micro-batches of a batch)``.
-    try_on: Callable[[nn.Module, int], Any] | None = None
+    #: Set for `prepare`.
+    try_on: TryOn | None = None
     #: The training's seed, set before `prepare`.
     seed: int = 42
     #: Set for `prepare`: the trainer captures steps in CUDA graphs, if it can.
@@ -164,38 +167,13 @@ class Strategy(ABC):
 
     # ------------------------------------------------------------------ a step
 
+    #: Runs the passes of a step, in place of one micro-batch after another.
+    passes: Passes | None = None
+
     @property
     def drives(self) -> bool:
-        """Whether `forward_backward` runs the passes of a step, in place of one micro-batch after
-        another."""
-        return False
-
-    def divide(
-        self, batches: Sequence[Any], counts: Sequence[int]
-    ) -> tuple[Sequence[Any], Sequence[int]]:
-        """The micro-batches that `forward_backward` is to be given, and the samples in each, out of
-        this rank's in a step."""
-        return batches, counts
-
-    def forward_backward(
-        self,
-        batches: Sequence[Any],
-        counts: Sequence[int],
-        forward: Callable[[Any], tuple[Any, Any]],
-        loss_of: Callable[[int, Any, Any], torch.Tensor],
-        autocast: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        """Add the gradients of a step's micro-batches up in the parameters; a strategy that
-        `drives` defines it.
-
-        Args:
-            batches, counts: what `divide` gave.
-            forward: calls the runner's handle_batch with the module that `prepare` gave, for the
-                output and the target.
-            loss_of: ``(number of the micro-batch, output, target)`` to the weighted loss that is
-                differentiated; to be called for each with a count, on the rank that has the output.
-            autocast: the context of forward passes and losses.
-        """
+        """Whether it has `passes`."""
+        return self.passes is not None
 
     def gradient_scale(self, world: World) -> float:
         """What to multiply each rank's share of the loss by, because of how the exchange combines
@@ -213,21 +191,21 @@ class Strategy(ABC):
         """Forward and backward passes inside do not exchange gradients."""
         return nullcontext()
 
-    def exchange_missing(self) -> None:
-        """Exchange gradients of a step in which some rank had no sample; every backward pass was in
-        `no_exchange`."""
+    def complete(self, idle: bool, failed: bool) -> None:
+        """After the backward passes, where they exchange gradients: end the exchange; all ranks
+        call it together.
+
+        Args:
+            idle: some rank had no sample, and every backward pass was in `no_exchange`.
+            failed: a loss of this rank was not finite, and its gradients are to be NaN.
+
+        Raises:
+            UserError: the exchange cannot have been complete.
+        """
 
     def updated(self) -> None:
         """The optimizer has changed weights, with several workers and not in a step of the strategy
         itself."""
-
-    #: Set before `exchange_all` where ranks have asked one another: some rank misses gradients in
-    #: this step.
-    some_missing: bool = False
-
-    def misses_gradients(self) -> bool:
-        """Whether this rank has not made all gradients of a step, and the others need to know."""
-        return False
 
     def explain(self, error: Exception) -> Exception | None:
         """What to say in place of an error in a forward or backward pass that this strategy is the
@@ -237,13 +215,6 @@ class Strategy(ABC):
     def check_first_loss(self, loss: float | None) -> None:
         """Raise `UserError` when this rank's first loss (None where it has none) cannot be right;
         all ranks call it together."""
-
-    def check_gradients(self) -> None:
-        """Raise `UserError` when the exchange of this step cannot have been complete."""
-
-    def spoil(self) -> None:
-        """Take this rank's part in the exchange of a step with gradients that are all NaN, because
-        its loss was."""
 
     @property
     def after_backward(self) -> bool:
@@ -269,7 +240,9 @@ class Strategy(ABC):
         """The training begins or goes on: the model's weights and the optimizer's state are those
         of optimizer step `step`."""
 
-    def exchange_all(self, own: float, total: float, clip_norm: float | None) -> bool:
+    def exchange_all(
+        self, own: float, total: float, clip_norm: float | None, missing: bool
+    ) -> bool:
         """Exchange the gradients that lie in the parameters; a strategy that does so defines it.
 
         Args:
@@ -277,6 +250,7 @@ class Strategy(ABC):
             total: samples of all ranks; where it is `alone`, `own`.
             clip_norm: bound of the norm of the exchanged gradients, where the strategy takes the
                 optimizer's step too.
+            missing: ranks have asked one another, and some rank misses a gradient in this step.
 
         Returns:
             Whether the optimizer's step was taken with them.

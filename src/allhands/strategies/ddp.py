@@ -304,10 +304,6 @@ class DDP(Strategy):
     def no_exchange(self) -> AbstractContextManager[None]:
         return self.buckets.kept_back() if self.buckets is not None else super().no_exchange()
 
-    def exchange_missing(self) -> None:
-        if self.world.world_size > 1:
-            sum_gradients([p for _, p in self.trained], self.world)
-
     def state_dict(self) -> dict[str, Any]:
         if self.world.world_size == 1:
             return {}
@@ -339,17 +335,19 @@ class DDP(Strategy):
             self._coded.load_own_tensors(tensors)
         return self._coded is not None
 
-    def spoil(self) -> None:
-        if self.buckets is not None:
+    def complete(self, idle: bool, failed: bool) -> None:
+        if self.buckets is None:
+            return
+        if idle:
+            sum_gradients([p for _, p in self.trained], self.world)
+            return
+        if failed:
             self.buckets.spoil()
             for parameter in self._sparse:
                 parameter.grad = torch.full_like(parameter, float("nan"))
-            sum_gradients(self._sparse, self.world)
-
-    def check_gradients(self) -> None:
-        if self.buckets is not None:
+        else:
             self.buckets.finish()
-            sum_gradients(self._sparse, self.world)
+        sum_gradients(self._sparse, self.world)
 
     def finish(self) -> None:
         if self.buckets is not None:

@@ -335,9 +335,6 @@ class KVStore(Strategy):
         store.close()
         self.begin(self._optimizer, self._steps)
 
-    def misses_gradients(self) -> bool:
-        return not self.alone and any(slot.first.grad is None for slot in self._slots)
-
     def _spec(self, optimizer: torch.optim.Optimizer) -> OptimizerSpec:
         hooks = step_hooks(optimizer)
         if hooks or has_own_step(optimizer):
@@ -375,7 +372,9 @@ class KVStore(Strategy):
                     "does not know; change them before train(), or write KVStore(update='worker')"
                 )
 
-    def exchange_all(self, own: float, total: float, clip_norm: float | None) -> bool:
+    def exchange_all(
+        self, own: float, total: float, clip_norm: float | None, missing: bool
+    ) -> bool:
         assert self._store is not None
         self._check_unchanged()
         if clip_norm is not None and self._idle:
@@ -385,8 +384,9 @@ class KVStore(Strategy):
                 "does not get it; freeze it (requires_grad=False), or give the optimizer all of "
                 "model.parameters()"
             )
-        slots = self._used() if self.find_unused_parameters or self.some_missing else self._slots
-        grads = self._gradients(slots, own)
+        may_miss = self.find_unused_parameters or missing
+        slots = self._used() if may_miss else self._slots
+        grads = self._gradients(slots, own, may_miss)
         share = Share(own, total)
         if not self.takes_step:
             self._steps += 1
@@ -430,13 +430,15 @@ class KVStore(Strategy):
         all_reduce_sum([used], self.world)
         return [slot for slot, ranks in zip(self._slots, used.tolist(), strict=True) if ranks]
 
-    def _gradients(self, slots: Sequence[Slot], own: float) -> dict[str, torch.Tensor]:
+    def _gradients(
+        self, slots: Sequence[Slot], own: float, may_miss: bool
+    ) -> dict[str, torch.Tensor]:
         """This rank's gradients by name; zeros for those that it has not used."""
         found = {}
         for slot in slots:
             grad = slot.first.grad
             if grad is None:
-                if own and not self.find_unused_parameters and not self.some_missing:
+                if own and not may_miss:
                     raise UserError(
                         f"on rank {self.world.rank} the parameter '{slot.name}' took no part in "
                         "the loss, so there is no gradient to push. Remove it from the model, or "

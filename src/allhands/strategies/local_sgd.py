@@ -255,7 +255,9 @@ class LocalSGD(Strategy):
 
     # ------------------------------------------------------------------ a step
 
-    def exchange_all(self, own: float, total: float, clip_norm: float | None) -> bool:
+    def exchange_all(
+        self, own: float, total: float, clip_norm: float | None, missing: bool
+    ) -> bool:
         assert self._optimizer is not None
         if self.before_step is not None:
             self._show(own)

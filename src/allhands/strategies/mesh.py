@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from allhands.errors import UserError, kind_of
 from allhands.strategies.degrees import Degrees, read_degrees
@@ -70,17 +69,3 @@ class Mesh(Meshed):
         super().check(world)
         if self._degrees.shard > 1 and self.fsdp is not None:
             self.fsdp.check_device(world)
-
-    @property
-    def drives(self) -> bool:
-        return self._degrees.pp > 1
-
-    def divide(
-        self, batches: Sequence[Any], counts: Sequence[int]
-    ) -> tuple[Sequence[Any], Sequence[int]]:
-        assert self.pipeline is not None
-        return self.pipeline.divide(batches, counts)
-
-    def forward_backward(self, *args: Any) -> None:
-        assert self.pipeline is not None
-        self.pipeline.forward_backward(*args)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from allhands.strategies.fsdp import FSDP
     from allhands.strategies.fsdp_units import Units
     from allhands.strategies.pipeline import Pipeline
+    from allhands.strategies.pipeline_passes import PipelinePasses
     from allhands.strategies.tensor import Tensor
 
 # How far the first losses of workers with the same samples may differ, relative to the largest.
@@ -68,8 +69,6 @@ class Meshed(Strategy):
     fsdp: FSDP | None = None
     tensor: Tensor | None = None
     pipeline: Pipeline | None = None
-    #: Of a part, before it is used: the mesh of the whole strategy.
-    whole_mesh: DeviceMesh
 
     def degrees_for(self, workers: int) -> Degrees:
         """How many workers lie along each axis."""
@@ -165,6 +164,7 @@ class Meshed(Strategy):
         self.plain = model
         skeleton = _skeleton(model)
         values = Values(model, skeleton, world, self.seed)
+        self.passes: PipelinePasses | None = None
         chunks: list[nn.Module] = [skeleton]
         orders: dict[str, torch.Tensor] = {}
         self.sharded: list[Units] = []
@@ -173,12 +173,9 @@ class Meshed(Strategy):
         if self.degrees.pp > 1:
             assert self.pipeline is not None
             assert self.mesh is not None
-            self.pipeline.whole_mesh, self.pipeline.degrees, self.pipeline.try_on = (
-                self.mesh,
-                self.degrees,
-                self.try_on,
-            )
-            chunks = self.pipeline.cut(skeleton, self.mesh["pp"], world)
+            assert self.try_on is not None
+            self.passes = self.pipeline.cut(skeleton, self.mesh, world, self.try_on)
+            chunks = self.passes.chunks
             values.settle_stages(chunks)
         for chunk in chunks:
             if self.degrees.tp > 1:
@@ -192,7 +189,7 @@ class Meshed(Strategy):
                 axes = ("dp_replicate", "dp_shard") if self.degrees.replicate > 1 else "dp_shard"
                 self.sharded.append(self.fsdp.shard(chunk, self.mesh[axes], values, world))
             values.settle(chunk)
-        self.module = skeleton if self.degrees.pp == 1 else self.pipeline.staged()  # type: ignore[union-attr]
+        self.module = skeleton if self.passes is None else self.passes.model()
         self.chunks = chunks
         self._describe(orders)
         return self.module
@@ -201,7 +198,7 @@ class Meshed(Strategy):
         own: dict[str, torch.Tensor] = dict(self.module.named_parameters()) | dict(
             self.module.named_buffers()
         )
-        shared = self.pipeline.shared if self.degrees.pp > 1 else {}  # type: ignore[union-attr]
+        shared = {} if self.passes is None else self.passes.shared
         self.names = [name for name, _ in self.plain.named_parameters()]
         self.aliases = aliases(self.plain)
         self.parameters = {name: own[name] for name in self.names if name in own}
@@ -368,7 +365,9 @@ class Meshed(Strategy):
                     "part, which must go through a 'rowwise' layer. Leave it out of the plan"
                 )
 
-    def exchange_all(self, own: float, total: float, clip_norm: float | None) -> bool:
+    def exchange_all(
+        self, own: float, total: float, clip_norm: float | None, missing: bool
+    ) -> bool:
         calls.note("exchanging gradients")
         for units in self.sharded:
             units.check()

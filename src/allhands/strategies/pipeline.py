@@ -4,30 +4,22 @@ one behind the other."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from allhands.checks import check_choice, check_whole
 from allhands.comm import all_reduce_sum
-from allhands.data import share_of
 from allhands.errors import UserError, kind_of
+from allhands.strategies.base import TryOn
 from allhands.strategies.degrees import Degrees
 from allhands.strategies.meshed import Meshed
 from allhands.strategies.pipeline_parts import Part, by_parameters, chain_of, cut, measured_on
-from allhands.strategies.pipeline_run import (
-    SCHEDULES,
-    Autocast,
-    Forward,
-    LossOf,
-    MicroBatch,
-    PipelineRun,
-    fits,
-)
-from allhands.strategies.pipeline_stage import Ghost, check_all_used, rows_of, shared_parameters
+from allhands.strategies.pipeline_passes import PipelinePasses
+from allhands.strategies.pipeline_run import SCHEDULES, PipelineRun, fits
+from allhands.strategies.pipeline_stage import Ghost, check_all_used, shared_parameters
 from allhands.world import World
 
 if TYPE_CHECKING:
@@ -117,7 +109,6 @@ class Pipeline(Meshed):
             balance,
         )
         self.stages_per_worker = stages_per_worker or (2 if schedule == "interleaved" else 1)
-        self.shared: dict[str, list[int]] = {}
 
     def degrees_for(self, workers: int) -> Degrees:
         return Degrees(pp=workers)
@@ -161,15 +152,26 @@ class Pipeline(Meshed):
     ) -> list[list[Part]]:
         return cut(parts, workers * self.stages_per_worker, self.stages, costs, model)
 
-    def cut(self, model: nn.Module, mesh: DeviceMesh, world: World) -> list[nn.Module]:
+    def cut(
+        self, model: nn.Module, mesh: DeviceMesh, world: World, try_on: TryOn
+    ) -> PipelinePasses:
         """This rank's stages, each as a module that has its share of `model` under the model's own
-        names."""
-        parts, workers, group = chain_of(model), mesh.size(), mesh.get_group()
-        stages = self._cut(model, parts, workers, lambda: self._costs(model, parts, world))
-        shared = shared_parameters(model, stages)
-        self._names: dict[str, str] = {}
-        self.shared = {}
-        for name, where in shared.items():
+        names, and what runs them.
+
+        Args:
+            model: the whole model.
+            mesh: with the axis pp, along which it is cut.
+            world: all ranks.
+            try_on: calls a module on a micro-batch of the training data.
+        """
+        line = mesh["pp"]
+        parts, workers = chain_of(model), line.size()
+        stages = self._cut(
+            model, parts, workers, lambda: self._costs(model, parts, workers, world, try_on)
+        )
+        names: dict[str, str] = {}
+        shared = {}
+        for name, where in shared_parameters(model, stages).items():
             ranks = sorted({stage % workers for stage in where})
             if len(ranks) < len(where):
                 raise UserError(
@@ -177,91 +179,31 @@ class Pipeline(Meshed):
                     f"{', '.join(map(str, sorted(where)))}, of which one worker has "
                     "two. Write schedule='1f1b', or name stages that keep its uses together"
                 )
-            self.shared[name] = ranks
-            self._names |= {
+            shared[name] = ranks
+            names |= {
                 own: name
                 for stage, own in where.items()
-                if stage % workers == mesh.get_local_rank()
+                if stage % workers == line.get_local_rank()
             }
-        self.passes = PipelineRun(
-            model, stages, Ghost(model, stages, world.device), group, world.device, self.schedule
+        run = PipelineRun(
+            model,
+            stages,
+            Ghost(model, stages, world.device),
+            line.get_group(),
+            world.device,
+            self.schedule,
         )
-        self._batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
-        return self.passes.chunks
+        batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
+        return PipelinePasses(run, self.micro_batches(workers), mesh, names, shared, batch_norm)
 
-    def _costs(self, model: nn.Module, parts: list[Part], world: World) -> list[float]:
+    def _costs(
+        self, model: nn.Module, parts: list[Part], workers: int, world: World, try_on: TryOn
+    ) -> list[float]:
         if self.balance == "parameters":
             return by_parameters(model, parts)
-        assert self.try_on is not None
         costs = torch.tensor(
-            measured_on(
-                self.try_on, model, parts, self.micro_batches(self.degrees.pp), world.device
-            )
+            measured_on(try_on, model, parts, self.micro_batches(workers), world.device)
         )
         costs = costs.to(world.device, torch.float64)
         all_reduce_sum([costs], world)
         return costs.tolist()
-
-    def staged(self) -> nn.Module:
-        """What the runner sees of the model; after the chunks of `cut` are sharded."""
-        return self.passes.model(self._names)
-
-    # ------------------------------------------------------------------ a step
-
-    @property
-    def drives(self) -> bool:
-        return self.degrees.pp > 1
-
-    def divide(
-        self, batches: Sequence[Any], counts: Sequence[int]
-    ) -> tuple[Sequence[Any], Sequence[int]]:
-        sizes = self._sizes_on_all(counts) if self.degrees.shard > 1 else counts
-        self._sizes, divided, real = [], [], []
-        for batch, count, size in zip(batches, counts, sizes, strict=True):
-            pieces = min(self.micro_batches(self.degrees.pp), size)
-            for piece in range(pieces):
-                start, stop = share_of(size, piece, pieces)
-                own = max(0, min(count, stop) - start)
-                # One that has no sample of its own is given one that does not count.
-                rows = slice(start, start + own) if own else slice(0, 1)
-                divided.append(rows_of(batch, rows, max(count, 1)))
-                real.append(own)
-                self._sizes.append(stop - start)
-        return divided, real
-
-    def _sizes_on_all(self, counts: Sequence[int]) -> list[int]:
-        """The largest of all ranks' batches, one by one: fully_shard's collectives must match,
-        micro-batch by micro-batch."""
-        both = torch.tensor(
-            [[count, -count] for count in counts], dtype=torch.int64, device=self.passes.device
-        )
-        for axis in ("dp_shard", "dp_replicate"):
-            if self.whole_mesh[axis].size() > 1:
-                dist.all_reduce(both, dist.ReduceOp.MAX, group=self.whole_mesh.get_group(axis))
-        largest, smallest = both[:, 0].tolist(), (-both[:, 1]).tolist()
-        if self._batch_norm and largest != smallest:
-            raise UserError(
-                "the workers have different numbers of samples in this step, and a pipeline with "
-                "shards fills them up, which BatchNorm's statistics would see. Write "
-                "drop_last=True for this loader, or use GroupNorm"
-            )
-        return largest
-
-    def forward_backward(
-        self,
-        batches: Sequence[Any],
-        counts: Sequence[int],
-        forward: Forward,
-        loss_of: LossOf,
-        autocast: Autocast,
-    ) -> None:
-        micro_batches = []
-        for batch, count, size in zip(batches, counts, self._sizes, strict=True):
-            held = max(count, 1)
-            filled = (
-                batch
-                if held == size
-                else rows_of(batch, torch.arange(size).clamp(max=held - 1), held)
-            )
-            micro_batches.append(MicroBatch(batch, filled, count))
-        self.passes.forward_backward(micro_batches, forward, loss_of, autocast)

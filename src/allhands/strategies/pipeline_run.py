@@ -16,6 +16,7 @@ from torch import nn
 
 from allhands.data import map_tensors
 from allhands.errors import UserError
+from allhands.step.optimizer_step import Forward, LossOf
 from allhands.strategies.base import OutputElsewhere
 from allhands.strategies.pipeline_parts import Part
 from allhands.strategies.pipeline_stage import Ghost, StagedModel, signature, stage_module
@@ -28,8 +29,6 @@ _KEPT = 8
 _UNDER_WAY = 4
 
 Autocast = Callable[[], AbstractContextManager[Any]]
-Forward = Callable[[Any], tuple[Any, Any]]
-LossOf = Callable[[int, Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
