@@ -49,9 +49,26 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def every_agent_ends_with_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def every_agent_ends_with_its_call(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.delenv("ALLHANDS_KEEPER_IDLE", raising=False)
-    idle_agents.end_all()  # those of earlier tests
+    if "shared_agent" not in request.fixturenames:
+        idle_agents.end_all()  # those of earlier tests
+
+
+@pytest.fixture(scope="module")
+def shared_agent() -> Iterator[None]:
+    """The calls of `spawn` in this file share an agent, which imports torch once; fails when a
+    process outlives them all."""
+    with pytest.MonkeyPatch.context() as patch:
+        value = uuid.uuid4().hex
+        patch.setenv(MARKER, value)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with idle_agents.kept(300):
+            yield
+        idle_agents.end_all()
+        none_is_left(value)
 
 
 @pytest.fixture
@@ -61,8 +78,13 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv(MARKER, value)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     yield value
-    gone = wait_until(lambda: not alive(value), 5)
-    left = alive(value)
+    none_is_left(value)
+
+
+def none_is_left(mark: str) -> None:
+    """End all processes with the mark; fails when there are some that do not end themselves."""
+    gone = wait_until(lambda: not alive(mark), 5)
+    left = alive(mark)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert gone, f"processes left behind: {left}"

@@ -97,13 +97,15 @@ def test_it_ends_by_itself_and_with_the_context(monkeypatch: pytest.MonkeyPatch)
     while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.1)
     assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    assert spawn(agent, workers=1) != [pid], "one that has ended is not used"
-    monkeypatch.delenv(idle_agents.VARIABLE)
     with idle_agents.kept(300):
+        (other,) = spawn(agent, workers=1)
+        assert other != pid, "one that has ended is not used"
+        monkeypatch.delenv(idle_agents.VARIABLE)
         (pid,) = spawn(agent, workers=1)
         assert spawn(agent, workers=1) == [pid]
     assert not psutil.pid_exists(pid)
-    assert spawn(agent, workers=1) != spawn(agent, workers=1)
+    (pid,) = spawn(agent, workers=1)
+    assert not psutil.pid_exists(pid)
 
 
 def test_it_ends_with_the_process_that_started_it() -> None:

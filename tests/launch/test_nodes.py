@@ -140,6 +140,7 @@ def test_servers_go_to_one_node_in_turn() -> None:
         )
 
     results = on_nodes(2, call)
+    assert not any(isinstance(one, Exception) for one in results), results
     agents = [agent for [(_, agent, _)] in results]
     [(told, _, token)] = results[0]
     assert {int(one["ALLHANDS_SERVER"]): one["parent"] for one in told} == {

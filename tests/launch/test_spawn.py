@@ -3,6 +3,7 @@ behind."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from tests.timeouts import patience
 
 from .conftest import told_servers
 
-pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("mark")]
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("shared_agent")]
 
 
 def rank() -> int:
@@ -266,6 +267,14 @@ def test_torch_is_not_imported_for_plain_results(tmp_path: Path) -> None:
         "assert spawn(lambda: value, workers=1) == [value]\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", text], cwd=tmp_path, check=True)
+
+
+def test_workers_do_not_import_what_only_their_caller_needs() -> None:
+    importlib.import_module("torch._dynamo")
+    names = ("torch", "torch._dynamo", "torch._inductor", "torchmetrics")
+    assert spawn(lambda: [name in sys.modules for name in names], workers=1) == [
+        [True, False, False, False]
+    ]
 
 
 def test_a_killed_caller_leaves_nothing_in_shared_memory(job: Any) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -84,6 +87,24 @@ def test_a_fresh_import_gets_them_at_once(settings: ModuleType) -> None:
     fresh = importlib.import_module("own_settings")
     assert (fresh.LIMIT, fresh.SIZE, fresh.function(), fresh.RATE) == (11, 12, 12, 0.5)
     assert type(fresh.__spec__.loader).__name__ == "SourceFileLoader"  # type: ignore[union-attr]
+
+
+def test_several_threads_may_look_at_once() -> None:
+    def look(number: int) -> int:
+        return look(number - 1) if number else len(user_modules._parsed.__wrapped__(__file__, 0))
+
+    def yields(*_: Any) -> None:
+        time.sleep(0)
+
+    before = gc.get_threshold()
+    gc.callbacks.append(yields)
+    gc.set_threshold(200)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert set(pool.map(look, [0, 3, 6, 9] * 10)) == {look(0)}
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(yields)
 
 
 def test_modules_of_libraries_are_not_looked_at() -> None:

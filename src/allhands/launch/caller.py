@@ -93,10 +93,7 @@ def _captured() -> dict[str, Any]:
         with contextlib.suppress(Exception):
             value = _named(name)
             found["torch"][name] = value() if callable(value) else value
-    found["deterministic"] = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    found["deterministic"] = _determinism(torch)
     found["anomaly"] = (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
     found["print"] = dict(vars(torch._tensor_str.PRINT_OPTS))
     around = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
@@ -109,6 +106,14 @@ def _captured() -> dict[str, Any]:
         if torch.is_autocast_enabled(device)
     }
     return found
+
+
+def _determinism(torch: Any) -> tuple[bool, bool]:
+    """Whether algorithms must be deterministic, and whether others only warn."""
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
 
 
 def _filters() -> list[tuple[Any, ...]]:
@@ -167,9 +172,10 @@ def apply(found: dict[str, Any]) -> None:
     for getter, setter in _FUNCTIONS:
         if getter in found["torch"] and _named(getter)() != found["torch"][getter]:
             _named(setter)(found["torch"][getter])
-    torch.use_deterministic_algorithms(
-        found["deterministic"][0], warn_only=found["deterministic"][1]
-    )
+    # To set it imports PyTorch's compiler, which takes more than a second.
+    if _determinism(torch) != found["deterministic"]:
+        is_on, warn_only = found["deterministic"]
+        torch.use_deterministic_algorithms(is_on, warn_only=warn_only)
     if found["anomaly"][0]:
         torch.autograd.set_detect_anomaly(*found["anomaly"])
     vars(torch._tensor_str.PRINT_OPTS).update(found["print"])

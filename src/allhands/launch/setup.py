@@ -3,6 +3,7 @@ imports."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,8 @@ def set_up(
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     failed = {}
+    # Modules are not garbage; to look for some while they are imported takes a fifth of the time.
+    gc.disable()
     for name in preload:
         try:
             importlib.import_module(name)
@@ -64,6 +67,7 @@ def set_up(
             Exception
         ) as error:  # the worker that needs it imports it again and shows the whole traceback
             failed[name] = str(error)
+    gc.enable()
     return {
         "cores": processes.cores(),
         "gpus": gpus,

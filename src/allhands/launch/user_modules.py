@@ -20,6 +20,7 @@ import importlib.machinery
 import site
 import sys
 import sysconfig
+import threading
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -46,6 +47,9 @@ _MAKERS = {
     "torch": {"tensor", "zeros", "ones", "full", "arange", "linspace", "eye"},
     "numpy": {"array", "zeros", "ones", "full", "arange", "linspace", "eye"},
 }
+
+# Python's parser fails where two threads are in it (gh-106905).
+_parsing = threading.Lock()
 
 # Attributes by module: values that need no module of the user's, and others.
 Changes = dict[str, dict[str, Any]]
@@ -122,7 +126,9 @@ def _said_by(module: types.ModuleType) -> Mapping[str, ast.AST | None] | None:
 @functools.cache
 def _parsed(file: str, _changed_at: int) -> Mapping[str, ast.AST | None]:
     said: dict[str, ast.AST | None] = {}
-    for name, node in _given(ast.parse(Path(file).read_bytes()).body):
+    with _parsing:
+        tree = ast.parse(Path(file).read_bytes())
+    for name, node in _given(tree.body):
         said[name] = None if name in said else node
     return said
 
